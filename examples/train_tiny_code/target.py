@@ -1,0 +1,228 @@
+"""The target: a Llama of 24 narrow layers (7.9 million parameters), trained on the corpus.
+
+`python target.py --data DATA --out MODEL` trains it and saves it in bfloat16 beside the tokenizer.
+It runs on one GPU in minutes; `--steps 3 --batch 1 --device cpu` tries the script out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+END_OF_TEXT_ID = 0  # the tokenizer's first token
+
+
+def configuration() -> LlamaConfig:
+    """The shape of tiny-code."""
+    return LlamaConfig(
+        vocab_size=4096,
+        hidden_size=160,
+        intermediate_size=416,
+        num_hidden_layers=24,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        head_dim=32,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=END_OF_TEXT_ID,
+        pad_token_id=None,
+    )
+
+
+def build(seed: int = 0) -> LlamaForCausalLM:
+    """A new model; what the layers add to the residual stream starts small."""
+    torch.manual_seed(seed)
+    config = configuration()
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                projection.weight /= math.sqrt(2 * config.num_hidden_layers)
+    return model
+
+
+def load(folder: Path, device: str) -> LlamaForCausalLM:
+    """The shipped model, frozen: its bfloat16 weights, held in float32."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    return model.requires_grad_(False)
+
+
+def forward(model: LlamaForCausalLM, tokens: Tensor, aux: tuple[int, ...] = ()) -> list[Tensor]:
+    """tokens [B, L] → the inputs [B, L, hidden] of the layers `aux`, then the LM head's input.
+
+    The model's own layers, called one after the other: attention is causal within each row.
+    """
+    embeds = model.model.embed_tokens(tokens)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    rotary = model.model.rotary_emb(embeds, position_ids=positions)
+    kept, hidden = [], embeds
+    for index, layer in enumerate(model.model.layers):
+        if index in aux:
+            kept.append(hidden)
+        hidden = layer(hidden, attention_mask=None, position_embeddings=rotary)
+    return [*kept, model.model.norm(hidden)]
+
+
+def loss(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
+    """Mean cross entropy of each token of tokens [B, L + 1] given the ones before it in its row."""
+    (hidden,) = forward(model, tokens[:, :-1])
+    logits = F.linear(hidden, model.lm_head.weight).flatten(0, 1)
+    return F.cross_entropy(logits.float(), tokens[:, 1:].flatten())
+
+
+def rows(tokens: np.ndarray, starts: np.ndarray, length: int, seed: int) -> np.ndarray:
+    """[n, length + 1]: the documents in a random order, packed; the rows in a random order."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(starts) - 1)
+    packed = np.concatenate([tokens[starts[i] : starts[i + 1]] for i in order])
+    packed = np.roll(packed, -int(rng.integers(length)))  # rows start elsewhere in each epoch
+    count = (len(packed) - 1) // length
+    index = np.arange(count)[:, None] * length + np.arange(length + 1)
+    return packed[index][rng.permutation(count)]
+
+
+def batches(
+    tokens: np.ndarray, starts: np.ndarray, length: int, size: int, epochs: int, device: str
+) -> Iterator[Tensor]:
+    """[size, length + 1] int64 on `device`, `epochs` times through the corpus."""
+    for epoch in range(epochs):
+        data = rows(tokens, starts, length, epoch)
+        on_device = torch.from_numpy(data.astype(np.int64)).to(device)
+        for at in range(0, len(data) - size + 1, size):
+            yield on_device[at : at + size]
+
+
+def add_dropout(model: LlamaForCausalLM, share: float) -> list[torch.utils.hooks.RemovableHandle]:
+    """Drops `share` of what each layer adds to the residual stream, in training only."""
+
+    def drop(module: nn.Module, _: object, output: Tensor) -> Tensor:
+        return F.dropout(output, share, module.training)
+
+    layers = model.model.layers
+    modules = [m for layer in layers for m in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    return [m.register_forward_hook(drop) for m in modules]
+
+
+def optimizer_of(model: nn.Module, rate: float, decay: float, fused: bool) -> torch.optim.AdamW:
+    """AdamW with weight decay on the matrices only."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=fused)
+
+
+def learning_rate(step: int, done: float, peak: float, warmup: int) -> float:
+    """Linear warm-up over `warmup` steps, then a cosine over `done` from 0 to 1."""
+    return peak * min(1.0, (step + 1) / warmup) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def save(state: dict[str, Tensor], out: Path) -> None:
+    """Writes config.json, generation_config.json and the weights in bfloat16."""
+    model = LlamaForCausalLM(configuration())
+    model.load_state_dict(state)
+    model.to(torch.bfloat16)
+    model.generation_config = GenerationConfig(eos_token_id=END_OF_TEXT_ID, do_sample=False)
+    model.save_pretrained(out)
+
+
+def main() -> None:
+    """Trains; keeps the weights with the lowest held-out loss."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--minutes", type=float, default=60.0, help="ends by then at the latest")
+    parser.add_argument("--steps", type=int, default=10**9, help="ends by then at the latest")
+    parser.add_argument("--batch", type=int, default=32, help="rows a step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens a row")
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--decay", type=float, default=0.1)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-compile", action="store_true")
+    arguments = parser.parse_args()
+    device: str = arguments.device
+    torch.set_float32_matmul_precision("high")
+
+    tokens, starts = (np.load(arguments.data / f"train{end}.npy") for end in ("", "_starts"))
+    held_out = np.load(arguments.data / "held_out.npy").astype(np.int64)
+    count = (len(held_out) - 1) // arguments.length
+    index = np.arange(count)[:, None] * arguments.length + np.arange(arguments.length + 1)
+    test = torch.from_numpy(held_out[index]).to(device)
+
+    model = build().to(device)
+    print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(tokens)} tokens")
+    if arguments.dropout:
+        add_dropout(model, arguments.dropout)
+    optimizer = optimizer_of(model, arguments.rate, arguments.decay, fused=device != "cpu")
+    if not arguments.no_compile:
+        for layer in model.model.layers:
+            layer.compile()  # all of them share one compiled layer
+    autocast = torch.autocast(device.split(":")[0], dtype=torch.bfloat16)
+
+    def evaluate() -> float:
+        model.eval()
+        with torch.no_grad(), autocast:
+            found = [loss(model, part).item() * len(part) for part in test.split(8)]
+        model.train()
+        return sum(found) / len(test)
+
+    an_epoch = (len(tokens) - 1) // arguments.length // arguments.batch
+    total = min(an_epoch * arguments.epochs, arguments.steps)
+    best, best_state, seen = math.inf, {}, 0.0
+    model.train()
+    start = time.monotonic()
+    data = batches(
+        tokens, starts, arguments.length, arguments.batch, arguments.epochs + 1, device
+    )
+    for step, batch in enumerate(data):
+        elapsed = (time.monotonic() - start) / 60
+        done = min(1.0, max(step / total, elapsed / arguments.minutes))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, done, arguments.rate, warmup=200)
+        with autocast:
+            value = loss(model, batch)
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seen = seen + value.detach()
+        last = done >= 1.0 or step + 1 >= total
+        if last or (step + 1) % an_epoch == 0:
+            now = evaluate()
+            rate = (step + 1) * arguments.batch * arguments.length / (time.monotonic() - start)
+            mean = seen.item() / (step % an_epoch + 1)
+            seen = 0.0
+            if now < best:
+                best = now
+                best_state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+            print(
+                f"step {step + 1} epoch {(step + 1) / an_epoch:.2f} train {mean:.4f} "
+                f"held-out {now:.4f} best {best:.4f} {elapsed:.2f} min {rate:.0f} tokens/s",
+                flush=True,
+            )
+        if last:
+            break
+    save({k: v.cpu() for k, v in best_state.items()}, arguments.out)
+    print(f"held-out loss {best:.4f}, saved to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

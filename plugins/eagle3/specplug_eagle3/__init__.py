@@ -1,0 +1,83 @@
+"""EAGLE-3 for specplug (arXiv 2503.01840). Light to import: torch loads with the worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+
+from specplug import (
+    DEFAULT_MODEL,
+    AlgorithmInfo,
+    Capabilities,
+    Defaults,
+    SpecConfig,
+    UsageError,
+    hookimpl,
+)
+
+if TYPE_CHECKING:
+    from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime
+
+    from specplug_eagle3.worker import Eagle3Worker
+
+WEIGHTS = Path(__file__).parent / "weights"
+
+
+class Eagle3:
+    """The hooks; the work is ``Eagle3Worker``'s."""
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(
+            name="EAGLE3",
+            summary="EAGLE-3: one draft layer over fused target features, chains and dynamic trees",
+            api_version=1,
+            capabilities=Capabilities(branching=True, draft_model=True),
+            defaults=Defaults(num_steps=5, topk=1, num_draft_tokens=6),
+            paper="https://arxiv.org/abs/2503.01840",
+            weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+        )
+
+    @hookimpl
+    def validate_config(self, config: SpecConfig) -> SpecConfig:
+        steps, topk, nodes = config.num_steps, config.topk, config.num_draft_tokens
+        if topk == 1:
+            if nodes != steps + 1:
+                reason = f"num_draft_tokens {nodes} -> {steps + 1}: a chain of {steps} steps"
+                config = config.adjust(reason, num_draft_tokens=steps + 1)
+            return config
+        most = 1 + topk + (steps - 1) * topk * topk
+        if nodes > most:
+            reason = f"num_draft_tokens {nodes} -> {most}: all candidates of {steps} steps"
+            config = config.adjust(reason, num_draft_tokens=most)
+        if config.num_draft_tokens < 2:
+            raise UsageError(
+                f"num_draft_tokens={nodes}: expected at least 2 with topk={topk}, "
+                "the root and one candidate"
+            )
+        return attrs.evolve(config, num_draft_slots=topk * max(steps - 1, 1))
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> Eagle3Worker:
+        from specplug_eagle3.worker import Eagle3Worker
+
+        return Eagle3Worker(runtime)
+
+    @hookimpl
+    def build_draft_input(
+        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+    ) -> DraftInput:
+        worker: Eagle3Worker = runtime.worker
+        return worker.extend(batch, target_output)
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        worker: Eagle3Worker = runtime.worker
+        if runtime.config.topk == 1:
+            return worker.propose_chain(batch, draft_input)
+        return worker.propose_tree(batch, draft_input)
+
+
+algorithm = Eagle3()

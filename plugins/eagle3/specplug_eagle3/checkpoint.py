@@ -1,0 +1,101 @@
+"""EAGLE-3 checkpoints in SafeAILab's and SGLang's layouts, and whether they fit the target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from specplug import Checkpoint, CheckpointError, Runtime
+
+from specplug_eagle3.network import Eagle3Config, Eagle3Network
+
+_OPTIONAL = frozenset({"t2d", "d2t"})
+
+
+def load_network(runtime: Runtime) -> Eagle3Network:
+    """Read the run's draft model and put it on the engine's device, ready to serve.
+
+    Raises:
+        CheckpointError: it is missing or incomplete, or was made for another target.
+    """
+    assert runtime.config.draft_model_path is not None
+    checkpoint = Checkpoint.read(runtime.config.draft_model_path)
+    config = network_config(checkpoint, runtime.num_layers, runtime.context_len)
+    _check_fit(checkpoint, config, runtime)
+    own_embedding = "embed_tokens.weight" in {rename(name) for name in checkpoint.tensors}
+    network = Eagle3Network(config, own_embedding=own_embedding)
+    optional = _OPTIONAL if config.draft_vocab_size == config.vocab_size else frozenset({"t2d"})
+    checkpoint.load_into(network, rename=rename, optional=optional)
+    _check_vocabulary(checkpoint, network)
+    return network.to(device=runtime.device, dtype=runtime.dtype).eval().pack()
+
+
+def rename(name: str) -> str:
+    """SGLang's export may put ``model.`` before the layer's names; SafeAILab's does not."""
+    return name.removeprefix("model.")
+
+
+def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) -> Eagle3Config:
+    """The network's sizes from ``config.json``; what it leaves out comes from the paper's rule.
+
+    ``eagle_aux_hidden_state_layer_ids`` (SGLang, at the top or under ``eagle_config``) are layers
+    whose *outputs* are fused; the network wants inputs, which are those of the layer behind.
+    Without them: layers 2, L // 2 and L - 3, as in SafeAILab's code.
+    """
+    keys = checkpoint.config
+    heads = checkpoint.require("num_attention_heads")
+    hidden_size = checkpoint.require("hidden_size")
+    vocab_size = checkpoint.require("vocab_size")
+    nested: dict[str, Any] = keys.get("eagle_config") or {}
+    layers = keys.get("eagle_aux_hidden_state_layer_ids") or nested.get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    inputs = [i + 1 for i in layers] if layers else [2, num_layers // 2, num_layers - 3]
+    rope: dict[str, Any] = keys.get("rope_parameters") or {}
+    return Eagle3Config(
+        hidden_size=hidden_size,
+        intermediate_size=checkpoint.require("intermediate_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=keys.get("num_key_value_heads") or heads,
+        head_dim=keys.get("head_dim") or hidden_size // heads,
+        target_hidden_size=keys.get("target_hidden_size") or hidden_size,
+        vocab_size=vocab_size,
+        draft_vocab_size=keys.get("draft_vocab_size") or vocab_size,
+        rms_norm_eps=keys.get("rms_norm_eps", 1e-6),
+        rope_theta=keys.get("rope_theta") or rope.get("rope_theta") or 10000.0,
+        max_position_embeddings=max(context_len, keys.get("max_position_embeddings") or 0),
+        aux_layer_ids=tuple(inputs),
+    )
+
+
+def _check_fit(checkpoint: Checkpoint, config: Eagle3Config, runtime: Runtime) -> None:
+    scaling = checkpoint.config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind != "default":
+        raise CheckpointError(
+            f"draft model {checkpoint.path}: rope_scaling {kind!r} is not supported; "
+            "expected none (plain rotary embedding)"
+        )
+    for what, mine, target in (
+        ("hidden size", config.target_hidden_size, runtime.hidden_size),
+        ("vocabulary", config.vocab_size, runtime.vocab_size),
+    ):
+        if mine != target:
+            raise CheckpointError(
+                f"draft model {checkpoint.path} does not fit the target: it was made for a "
+                f"{what} of {mine}, the target's is {target}; use the draft model of this target"
+            )
+    if any(not 0 <= i < runtime.num_layers for i in config.aux_layer_ids):
+        raise CheckpointError(
+            f"draft model {checkpoint.path} does not fit the target: it reads layers "
+            f"{list(config.aux_layer_ids)}, the target has {runtime.num_layers}"
+        )
+
+
+def _check_vocabulary(checkpoint: Checkpoint, network: Eagle3Network) -> None:
+    ids = torch.arange(network.config.draft_vocab_size) + network.d2t
+    if bool((ids < 0).any() | (ids >= network.config.vocab_size).any()):
+        raise CheckpointError(
+            f"draft model {checkpoint.path}: d2t points outside the vocabulary of "
+            f"{network.config.vocab_size} tokens; expected offsets, target id = draft id + d2t"
+        )

@@ -1,0 +1,5 @@
+"""``python -m specplug`` is the ``specplug`` command."""
+
+from specplug.cli import main
+
+main()

@@ -1,0 +1,180 @@
+"""What a plugin declares about its algorithm, and what a run is configured with. No torch here.
+
+An algorithm's ``describe()`` hook returns an ``AlgorithmInfo``. The engine merges its defaults with
+what the user typed into a ``SpecConfig`` and hands that to ``validate_config``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+from attrs import validators
+
+from specplug.errors import UsageError
+
+API_VERSION = 1
+"""Version of the hook contract (``specplug.hookspecs``). It grows when a hook changes meaning."""
+
+DEFAULT_MODEL = "tiny-code"
+"""Name of the model that ships with specplug; plugins key their shipped weights by it."""
+
+
+@attrs.frozen(kw_only=True)
+class Capabilities:
+    """What an algorithm can do, so that the core can refuse what it cannot.
+
+    Attributes:
+        branching: drafts may branch (``topk > 1``); otherwise they are chains.
+        draft_model: it loads weights of its own, found by ``--speculative-draft-model-path`` or
+            shipped for the default model.
+    """
+
+    branching: bool = False
+    draft_model: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class Defaults:
+    """The speculation settings of a run in which the user typed none.
+
+    Attributes:
+        num_steps: draft depth S, at least 1.
+        topk: branches K kept a step, at least 1.
+        num_draft_tokens: nodes N the target verifies for each request, root included; None
+            means ``num_steps + 1``.
+    """
+
+    num_steps: int = attrs.field(default=1, validator=validators.ge(1))
+    topk: int = attrs.field(default=1, validator=validators.ge(1))
+    num_draft_tokens: int | None = attrs.field(
+        default=None, validator=validators.optional(validators.ge(1))
+    )
+
+
+@attrs.frozen(kw_only=True)
+class AlgorithmInfo:
+    """An algorithm's declaration, returned by its ``describe`` hook.
+
+    Attributes:
+        name: what users type, upper case; equal to the entry point's name.
+        summary: one line.
+        api_version: the ``API_VERSION`` the plugin was written for, as a literal.
+        capabilities: see ``Capabilities``.
+        defaults: see ``Defaults``.
+        paper: where the algorithm is described, a URL or an arXiv number.
+        weights: model name -> folder of the draft weights that the plugin ships for that model.
+    """
+
+    name: str = attrs.field(validator=validators.matches_re(r"[A-Z][A-Z0-9_]*"))
+    summary: str
+    api_version: int
+    capabilities: Capabilities = Capabilities()
+    defaults: Defaults = Defaults()
+    paper: str = ""
+    weights: Mapping[str, Path] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class SpecConfig:
+    """The speculation settings of one run.
+
+    Attributes:
+        algorithm: the algorithm's name.
+        num_steps: draft depth S.
+        topk: branches K kept a step.
+        num_draft_tokens: nodes N that the target verifies for each request, root included.
+        num_draft_slots: KV slots behind a request's committed length that the draft model may
+            write while it drafts; the engine reserves at least N.
+        draft_model_path: folder of the draft weights, or None.
+        target_config: the target's ``config.json`` as a mapping (``hidden_size``, …).
+        adjustments: what ``validate_config`` changed, and why; shown to the user once.
+    """
+
+    algorithm: str
+    num_steps: int = attrs.field(default=1, validator=validators.ge(1))
+    topk: int = attrs.field(default=1, validator=validators.ge(1))
+    num_draft_tokens: int = attrs.field(default=2, validator=validators.ge(1))
+    num_draft_slots: int = 0
+    draft_model_path: Path | None = None
+    target_config: Mapping[str, Any] = attrs.field(factory=dict)
+    adjustments: tuple[str, ...] = ()
+
+    def adjust(self, reason: str, **changes: Any) -> SpecConfig:
+        """This configuration with ``changes``, and the reason, which the user will read."""
+        return attrs.evolve(self, adjustments=(*self.adjustments, reason), **changes)
+
+    @classmethod
+    def resolve(
+        cls,
+        info: AlgorithmInfo,
+        *,
+        num_steps: int | None = None,
+        topk: int | None = None,
+        num_draft_tokens: int | None = None,
+        draft_model_path: Path | None = None,
+        model_name: str | None = None,
+        target_config: Mapping[str, Any] | None = None,
+    ) -> SpecConfig:
+        """What the user typed, over the algorithm's defaults.
+
+        Args:
+            model_name: the target's name where it has one that plugins ship weights for.
+
+        Raises:
+            UsageError: a number is out of range, the algorithm cannot branch, or it needs a draft
+                model and there is none.
+        """
+        for option, value in (
+            ("num_steps", num_steps),
+            ("topk", topk),
+            ("num_draft_tokens", num_draft_tokens),
+        ):
+            if value is not None and value < 1:
+                raise UsageError(f"{option}={value}: expected at least 1")
+        steps = info.defaults.num_steps if num_steps is None else num_steps
+        branches = info.defaults.topk if topk is None else topk
+        if branches > 1 and not info.capabilities.branching:
+            raise UsageError(
+                f"topk={branches}: {info.name} drafts chains only; use topk=1, "
+                "or an algorithm that branches (specplug info NAME)"
+            )
+        return cls(
+            algorithm=info.name,
+            num_steps=steps,
+            topk=branches,
+            num_draft_tokens=_num_draft_tokens(info, num_steps, topk, num_draft_tokens, steps),
+            draft_model_path=_draft_model_path(info, draft_model_path, model_name),
+            target_config=dict(target_config or {}),
+        )
+
+
+def _num_draft_tokens(
+    info: AlgorithmInfo, num_steps: int | None, topk: int | None, typed: int | None, steps: int
+) -> int:
+    if typed is not None:
+        return typed
+    # The default N belongs to the default S and K; with another shape it follows the depth.
+    untouched = num_steps in (None, info.defaults.num_steps) and topk in (None, info.defaults.topk)
+    if info.defaults.num_draft_tokens is not None and untouched:
+        return info.defaults.num_draft_tokens
+    branches = info.defaults.topk if topk is None else topk
+    return steps * branches + 1
+
+
+def _draft_model_path(
+    info: AlgorithmInfo, typed: Path | None, model_name: str | None
+) -> Path | None:
+    if not info.capabilities.draft_model:
+        return None
+    if typed is not None:
+        return Path(typed)
+    if model_name is not None and model_name in info.weights:
+        return Path(info.weights[model_name])
+    shipped = ", ".join(info.weights) or "no model"
+    raise UsageError(
+        f"{info.name} needs draft weights for this target: it ships them for {shipped}; "
+        "give their folder as speculative_draft_model_path (--speculative-draft-model-path)"
+    )

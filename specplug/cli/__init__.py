@@ -1,0 +1,151 @@
+"""The ``specplug`` command line. A sub-command's module is imported when it is called.
+
+Errors become one line on standard error in one place, ``CommandLine.main``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+import click
+
+from specplug import __version__
+from specplug.contract import PLUGIN_FAILURES, PluginWarning, error_line
+from specplug.debug import DEBUG
+from specplug.errors import SpecplugError, UsageError
+
+COMMANDS = {
+    "list": "specplug.cli.list:list_algorithms",
+    "info": "specplug.cli.info:info",
+    "generate": "specplug.cli.generate:generate",
+    "doctor": "specplug.cli.doctor:doctor",
+}
+"""Sub-command -> the module and the click command in it."""
+
+
+class CommandLine(click.Group):
+    """The command group: the core's commands, loaded when called, and those of extensions."""
+
+    _extended = False
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        self._load_extensions()
+        return [*COMMANDS, *sorted(set(self.commands) - set(COMMANDS))]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in COMMANDS:
+            return _load(COMMANDS[cmd_name])
+        self._load_extensions()
+        return self.commands.get(cmd_name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EOFError as error:  # click takes it for Ctrl-D at a prompt, and says nothing
+            raise SpecplugError(f"{error_line(error)}: a file or stream ended early") from error
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = "specplug",
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command line. Unless ``standalone_mode`` is off, exits with 0, 1 for a failure,
+        2 for bad usage, 130 for Ctrl-C."""
+        run = super().main
+
+        def call() -> Any:
+            return run(args, prog_name, complete_var, standalone_mode=False, **extra)
+
+        return _exit(call) if standalone_mode else call()
+
+    def _load_extensions(self) -> None:
+        """Let extensions add their commands; only help and unknown commands ask for them."""
+        if self._extended:
+            return
+        self._extended = True
+        from specplug.registry import Registry, build_extension_manager
+
+        registry = Registry()
+        if not registry.extension_entries():
+            return
+        for extension in registry.extensions():
+            try:
+                build_extension_manager(extension).hook.register_commands(cli=self)
+            except PLUGIN_FAILURES as error:
+                message = f"{extension.entry.subject}: register_commands raised {error_line(error)}"
+                warnings.warn(message, PluginWarning, stacklevel=2)
+
+
+@click.group(cls=CommandLine, invoke_without_command=True)
+@click.version_option(__version__, prog_name="specplug", message="%(prog)s %(version)s")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Speculative decoding in which an algorithm is a pip package."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def _load(place: str) -> click.Command | None:
+    """Import a sub-command; None if its module is not part of this installation."""
+    module, _, function = place.partition(":")
+    try:
+        command: click.Command = getattr(import_module(module), function)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        return None
+    return command
+
+
+def _exit(call: Callable[[], Any]) -> NoReturn:
+    """Call, and exit as the result or the error asks for."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _warning_shower()
+            result = call()
+        sys.stdout.flush()
+        sys.exit(result if isinstance(result, int) else 0)
+    except click.Abort as abort:
+        sys.exit(130 if isinstance(abort.__cause__, KeyboardInterrupt) else 1)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "specplug"
+        hint = f" ({path} --help)" if isinstance(error, click.UsageError) else ""
+        _say("error", f"{error.format_message()}{hint}")
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # Python flushes standard output once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if DEBUG:
+            raise
+        ours = isinstance(error, SpecplugError)
+        hint = "" if ours else " (this should not happen; SPECPLUG_DEBUG=1 shows where)"
+        _say("error", f"{error if ours else error_line(error)}{hint}")
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def _warning_shower() -> Callable[..., None]:
+    show = warnings.showwarning
+
+    def shower(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, PluginWarning):
+            _say("warning", str(message))
+        else:
+            show(message, category, *place, **more)
+
+    return shower
+
+
+def _say(kind: str, message: str) -> None:
+    label = click.style(f"{kind}:", fg="red" if kind == "error" else "yellow", bold=True)
+    click.echo(f"{label} {' '.join(message.splitlines())}", err=True)

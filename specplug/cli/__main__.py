@@ -1,0 +1,5 @@
+"""``python -m specplug.cli`` is the ``specplug`` command."""
+
+from specplug.cli import main
+
+main()

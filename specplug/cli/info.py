@@ -1,0 +1,101 @@
+"""``specplug info NAME``: what one algorithm declares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+
+from specplug.algorithm import DEFAULT_MODEL
+from specplug.cli.table import print_table
+from specplug.contract import HOOKS, implemented_hooks
+from specplug.registry import Registry, SelectedAlgorithm
+
+OBSERVERS = ("on_step", "on_request_finished", "register_commands")
+"""Hooks that have no default in the core."""
+
+
+@click.command()
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def info(name: str, as_json: bool) -> None:
+    """Show what the algorithm NAME declares."""
+    declared = describe(Registry().select(name))
+    if as_json:
+        import json
+
+        click.echo(json.dumps(declared, indent=2))
+    else:
+        print_table(("algorithm", declared["name"]), _rows(declared))
+
+
+def describe(selected: SelectedAlgorithm) -> dict[str, Any]:
+    """What ``--json`` prints of an algorithm. Keys are only ever added."""
+    declared, entry = selected.info, selected.entry
+    implemented = implemented_hooks(selected.plugin)
+    return {
+        "name": selected.name,
+        "summary": declared.summary,
+        "paper": declared.paper,
+        "distribution": entry.distribution,
+        "version": entry.version,
+        "value": entry.value,
+        "api_version": declared.api_version,
+        "capabilities": attrs.asdict(declared.capabilities),
+        "defaults": attrs.asdict(declared.defaults),
+        "hooks": {
+            "implemented": implemented,
+            "core_defaults": [h for h in HOOKS if h not in implemented and h not in OBSERVERS],
+        },
+        "weights": {model: _weights(Path(folder)) for model, folder in declared.weights.items()},
+        "default_model": DEFAULT_MODEL,
+    }
+
+
+def _weights(folder: Path) -> dict[str, Any]:
+    files = [file for file in folder.rglob("*") if file.is_file()] if folder.is_dir() else []
+    return {
+        "path": str(folder),
+        "exists": bool(files),
+        "bytes": sum(file.stat().st_size for file in files),
+    }
+
+
+def _rows(declared: dict[str, Any]) -> list[tuple[str, str]]:
+    hooks, defaults = declared["hooks"], declared["defaults"]
+    able = declared["capabilities"].items()
+    return [
+        ("summary", declared["summary"]),
+        ("paper", declared["paper"] or "-"),
+        ("distribution", f"{declared['distribution']} {declared['version']}"),
+        ("entry point", declared["value"]),
+        ("API version", str(declared["api_version"])),
+        ("capabilities", ", ".join(f"{k}={'yes' if yes else 'no'}" for k, yes in able)),
+        ("defaults", ", ".join(f"{k}={_default(v)}" for k, v in defaults.items())),
+        ("own hooks", ", ".join(hooks["implemented"])),
+        ("core defaults", ", ".join(hooks["core_defaults"]) or "-"),
+        *_weight_rows(declared),
+    ]
+
+
+def _default(value: int | None) -> str:
+    return "from depth and width" if value is None else str(value)
+
+
+def _weight_rows(declared: dict[str, Any]) -> list[tuple[str, str]]:
+    if not declared["capabilities"]["draft_model"]:
+        return [("weights", "needs none")]
+    weights = dict(declared["weights"])
+    rows = []
+    for model in dict.fromkeys((DEFAULT_MODEL, *weights)):
+        label = f"weights for {model}"
+        shipped = weights.get(model)
+        if shipped is None:
+            rows.append((label, "none shipped"))
+        elif not shipped["exists"]:
+            rows.append((label, f"missing: {shipped['path']} is not there or empty"))
+        else:
+            rows.append((label, f"{shipped['path']} ({shipped['bytes'] / 2**20:.1f} MiB)"))
+    return rows

@@ -1,0 +1,214 @@
+"""Paged, tree-masked attention: the plan of a pass, and its registration with transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from specplug.errors import UsageError
+from specplug.kernels.paged_attention import paged_attention_reference
+from specplug.spec.padding import Padding
+from specplug.spec.runtime import KVCache
+
+IMPLEMENTATION = "specplug"
+"""The name under which transformers' ``AttentionInterface`` knows our attention."""
+
+LENGTH_STEP = 64
+"""Key lengths are rounded up to this, so that shapes repeat from step to step."""
+
+
+def round_up(length: int, step: int = LENGTH_STEP) -> int:
+    """``length`` as a multiple of ``step``."""
+    return -(-length // step) * step
+
+
+@attrs.define(eq=False, kw_only=True)
+class PagedPlan:
+    """Where the R rows of a pass stand, and what each sees. Implements ``AttentionPlan``.
+
+    Rows are padded to [bs, Q] for the attention itself when the requests differ in width.
+
+    Attributes:
+        positions: [R] int64.
+        slots: [R] int64, where each row's key and value go.
+        table: [bs * L] int64, the slots that each request's queries may see.
+        starts: [bs] int64 committed lengths.
+        offset: of the first row behind ``starts``.
+        bs, width, length: bs, Q and L.
+        mask: [bs or 1, Q, W] bool over the slots from ``starts`` on; None: causal.
+        padding: from and to [bs, Q]; None if all requests are Q wide.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    table: Tensor
+    starts: Tensor
+    offset: int
+    bs: int
+    width: int
+    length: int
+    mask: Tensor | None
+    padding: Padding | None = None
+    _bias: dict[tuple[int | None, int], Tensor] = attrs.field(factory=dict, init=False)
+
+    def attend(
+        self,
+        cache: KVCache,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """See ``AttentionPlan.attend``; ``window`` is a sliding window's length in tokens."""
+        keys, values = cache.keys[layer], cache.values[layer]
+        keys.index_copy_(0, self.slots, k)
+        values.index_copy_(0, self.slots, v)
+        heads, head_dim = q.shape[1:]
+        if self.padding is not None:
+            q = q[self.padding.padded_rows]
+        out = paged_attention_reference(
+            q.view(self.bs, self.width, heads, head_dim).transpose(1, 2),
+            keys,
+            values,
+            self.table,
+            self._bias_for(window, heads // keys.shape[1], q.dtype),
+            head_dim**-0.5 if scale is None else scale,
+            softcap,
+        )
+        flat = out.transpose(1, 2).reshape(self.bs * self.width, heads * head_dim)
+        return flat if self.padding is None else flat[self.padding.flat_index]
+
+    def _bias_for(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
+        """[bs, 1, group * Q, L] additive mask; made once a pass for each kind of layer."""
+        bias = self._bias.get((window, group))
+        if bias is None:
+            hidden = self._visible(window).logical_not_()
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            bias.masked_fill_(hidden, float("-inf"))
+            bias = bias.repeat(1, group, 1).unsqueeze(1)
+            self._bias[window, group] = bias
+        return bias
+
+    def _visible(self, window: int | None) -> Tensor:
+        """[bs, Q, L] bool: which keys each query sees."""
+        order = torch.arange(self.length, device=self.starts.device)
+        behind = order - self.starts.unsqueeze(1)  # [bs, L], slots from the committed length on
+        if self.mask is None:
+            query = torch.arange(self.offset, self.offset + self.width, device=order.device)
+            depth = behind
+            visible = behind.unsqueeze(1) <= query.unsqueeze(1)
+        else:
+            span = self.mask.shape[-1]
+            query = self.mask.sum(-1) - 1
+            node = behind.clamp(0, span - 1)
+            inside = ((behind >= 0) & (behind < span)).unsqueeze(1)
+            mask = self.mask.expand(self.bs, -1, -1)
+            seen = mask.gather(2, node.unsqueeze(1).expand(-1, self.width, -1))
+            visible = (behind < 0).unsqueeze(1) | (seen & inside)
+            depth = behind
+            if window is not None:
+                # Only the target has windows, and its mask is square: a slot's depth is its row's.
+                depths = query.expand(self.bs, -1).gather(1, node)
+                depth = torch.where(behind < 0, behind, depths)
+        if window is not None:
+            visible = visible & (query.unsqueeze(-1) - depth.unsqueeze(1) < window)
+        return visible
+
+
+def make_plan(
+    request_table: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    width: int,
+    length: int,
+    *,
+    last_position: int,
+    offset: int = 0,
+    positions: Tensor | None = None,
+    mask: Tensor | None = None,
+    padding: Padding | None = None,
+) -> PagedPlan:
+    """Plan a pass.
+
+    Args:
+        request_table: [rows, context] int64 slots by request row and position.
+        rows: [bs] int64.
+        starts: [bs] int64 committed lengths.
+        width: Q.
+        length: L, at least every request's length after the pass.
+        last_position: positions are clamped to it; a node behind the context's end is never used,
+            but must not read past a rotary table.
+        offset, positions [bs or 1, Q], mask, padding: see ``PagedPlan``.
+    """
+    bs = rows.shape[0]
+    index = starts.unsqueeze(1) + torch.arange(offset, offset + width, device=rows.device)
+    if padding is not None:
+        index = index.clamp(max=request_table.shape[1] - 1)  # padding of a shorter request
+    slots = request_table[rows.unsqueeze(1), index].view(-1)
+    positions = (index if positions is None else positions).reshape(-1)
+    if padding is not None:
+        slots, positions = slots[padding.flat_index], positions[padding.flat_index]
+    return PagedPlan(
+        positions=positions.clamp(max=last_position),
+        slots=slots,
+        table=request_table[:, :length].index_select(0, rows).view(-1),
+        starts=starts,
+        offset=offset,
+        bs=bs,
+        width=width,
+        length=length,
+        mask=mask,
+        padding=padding,
+    )
+
+
+@attrs.frozen(eq=False)
+class TargetPass:
+    """What transformers hands through to our attention: the plan, and the target's cache."""
+
+    plan: PagedPlan
+    cache: KVCache
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    target_pass: TargetPass | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: [1, H, T, D] in, [1, T, H, D] out."""
+    assert target_pass is not None, "the specplug attention needs the engine's plan"
+    if s_aux is not None:
+        raise UsageError(f"{type(module).__name__}: attention sinks are not supported yet")
+    heads = query.shape[1]
+    out = target_pass.plan.attend(
+        target_pass.cache,
+        module.layer_idx,  # type: ignore[arg-type]
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
+        scaling,
+        sliding_window,
+        softcap,
+    )
+    return out.view(1, out.shape[0], heads, -1), None
+
+
+def register() -> None:
+    """Make ``attn_implementation="specplug"`` known to transformers. May be called again."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, _attention)

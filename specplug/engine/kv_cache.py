@@ -1,0 +1,44 @@
+"""The tensors of the KV pool: the target's and, in the same slots, the draft models'."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.spec.runtime import KVCache
+
+
+@attrs.frozen
+class KVShape:
+    """Layers, key/value heads and head size of a cache."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_slot(self, dtype: torch.dtype) -> int:
+        """Of one token, keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+def fill_cache(
+    cache: KVCache, shape: KVShape, num_slots: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Allocate a cache's tensors, all in one: [layers, 2, slots, Hkv, D].
+
+    Zeroed, because a masked slot still enters the products, and 0 times an old NaN is NaN.
+    """
+    size = (shape.num_layers, 2, num_slots, shape.num_kv_heads, shape.head_dim)
+    pool = torch.zeros(size, dtype=dtype, device=device)
+    cache.keys[:] = [layer[0] for layer in pool]
+    cache.values[:] = [layer[1] for layer in pool]
+    return pool
+
+
+def move_slots(pool: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy tokens between slots, all layers at once: ``source`` and ``target`` [M] int64.
+
+    Reads everything before it writes, so the two may overlap.
+    """
+    pool[:, :, target] = pool[:, :, source]

@@ -1,0 +1,452 @@
+"""``LLM``: the embedded engine as a Python object. Names are those vLLM users know."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from specplug.algorithm import DEFAULT_MODEL, SpecConfig
+from specplug.engine.engine import Engine
+from specplug.engine.model_runner import ModelRunner
+from specplug.engine.outputs import RequestOutput
+from specplug.engine.page_pool import PagePool
+from specplug.engine.request import Request, make_detokenizer
+from specplug.engine.request_table import RequestTable
+from specplug.engine.runtime import EngineRuntime
+from specplug.engine.sampling_params import SamplingParams
+from specplug.engine.scheduler import Scheduler, SchedulerConfig
+from specplug.engine.step import StepRunner
+from specplug.errors import UsageError
+from specplug.registry import Registry, build_plugin_manager
+from specplug.spec.defaults import CoreDefaults
+
+Prompt = str | Sequence[int]
+
+ASSETS = Path(__file__).parent.parent / "assets"
+_CPU_POOL_BYTES = 512 << 20
+_CUDA_POOL_SHARE = 0.6
+
+
+class LLM:
+    """A model under an algorithm, ready to generate.
+
+    Args:
+        model: folder or hub id of a causal LM of transformers; None or ``"tiny-code"``: the
+            default model that ships with specplug.
+        tokenizer: folder or hub id of its tokenizer; None: the model's own. Without one, prompts
+            are token ids and outputs have no text.
+        dtype: "auto" (float32 on the CPU, else the checkpoint's), "float32", "bfloat16",
+            "float16" or "float64".
+        device: "cpu", "cuda", "cuda:1", …; None: CUDA if there is one.
+        seed: from which requests without a seed get theirs.
+        speculative_algorithm: name of an installed algorithm, or a plugin object.
+        speculative_draft_model_path: folder of its draft weights.
+        speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens: draft depth S,
+            branches K, nodes N; None: the algorithm's defaults.
+        page_size: tokens a KV page.
+        chunked_prefill_size: most prompt tokens a step; None: no limit.
+        max_running_requests: most requests that run at a time; more wait.
+        max_total_tokens: slots of the KV pool; None: what fits a memory budget.
+        max_model_len: context length; None: the model's.
+        disable_overlap_schedule: process each step's results before the next step is launched.
+
+    Raises:
+        UsageError: a value cannot be used, or the algorithm is not installed.
+        PluginError: the algorithm's plugin is broken.
+        CheckpointError: the model or the draft model cannot be loaded, or do not fit.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        tokenizer: str | Path | None = None,
+        dtype: str = "auto",
+        device: str | None = None,
+        seed: int = 0,
+        speculative_algorithm: str | object = "NONE",
+        speculative_draft_model_path: str | Path | None = None,
+        speculative_num_steps: int | None = None,
+        speculative_eagle_topk: int | None = None,
+        speculative_num_draft_tokens: int | None = None,
+        page_size: int = 16,
+        chunked_prefill_size: int | None = 512,
+        max_running_requests: int = 8,
+        max_total_tokens: int | None = None,
+        max_model_len: int | None = None,
+        disable_overlap_schedule: bool = False,
+    ) -> None:
+        for name, value, optional in (
+            ("page_size", page_size, False),
+            ("chunked_prefill_size", chunked_prefill_size, True),
+            ("max_running_requests", max_running_requests, False),
+            ("max_total_tokens", max_total_tokens, True),
+            ("max_model_len", max_model_len, True),
+        ):
+            _check_positive(name, value, optional)
+        registry = Registry()
+        selected = registry.select(speculative_algorithm)
+        manager = build_plugin_manager(selected, registry.extensions(), CoreDefaults())
+        self._hooks: Any = manager.hook
+        where = _device(device)
+        path = _model_path(model)
+        config = SpecConfig.resolve(
+            selected.info,
+            num_steps=speculative_num_steps,
+            topk=speculative_eagle_topk,
+            num_draft_tokens=speculative_num_draft_tokens,
+            draft_model_path=_optional_path(speculative_draft_model_path),
+            model_name=DEFAULT_MODEL if path == str(ASSETS / "tiny_code") else None,
+            target_config=_target_config(path),
+        )
+        config = self._hooks.validate_config(config=config)
+        self._runner = ModelRunner(path, _dtype(dtype, where), where)
+        self.spec_config = config
+        self.tokenizer = _load_tokenizer(tokenizer, path)
+        self.context_len = min(max_model_len or self._runner.context_len, self._runner.context_len)
+        runtime = EngineRuntime(config, self._runner, self.context_len, max_running_requests)
+        runtime.worker = self._hooks.create_worker(runtime=runtime)
+        self._eos = _eos_token_ids(self._runner)
+        self._seed = seed
+        self._numbers = itertools.count()
+        self._requests: dict[str, Request] = {}
+        limits = SchedulerConfig(
+            max_running_requests=max_running_requests,
+            chunked_prefill_size=chunked_prefill_size,
+            columns=config.num_steps + 1,
+            reserve=max(config.num_draft_tokens, config.num_draft_slots, config.num_steps + 1),
+            steps_in_flight=1 if disable_overlap_schedule else 2,
+        )
+        self._limits = limits
+        self._engine = self._make_engine(runtime, limits, page_size, max_total_tokens)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all requests and free the model and its caches."""
+        if self._engine is not None:
+            self._abort_all()
+            self._engine = None  # type: ignore[assignment]
+            self._runner = None  # type: ignore[assignment]
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_finished: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all together, and wait for all of them.
+
+        Args:
+            prompts: texts or lists of token ids; one alone may stand without a list.
+            sampling_params: one for all, or one for each.
+            on_finished: called with each request's output when it ends (for a progress bar).
+
+        Returns:
+            One output a prompt, in the prompts' order.
+
+        Raises:
+            UsageError: a prompt or a setting cannot be used; nothing has run then.
+        """
+        outputs: dict[str, RequestOutput] = {}
+        order: list[str] = []
+        for output in self._run(prompts, sampling_params, order, partial=False):
+            outputs[output.request_id] = output
+            if on_finished is not None:
+                on_finished(output)
+        return [outputs[request_id] for request_id in order]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Complete prompts and yield what came, step by step; ``delta`` is the new text.
+
+        The last output of each request has a ``finish_reason``. Closing the iterator aborts what
+        still runs.
+        """
+        return self._run(prompts, sampling_params, [], partial=True)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its output so far comes with ``finish_reason="abort"``.
+
+        May be called from another thread, or between two outputs of ``stream``.
+        """
+        self._engine.abort(request_id)
+
+    def stats(self) -> dict[str, Any]:
+        """Totals since the engine was made; see ``specplug.engine.statistics``."""
+        return self._engine.statistics.as_dict()
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self._engine.statistics.__init__()  # type: ignore[misc]
+
+    @property
+    def effective_config(self) -> dict[str, Any]:
+        """What the run really uses, and what was adjusted and why."""
+        config = attrs.asdict(self.spec_config, filter=lambda a, _: a.name != "target_config")
+        pool = self._engine.scheduler.pool
+        return {
+            **config,
+            "overlap": self._limits.steps_in_flight > 1,
+            "chunked_prefill_size": self._limits.chunked_prefill_size,
+            "max_running_requests": self._limits.max_running_requests,
+            "page_size": pool.page_size,
+            "max_total_tokens": (pool.num_pages - 1) * pool.page_size,
+            "context_len": self.context_len,
+            "device": str(self._runner.device),
+            "dtype": str(self._runner.dtype).removeprefix("torch."),
+        }
+
+    def check_pool(self) -> None:
+        """Assert that every KV page is free or owned once, and all are free if nothing runs."""
+        scheduler = self._engine.scheduler
+        scheduler.check()
+        if not self._engine.has_work:
+            assert scheduler.pool.num_free == scheduler.pool.num_pages - 1, "a page leaked"
+
+    def _make_engine(
+        self,
+        runtime: EngineRuntime,
+        limits: SchedulerConfig,
+        page_size: int,
+        max_total_tokens: int | None,
+    ) -> Engine:
+        width = self.context_len + limits.steps_in_flight * limits.columns + limits.reserve
+        num_slots = max_total_tokens or _default_slots(runtime, width)
+        num_pages = -(-num_slots // page_size) + 1
+        table = RequestTable(runtime.num_rows, width, page_size, runtime.device)
+        pool = runtime.allocate_pool(num_pages * page_size, table)
+        future_map = self._hooks.create_future_map(runtime=runtime)
+        return Engine(
+            scheduler=Scheduler(limits, PagePool(num_pages, page_size), table),
+            steps=StepRunner(runtime, self._runner, self._hooks, future_map, pool),
+            sampler=runtime.sampler,
+            hooks=self._hooks,
+            overlap=limits.steps_in_flight > 1,
+            tokenizer=self._backend_tokenizer,
+        )
+
+    @property
+    def _backend_tokenizer(self) -> Any:
+        return None if self.tokenizer is None else self.tokenizer.backend_tokenizer
+
+    def _run(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        order: list[str],
+        *,
+        partial: bool,
+    ) -> Iterator[RequestOutput]:
+        batch = _as_batch(prompts)
+        params = _as_params(sampling_params, len(batch))
+        requests = [self._make_request(p, s) for p, s in zip(batch, params, strict=True)]
+        order += [request.request_id for request in requests]
+        live = {request.request_id: request for request in requests}
+        for request in requests:
+            self._engine.add(request)
+        try:
+            while live:
+                for request in dict.fromkeys(self._step()):
+                    if request.request_id in live and (request.finished or partial):
+                        if request.finished:
+                            del live[request.request_id]
+                        yield request.output()
+        finally:
+            for request_id in live:
+                self._engine.abort(request_id)
+            self._drain(live)
+
+    def _step(self) -> list[Request]:
+        try:
+            return self._engine.step()
+        except BaseException as error:
+            self._engine.abandon(error)
+            raise
+
+    def _drain(self, live: Mapping[str, Request]) -> None:
+        """Process what is in flight, so that nothing of ended requests stays behind."""
+        while live and any(request.in_flight for request in live.values()):
+            self._step()
+        if not self._engine.scheduler.has_work:
+            while self._engine.has_work:
+                self._step()
+
+    def _abort_all(self) -> None:
+        for request in list(self._engine.scheduler):
+            self._engine.abort(request.request_id)
+        while self._engine.has_work:
+            self._step()
+
+    def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        text, ids = self._tokenize(prompt)
+        self._check_tokens("logit_bias", params.logit_bias)
+        self._check_tokens("stop_token_ids", params.stop_token_ids)
+        room = self.context_len - len(ids)
+        if room < 1:
+            raise UsageError(
+                f"the prompt has {len(ids)} tokens; expected at most {self.context_len - 1}, "
+                f"since the context is {self.context_len} and one token must fit behind it"
+            )
+        if params.stop and self.tokenizer is None:
+            raise UsageError("stop strings need a tokenizer; the model has none: use stop_token_ids")
+        if (params.logprobs or 0) > self._runner.vocab_size:
+            raise UsageError(
+                f"logprobs={params.logprobs}: expected at most the vocabulary's "
+                f"{self._runner.vocab_size}"
+            )
+        number = next(self._numbers)
+        request = Request(
+            request_id=str(number),
+            prompt=text,
+            prompt_token_ids=ids,
+            params=params,
+            max_tokens=min(params.max_tokens or room, room),
+            seed=self._seed * 1_000_003 + number if params.seed is None else params.seed,
+            eos_token_ids=self._eos,
+            detokenizer=make_detokenizer(self._backend_tokenizer, params),
+            needs=params.needs,
+        )
+        pool, need = self._engine.scheduler.pool, self._limits.most_slots(request)
+        if pool.pages_for(need) > pool.num_pages - 1:
+            raise UsageError(
+                f"the prompt's {len(ids)} tokens and max_tokens={request.max_tokens} need {need} "
+                f"KV slots; the pool has {(pool.num_pages - 1) * pool.page_size}: "
+                "raise max_total_tokens or lower max_tokens"
+            )
+        return request
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UsageError("the model has no tokenizer: give the prompt as token ids")
+            ids = tuple(self.tokenizer(prompt)["input_ids"])
+            text: str | None = prompt
+        else:
+            text, ids = None, tuple(prompt)
+            self._check_tokens("prompt token id", ids)
+        if not ids:
+            raise UsageError("the prompt is empty; expected at least one token")
+        return text, ids
+
+    def _check_tokens(self, what: str, tokens: Any) -> None:
+        for token in tokens:
+            if not isinstance(token, int) or not 0 <= token < self._runner.vocab_size:
+                raise UsageError(
+                    f"{what} {token!r}: expected an integer from 0 to {self._runner.vocab_size - 1}"
+                )
+
+
+def _check_positive(name: str, value: int | None, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{name}={value!r}: expected an integer of at least 1")
+
+
+def _device(device: str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device={device!r}: expected cpu, cuda or cuda:N") from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device={device!r}: there is no CUDA device here; use cpu")
+    return where
+
+
+def _dtype(dtype: str, device: torch.device) -> torch.dtype | None:
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    names = ("float32", "bfloat16", "float16", "float64")
+    if dtype not in names:
+        raise UsageError(f"dtype={dtype!r}: expected auto, {', '.join(names)}")
+    value: torch.dtype = getattr(torch, dtype)
+    return value
+
+
+def _optional_path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path).expanduser()
+
+
+def _model_path(model: str | Path | None) -> str:
+    if model is None or str(model) == DEFAULT_MODEL:
+        return str(ASSETS / "tiny_code")
+    return str(model)
+
+
+def _target_config(path: str) -> dict[str, Any]:
+    """The target's ``config.json``, read before any weight so that a misfit is told early."""
+    from transformers import AutoConfig
+
+    from specplug.engine.model_runner import check_model_path
+    from specplug.errors import CheckpointError
+
+    check_model_path(path)
+    try:
+        config: dict[str, Any] = AutoConfig.from_pretrained(path).get_text_config().to_dict()
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"model {path!r}: its config cannot be read: {first}") from error
+    return config
+
+
+def _load_tokenizer(tokenizer: str | Path | None, model_path: str) -> Any | None:
+    from transformers import AutoTokenizer
+
+    from specplug.errors import CheckpointError
+
+    try:
+        return AutoTokenizer.from_pretrained(str(tokenizer or model_path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if tokenizer is not None:
+            raise CheckpointError(f"tokenizer {str(tokenizer)!r} cannot be loaded") from error
+        return None
+
+
+def _eos_token_ids(runner: ModelRunner) -> frozenset[int]:
+    generation = getattr(runner.model, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = getattr(runner.config, "eos_token_id", None)
+    return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
+
+
+def _default_slots(runtime: EngineRuntime, width: int) -> int:
+    """As many slots as a memory budget holds, at most what all running requests can need."""
+    if runtime.device.type == "cuda":
+        budget = int(torch.cuda.mem_get_info(runtime.device)[0] * _CUDA_POOL_SHARE)
+    else:
+        budget = _CPU_POOL_BYTES
+    most = runtime.max_running_requests * width
+    return max(width, min(most, budget // runtime.bytes_per_slot()))
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise UsageError(f"{len(params)} sampling_params for {count} prompts: expected as many")
+    return list(params)

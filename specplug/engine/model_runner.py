@@ -1,0 +1,146 @@
+"""The target: any causal LM of transformers, run over our paged KV cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specplug.engine.attention import IMPLEMENTATION, PagedPlan, TargetPass, register
+from specplug.engine.kv_cache import KVShape
+from specplug.errors import CheckpointError, UsageError
+from specplug.spec.runtime import KVCache
+
+AUX_HIDDEN_STATES = "aux_hidden_states"
+
+
+class ModelRunner:
+    """Loads the target and runs passes over flattened tokens.
+
+    Args:
+        path: folder or hub id.
+        dtype: of weights and activations; None: what the checkpoint says.
+        device: where it runs.
+
+    Raises:
+        CheckpointError: there is no such model, or transformers cannot load it.
+    """
+
+    def __init__(self, path: str, dtype: torch.dtype | None, device: torch.device) -> None:
+        self.device = device
+        self.model = _load(path, dtype).to(device).eval()  # type: ignore[arg-type]
+        self.dtype: torch.dtype = self.model.dtype
+        config = self.model.config.get_text_config()
+        self.config: Any = config
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.num_layers: int = config.num_hidden_layers
+        self.context_len: int = config.max_position_embeddings
+        heads: int = config.num_attention_heads
+        self.kv_shape = KVShape(
+            self.num_layers,
+            getattr(config, "num_key_value_heads", None) or heads,
+            getattr(config, "head_dim", None) or self.hidden_size // heads,
+        )
+        self.cache = KVCache([], [])
+        self._captured: dict[int, Tensor] = {}
+        self._layer_ids: tuple[int, ...] = ()
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        """The input embedding."""
+        module: nn.Module = self.model.get_input_embeddings()
+        return module
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The output head."""
+        module: nn.Module = self.model.get_output_embeddings()
+        return module
+
+    def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
+        """Keep the hidden states before these decoder layers on every pass."""
+        layers = self.model.get_decoder().layers
+        for layer_id in layer_ids:
+            if not 0 <= layer_id < len(layers):
+                raise UsageError(
+                    f"layer {layer_id} of the target: it has layers 0 to {len(layers) - 1}; "
+                    "the draft model was made for another target"
+                )
+            layers[layer_id].register_forward_pre_hook(self._keep_input(layer_id), with_kwargs=True)
+        self._layer_ids = layer_ids
+        return AUX_HIDDEN_STATES
+
+    def forward(
+        self, token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """One pass.
+
+        Args:
+            token_ids: [R] int64.
+            plan: where they stand and what they see.
+            logits_rows: [M] int64 rows whose logits are wanted; None: all.
+
+        Returns:
+            Logits [M, V], and the captured outputs by name, leading size R.
+        """
+        out = self.model(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=plan.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=0 if logits_rows is None else logits_rows,
+            target_pass=TargetPass(plan, self.cache),
+        )
+        per_node = {}
+        if self._layer_ids:
+            captured = [self._captured[i].squeeze(0) for i in self._layer_ids]
+            per_node[AUX_HIDDEN_STATES] = torch.cat(captured, dim=-1)
+        return out.logits.squeeze(0), per_node
+
+    def _keep_input(self, layer_id: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._captured[layer_id] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+
+def _load(path: str, dtype: torch.dtype | None) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    register()
+    check_model_path(path)
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or "auto", attn_implementation=IMPLEMENTATION
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"model {path!r} cannot be loaded: {_first_line(error)}") from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+
+
+def check_model_path(path: str) -> None:
+    """Refuse what can only be a folder, and is none.
+
+    Raises:
+        CheckpointError: it looks like a path and there is no such folder, or no ``config.json``.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"model {path!r}: the folder has no config.json")
+    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise CheckpointError(
+            f"model {path!r}: no such folder; expected the folder of a transformers checkpoint, "
+            "a hub id (organisation/name), or nothing for the default model"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,56 @@
+"""What the caller gets."""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class Logprob:
+    """A token's log-probability under the model itself (before temperature and penalties).
+
+    Attributes:
+        logprob: natural logarithm.
+        rank: 1 for the most likely token.
+        decoded_token: its text, if there is a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class RequestOutput:
+    """A request's result, or, from ``LLM.stream``, what it is so far.
+
+    Attributes:
+        request_id: its name.
+        prompt: the prompt's text, None if it was given as token ids.
+        prompt_token_ids: its tokens.
+        text: what was generated, up to a stop string; None without a tokenizer.
+        token_ids: what was generated, the end-of-sequence or stop token included.
+        logprobs: for each token of ``token_ids``, token id -> ``Logprob``; None if not asked for.
+        finish_reason: "stop", "length", "abort", or "error"; None while it runs.
+        stop_reason: the stop string or stop token that ended it, if one did.
+        accept_lens: tokens kept at each decode step; all ones without speculation.
+        error: what went wrong, with ``finish_reason`` "error".
+        delta: ``LLM.stream`` only: the text that came since this request's last output.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    text: str | None
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    accept_lens: tuple[int, ...] = ()
+    error: str | None = None
+    delta: str = ""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended."""
+        return self.finish_reason is not None

@@ -1,0 +1,115 @@
+"""The embedded engine's ``Runtime``: what its plugins may use of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specplug.algorithm import SpecConfig
+from specplug.engine.attention import LENGTH_STEP, PagedPlan, make_plan, round_up
+from specplug.engine.kv_cache import KVShape, fill_cache
+from specplug.engine.model_runner import ModelRunner
+from specplug.engine.request_table import RequestTable
+from specplug.engine.sampler import Sampler
+from specplug.spec.batch import Batch
+from specplug.spec.runtime import KVCache, RankInfo
+
+
+class EngineRuntime:
+    """Implements ``specplug.spec.runtime.Runtime`` over the target, its cache and the sampler."""
+
+    def __init__(
+        self, config: SpecConfig, runner: ModelRunner, context_len: int, max_running_requests: int
+    ) -> None:
+        self.config = config
+        self.device = runner.device
+        self.dtype = runner.dtype
+        self.vocab_size = runner.vocab_size
+        self.hidden_size = runner.hidden_size
+        self.num_layers = runner.num_layers
+        self.context_len = context_len
+        self.max_running_requests = max_running_requests
+        self.num_rows = max_running_requests + 1
+        self.rank = RankInfo()
+        self.worker: Any = None
+        self.sampler = Sampler(self.num_rows, self.vocab_size, self.device)
+        self.table: RequestTable
+        self.max_slots = LENGTH_STEP
+        self._runner = runner
+        self._draft_caches: list[tuple[KVCache, KVShape]] = []
+        self._pools: list[Tensor] = []
+
+    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+        """See ``Runtime``."""
+        embeds: Tensor = self._runner.embed_tokens(token_ids)
+        return embeds
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """See ``Runtime``."""
+        logits: Tensor = self._runner.lm_head(hidden)
+        return logits
+
+    def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
+        """See ``Runtime``."""
+        return self._runner.capture_layer_inputs(layer_ids)
+
+    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
+        """See ``Runtime``."""
+        cache = KVCache([], [])
+        self._draft_caches.append((cache, KVShape(num_layers, num_kv_heads, head_dim)))
+        return cache
+
+    def plan_attention(
+        self,
+        batch: Batch,
+        starts: Tensor,
+        width: int,
+        *,
+        offset: int = 0,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> PagedPlan:
+        """See ``Runtime``."""
+        return make_plan(
+            self.table.slots,
+            batch.rows,
+            starts,
+            width,
+            self.key_length(),
+            last_position=self.context_len - 1,
+            offset=offset,
+            positions=positions,
+            mask=mask,
+        )
+
+    def temperatures(self, batch: Batch) -> Tensor:
+        """See ``Runtime``."""
+        return self.sampler.temperatures(batch.rows)
+
+    def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
+        """See ``Runtime``."""
+        bs, width = positions.shape
+        rows = batch.rows.repeat_interleave(width, output_size=bs * width)
+        random = self.sampler.is_random(rows)
+        noise = self.sampler.noise(rows, random, positions.reshape(-1), token_ids)
+        return noise.to(torch.float32).view(bs, width, -1)
+
+    def key_length(self) -> int:
+        """L of this step's plans: what the host knows any request may reach, rounded up."""
+        return min(round_up(self.max_slots), self.table.slots.shape[1])
+
+    def bytes_per_slot(self) -> int:
+        """Of the target's and all draft models' caches together."""
+        shapes = [self._runner.kv_shape, *(shape for _, shape in self._draft_caches)]
+        return sum(shape.bytes_per_slot(self.dtype) for shape in shapes)
+
+    def allocate_pool(self, num_slots: int, table: RequestTable) -> Tensor:
+        """Make the tensors of all caches; the target's pool [layers, 2, slots, Hkv, D]."""
+        self.table = table
+        caches = [(self._runner.cache, self._runner.kv_shape), *self._draft_caches]
+        self._pools = [
+            fill_cache(cache, shape, num_slots, self.dtype, self.device) for cache, shape in caches
+        ]
+        return self._pools[0]

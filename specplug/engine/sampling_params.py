@@ -1,0 +1,141 @@
+"""How a request wants its tokens chosen. Names and meanings are those vLLM users know."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from specplug.errors import UsageError
+
+
+class Needs(enum.IntFlag):
+    """What the sampler must do for a request; a batch does the union of its requests' needs."""
+
+    NOTHING = 0
+    NOISE = 1
+    TRUNCATION = 2
+    PENALTIES = 4
+    BIAS = 8
+    LOGPROBS = 16
+
+
+def _within(low: float, high: float, why: str, *, low_open: bool = False) -> Callable[..., None]:
+    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        inside = number and (low < value if low_open else low <= value) and value <= high
+        if not inside:
+            raise UsageError(f"{attribute.name}={value!r}: expected {why}")
+
+    return check
+
+
+def _integer(low: int, why: str, *, optional: bool = False) -> Callable[..., None]:
+    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if optional and value is None:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise UsageError(f"{attribute.name}={value!r}: expected {why}")
+
+    return check
+
+
+def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """Settings of one request.
+
+    Attributes:
+        max_tokens: most tokens to generate; None: up to the context's end.
+        temperature: 0 takes the most likely token (greedy).
+        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
+        top_k: keep this many tokens; 0 or -1: all.
+        min_p: keep tokens at least this likely relative to the most likely one, in [0, 1].
+        repetition_penalty: divides (or, if negative, multiplies) the logits of tokens that stand
+            in the prompt or the output, > 0; 1: none.
+        presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once, or
+            once for each time they occur, in [-2, 2].
+        logit_bias: token id -> what is added to its logit.
+        seed: of this request's noise; the same seed gives the same tokens, whatever else runs.
+            None: one is derived from the engine's seed and the request's number.
+        stop: strings that end the output; they are not part of the text.
+        stop_token_ids: tokens that end the output; they are the last of ``token_ids``.
+        ignore_eos: go on after the end-of-sequence token.
+        logprobs: give the log-probabilities of this many top tokens, and of the chosen one.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    max_tokens: int | None = attrs.field(
+        default=128, validator=_integer(1, "an integer of at least 1, or None", optional=True)
+    )
+    temperature: float = attrs.field(
+        default=0.0, validator=_within(0, math.inf, "a number of at least 0; 0 is greedy")
+    )
+    top_p: float = attrs.field(
+        default=1.0, validator=_within(0, 1, "a number in (0, 1]", low_open=True)
+    )
+    top_k: int = attrs.field(default=0, validator=_integer(-1, "an integer; 0 or -1 keeps all"))
+    min_p: float = attrs.field(default=0.0, validator=_within(0, 1, "a number in [0, 1]"))
+    repetition_penalty: float = attrs.field(
+        default=1.0, validator=_within(0, math.inf, "a number above 0; 1 is none", low_open=True)
+    )
+    presence_penalty: float = attrs.field(
+        default=0.0, validator=_within(-2, 2, "a number in [-2, 2]")
+    )
+    frequency_penalty: float = attrs.field(
+        default=0.0, validator=_within(-2, 2, "a number in [-2, 2]")
+    )
+    logit_bias: Mapping[int, float] = attrs.field(factory=dict, converter=lambda v: dict(v or {}))
+    seed: int | None = attrs.field(default=None)
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=lambda v: tuple(v or ()))
+    ignore_eos: bool = False
+    logprobs: int | None = attrs.field(
+        default=None, validator=_integer(0, "an integer of at least 0, or None", optional=True)
+    )
+    skip_special_tokens: bool = True
+
+    @temperature.validator
+    def _finite(self, attribute: attrs.Attribute[float], value: float) -> None:
+        if not math.isfinite(value):
+            raise UsageError(f"temperature={value!r}: expected a finite number of at least 0")
+
+    @seed.validator
+    def _fits(self, attribute: attrs.Attribute[int | None], value: int | None) -> None:
+        if value is not None and not (isinstance(value, int) and -(2**63) <= value < 2**63):
+            raise UsageError(f"seed={value!r}: expected an integer of 64 bits, or None")
+
+    @stop.validator
+    def _not_empty(self, attribute: attrs.Attribute[tuple[str, ...]], value: Any) -> None:
+        if not all(isinstance(s, str) and s for s in value):
+            raise UsageError(f"stop={value!r}: expected non-empty strings")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no noise is added."""
+        return self.temperature == 0
+
+    @property
+    def needs(self) -> Needs:
+        """What the sampler must do beyond taking the greatest logit."""
+        needs = Needs.NOTHING
+        if not self.greedy:
+            needs |= Needs.NOISE
+            if self.top_p < 1 or self.top_k > 0 or self.min_p > 0:
+                needs |= Needs.TRUNCATION
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        if penalties != (1, 0, 0):
+            needs |= Needs.PENALTIES
+        if self.logit_bias:
+            needs |= Needs.BIAS
+        if self.logprobs is not None:
+            needs |= Needs.LOGPROBS
+        return needs

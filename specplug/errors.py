@@ -1,0 +1,23 @@
+"""What can go wrong, as types. Every message names the value, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class SpecplugError(Exception):
+    """Base of every error that specplug raises on purpose. Command-line exit code 1."""
+
+
+class UsageError(SpecplugError, ValueError):
+    """A value the caller gave cannot be used. Command-line exit code 2."""
+
+
+class UnknownAlgorithm(UsageError):
+    """No installed algorithm has the asked name."""
+
+
+class PluginError(SpecplugError):
+    """A plugin is broken: it cannot be imported, or it breaks the hook contract."""
+
+
+class CheckpointError(SpecplugError):
+    """A checkpoint is missing, or does not fit the network or the target it is meant for."""

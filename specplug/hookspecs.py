@@ -1,0 +1,187 @@
+"""Every hook: the contract between the engine and an algorithm. Read this file first.
+
+A plugin is an object whose methods carry ``@specplug.hookimpl``; its package names that object in
+the entry-point group ``specplug.algorithms`` under the name that users type. Required are
+``describe``, ``create_worker``, ``build_draft_input`` and ``propose``; all else has a default.
+
+One run has one ``pluggy.PluginManager`` with the core's defaults (called last), the chosen
+algorithm, and all installed extensions (group ``specplug.extensions``). A wrapper
+(``hookimpl(wrapper=True)``) in an extension can time, trace or veto any hook of any algorithm.
+Unless said otherwise a hook is ``firstresult``: the first implementation that does not return None
+answers, and None means "ask the next", in the end the core.
+
+Words: bs batch size, S ``num_steps``, K ``topk``, N nodes a request, T the nodes of all requests
+of the batch, one behind the other (bs·N when all are equally wide).
+
+One decode step, and where each hook stands in it::
+
+    resolve the future map -> propose -> target forward over T nodes -> verify
+        -> compact the accepted path -> build_draft_input (draft extend) -> publish, stash
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    import click
+
+    from specplug.algorithm import AlgorithmInfo, SpecConfig
+    from specplug.spec.batch import Batch
+    from specplug.spec.draft import Draft, DraftInput
+    from specplug.spec.future_map import FutureMap
+    from specplug.spec.report import RequestReport, StepReport
+    from specplug.spec.runtime import Runtime
+    from specplug.spec.target_output import CommittedOutput, TargetOutput
+    from specplug.spec.verify import VerifyOutput
+
+PROJECT = "specplug"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+REQUIRED = ("describe", "create_worker", "build_draft_input", "propose")
+"""Hooks without which a plugin is no algorithm."""
+
+
+@hookspec(firstresult=True)
+def describe() -> AlgorithmInfo:  # type: ignore[empty-body]
+    """Say what the algorithm is. Required.
+
+    Called for listing and selection, before anything is loaded, so the module it stands in must
+    not import torch, transformers or triton at its top. ``AlgorithmInfo.name`` equals the entry
+    point's name.
+    """
+
+
+@hookspec(firstresult=True)
+def validate_config(config: SpecConfig) -> SpecConfig | None:
+    """Check the settings of a run, or change them.
+
+    Called once, after selection and before any weight is loaded. Return
+    ``config.adjust("why", field=value)`` to change it (the user reads the reason), raise
+    ``specplug.UsageError`` to refuse it. None accepts it as it is.
+    """
+
+
+@hookspec(firstresult=True)
+def create_worker(runtime: Runtime) -> object:
+    """Load the draft weights, allocate the draft's KV cache, name the target layers to capture.
+
+    Required. Called once, when the target is loaded and before the KV pool is made. What is
+    returned is ``runtime.worker`` in every later hook. It may have ``hidden_size_for()`` -> int
+    and ``dtype_for()`` -> torch.dtype, the width and type of the hidden states that its
+    ``DraftInput`` carries: the one source for idle inputs. An algorithm without state returns any
+    object; None is taken as "not implemented".
+    """
+
+
+@hookspec(firstresult=True)
+def create_future_map(runtime: Runtime) -> FutureMap | None:
+    """Make the relay between one decode step and the next.
+
+    Called once, after ``create_worker``, for the plain loop too: both run the same step. A plugin
+    returns its own subclass to relay more than tensors by request row, for example a copy of the
+    accepted tokens on the host. None: the core's map.
+    """
+
+
+@hookspec(firstresult=True)
+def build_draft_input(
+    runtime: Runtime, batch: Batch, target_output: CommittedOutput, future_map: FutureMap
+) -> DraftInput:  # type: ignore[empty-body]
+    """Feed the draft model what the target has just computed, and say what the next step needs.
+
+    Required. Called after every prefill chunk (``batch.is_prefill``) and after every verify (the
+    *draft extend*). ``target_output`` holds, in order of position,
+
+    - ``tokens`` [R] the token **after** each row's position: on a prefill the prompt shifted by
+      one with the next prompt token (or, on the last chunk, the sampled one) at the tail, after a
+      verify what the target said at each accepted node,
+    - ``per_node`` the captured outputs, leading size R,
+    - ``accept_lens`` [bs] how many rows of each request count.
+
+    R is the number of prefill tokens, or bs·C with C = S+1 columns a request after a verify;
+    columns beyond ``accept_lens`` are padding whose results nobody may use. The result's tensors
+    (leading size bs) are stashed by request row and come back in the next ``propose``.
+    """
+
+
+@hookspec(firstresult=True)
+def build_disagg_draft_input(
+    runtime: Runtime, batch: Batch, last_tokens: Any, future_map: FutureMap
+) -> DraftInput | None:
+    """Make the draft input of requests that another instance has prefilled.
+
+    Called by a decode instance for a batch of received requests, which may be empty, and may hold
+    requests without a draft state. ``last_tokens`` [bs] are their first tokens. None: plain last
+    tokens, no hidden state.
+    """
+
+
+@hookspec(firstresult=True)
+def propose(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:  # type: ignore[empty-body]
+    """Draft the next tokens of every request of a decode batch. Required.
+
+    ``draft_input.bonus_tokens`` [bs] are the roots: tokens that are decided, and whose KV is not
+    written yet; ``batch.seq_lens`` [bs] are their positions. Return ``Draft.chain(tokens)`` or
+    ``Draft.tree(tokens, parents)``, [bs, N] with the root first. A request with nothing to propose
+    has width 1. Draft tokens are proposals only: nothing here can change what is generated.
+    """
+
+
+@hookspec(firstresult=True)
+def verify(
+    runtime: Runtime, batch: Batch, draft: Draft, target_output: TargetOutput
+) -> VerifyOutput:  # type: ignore[empty-body]
+    """Accept the path of the draft that the target agrees with.
+
+    Called each decode step with ``target_output.predict`` [T], the target's token after each node
+    (sampling, penalties and masks already applied along the node's own path). None: the core's
+    tree verify, which is exact. A replacement must accept a node only if its token is what
+    ``predict`` says at its parent, or the output is no longer that of the target.
+    """
+
+
+@hookspec(firstresult=True)
+def fixup_idle(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:  # type: ignore[empty-body]
+    """Rebuild the draft input when the draft extend has no tokens.
+
+    Called whenever nothing is left to extend: on a rank without requests, and on a batch all of
+    whose requests have ended. None: the core's, with empty tensors of the worker's own
+    ``hidden_size_for()`` and ``dtype_for()``.
+    """
+
+
+@hookspec(firstresult=True)
+def supports_target_verify_for_draft() -> bool | None:
+    """Whether the draft model's pass has the shape of a target verify, for the graph runner.
+
+    None: False.
+    """
+
+
+@hookspec(firstresult=True)
+def export_draft_state(runtime: Runtime, request: Any) -> dict[str, Any] | None:
+    """The draft state that must travel with a prefilled request to a decode instance.
+
+    Returns named CPU tensors; ``build_disagg_draft_input`` finds them on the other side. None:
+    nothing.
+    """
+
+
+@hookspec
+def on_step(report: StepReport) -> None:
+    """A step has been processed. For extensions; every implementation is called."""
+
+
+@hookspec
+def on_request_finished(report: RequestReport) -> None:
+    """A request has ended, for whatever reason. Every implementation is called; an algorithm
+    that keeps state by request drops it here."""
+
+
+@hookspec
+def register_commands(cli: click.Group) -> None:
+    """Add commands to the ``specplug`` command line. Called for extensions when it starts."""

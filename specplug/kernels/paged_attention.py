@@ -1,0 +1,45 @@
+"""Attention of a few queries a request over that request's own slots of a paged KV pool."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def paged_attention_reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    bias: Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """The torch reference: gather each request's keys and values, then masked attention.
+
+    Args:
+        q: [bs, H, Q, D].
+        keys, values: [slots, Hkv, D], the pool of one layer.
+        table: [bs * L] int64 slots of each request's keys, slot 0 where there is none.
+        bias: [bs, 1, H // Hkv * Q, L], 0 where a query sees a key and -inf where it does not;
+            the queries of a group of heads one behind the other.
+        scale: of the scores.
+        softcap: ``softcap * tanh(score / softcap)`` before the mask (Gemma 2), or None.
+
+    Returns:
+        [bs, H, Q, D].
+    """
+    bs, heads, width, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    length = bias.shape[-1]
+    k = keys.index_select(0, table).view(bs, length, kv_heads, head_dim).transpose(1, 2)
+    v = values.index_select(0, table).view(bs, length, kv_heads, head_dim).transpose(1, 2)
+    # The heads that share keys are folded into the queries, so nothing is repeated.
+    folded = q.reshape(bs, kv_heads, heads // kv_heads * width, head_dim)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=bias, scale=scale)
+    else:
+        scores = softcap * torch.tanh(folded @ k.transpose(2, 3) * (scale / softcap))
+        out = torch.softmax(scores + bias, dim=-1) @ v
+    return out.reshape(bs, heads, width, head_dim)

@@ -1,0 +1,311 @@
+"""Finds plugins by entry point, and imports only the one that is asked for. No torch here.
+
+``Registry`` lists what is installed from metadata alone, checks and selects algorithms, and loads
+extensions; ``build_plugin_manager`` puts one run's plugins together. A broken plugin is told of
+when it is listed, and is an error only when it is chosen: it never stops another.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import attrs
+import pluggy
+
+from specplug import hookspecs
+from specplug.algorithm import AlgorithmInfo
+from specplug.contract import (
+    PLUGIN_FAILURES,
+    PluginWarning,
+    Problem,
+    error_line,
+    examine_algorithm,
+    examine_extension,
+    nearest,
+    plugin_traceback,
+)
+from specplug.entries import (
+    DISABLE,
+    AlgorithmEntry,
+    ExtensionEntry,
+    PluginEntry,
+    disabled_names,
+    installed_algorithms,
+    installed_entry_points,
+    installed_extensions,
+    parse_value,
+)
+from specplug.errors import PluginError, UnknownAlgorithm
+
+if TYPE_CHECKING:
+    from importlib_metadata import EntryPoint
+
+__all__ = [
+    "AlgorithmEntry",
+    "Examination",
+    "Extension",
+    "ExtensionEntry",
+    "PluginEntry",
+    "PluginWarning",
+    "Problem",
+    "Registry",
+    "SelectedAlgorithm",
+    "build_extension_manager",
+    "build_plugin_manager",
+]
+
+Entry = TypeVar("Entry", AlgorithmEntry, ExtensionEntry)
+
+
+@attrs.frozen
+class Examination(Generic[Entry]):
+    """What importing a plugin showed.
+
+    Attributes:
+        entry: the entry with what was found; ``entry.problems`` is empty if it is sound.
+        plugin: the plugin object, or None if it could not be loaded.
+        info: what an algorithm declares, or None.
+    """
+
+    entry: Entry
+    plugin: Any = None
+    info: AlgorithmInfo | None = None
+
+
+@attrs.frozen
+class SelectedAlgorithm:
+    """The algorithm of a run: its name, its plugin object, what it declares, where it is from."""
+
+    name: str
+    plugin: Any
+    info: AlgorithmInfo
+    entry: AlgorithmEntry
+
+
+@attrs.frozen
+class Extension:
+    """A sound extension: its name, its plugin object, where it is from."""
+
+    name: str
+    plugin: Any
+    entry: ExtensionEntry
+
+
+class Registry:
+    """The installed plugins, as they are when the registry is made.
+
+    Args:
+        entry_points: instead of those of the environment, for tests.
+    """
+
+    def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
+        found = installed_entry_points() if entry_points is None else list(entry_points)
+        self.disabled = disabled_names()
+        self._algorithms = installed_algorithms(found)
+        self._extensions = installed_extensions(found)
+
+    def entries(self) -> list[AlgorithmEntry]:
+        """Every installed algorithm by name, nothing imported."""
+        return list(self._algorithms)
+
+    def extension_entries(self) -> list[ExtensionEntry]:
+        """Every installed extension by name, nothing imported."""
+        return list(self._extensions)
+
+    def names(self) -> list[str]:
+        """The installed algorithms' names, each once."""
+        return list(dict.fromkeys(entry.name for entry in self._algorithms))
+
+    def check(self, name: str) -> list[Problem]:
+        """Import the algorithm ``name`` and tell everything that is wrong with it.
+
+        Raises:
+            UnknownAlgorithm: there is none of that name.
+        """
+        return [problem for e in self._find(name) for problem in self.examine(e).entry.problems]
+
+    def examine(self, entry: Entry) -> Examination[Entry]:
+        """Import the plugin behind ``entry`` and check it; tells, and raises nothing."""
+        place = parse_value(entry.value)
+        if place is None:
+            return Examination(entry)
+        plugin, info, found = None, None, list(entry.problems)
+        try:
+            plugin, unloadable = _load(entry, *place)
+            if unloadable:
+                found.append(unloadable)
+            elif isinstance(entry, ExtensionEntry):
+                found += examine_extension(plugin, entry.subject)
+            else:
+                info, wrong = examine_algorithm(plugin, entry.subject, entry.name)
+                found += wrong
+        except PLUGIN_FAILURES as error:
+            what = f"looking at it raised {error_line(error)}"
+            trace = plugin_traceback(error)
+            found.append(entry.problem(what, "an object with hooks", "mend it", trace))
+        return Examination(
+            attrs.evolve(entry, problems=tuple(found), examined=True), plugin=plugin, info=info
+        )
+
+    def select(self, algorithm: str | object) -> SelectedAlgorithm:
+        """The algorithm to run. Imports it, and nothing else.
+
+        Args:
+            algorithm: a name, in upper or lower case, or a plugin object that is not installed.
+
+        Raises:
+            UnknownAlgorithm: none of that name is installed.
+            PluginError: it is broken, disabled, or two distributions claim the name.
+        """
+        if isinstance(algorithm, SelectedAlgorithm):
+            return algorithm
+        if not isinstance(algorithm, str):
+            return _select_object(algorithm)
+        entry = self._find(algorithm)[0]
+        if entry.disabled:
+            raise PluginError(
+                f"{entry.subject}: it is disabled by {DISABLE}={os.environ.get(DISABLE, '')}; "
+                f"expected it not to be named there; take {entry.name} out of {DISABLE}"
+            )
+        if entry.problems:  # known from metadata: do not import what cannot be right
+            raise _plugin_error(entry.problems)
+        examined = self.examine(entry)
+        if examined.entry.problems or examined.info is None:
+            raise _plugin_error(examined.entry.problems)
+        return SelectedAlgorithm(entry.name, examined.plugin, examined.info, examined.entry)
+
+    def extensions(self) -> list[Extension]:
+        """Import all extensions; those that are broken are left out with a ``PluginWarning``."""
+        loaded = []
+        for entry in self._extensions:
+            examined = self.examine(entry)
+            if examined.entry.problems:
+                _warn(examined.entry.problems[0])
+            else:
+                loaded.append(Extension(entry.name, examined.plugin, examined.entry))
+        return loaded
+
+    def _find(self, name: str) -> list[AlgorithmEntry]:
+        typed = name.strip()
+        same = [entry for entry in self._algorithms if entry.name.upper() == typed.upper()]
+        if not same:
+            raise UnknownAlgorithm(self._unknown(typed))
+        return same  # upper case sorts first: a sound name stands before a misnamed one
+
+    def _unknown(self, typed: str) -> str:
+        names = self.names()
+        if not names:
+            return f"unknown algorithm {typed!r}: none is installed; install a plugin (pip install)"
+        near = nearest(typed.upper(), names)
+        meant = f"did you mean {near}? " if near else ""
+        return f"unknown algorithm {typed!r}: {meant}installed are {', '.join(names)}"
+
+
+def build_plugin_manager(
+    selected: SelectedAlgorithm, extensions: Iterable[object] = (), defaults: object | None = None
+) -> pluggy.PluginManager:
+    """The plugins of one run: the core's defaults, then the algorithm, then the extensions.
+
+    pluggy calls the last registered first, so the defaults answer what nobody else does.
+
+    Args:
+        extensions: ``Extension``s, or plugin objects. A broken one is left out with a
+            ``PluginWarning``.
+        defaults: the core's own implementations of the hooks.
+    """
+    manager = _hook_manager()
+    if defaults is not None:
+        manager.register(defaults, name=hookspecs.PROJECT)
+    manager.register(selected.plugin, name=selected.name)
+    for extension in extensions:
+        _register_extension(manager, extension)
+    manager.check_pending()
+    return manager
+
+
+def build_extension_manager(extension: Extension) -> pluggy.PluginManager:
+    """One extension alone, to call its hooks outside a run."""
+    manager = _hook_manager()
+    _register_extension(manager, extension)
+    return manager
+
+
+def _hook_manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def _register_extension(manager: pluggy.PluginManager, extension: object) -> None:
+    if isinstance(extension, Extension):
+        plugin, subject = extension.plugin, extension.entry.subject
+    else:
+        plugin, subject = extension, f"extension {type(extension).__name__} (a plugin object)"
+    problems = examine_extension(plugin, subject)
+    if not problems and manager.is_registered(plugin):
+        what = f"the same object is already registered as {manager.get_name(plugin)}"
+        problems = [Problem(subject, what, "one object an extension", "register it once")]
+    if problems:
+        _warn(problems[0])
+    else:
+        manager.register(plugin, name=f"{subject} #{len(manager.get_plugins())}")
+
+
+def _warn(problem: Problem) -> None:
+    warnings.warn(f"left out: {problem}", PluginWarning, stacklevel=3)
+
+
+def _select_object(plugin: object) -> SelectedAlgorithm:
+    """An algorithm that is not installed: in a test, in a notebook."""
+    kind = plugin.__name__ if isinstance(plugin, type) else type(plugin).__name__
+    subject = f"algorithm {kind} (a plugin object)"
+    info, problems = examine_algorithm(plugin, subject, None)
+    if problems or info is None:
+        raise _plugin_error(problems)
+    entry = AlgorithmEntry(
+        name=info.name,
+        value=f"{type(plugin).__module__}:{kind}",
+        distribution="not installed",
+        summary=info.summary,
+        examined=True,
+    )
+    return SelectedAlgorithm(info.name, plugin, info, entry)
+
+
+def _plugin_error(problems: Iterable[Problem]) -> PluginError:
+    first, *more = problems
+    count = f" (and {len(more)} more: specplug doctor)" if more else ""
+    return PluginError(f"{first}{count}")
+
+
+def _load(entry: PluginEntry, module_name: str, attribute: str) -> tuple[Any, Problem | None]:
+    """Import a plugin: the object, or what stands in its way."""
+    try:
+        plugin: Any = import_module(module_name)
+    except PLUGIN_FAILURES as error:
+        what = f"import failed: {error_line(error)}"
+        expected = f"module {module_name} to import"
+        return None, entry.problem(
+            what, expected, _import_mend(entry, module_name, error), plugin_traceback(error)
+        )
+    for name in filter(None, attribute.split(".")):
+        if not hasattr(plugin, name):
+            near = nearest(name, vars(plugin)) if hasattr(plugin, "__dict__") else None
+            what = f"{getattr(plugin, '__name__', module_name)} has no attribute {name!r}"
+            where = f"in the pyproject.toml of {entry.distribution} and install that again"
+            mend = f"name {near!r} instead {where}" if near else f"correct the entry point {where}"
+            return None, entry.problem(what, f"the plugin object {attribute!r}", mend)
+        plugin = getattr(plugin, name)
+    return plugin, None
+
+
+def _import_mend(entry: PluginEntry, module: str, error: BaseException) -> str:
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return "specplug doctor shows the traceback; mend the plugin or tell its author"
+    if f"{module}.".startswith(f"{error.name}."):
+        return f"install it again (pip install --force-reinstall {entry.distribution})"
+    return f"install what it needs: {error.name.partition('.')[0]}"

@@ -1,0 +1,65 @@
+"""What a hook may see of the batch that the engine is running."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from specplug.spec.runtime import AttentionPlan
+
+
+class ForwardMode(enum.Enum):
+    """What a pass is for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    IDLE = "idle"
+
+
+class RequestView(Protocol):
+    """The part of a request that is a plugin's business."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+
+
+@attrs.define(eq=False, kw_only=True)
+class Batch:
+    """The requests of one step.
+
+    Attributes:
+        mode: prefill, decode, or idle (no request; the rank only takes part).
+        requests: one view a request, bs of them.
+        rows: [bs] int64, each request's row; row 0 is padding and belongs to nobody.
+        seq_lens: [bs] int64, tokens of each request whose KV is committed **before** this step,
+            which is the position of its first token in this step.
+        last_chunk: for each request of a prefill, whether the chunk ends its prompt.
+        greedy: whether every request takes the most likely token, so that no noise is needed.
+        attention: the target pass's plan; a draft model reuses it on a prefill.
+    """
+
+    mode: ForwardMode
+    requests: Sequence[RequestView]
+    rows: Tensor
+    seq_lens: Tensor
+    last_chunk: tuple[bool, ...] = ()
+    greedy: bool = True
+    attention: AttentionPlan | None = None
+
+    @property
+    def size(self) -> int:
+        """bs."""
+        return len(self.requests)
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether this is a prefill (chunk), not a decode step."""
+        return self.mode is ForwardMode.PREFILL

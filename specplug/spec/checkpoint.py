@@ -1,0 +1,104 @@
+"""Reading a draft checkpoint, and saying what is wrong with it tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from specplug.errors import CheckpointError
+
+
+@attrs.frozen(eq=False)
+class Checkpoint:
+    """A draft model's folder: its ``config.json`` and its tensors, by the names they have there."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def read(cls, path: Path) -> Checkpoint:
+        """Read ``config.json`` and all ``*.safetensors`` (else ``*.bin``) of a folder, on the CPU.
+
+        Raises:
+            CheckpointError: the folder, its config or its weights are missing or unreadable.
+        """
+        if not path.is_dir():
+            raise CheckpointError(f"draft model {path}: no such folder")
+        config_file = path / "config.json"
+        if not config_file.is_file():
+            raise CheckpointError(f"draft model {path}: it has no config.json")
+        try:
+            config = json.loads(config_file.read_text())
+        except json.JSONDecodeError as error:
+            raise CheckpointError(f"{config_file}: not JSON ({error})") from error
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{config_file}: expected a JSON object")
+        return cls(path, config, _read_tensors(path))
+
+    def require(self, key: str) -> Any:
+        """A key of ``config.json``.
+
+        Raises:
+            CheckpointError: it is absent.
+        """
+        if self.config.get(key) is None:
+            raise CheckpointError(f"{self.path / 'config.json'}: {key!r} is missing")
+        return self.config[key]
+
+    def load_into(
+        self,
+        module: nn.Module,
+        *,
+        rename: Callable[[str], str | None] = lambda name: name,
+        optional: frozenset[str] = frozenset(),
+    ) -> None:
+        """Copy the tensors into ``module``, by name.
+
+        Args:
+            rename: a tensor's name in the file -> its name in the module; None: not needed.
+            optional: names of the module that the file may lack.
+
+        Raises:
+            CheckpointError: tensors are missing, unexpected, or of another shape; all are named.
+        """
+        wanted = module.state_dict()
+        found = {rename(name): tensor for name, tensor in self.tensors.items()}
+        found.pop(None, None)
+        problems = [f"missing {n} {list(wanted[n].shape)}" for n in wanted.keys() - found.keys() - optional]
+        problems += [f"unexpected {n} {list(found[n].shape)}" for n in found.keys() - wanted.keys()]
+        problems += [
+            f"{n} is {list(found[n].shape)}, expected {list(wanted[n].shape)}"
+            for n in found.keys() & wanted.keys()
+            if found[n].shape != wanted[n].shape
+        ]
+        if problems:
+            raise CheckpointError(
+                f"draft model {self.path} does not fit: " + "; ".join(sorted(problems))
+            )
+        module.load_state_dict(found, strict=False)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    files = sorted(path.glob("*.safetensors"))
+    pickles = sorted(path.glob("*.bin"))
+    if not files and not pickles:
+        raise CheckpointError(f"draft model {path}: it has no *.safetensors and no *.bin")
+    try:
+        for file in files:
+            tensors.update(load_file(file))
+        for file in pickles if not files else ():
+            tensors.update(torch.load(file, map_location="cpu", weights_only=True))
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error})") from error
+    return tensors

@@ -1,0 +1,56 @@
+"""The core's own answers to the hooks that a plugin may leave out. Registered first, asked last."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specplug.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from specplug.algorithm import SpecConfig
+    from specplug.spec.batch import Batch
+    from specplug.spec.draft import Draft, DraftInput
+    from specplug.spec.future_map import FutureMap
+    from specplug.spec.runtime import Runtime
+    from specplug.spec.target_output import TargetOutput
+    from specplug.spec.verify import VerifyOutput
+
+
+class CoreDefaults:
+    """Default implementations."""
+
+    @hookimpl(trylast=True)
+    def validate_config(self, config: SpecConfig) -> SpecConfig:
+        return config
+
+    @hookimpl(trylast=True)
+    def create_future_map(self, runtime: Runtime) -> FutureMap:
+        from specplug.spec.future_map import FutureMap
+
+        return FutureMap(runtime.num_rows, runtime.device)
+
+    @hookimpl(trylast=True)
+    def build_disagg_draft_input(self, last_tokens: Any) -> DraftInput:
+        from specplug.spec.draft import DraftInput
+
+        return DraftInput(bonus_tokens=last_tokens)
+
+    @hookimpl(trylast=True)
+    def verify(self, draft: Draft, target_output: TargetOutput) -> VerifyOutput:
+        from specplug.spec.verify import verify_tree
+
+        return verify_tree(draft, target_output.predict)
+
+    @hookimpl(trylast=True)
+    def fixup_idle(self, runtime: Runtime, draft_input: DraftInput) -> DraftInput:
+        from specplug.spec.idle import idle_draft_input
+
+        return idle_draft_input(runtime, draft_input)
+
+    @hookimpl(trylast=True)
+    def supports_target_verify_for_draft(self) -> bool:
+        return False
+
+    @hookimpl(trylast=True)
+    def export_draft_state(self) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,245 @@
+"""What is proposed (``Draft``) and what a proposal is made from (``DraftInput``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.debug import DEBUG
+from specplug.spec.padding import Padding
+
+
+@lru_cache(maxsize=64)
+def _chain_mask(width: int, device: torch.device) -> Tensor:
+    return torch.ones(1, width, width, dtype=torch.bool, device=device).tril()
+
+
+@lru_cache(maxsize=64)
+def _arange(length: int, device: torch.device) -> Tensor:
+    return torch.arange(length, device=device)
+
+
+@attrs.define(eq=False, kw_only=True, slots=False)
+class Draft:
+    """The nodes that the target verifies, for every request of a batch.
+
+    Node 0 of each request is its root, the bonus token; a parent stands before its children. Made
+    by ``Draft.chain`` or ``Draft.tree``.
+
+    Attributes:
+        tokens: [bs, N] int64.
+        parents: [bs, N] int64, -1 at the root; None for chains.
+        widths: how many nodes of each request count, each from 1 to N; None if all are N wide.
+            Known on the host, so that what is not drafted is not computed.
+        depth: S, the deepest node's distance from its root; a step accepts at most S + 1 tokens.
+        mask: [bs or 1, N, N] bool, node i sees node j: j is i or an ancestor of i.
+        depths: [bs or 1, N] int64 distance from the root.
+    """
+
+    tokens: Tensor
+    parents: Tensor | None
+    widths: tuple[int, ...] | None
+    depth: int
+    mask: Tensor
+    depths: Tensor
+
+    @classmethod
+    def chain(cls, tokens: Tensor, widths: Sequence[int] | None = None) -> Draft:
+        """A chain for each request: ``tokens`` [bs, N], of which ``widths`` count."""
+        width = tokens.shape[1]
+        return cls(
+            tokens=tokens,
+            parents=None,
+            widths=_ragged(widths, width),
+            depth=width - 1,
+            mask=_chain_mask(width, tokens.device),
+            depths=_arange(width, tokens.device).unsqueeze(0),
+        )._checked()
+
+    @classmethod
+    def tree(
+        cls, tokens: Tensor, parents: Tensor, depth: int, widths: Sequence[int] | None = None
+    ) -> Draft:
+        """A tree for each request.
+
+        Args:
+            tokens: [bs, N] int64; siblings differ.
+            parents: [bs, N] int64, -1 at node 0, ``parents[b, i] < i``.
+            depth: the greatest depth of any node, known on the host (``num_steps``).
+            widths: nodes that count; None if all do.
+        """
+        mask = ancestor_mask(parents, depth)
+        return cls(
+            tokens=tokens,
+            parents=parents,
+            widths=_ragged(widths, tokens.shape[1]),
+            depth=depth,
+            mask=mask,
+            depths=mask.sum(-1) - 1,
+        )._checked()
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every request's nodes follow one another, so that nothing moves on acceptance."""
+        return self.parents is None
+
+    @property
+    def columns(self) -> int:
+        """C, the most tokens that a step can accept: ``accept_index.shape[1]``."""
+        return self.depth + 1
+
+    @property
+    def width(self) -> int:
+        """N."""
+        return self.tokens.shape[1]
+
+    @property
+    def total(self) -> int:
+        """T, the nodes of all requests."""
+        return sum(self.widths) if self.widths is not None else self.tokens.numel()
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """[bs] int64, the flat index of each request's root among the T nodes."""
+        device = self.tokens.device
+        if self.widths is None:
+            return _arange(self.tokens.shape[0], device) * self.width
+        starts = [0, *accumulate(self.widths)][:-1]
+        return torch.tensor(starts, dtype=torch.int64).to(device, non_blocking=True)
+
+    @cached_property
+    def padding(self) -> Padding | None:
+        """Where the T nodes of the flat order stand in the padded bs·N; None if dense."""
+        if self.widths is None:
+            return None
+        return Padding.of(self.widths, self.width, self.tokens.device)
+
+    @cached_property
+    def batch_index(self) -> Tensor:
+        """[T] int64: which request of the batch each node belongs to."""
+        bs, width = self.tokens.shape
+        dense = _arange(bs, self.tokens.device).repeat_interleave(width, output_size=bs * width)
+        return self.select(dense)
+
+    def flatten(self, padded: Tensor) -> Tensor:
+        """[bs or 1, N] -> [T], in the flat order."""
+        return self.select(padded.expand(self.tokens.shape).reshape(-1))
+
+    def pad(self, flat: Tensor, fill: int) -> Tensor:
+        """[T] -> [bs, N], with ``fill`` at nodes that do not count."""
+        if self.padding is None:
+            return flat.view(self.tokens.shape)
+        padded = flat.new_full((self.tokens.numel(),), fill)
+        return padded.index_copy_(0, self.padding.flat_index, flat).view(self.tokens.shape)
+
+    def select(self, padded: Tensor) -> Tensor:
+        """[bs·N, …] rows in the padded order -> [T, …] in the flat order."""
+        return padded if self.padding is None else padded[self.padding.flat_index]
+
+    def _checked(self) -> Draft:
+        bs, width = self.tokens.shape
+        assert self.tokens.dtype == torch.int64, self.tokens.dtype
+        if self.widths is not None:
+            assert len(self.widths) == bs, (len(self.widths), bs)
+            assert all(1 <= w <= width for w in self.widths), self.widths
+        if DEBUG and self.parents is not None:
+            self._check_tree(self.parents)
+        return self
+
+    def _check_tree(self, parents: Tensor) -> None:
+        order = torch.arange(self.width, device=parents.device)
+        assert bool((parents[:, 0] == -1).all()), "node 0 must be the root, with parent -1"
+        assert bool((parents < order).all()), "a parent must stand before its children"
+        assert bool((parents[:, 1:] >= 0).all()), "only node 0 is a root"
+        assert bool((self.depths <= self.depth).all()), "a node is deeper than the declared depth"
+        same = (parents.unsqueeze(1) == parents.unsqueeze(2)) & (
+            self.tokens.unsqueeze(1) == self.tokens.unsqueeze(2)
+        )
+        valid = torch.ones_like(parents, dtype=torch.bool)
+        if self.widths is not None:
+            valid = order < torch.tensor(self.widths, device=parents.device).unsqueeze(1)
+        same &= valid.unsqueeze(1) & valid.unsqueeze(2)
+        assert bool((same.sum((1, 2)) == valid.sum(1)).all()), "siblings must differ"
+
+
+def _ragged(widths: Sequence[int] | None, width: int) -> tuple[int, ...] | None:
+    if widths is None or all(w == width for w in widths):
+        return None
+    return tuple(widths)
+
+
+def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
+    """[bs, N] parents -> [bs, N, N] bool: j is i or an ancestor of i.
+
+    Doubling: after k rounds every node sees 2^k generations, so log2(depth) rounds suffice.
+    """
+    bs, width = parents.shape
+    seen = torch.eye(width, dtype=torch.bool, device=parents.device).expand(bs, -1, -1)
+    step = parents.clamp(min=0)
+    seen = seen | torch.zeros_like(seen).scatter_(2, step.unsqueeze(2), True)
+    # The root's clamped parent is itself, so nothing false is marked.
+    reach = 1
+    while reach < depth:
+        seen = seen | (seen.to(torch.float32) @ seen.to(torch.float32) > 0)
+        reach *= 2
+    return seen
+
+
+@attrs.define(eq=False, kw_only=True)
+class DraftInput:
+    """What ``build_draft_input`` leaves for the next ``propose``.
+
+    Attributes:
+        bonus_tokens: [bs] int64, the next step's roots.
+        state: named tensors of leading size bs, or None for a state that is absent.
+    """
+
+    bonus_tokens: Tensor
+    state: Mapping[str, Tensor | None] = attrs.field(factory=dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.state[name]
+        assert tensor is not None, f"draft state {name!r} is absent"
+        return tensor
+
+    def filter(self, keep: Tensor) -> DraftInput:
+        """The requests at the indices ``keep`` [n] int64, in that order; n may be 0."""
+        state = {name: None if t is None else t[keep] for name, t in self.state.items()}
+        return DraftInput(bonus_tokens=self.bonus_tokens[keep], state=state)
+
+    def merge(self, other: DraftInput) -> DraftInput:
+        """This batch's requests followed by the other's.
+
+        Total: a state that only one side has, or has in another width, is filled up with zeros on
+        the right and below, so no pair of states can fail; an algorithm reads zeros as "unknown".
+        """
+        names = dict.fromkeys((*self.state, *other.state))
+        sizes = self.bonus_tokens.shape[0], other.bonus_tokens.shape[0]
+        return DraftInput(
+            bonus_tokens=torch.cat((self.bonus_tokens, other.bonus_tokens)),
+            state={
+                name: _stack(self.state.get(name), other.state.get(name), sizes) for name in names
+            },
+        )
+
+
+def _stack(left: Tensor | None, right: Tensor | None, sizes: tuple[int, int]) -> Tensor | None:
+    present = [t for t in (left, right) if t is not None]
+    if not present:
+        return None
+    rank = max(t.dim() for t in present)
+    shaped = [t.reshape(t.shape + (1,) * (rank - t.dim())) for t in present]
+    shape = [max(t.shape[axis] for t in shaped) for axis in range(1, rank)]
+    dtype = torch.promote_types(present[0].dtype, present[-1].dtype)
+    out = present[0].new_zeros((sum(sizes), *shape), dtype=dtype)
+    for tensor, start, size in ((left, 0, sizes[0]), (right, sizes[0], sizes[1])):
+        if tensor is not None:
+            tensor = tensor.reshape(tensor.shape + (1,) * (rank - tensor.dim()))
+            region = (slice(start, start + size), *(slice(n) for n in tensor.shape[1:]))
+            out[region] = tensor
+    return out

@@ -1,0 +1,48 @@
+"""The relay between one decode step and the next, on the device and by request row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specplug.spec.draft import DraftInput
+
+if TYPE_CHECKING:
+    from specplug.spec.target_output import CommittedOutput
+
+
+class FutureMap:
+    """What a step leaves for the step that is scheduled before its results reach the host.
+
+    Buffers hold one row a request (row 0 is padding: what is published there is never read).
+    Steps run in the order they are launched, so a row written by step n is what step n+1 reads.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.seq_lens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.bonus_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.state: dict[str, Tensor] = {}
+        self.num_rows = num_rows
+
+    def publish(self, rows: Tensor, seq_lens: Tensor, output: CommittedOutput) -> None:
+        """Say how far each request is: committed lengths [bs] and bonus tokens [bs]."""
+        self.seq_lens.index_copy_(0, rows, seq_lens)
+        self.bonus_tokens.index_copy_(0, rows, output.bonus_tokens)
+
+    def stash(self, rows: Tensor, draft_input: DraftInput) -> None:
+        """Keep the draft state of the next step. A buffer is made when its name first appears."""
+        for name, tensor in draft_input.state.items():
+            if tensor is None:
+                continue
+            buffer = self.state.get(name)
+            if buffer is None or buffer.shape[1:] != tensor.shape[1:]:
+                buffer = tensor.new_zeros((self.num_rows, *tensor.shape[1:]))
+                self.state[name] = buffer
+            buffer.index_copy_(0, rows, tensor)
+
+    def resolve(self, rows: Tensor) -> tuple[Tensor, DraftInput]:
+        """The committed lengths [bs] and the draft input of the requests in ``rows`` [bs]."""
+        state = {name: buffer[rows] for name, buffer in self.state.items()}
+        return self.seq_lens[rows], DraftInput(bonus_tokens=self.bonus_tokens[rows], state=state)

@@ -1,0 +1,45 @@
+"""Counter-based Gumbel noise: a function of (seed, position, token), the same wherever it is asked.
+
+With it the token at a position is ``argmax(log p + g)``, whatever drafted it: Daliri, Musco and
+Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding",
+arXiv 2408.07978.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# SplitMix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MULTIPLY_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MULTIPLY_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift of int64, whose own shift keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """SplitMix64's finalizer over int64, elementwise."""
+    x = (x ^ _shift_right(x, 30)) * _MULTIPLY_1
+    x = (x ^ _shift_right(x, 27)) * _MULTIPLY_2
+    return x ^ _shift_right(x, 31)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise g(seed, position, token).
+
+    Args:
+        seeds: [T] int64, one a row.
+        positions: [T] int64, the absolute position of the token that is being chosen.
+        tokens: [V] or [T, V] int64 vocabulary indices.
+
+    Returns:
+        [T, V] float64.
+    """
+    keys = mix(mix(seeds * _GOLDEN + 1) + positions * _GOLDEN)
+    bits = mix(keys.unsqueeze(-1) + tokens * _GOLDEN)
+    uniform = (_shift_right(bits, 11).to(torch.float64) + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform))

@@ -1,0 +1,34 @@
+"""Rows of differing widths: how the flat order [R] and the padded one [bs, Q] find each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+
+@attrs.frozen(eq=False)
+class Padding:
+    """Two index tensors, made on the host because the widths are known there.
+
+    Attributes:
+        flat_index: [R] int64, the padded place of each row.
+        padded_rows: [bs * Q] int64, the row at each padded place; row 0 where there is none.
+    """
+
+    flat_index: Tensor
+    padded_rows: Tensor
+
+    @classmethod
+    def of(cls, widths: Sequence[int], width: int, device: torch.device) -> Padding | None:
+        """The padding of ``widths`` to ``width``; None if there is none."""
+        if all(w == width for w in widths):
+            return None
+        flat = [b * width + i for b, w in enumerate(widths) for i in range(w)]
+        padded = [0] * (len(widths) * width)
+        for row, place in enumerate(flat):
+            padded[place] = row
+        both = torch.tensor(flat, dtype=torch.int64), torch.tensor(padded, dtype=torch.int64)
+        return cls(*(index.to(device, non_blocking=True) for index in both))

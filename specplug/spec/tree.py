@@ -1,0 +1,43 @@
+"""Dynamic draft trees: expand by cumulative score, then rerank to N nodes (EAGLE-2).
+
+Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees",
+arXiv 2406.16858.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specplug.spec.draft import Draft
+
+
+def select_tree(
+    roots: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, num_draft_tokens: int, depth: int
+) -> Draft:
+    """The ``num_draft_tokens - 1`` best candidates, as a tree under the root.
+
+    Args:
+        roots: [bs] int64 bonus tokens.
+        scores: [bs, M] cumulative score of each candidate; a child's is never greater than its
+            parent's (log-probabilities add), and a parent stands before its children.
+        tokens: [bs, M] int64.
+        parents: [bs, M] int64, the candidate's parent as an index into M; -1 below the root.
+        num_draft_tokens: N, at most M + 1.
+        depth: the candidates' greatest depth, S.
+
+    A stable sort keeps the earlier of two equal scores, which is the parent, so the chosen set
+    always holds the parents of what it holds.
+    """
+    count = num_draft_tokens - 1
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    chosen = best.sort(dim=1).values.contiguous()
+    above = parents.gather(1, chosen)
+    place = torch.searchsorted(chosen, above.clamp(min=0)) + 1
+    place = torch.where(above < 0, 0, place)
+    root_parent = place.new_full((roots.shape[0], 1), -1)
+    return Draft.tree(
+        torch.cat((roots.unsqueeze(1), tokens.gather(1, chosen)), dim=1),
+        torch.cat((root_parent, place), dim=1),
+        depth,
+    )

@@ -1,0 +1,89 @@
+"""``specplug doctor``: every problem of every plugin, with its mend."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from specplug.registry import Registry
+
+
+@pytest.fixture
+def others():
+    """The plugins that happen to be installed here: these tests are not about them."""
+    return ",".join(name for name in Registry().names() if name != "NONE")
+
+
+def doctor(folder, *arguments, code, **variables):
+    done = folder.specplug("doctor", *arguments, **variables)
+    assert (done.returncode, done.stderr) == (code, "")
+    return done.stdout
+
+
+def test_all_sound(plugin_folder, others):
+    plugin_folder.write("SOUND")
+    said = doctor(plugin_folder, code=0, SPECPLUG_DISABLE=others)
+    assert said.endswith("\nall plugins are sound\n")
+    report = json.loads(doctor(plugin_folder, "--json", code=0, SPECPLUG_DISABLE=others))
+    assert report["versions"]["python"] == sys.version.split()[0]
+    assert {"specplug", "torch", "transformers", "triton"} <= set(report["versions"])
+    assert {"name": "SOUND", "status": "ok"}.items() <= report["algorithms"][-1].items()
+
+
+def test_every_problem_of_every_plugin(plugin_folder, others):
+    plugin_folder.write("A_FAILING", ("from", "def load():\n    1 / 0\n\n\nload()\nfrom"))
+    plugin_folder.write(
+        "B_WRONG", ("def propose(", "def propse("), ("(self, runtime)", "(self, x)")
+    )
+    plugin_folder.write("C_OFF", ("from", "raise AssertionError('imported')\nfrom"))
+    plugin_folder.write("D_SOUND")
+    extension = "import nothing_there"
+    plugin_folder.write("tracer", code=extension, group="specplug.extensions")
+    disabled = ",".join(filter(None, (others, "C_OFF", "GHOST")))
+    report = json.loads(doctor(plugin_folder, "--json", code=1, SPECPLUG_DISABLE=disabled))
+    found = {plugin["name"]: plugin for plugin in report["algorithms"]}
+    (failure,) = found["A_FAILING"]["problems"]
+    assert failure["what"] == "import failed: ZeroDivisionError: division by zero"
+    first, *_, last = failure["traceback"].splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert last == "ZeroDivisionError: division by zero"
+    assert "in load" in failure["traceback"]
+    assert "importlib" not in failure["traceback"]
+    assert "registry.py" not in failure["traceback"]
+    assert [p["mend"] for p in found["B_WRONG"]["problems"]] == [
+        "rename it to propose",
+        "take it away",
+    ]
+    assert (found["C_OFF"]["status"], found["C_OFF"]["problems"]) == ("disabled", [])
+    assert found["D_SOUND"]["status"] == "ok"
+    assert [e["status"] for e in report["extensions"]] == [
+        "broken: import failed: ModuleNotFoundError: No module named 'nothing_there'"
+    ]
+    assert report["notes"] == ["SPECPLUG_DISABLE names GHOST, which is not installed"]
+
+    said = doctor(plugin_folder, code=1, SPECPLUG_DISABLE=disabled)
+    for plugin in [*report["algorithms"], *report["extensions"]]:
+        for problem in plugin["problems"]:
+            assert all(problem[part] in said for part in ("what", "expected", "mend"))
+    assert "    ZeroDivisionError: division by zero\n" in said
+    assert "note: SPECPLUG_DISABLE names GHOST" in said
+    assert "3 of " in said.splitlines()[-1]
+
+
+def test_disabled_plugins_are_not_broken(plugin_folder, others):
+    plugin_folder.write("BAD", value="no way")
+    disabled = ",".join(filter(None, (others, "BAD")))
+    said = doctor(plugin_folder, code=0, SPECPLUG_DISABLE=disabled)
+    assert "malformed entry point BAD = 'no way'" in said
+
+
+def test_versions_are_read_without_importing(plugin_folder, others):
+    environment = plugin_folder.environment(SPECPLUG_DISABLE=f"{others},NONE")
+    command = [sys.executable, "-X", "importtime", "-m", "specplug", "doctor"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not imported & {"torch", "transformers", "triton"}
+    assert "torch" in done.stdout

@@ -1,0 +1,133 @@
+"""``specplug info``: what an algorithm declares."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+FULL = """
+from pathlib import Path
+
+from specplug import AlgorithmInfo, Capabilities, Defaults, hookimpl
+
+FOLDER = Path(__file__).parent
+
+
+class Algorithm:
+    @hookimpl
+    def describe(self):
+        return AlgorithmInfo(
+            name="NAME",
+            summary="Has all there is",
+            api_version=1,
+            paper="arXiv 2503.01840",
+            capabilities=Capabilities(branching=True, draft_model=True),
+            defaults=Defaults(num_steps=3, topk=2),
+            weights={"tiny-code": FOLDER / "tiny", "other": FOLDER / "gone"},
+        )
+
+    @hookimpl
+    def propose(self, batch):
+        raise NotImplementedError
+
+    @hookimpl
+    def create_worker(self, runtime):
+        raise NotImplementedError
+
+    @hookimpl
+    def build_draft_input(self, batch):
+        raise NotImplementedError
+
+    @hookimpl
+    def verify(self, draft):
+        raise NotImplementedError
+
+
+algorithm = Algorithm()
+"""
+
+
+@pytest.fixture
+def full(plugin_folder):
+    source = plugin_folder.write("FULL", code=FULL)
+    (source.parent / "tiny" / "deeper").mkdir(parents=True)
+    (source.parent / "tiny" / "config.json").write_bytes(b"12")
+    (source.parent / "tiny" / "deeper" / "model.safetensors").write_bytes(b"345")
+    return plugin_folder
+
+
+def test_json(full):
+    done = full.specplug("info", "full", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    folder = full.path / "specplug_full"
+    assert json.loads(done.stdout) == {
+        "name": "FULL",
+        "summary": "Has all there is",
+        "paper": "arXiv 2503.01840",
+        "distribution": "specplug-full",
+        "version": "1.0",
+        "value": "specplug_full:algorithm",
+        "api_version": 1,
+        "capabilities": {"branching": True, "draft_model": True},
+        "defaults": {"num_steps": 3, "topk": 2, "num_draft_tokens": None},
+        "hooks": {
+            "implemented": [
+                "describe",
+                "create_worker",
+                "build_draft_input",
+                "propose",
+                "verify",
+            ],
+            "core_defaults": [
+                "validate_config",
+                "create_future_map",
+                "build_disagg_draft_input",
+                "fixup_idle",
+                "supports_target_verify_for_draft",
+                "export_draft_state",
+            ],
+        },
+        "weights": {
+            "tiny-code": {"path": str(folder / "tiny"), "exists": True, "bytes": 5},
+            "other": {"path": str(folder / "gone"), "exists": False, "bytes": 0},
+        },
+        "default_model": "tiny-code",
+    }
+
+
+def rows(done):
+    assert (done.returncode, done.stderr) == (0, "")
+    return dict(re.split("  +", line, maxsplit=1) for line in done.stdout.splitlines())
+
+
+def test_for_people(full):
+    shown = rows(full.specplug("info", "FULL"))
+    folder = full.path / "specplug_full"
+    assert shown["ALGORITHM"] == "FULL"
+    assert shown["paper"] == "arXiv 2503.01840"
+    assert shown["distribution"] == "specplug-full 1.0"
+    assert shown["capabilities"] == "branching=yes, draft_model=yes"
+    assert shown["defaults"] == "num_steps=3, topk=2, num_draft_tokens=from depth and width"
+    assert shown["own hooks"] == "describe, create_worker, build_draft_input, propose, verify"
+    assert shown["core defaults"].startswith("validate_config, create_future_map, ")
+    assert shown["weights for tiny-code"] == f"{folder / 'tiny'} (0.0 MiB)"
+    assert shown["weights for other"] == f"missing: {folder / 'gone'} is not there or empty"
+
+
+def test_weights_that_are_not_needed_or_not_shipped(plugin_folder):
+    assert rows(plugin_folder.specplug("info", "NONE"))["weights"] == "needs none"
+    shipped = 'weights={"tiny-code": FOLDER / "tiny", "other": FOLDER / "gone"},'
+    plugin_folder.write("FULL", (shipped, ""), code=FULL)
+    shown = rows(plugin_folder.specplug("info", "FULL"))
+    assert shown["weights for tiny-code"] == "none shipped"
+
+
+def test_only_the_named_plugin_is_imported(plugin_folder):
+    plugin_folder.write("SOUND")
+    plugin_folder.write("BROKEN", ("from", "raise AssertionError('imported')\nfrom"))
+    assert plugin_folder.specplug("info", "SOUND").returncode == 0
+    done = plugin_folder.specplug("info", "BROKEN")
+    assert done.returncode == 1
+    assert "import failed: AssertionError: imported" in done.stderr
