@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from specplug.engine.llm import LLM
     from specplug.engine.outputs import Logprob, RequestOutput
     from specplug.engine.sampling_params import SamplingParams
-    from specplug.spec.batch import Batch
+    from specplug.spec.batch import Batch, RequestView
     from specplug.spec.checkpoint import Checkpoint
     from specplug.spec.draft import Draft, DraftInput
     from specplug.spec.future_map import FutureMap
@@ -48,6 +48,7 @@ _LAZY = {
     "RequestOutput": "specplug.engine.outputs",
     "SamplingParams": "specplug.engine.sampling_params",
     "Batch": "specplug.spec.batch",
+    "RequestView": "specplug.spec.batch",
     "Checkpoint": "specplug.spec.checkpoint",
     "Draft": "specplug.spec.draft",
     "DraftInput": "specplug.spec.draft",
@@ -84,6 +85,7 @@ __all__ = [
     "PluginError",
     "RequestOutput",
     "RequestReport",
+    "RequestView",
     "Runtime",
     "SamplingParams",
     "SpecConfig",

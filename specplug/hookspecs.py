@@ -172,12 +172,12 @@ def export_draft_state(runtime: Runtime, request: Any) -> dict[str, Any] | None:
 
 
 @hookspec
-def on_step(report: StepReport) -> None:
+def on_step(runtime: Runtime, report: StepReport) -> None:
     """A step has been processed. For extensions; every implementation is called."""
 
 
 @hookspec
-def on_request_finished(report: RequestReport) -> None:
+def on_request_finished(runtime: Runtime, report: RequestReport) -> None:
     """A request has ended, for whatever reason. Every implementation is called; an algorithm
     that keeps state by request drops it here."""
 

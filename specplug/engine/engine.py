@@ -9,7 +9,7 @@ from typing import Any
 from specplug.debug import DEBUG
 from specplug.engine.outputs import Logprob
 from specplug.engine.request import Request, RequestStatus
-from specplug.engine.sampler import Sampler
+from specplug.engine.runtime import EngineRuntime
 from specplug.engine.scheduler import Decode, Prefill, Scheduler
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepResult, StepRunner
@@ -22,7 +22,7 @@ class Engine:
     Args:
         scheduler: holds the requests.
         steps: runs what is scheduled.
-        sampler: told of admitted requests.
+        runtime: of the run; its sampler is told of admitted requests.
         hooks: the plugin manager's ``hook``, for the reports.
         overlap: whether a step is launched before the last one's results are processed.
         tokenizer: the ``tokenizers.Tokenizer``, for the text of log-probabilities; or None.
@@ -33,7 +33,7 @@ class Engine:
         *,
         scheduler: Scheduler,
         steps: StepRunner,
-        sampler: Sampler,
+        runtime: EngineRuntime,
         hooks: Any,
         overlap: bool,
         tokenizer: Any | None,
@@ -41,7 +41,7 @@ class Engine:
         self.scheduler = scheduler
         self.statistics = Statistics()
         self._steps = steps
-        self._sampler = sampler
+        self._runtime = runtime
         self._hooks = hooks
         self._tokenizer = tokenizer
         self._launched: deque[StepResult] = deque()
@@ -95,7 +95,7 @@ class Engine:
     def _schedule(self) -> Prefill | Decode | None:
         scheduled = self.scheduler.schedule()
         for request in self.scheduler.admitted:
-            self._sampler.admit(request)
+            self._runtime.sampler.admit(request)
         self.scheduler.admitted.clear()
         return scheduled
 
@@ -111,6 +111,7 @@ class Engine:
         self.statistics.seconds.update(result.seconds)
         requests = result.scheduled.requests
         self._hooks.on_step(
+            runtime=self._runtime,
             report=StepReport(
                 mode="prefill" if isinstance(result.scheduled, Prefill) else "decode",
                 request_ids=tuple(request.request_id for request in requests),
@@ -197,6 +198,7 @@ class Engine:
         reason = request.finish_reason or "error"
         self.statistics.requests[reason] += 1
         self._hooks.on_request_finished(
+            runtime=self._runtime,
             report=RequestReport(
                 request_id=request.request_id,
                 finish_reason=reason,

@@ -233,7 +233,7 @@ class LLM:
         return Engine(
             scheduler=Scheduler(limits, PagePool(num_pages, page_size), table),
             steps=StepRunner(runtime, self._runner, self._hooks, future_map, pool),
-            sampler=runtime.sampler,
+            runtime=runtime,
             hooks=self._hooks,
             overlap=limits.steps_in_flight > 1,
             tokenizer=self._backend_tokenizer,

@@ -1,0 +1,128 @@
+"""How many tokens a step a chain from the head brings on held-out prompts, the bonus token included.
+
+`python accept_length.py --model MODEL --head WEIGHTS --prompts FILE` prints a table. The output of
+speculative decoding is the target's own, so the target's text is written first and the head then
+asked, at each place where a step would begin, how much of that text it would have drafted.
+
+Sampling is by Gumbel noise that belongs to a position: the token at t is argmax(log p_t + g_t). A
+drafter may take its top token, or sample with the same noise, argmax(log q_t + g_t).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from eagle3 import load_head, unroll
+from generations import Decoder, gumbel
+from specplug_eagle3.network import Eagle3Network
+from target import END_OF_TEXT_ID, forward, load
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+
+def noise(position: int, like: Tensor) -> Tensor:
+    """Gumbel noise [n, vocab] of the tokens at `position`."""
+    return gumbel(like, torch.Generator(like.device).manual_seed(position))
+
+
+def continuations(
+    model: LlamaForCausalLM, prompts: list[list[int]], new: int, temperature: float
+) -> Tensor:
+    """[n, longest prompt + new]: each prompt, then (at least) `new` tokens of the target."""
+    sizes = torch.tensor([len(p) for p in prompts], device=model.device)
+    shortest, longest = int(sizes.min()), int(sizes.max())
+    rows = torch.zeros(len(prompts), longest + new, dtype=torch.int64, device=model.device)
+    for row, prompt in zip(rows, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    decoder = Decoder(model, len(prompts), longest + new)
+    logits = decoder(rows[:, :shortest], 0)
+    for at in range(shortest, longest + new):
+        if temperature:
+            logits = logits / temperature + noise(at, logits)
+        rows[:, at] = torch.where(at < sizes, rows[:, at], logits.argmax(-1))
+        if at + 1 < longest + new:
+            logits = decoder(rows[:, at : at + 1], at)
+    return rows
+
+
+@torch.no_grad()
+def drafted(
+    model: LlamaForCausalLM,
+    network: Eagle3Network,
+    rows: Tensor,
+    steps: int,
+    temperature: float,
+    same_noise: bool,
+) -> Tensor:
+    """[n, L]: how many tokens of a chain behind position p + 1 are the row's own, at most `steps`."""
+    *aux, _ = forward(model, rows, network.config.aux_layer_ids)
+    embeds = model.model.embed_tokens(rows)
+    length, vocab = rows.shape[1], network.config.vocab_size
+    ids = torch.arange(len(network.d2t), device=rows.device) + network.d2t
+    going = torch.ones_like(rows, dtype=torch.bool)
+    result = torch.zeros_like(rows)
+    for step, logits in enumerate(unroll(network, embeds, torch.cat(aux, -1), steps)):
+        if temperature:
+            logits = logits / temperature
+        tokens = torch.zeros_like(rows)
+        for row in range(length - 2 - step):
+            scores = logits[:, row]
+            if same_noise:
+                like = scores.new_empty(len(rows), vocab)
+                scores = scores + noise(row + 2 + step, like)[:, ids]
+            tokens[:, row] = ids[scores.argmax(-1)]
+        going &= tokens == F.pad(rows[:, 2 + step :], (0, 2 + step), value=-1)
+        result += going
+    return result
+
+
+def accept_length(rows: Tensor, lengths: Tensor, sizes: list[int], new: int, steps: int) -> float:
+    """Mean tokens a step over all prompts, for chains of `steps`; `lengths` as `drafted` says."""
+    tokens = count = 0
+    for row, found, size in zip(rows.tolist(), lengths.tolist(), sizes, strict=True):
+        end = size + new
+        if END_OF_TEXT_ID in row[size:end]:
+            end = row.index(END_OF_TEXT_ID, size) + 1
+        root = size  # the token that the prompt's own forward pass gave
+        while root + steps + 1 < end:
+            advance = min(found[root - 1], steps) + 1
+            tokens, count, root = tokens + advance, count + 1, root + advance
+    return tokens / count
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--head", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=256, help="prompts")
+    parser.add_argument("--new", type=int, default=128, help="tokens behind each prompt")
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    model = load(arguments.model, arguments.device)
+    network = load_head(arguments.head, arguments.device)
+    tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
+    texts = [json.loads(line)["prompt"] for line in arguments.prompts.read_text().splitlines()]
+    prompts = [tokenizer.encode(text).ids for text in texts[: arguments.count]]
+    sizes = [len(p) for p in prompts]
+    chains = range(3, 8)
+    print(f"{len(prompts)} prompts, {arguments.new} new tokens; num_steps {[*chains]}")
+    for name, temperature, same_noise in (
+        ("greedy", 0.0, False),
+        ("temperature 1, the drafter's top token", 1.0, False),
+        ("temperature 1, the drafter samples with the same noise", 1.0, True),
+    ):
+        rows = continuations(model, prompts, arguments.new, temperature)
+        found = drafted(model, network, rows, max(chains), temperature, same_noise)
+        means = [accept_length(rows, found, sizes, arguments.new, steps) for steps in chains]
+        print(f"{name}: " + " ".join(f"{mean:.3f}" for mean in means), flush=True)
+
+
+if __name__ == "__main__":
+    main()

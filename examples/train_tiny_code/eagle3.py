@@ -1,0 +1,275 @@
+"""The EAGLE-3 head of the target, with training-time test (arXiv 2503.01840).
+
+`python eagle3.py --data DATA --model MODEL --out WEIGHTS` trains `specplug_eagle3`'s own network
+on `generations.py`'s rows and on the corpus. The target is frozen and runs along, so no features
+are stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from specplug_eagle3.network import Eagle3Config, Eagle3Network
+from target import forward, learning_rate, load, optimizer_of, rows
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+STEP_WEIGHT = 0.8  # the loss of step j counts STEP_WEIGHT ** j
+
+
+def configuration(target: LlamaConfig, intermediate: int, draft_vocab: int) -> Eagle3Config:
+    """A head as wide as the target, on the inputs of a low, a middle and a high layer."""
+    layers = target.num_hidden_layers
+    return Eagle3Config(
+        hidden_size=target.hidden_size,
+        intermediate_size=intermediate,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads,
+        head_dim=target.head_dim,
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_theta=target.rope_parameters["rope_theta"],
+        max_position_embeddings=target.max_position_embeddings,
+        aux_layer_ids=(2, layers // 2, layers - 3),
+    )
+
+
+class TrainingTimeAttention:
+    """Attention over B rows of L positions, in the first step and the drafting steps behind it.
+
+    In step j, row p stands at position p + j. It sees the first step's keys of the positions up
+    to p, which came from target features, and its own keys of the steps 1 … j.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query, key, value [B * L, H, D] → [B * L, H * D]."""
+        query, key, value = (
+            x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (query, key, value)
+        )
+        value = value.to(query.dtype)
+        self.keys.append(key)
+        self.values.append(value)
+        if len(self.keys) == 1:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            mixed = self._later_step(query)
+        return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+
+    def _later_step(self, query: Tensor) -> Tensor:
+        length, scale = query.shape[2], query.shape[3] ** -0.5
+        scores = query @ self.keys[0].transpose(2, 3) * scale
+        future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        own = [(query * key).sum(-1, keepdim=True) * scale for key in self.keys[1:]]
+        shares = torch.cat([scores.masked_fill(future, -torch.inf), *own], -1).float().softmax(-1)
+        shares = shares.to(query.dtype)
+        mixed = shares[..., :length] @ self.values[0]
+        for step, value in enumerate(self.values[1:]):
+            mixed = mixed + shares[..., length + step, None] * value
+        return mixed
+
+
+def unroll(
+    network: Eagle3Network, embeds: Tensor, features: Tensor, steps: int
+) -> Iterator[Tensor]:
+    """Draft logits [B, L, draft_vocab] of each step.
+
+    embeds [B, L, target_hidden] of the text's tokens, features [B, L, 3 * target_hidden]. Row p of
+    step j reads the tokens up to p + 1 + j and the features up to p, and predicts token p + 2 + j;
+    the rows behind L - 3 - j mean nothing. As the tokens are the text's own, a row's step j is
+    what a drafter would say exactly if its steps before j said what the text says.
+    """
+    batch, length, _ = embeds.shape
+    attend = TrainingTimeAttention(batch)
+    hidden = network.fuse(features.flatten(0, 1)).float()
+    positions = torch.arange(length, device=embeds.device).repeat(batch)
+    for step in range(steps):
+        shifted = F.pad(embeds[:, 1 + step :], (0, 0, 0, 1 + step)).flatten(0, 1)
+        hidden = network(shifted, hidden, positions + step, attend)
+        yield network.logits(hidden).unflatten(0, (batch, length))
+
+
+def draft_loss(
+    network: Eagle3Network,
+    embeds: Tensor,
+    features: Tensor,
+    wanted: Tensor,
+    counts: Tensor,
+    steps: int,
+) -> tuple[Tensor, Tensor]:
+    """(loss, share of the target's top tokens found [steps]).
+
+    wanted [B, L, draft_vocab]: the target's distribution behind each position; counts [B, L]:
+    whether its top token is in the draft vocabulary.
+    """
+    length = embeds.shape[1]
+    total, found = embeds.new_zeros(()), []
+    for step, logits in enumerate(unroll(network, embeds, features, steps)):
+        rows_used = length - 1 - step
+        goal, mask = wanted[:, 1 + step :], counts[:, 1 + step :].float()
+        logits = logits[:, :rows_used].float()
+        each = -(goal * logits.log_softmax(-1)).sum(-1)
+        total = total + STEP_WEIGHT**step * (each * mask).sum() / mask.sum()
+        right = (logits.argmax(-1) == goal.argmax(-1)) & counts[:, 1 + step :]
+        found.append(right.float().mean().detach())
+    return total, torch.stack(found)
+
+
+def choose_vocabulary(rows_: np.ndarray, prompts: np.ndarray, size: int) -> tuple[np.ndarray, float]:
+    """(the `size` tokens that the target wrote most often, sorted; their share of what it wrote)."""
+    written = rows_[np.arange(rows_.shape[1]) >= prompts[:, None]]
+    counts = np.bincount(written, minlength=4096)
+    chosen = np.sort(np.argsort(-counts, kind="stable")[:size])
+    return chosen, float(counts[chosen].sum() / counts.sum())
+
+
+def build(config: Eagle3Config, target: LlamaForCausalLM, chosen: np.ndarray) -> Eagle3Network:
+    """A new head: small weights, and the target's embedding rows as its LM head's start."""
+    torch.manual_seed(0)
+    network = Eagle3Network(config)
+    for name, parameter in network.named_parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.01 if "o_proj" in name or "down" in name else 0.04)
+    ids = torch.from_numpy(chosen)
+    network.lm_head.weight.data.copy_(target.lm_head.weight.data.cpu()[ids])
+    network.d2t.copy_(ids - torch.arange(len(ids)))
+    network.t2d[ids] = True
+    return network
+
+
+def save(network: Eagle3Network, out: Path) -> None:
+    """Writes config.json and model.safetensors (bfloat16) in the published checkpoints' layout."""
+    out.mkdir(parents=True, exist_ok=True)
+    values = attrs.asdict(network.config)
+    aux = values.pop("aux_layer_ids")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **values,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        # The layers whose outputs are read: one less than those whose inputs are.
+        "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in aux],
+    }
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    state = {
+        name: (value.to(torch.bfloat16) if value.is_floating_point() else value).cpu().contiguous()
+        for name, value in network.state_dict().items()
+    }
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_head(folder: Path, device: str) -> Eagle3Network:
+    """What `save` wrote, in float32."""
+    values = json.loads((folder / "config.json").read_text())
+    aux = tuple(layer + 1 for layer in values["eagle_aux_hidden_state_layer_ids"])
+    names = {field.name for field in attrs.fields(Eagle3Config)} - {"aux_layer_ids"}
+    network = Eagle3Network(Eagle3Config(**{n: values[n] for n in names}, aux_layer_ids=aux))
+    network.load_state_dict(load_file(folder / "model.safetensors"))
+    return network.float().to(device).eval()
+
+
+def main() -> None:
+    """Trains for some epochs over generations and corpus."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=60.0, help="ends by then at the latest")
+    parser.add_argument("--max-steps", type=int, default=10**9, help="ends by then at the latest")
+    parser.add_argument("--batch", type=int, default=128, help="rows a step")
+    parser.add_argument("--steps", type=int, default=6, help="drafting steps unrolled")
+    parser.add_argument("--intermediate", type=int, default=640)
+    parser.add_argument("--draft-vocab", type=int, default=2048)
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--decay", type=float, default=0.05)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-compile", action="store_true")
+    arguments = parser.parse_args()
+    device: str = arguments.device
+    torch.set_float32_matmul_precision("high")
+
+    made = np.load(arguments.data / "generations.npy")
+    prompts = np.load(arguments.data / "prompt_lengths.npy")
+    chosen, coverage = choose_vocabulary(made, prompts, arguments.draft_vocab)
+    print(f"draft vocabulary: {len(chosen)} tokens, {coverage:.4%} of what the target wrote")
+    tokens, starts = (np.load(arguments.data / f"train{end}.npy") for end in ("", "_starts"))
+    corpus = rows(tokens, starts, made.shape[1], seed=0)[:, :-1]
+    data = torch.from_numpy(np.concatenate((made, corpus)).astype(np.int32)).to(device)
+    print(f"{len(made)} rows of generations, {len(corpus)} of corpus, {made.shape[1]} tokens each")
+
+    target = load(arguments.model, device)
+    config = configuration(target.config, arguments.intermediate, arguments.draft_vocab)
+    network = build(config, target, chosen).to(device)
+    print(f"{sum(p.numel() for p in network.parameters())} parameters")
+    ids = torch.from_numpy(chosen).to(device)
+    optimizer = optimizer_of(network, arguments.rate, arguments.decay, fused=device != "cpu")
+    loss_of = draft_loss
+    if not arguments.no_compile:
+        for layer in target.model.layers:
+            layer.compile()
+        loss_of = torch.compile(draft_loss)
+    autocast = torch.autocast(device.split(":")[0], dtype=torch.bfloat16)
+
+    an_epoch = len(data) // arguments.batch
+    total = min(an_epoch * arguments.epochs, arguments.max_steps)
+    start, seen, found = time.monotonic(), 0.0, 0.0
+    every = min(250, total)
+    for step in range(total):
+        if step % an_epoch == 0:
+            order = torch.randperm(len(data), device=device)
+        at = step % an_epoch * arguments.batch
+        batch = data[order[at : at + arguments.batch]].long()
+        elapsed = (time.monotonic() - start) / 60
+        done = min(1.0, max(step / total, elapsed / arguments.minutes))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, done, arguments.rate, warmup=100)
+        with torch.no_grad(), autocast:
+            *aux, hidden = forward(target, batch, config.aux_layer_ids)
+            logits = F.linear(hidden, target.lm_head.weight)
+            wanted = logits[..., ids].float().softmax(-1)
+            counts = network.t2d[logits.argmax(-1)]
+            embeds = target.model.embed_tokens(batch)
+        with autocast:
+            value, share = loss_of(
+                network, embeds, torch.cat(aux, -1), wanted, counts, arguments.steps
+            )
+        value.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seen, found = seen + value.detach(), found + share
+        if (step + 1) % every == 0 or done >= 1.0:
+            count = step % every + 1
+            shares = " ".join(f"{x:.3f}" for x in (found / count).tolist())
+            print(
+                f"step {step + 1} epoch {(step + 1) / an_epoch:.2f} loss {seen.item() / count:.4f} "
+                f"top tokens found {shares} {elapsed:.2f} min",
+                flush=True,
+            )
+            seen, found = 0.0, 0.0
+        if done >= 1.0:
+            break
+    save(network, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The target's own continuations of training text: what its draft heads are trained on.
+
+`python generations.py --data DATA --model MODEL` writes `DATA/generations.npy`, tokens
+[n, length] uint16, and `DATA/prompt_lengths.npy` [n] int64: row i is a prompt of that many tokens
+and then what the target wrote. Half of the rows are greedy, half sampled at temperature 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from target import load
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+SHORTEST, LONGEST = 32, 256  # tokens of a prompt
+NEWLINE_BYTE = "Ċ"  # as byte-level vocabularies spell it
+
+
+class Decoder:
+    """The model with a key-value cache for `batch` rows of at most `length` tokens, all in step."""
+
+    def __init__(self, model: LlamaForCausalLM, batch: int, length: int) -> None:
+        self.model = model
+        self.heads, self.head_dim = model.config.num_key_value_heads, model.config.head_dim
+        shape = (len(model.model.layers), batch, self.heads, length, self.head_dim)
+        self.keys = torch.empty(shape, dtype=model.dtype, device=model.device)
+        self.values = torch.empty_like(self.keys)
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, at: int) -> Tensor:
+        """tokens [B, n] at the positions from `at` on → the next token's logits [B, vocab].
+
+        n > 1 only for the first call, at 0.
+        """
+        assert tokens.shape[1] == 1 or at == 0
+        body, end = self.model.model, at + tokens.shape[1]
+        hidden = body.embed_tokens(tokens)
+        positions = torch.arange(at, end, device=tokens.device)[None]
+        cos, sin = body.rotary_emb(hidden, position_ids=positions)
+        for index, layer in enumerate(body.layers):
+            attention, x = layer.self_attn, layer.input_layernorm(hidden)
+            query, key, value = (
+                projection(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+                for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            query, key = apply_rotary_pos_emb(query, key, cos, sin)
+            self.keys[index, :, :, at:end] = key
+            self.values[index, :, :, at:end] = value
+            mixed = F.scaled_dot_product_attention(
+                query,
+                self.keys[index, :, :, :end],
+                self.values[index, :, :, :end],
+                is_causal=at == 0,
+            )
+            hidden = hidden + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return self.model.lm_head(body.norm(hidden[:, -1])).float()
+
+
+def gumbel(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Gumbel noise in the shape of `like`: argmax(logits + noise) is a sample at temperature 1."""
+    uniform = torch.rand(like.shape, generator=generator, device=like.device)
+    return -(-uniform.clamp(1e-20, 1 - 1e-7).log()).log()
+
+
+def line_starts(tokens: np.ndarray, model: Path) -> np.ndarray:
+    """Indices into `tokens` of what follows a token that begins with a line's end."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    pieces = (tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size()))
+    is_newline = np.array([piece.startswith(NEWLINE_BYTE) for piece in pieces])
+    return np.flatnonzero(is_newline[tokens]) + 1
+
+
+def main() -> None:
+    """Batches of prompts of one length each, until there are enough new tokens."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--tokens", type=float, default=20e6, help="new tokens to make")
+    parser.add_argument("--minutes", type=float, default=60.0, help="ends by then at the latest")
+    parser.add_argument("--batch", type=int, default=4096, help="rows at a time")
+    parser.add_argument("--length", type=int, default=384, help="tokens a row, the prompt included")
+    parser.add_argument("--device", default="cuda")
+    arguments = parser.parse_args()
+    length: int = arguments.length
+    dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
+    model = load(arguments.model, arguments.device).to(dtype)
+    decoder = Decoder(model, arguments.batch, length)
+
+    tokens = np.load(arguments.data / "train.npy")
+    ends = np.load(arguments.data / "train_starts.npy")
+    starts = line_starts(tokens, arguments.model)
+    room = ends[np.searchsorted(ends, starts, side="right").clip(max=len(ends) - 1)] - starts
+    starts = starts[room > LONGEST]
+
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    sampled = (torch.arange(arguments.batch, device=arguments.device) % 2)[:, None].float()
+    rows, prompt_lengths, made, start = [], [], 0, time.monotonic()
+    while made < arguments.tokens and time.monotonic() - start < 60 * arguments.minutes:
+        size = int(rng.integers(SHORTEST, min(LONGEST, length // 2) + 1))
+        index = rng.choice(starts, arguments.batch)[:, None] + np.arange(size)
+        row = torch.zeros(arguments.batch, length, dtype=torch.int64, device=arguments.device)
+        row[:, :size] = torch.from_numpy(tokens[index].astype(np.int64))
+        logits = decoder(row[:, :size], 0)
+        for at in range(size, length):
+            row[:, at] = (logits + sampled * gumbel(logits)).argmax(-1)
+            if at + 1 < length:
+                logits = decoder(row[:, at : at + 1], at)
+        rows.append(row.cpu().numpy().astype(np.uint16))
+        prompt_lengths.append(np.full(arguments.batch, size))
+        made += arguments.batch * (length - size)
+    np.save(arguments.data / "generations.npy", np.concatenate(rows))
+    np.save(arguments.data / "prompt_lengths.npy", np.concatenate(prompt_lengths))
+    seconds = time.monotonic() - start
+    print(f"{made} new tokens in {seconds:.1f} s, {made / seconds:.0f} tokens/s")
+
+
+if __name__ == "__main__":
+    main()

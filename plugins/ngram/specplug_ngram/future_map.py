@@ -1,0 +1,68 @@
+"""A future map that also brings what was accepted to the host, where n-grams are looked up."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+from specplug import Batch, CommittedOutput, DraftInput, FutureMap
+from torch import Tensor
+
+Observe = Callable[[str, Sequence[int]], None]
+"""``(request_id, tokens)``: the request has these more tokens."""
+
+
+@attrs.frozen(eq=False)
+class _Relayed:
+    request_ids: tuple[str, ...]
+    tokens: Tensor  # [bs, C]
+    accept_lens: Tensor  # [bs]
+    ready: torch.cuda.Event | None
+
+
+class HostFutureMap(FutureMap):
+    """Relays accepted tokens through host memory.
+
+    The copy starts when a step is launched and is waited for when the next one resolves its
+    inputs, so no step waits between its resolve and its publish.
+
+    Args:
+        num_rows, device: see ``FutureMap``.
+        observe: told of each request's new tokens, in order.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device, observe: Observe) -> None:
+        super().__init__(num_rows, device)
+        self._observe = observe
+        self._relayed: deque[_Relayed] = deque()
+
+    def relay(self, batch: Batch, output: CommittedOutput) -> None:
+        """Start the way of a step's tokens to the host."""
+        if batch.is_prefill:
+            tokens = output.bonus_tokens.unsqueeze(1)
+            lens = torch.tensor([int(last) for last in batch.last_chunk])
+        else:
+            tokens = output.tokens.view(batch.size, -1)
+            lens = output.accept_lens
+        ready = None
+        if tokens.is_cuda:
+            tokens, lens = tokens.to("cpu", non_blocking=True), lens.to("cpu", non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+        ids = tuple(request.request_id for request in batch.requests)
+        self._relayed.append(_Relayed(ids, tokens, lens, ready))
+
+    def resolve(self, rows: Tensor) -> tuple[Tensor, DraftInput]:
+        """See ``FutureMap``; all relayed tokens have been observed when it returns."""
+        while self._relayed:
+            relayed = self._relayed.popleft()
+            if relayed.ready is not None:
+                relayed.ready.synchronize()
+            lens = relayed.accept_lens.tolist()
+            for request_id, row, count in zip(
+                relayed.request_ids, relayed.tokens.tolist(), lens, strict=True
+            ):
+                self._observe(request_id, row[:count])
+        return super().resolve(rows)
