@@ -25,28 +25,32 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 
-def noise(position: int, like: Tensor) -> Tensor:
-    """Gumbel noise [n, vocab] of the tokens at `position`."""
-    return gumbel(like, torch.Generator(like.device).manual_seed(position))
+def noise(rows: int, length: int, vocab: int, device: str) -> Tensor:
+    """Gumbel noise [rows, length, vocab], one value for each token at each position."""
+    like = torch.empty(rows, length, vocab, device=device)
+    return gumbel(like, torch.Generator(device).manual_seed(0))
 
 
 def continuations(
-    model: LlamaForCausalLM, prompts: list[list[int]], new: int, temperature: float
+    model: LlamaForCausalLM, prompts: list[list[int]], new: int, noises: Tensor | None
 ) -> Tensor:
-    """[n, longest prompt + new]: each prompt, then (at least) `new` tokens of the target."""
+    """[n, longest prompt + new]: each prompt, then (at least) `new` tokens of the target.
+
+    noises [n, longest prompt + new, vocab]: sampled at temperature 1 with them; None: greedy.
+    """
     sizes = torch.tensor([len(p) for p in prompts], device=model.device)
     shortest, longest = int(sizes.min()), int(sizes.max())
     rows = torch.zeros(len(prompts), longest + new, dtype=torch.int64, device=model.device)
     for row, prompt in zip(rows, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
     decoder = Decoder(model, len(prompts), longest + new)
-    logits = decoder(rows[:, :shortest], 0)
+    logits = decoder.prefill(rows[:, :shortest])
     for at in range(shortest, longest + new):
-        if temperature:
-            logits = logits / temperature + noise(at, logits)
+        if noises is not None:
+            logits = logits + noises[:, at]
         rows[:, at] = torch.where(at < sizes, rows[:, at], logits.argmax(-1))
         if at + 1 < longest + new:
-            logits = decoder(rows[:, at : at + 1], at)
+            logits = decoder.step(rows[:, at : at + 1], at)
     return rows
 
 
@@ -56,27 +60,21 @@ def drafted(
     network: Eagle3Network,
     rows: Tensor,
     steps: int,
-    temperature: float,
-    same_noise: bool,
+    noises: Tensor | None,
 ) -> Tensor:
-    """[n, L]: how many tokens of a chain behind position p + 1 are the row's own, at most `steps`."""
+    """[n, L]: how many tokens of a chain behind token p + 1 are the row's own, at most `steps`.
+
+    noises [n, L, vocab]: the drafter samples with them; None: it takes its top token.
+    """
     *aux, _ = forward(model, rows, network.config.aux_layer_ids)
     embeds = model.model.embed_tokens(rows)
-    length, vocab = rows.shape[1], network.config.vocab_size
     ids = torch.arange(len(network.d2t), device=rows.device) + network.d2t
     going = torch.ones_like(rows, dtype=torch.bool)
     result = torch.zeros_like(rows)
-    for step, logits in enumerate(unroll(network, embeds, torch.cat(aux, -1), steps)):
-        if temperature:
-            logits = logits / temperature
-        tokens = torch.zeros_like(rows)
-        for row in range(length - 2 - step):
-            scores = logits[:, row]
-            if same_noise:
-                like = scores.new_empty(len(rows), vocab)
-                scores = scores + noise(row + 2 + step, like)[:, ids]
-            tokens[:, row] = ids[scores.argmax(-1)]
-        going &= tokens == F.pad(rows[:, 2 + step :], (0, 2 + step), value=-1)
+    for step, scores in enumerate(unroll(network, embeds, torch.cat(aux, -1), steps)):
+        if noises is not None:
+            scores[:, : -2 - step] += noises[:, 2 + step :, ids]
+        going &= ids[scores.argmax(-1)] == F.pad(rows[:, 2 + step :], (0, 2 + step), value=-1)
         result += going
     return result
 
@@ -113,13 +111,15 @@ def main() -> None:
     sizes = [len(p) for p in prompts]
     chains = range(3, 8)
     print(f"{len(prompts)} prompts, {arguments.new} new tokens; num_steps {[*chains]}")
-    for name, temperature, same_noise in (
-        ("greedy", 0.0, False),
-        ("temperature 1, the drafter's top token", 1.0, False),
-        ("temperature 1, the drafter samples with the same noise", 1.0, True),
+    length = max(sizes) + arguments.new
+    noises = noise(len(prompts), length, model.config.vocab_size, arguments.device)
+    for name, target_noises, draft_noises in (
+        ("greedy", None, None),
+        ("temperature 1, the drafter's top token", noises, None),
+        ("temperature 1, the drafter samples with the same noise", noises, noises),
     ):
-        rows = continuations(model, prompts, arguments.new, temperature)
-        found = drafted(model, network, rows, max(chains), temperature, same_noise)
+        rows = continuations(model, prompts, arguments.new, target_noises)
+        found = drafted(model, network, rows, max(chains), draft_noises)
         means = [accept_length(rows, found, sizes, arguments.new, steps) for steps in chains]
         print(f"{name}: " + " ".join(f"{mean:.3f}" for mean in means), flush=True)
 

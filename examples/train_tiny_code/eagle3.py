@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="rows a step")
     parser.add_argument("--steps", type=int, default=6, help="drafting steps unrolled")
     parser.add_argument("--intermediate", type=int, default=640)
-    parser.add_argument("--draft-vocab", type=int, default=2048)
+    parser.add_argument("--draft-vocab", type=int, default=3072)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--decay", type=float, default=0.05)
     parser.add_argument("--device", default="cuda")
@@ -257,7 +257,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seen, found = seen + value.detach(), found + share
-        if (step + 1) % every == 0 or done >= 1.0:
+        if (step + 1) % every == 0 or step + 1 == total or done >= 1.0:
             count = step % every + 1
             shares = " ".join(f"{x:.3f}" for x in (found / count).tolist())
             print(
@@ -266,9 +266,9 @@ def main() -> None:
                 flush=True,
             )
             seen, found = 0.0, 0.0
+            save(network, arguments.out)
         if done >= 1.0:
             break
-    save(network, arguments.out)
 
 
 if __name__ == "__main__":

@@ -24,26 +24,58 @@ NEWLINE_BYTE = "Ċ"  # as byte-level vocabularies spell it
 
 
 class Decoder:
-    """The model with a key-value cache for `batch` rows of at most `length` tokens, all in step."""
+    """The model with a key-value cache for `batch` rows of at most `length` tokens, all in step.
 
-    def __init__(self, model: LlamaForCausalLM, batch: int, length: int) -> None:
+    On a GPU, `graph=True` replays one captured CUDA graph for each token: a step of so small a
+    model is mostly the launching of its kernels.
+    """
+
+    def __init__(
+        self, model: LlamaForCausalLM, batch: int, length: int, graph: bool = False
+    ) -> None:
         self.model = model
         self.heads, self.head_dim = model.config.num_key_value_heads, model.config.head_dim
         shape = (len(model.model.layers), batch, self.heads, length, self.head_dim)
-        self.keys = torch.empty(shape, dtype=model.dtype, device=model.device)
-        self.values = torch.empty_like(self.keys)
+        self.keys = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self.values = torch.zeros_like(self.keys)
+        self.slots = torch.arange(length, device=model.device)
+        self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
+        self.at = torch.zeros(1, dtype=torch.int64, device=model.device)
+        self.graph = self._capture() if graph else None
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, at: int) -> Tensor:
-        """tokens [B, n] at the positions from `at` on → the next token's logits [B, vocab].
+    def prefill(self, tokens: Tensor) -> Tensor:
+        """tokens [B, n], the rows' first → the next token's logits [B, vocab]."""
+        return self._forward(tokens, self.slots[: tokens.shape[1]])
 
-        n > 1 only for the first call, at 0.
-        """
-        assert tokens.shape[1] == 1 or at == 0
-        body, end = self.model.model, at + tokens.shape[1]
+    @torch.no_grad()
+    def step(self, tokens: Tensor, at: int) -> Tensor:
+        """tokens [B, 1] at position `at` → the next token's logits [B, vocab]."""
+        self.tokens.copy_(tokens)
+        self.at.fill_(at)
+        if self.graph is None:
+            return self._forward(self.tokens, self.at)
+        self.graph.replay()
+        return self.logits
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        with torch.no_grad():
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    self._forward(self.tokens, self.at)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.logits = self._forward(self.tokens, self.at)
+        return graph
+
+    def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """tokens [B, n] at positions [n] (all from 0 on, or n = 1) → logits [B, vocab]."""
+        body, first = self.model.model, len(positions) > 1
         hidden = body.embed_tokens(tokens)
-        positions = torch.arange(at, end, device=tokens.device)[None]
-        cos, sin = body.rotary_emb(hidden, position_ids=positions)
+        cos, sin = body.rotary_emb(hidden, position_ids=positions[None])
+        seen = None if first else (self.slots <= positions)[None, None, None]
         for index, layer in enumerate(body.layers):
             attention, x = layer.self_attn, layer.input_layernorm(hidden)
             query, key, value = (
@@ -51,14 +83,12 @@ class Decoder:
                 for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
             query, key = apply_rotary_pos_emb(query, key, cos, sin)
-            self.keys[index, :, :, at:end] = key
-            self.values[index, :, :, at:end] = value
-            mixed = F.scaled_dot_product_attention(
-                query,
-                self.keys[index, :, :, :end],
-                self.values[index, :, :, :end],
-                is_causal=at == 0,
-            )
+            keys = self.keys[index].index_copy_(2, positions, key)
+            values = self.values[index].index_copy_(2, positions, value)
+            if first:
+                mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            else:
+                mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen)
             hidden = hidden + attention.o_proj(mixed.transpose(1, 2).flatten(2))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         return self.model.lm_head(body.norm(hidden[:, -1])).float()
@@ -90,11 +120,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4096, help="rows at a time")
     parser.add_argument("--length", type=int, default=384, help="tokens a row, the prompt included")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-graph", action="store_true", help="launch each kernel by itself")
     arguments = parser.parse_args()
     length: int = arguments.length
+    graph = arguments.device != "cpu" and not arguments.no_graph
     dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
     model = load(arguments.model, arguments.device).to(dtype)
-    decoder = Decoder(model, arguments.batch, length)
+    decoder = Decoder(model, arguments.batch, length, graph)
 
     tokens = np.load(arguments.data / "train.npy")
     ends = np.load(arguments.data / "train_starts.npy")
@@ -111,11 +143,11 @@ def main() -> None:
         index = rng.choice(starts, arguments.batch)[:, None] + np.arange(size)
         row = torch.zeros(arguments.batch, length, dtype=torch.int64, device=arguments.device)
         row[:, :size] = torch.from_numpy(tokens[index].astype(np.int64))
-        logits = decoder(row[:, :size], 0)
+        logits = decoder.prefill(row[:, :size])
         for at in range(size, length):
             row[:, at] = (logits + sampled * gumbel(logits)).argmax(-1)
             if at + 1 < length:
-                logits = decoder(row[:, at : at + 1], at)
+                logits = decoder.step(row[:, at : at + 1], at)
         rows.append(row.cpu().numpy().astype(np.uint16))
         prompt_lengths.append(np.full(arguments.batch, size))
         made += arguments.batch * (length - size)

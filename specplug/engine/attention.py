@@ -16,7 +16,7 @@ from specplug.spec.runtime import KVCache
 IMPLEMENTATION = "specplug"
 """The name under which transformers' ``AttentionInterface`` knows our attention."""
 
-LENGTH_STEP = 64
+LENGTH_STEP = 32
 """Key lengths are rounded up to this, so that shapes repeat from step to step."""
 
 

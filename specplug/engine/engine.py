@@ -118,7 +118,7 @@ class Engine:
                 widths=result.widths,
                 accept_lens=tuple(kept),
                 seconds=result.seconds,
-            )
+            ),
         )
         return list(requests)
 
@@ -205,7 +205,7 @@ class Engine:
                 num_prompt_tokens=len(request.prompt_token_ids),
                 num_output_tokens=len(request.output_token_ids),
                 accept_lens=tuple(request.accept_lens),
-            )
+            ),
         )
 
     def _check_idle(self) -> None:

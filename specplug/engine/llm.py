@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -160,17 +161,18 @@ class LLM:
         """
         outputs: dict[str, RequestOutput] = {}
         order: list[str] = []
-        for output in self._run(prompts, sampling_params, order, partial=False):
-            outputs[output.request_id] = output
-            if on_finished is not None:
-                on_finished(output)
+        with closing(self._run(prompts, sampling_params, order, partial=False)) as ended:
+            for output in ended:
+                outputs[output.request_id] = output
+                if on_finished is not None:
+                    on_finished(output)
         return [outputs[request_id] for request_id in order]
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Complete prompts and yield what came, step by step; ``delta`` is the new text.
 
         The last output of each request has a ``finish_reason``. Closing the iterator aborts what
@@ -250,10 +252,10 @@ class LLM:
         order: list[str],
         *,
         partial: bool,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         batch = _as_batch(prompts)
         params = _as_params(sampling_params, len(batch))
-        requests = [self._make_request(p, s) for p, s in zip(batch, params, strict=True)]
+        requests = self._make_requests(batch, params)
         order += [request.request_id for request in requests]
         live = {request.request_id: request for request in requests}
         for request in requests:
@@ -291,6 +293,20 @@ class LLM:
         while self._engine.has_work:
             self._step()
 
+    def _make_requests(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[Request]:
+        requests: list[Request] = []
+        for prompt, wanted in zip(prompts, params, strict=True):
+            try:
+                requests.append(self._make_request(prompt, wanted))
+            except UsageError as error:
+                if len(prompts) == 1:
+                    raise
+                which = f"prompt {len(requests) + 1} of {len(prompts)}"
+                raise UsageError(f"{which}: {error}") from error
+        return requests
+
     def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         text, ids = self._tokenize(prompt)
         self._check_tokens("logit_bias", params.logit_bias)
@@ -302,7 +318,9 @@ class LLM:
                 f"since the context is {self.context_len} and one token must fit behind it"
             )
         if params.stop and self.tokenizer is None:
-            raise UsageError("stop strings need a tokenizer; the model has none: use stop_token_ids")
+            raise UsageError(
+                f"stop={params.stop!r} needs a tokenizer; the model has none: use stop_token_ids"
+            )
         if (params.logprobs or 0) > self._runner.vocab_size:
             raise UsageError(
                 f"logprobs={params.logprobs}: expected at most the vocabulary's "
@@ -333,7 +351,10 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UsageError("the model has no tokenizer: give the prompt as token ids")
-            ids = tuple(self.tokenizer(prompt)["input_ids"])
+            try:
+                ids = tuple(self.tokenizer(prompt)["input_ids"])
+            except TypeError as error:  # lone surrogates, from bytes that were no UTF-8
+                raise UsageError(f"prompt {prompt[:40]!r}: expected Unicode text") from error
             text: str | None = prompt
         else:
             text, ids = None, tuple(prompt)
@@ -364,6 +385,8 @@ def _device(device: str | None) -> torch.device:
         where = torch.device(device)
     except RuntimeError as error:
         raise UsageError(f"device={device!r}: expected cpu, cuda or cuda:N") from error
+    if where.type not in ("cpu", "cuda"):
+        raise UsageError(f"device={device!r}: expected cpu, cuda or cuda:N")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device={device!r}: there is no CUDA device here; use cpu")
     return where

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from specplug.engine.attention import IMPLEMENTATION, PagedPlan, TargetPass, register
 from specplug.engine.kv_cache import KVShape
+from specplug.engine.norms import fuse_norms
 from specplug.errors import CheckpointError, UsageError
 from specplug.spec.runtime import KVCache
 
@@ -31,6 +32,8 @@ class ModelRunner:
     def __init__(self, path: str, dtype: torch.dtype | None, device: torch.device) -> None:
         self.device = device
         self.model = _load(path, dtype).to(device).eval()  # type: ignore[arg-type]
+        fuse_norms(self.model)
+        shorten_lookups(self.model)
         self.dtype: torch.dtype = self.model.dtype
         config = self.model.config.get_text_config()
         self.config: Any = config
@@ -140,6 +143,17 @@ def check_model_path(path: str) -> None:
             f"model {path!r}: no such folder; expected the folder of a transformers checkpoint, "
             "a hub id (organisation/name), or nothing for the default model"
         )
+
+
+def shorten_lookups(model: nn.Module) -> None:
+    """Let ``module.child`` and ``module.weight`` be found in the instance's own dictionary.
+
+    ``nn.Module.__getattr__`` is Python and runs some 30 times a layer and pass. The model is not
+    changed after this: an attribute that is set anew would shadow the parameter it belongs to.
+    """
+    for module in model.modules():
+        for members in (module._parameters, module._buffers, module._modules):
+            module.__dict__.update({k: v for k, v in members.items() if v is not None})
 
 
 def _first_line(error: Exception) -> str:

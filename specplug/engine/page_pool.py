@@ -23,7 +23,7 @@ class PagePool:
         assert page_size >= 1, page_size
         self.num_pages = num_pages
         self.page_size = page_size
-        self._free: deque[int] = deque(range(1, num_pages))
+        self._free = deque(range(1, num_pages))
         self._kept = 0
 
     @property

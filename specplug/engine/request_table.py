@@ -18,7 +18,7 @@ class RequestTable:
 
     def __init__(self, num_rows: int, width: int, page_size: int, device: torch.device) -> None:
         self.slots = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
-        self._page_size = page_size
+        self.page_size = page_size
         self._free = list(range(num_rows - 1, 0, -1))
 
     @property
@@ -37,7 +37,7 @@ class RequestTable:
 
     def write(self, request: Request, new_pages: list[int]) -> None:
         """Enter the slots of the pages that a request has just been given."""
-        size = self._page_size
+        size = self.page_size
         start = (len(request.pages) - len(new_pages)) * size
         slots = [page * size + i for page in new_pages for i in range(size)]
         end = min(start + len(slots), self.slots.shape[1])

@@ -72,16 +72,20 @@ class EngineRuntime:
         mask: Tensor | None = None,
     ) -> PagedPlan:
         """See ``Runtime``."""
+        return self.make_plan(
+            batch.rows, starts, width, offset=offset, positions=positions, mask=mask
+        )
+
+    def make_plan(self, rows: Tensor, starts: Tensor, width: int, **layout: Any) -> PagedPlan:
+        """A plan within ``max_slots``, which the step sets, for the target or a draft model; see ``make_plan``."""
         return make_plan(
             self.table.slots,
-            batch.rows,
+            rows,
             starts,
             width,
-            self.key_length(),
+            min(round_up(self.max_slots), self.table.slots.shape[1]),
             last_position=self.context_len - 1,
-            offset=offset,
-            positions=positions,
-            mask=mask,
+            **layout,
         )
 
     def temperatures(self, batch: Batch) -> Tensor:
@@ -95,10 +99,6 @@ class EngineRuntime:
         random = self.sampler.is_random(rows)
         noise = self.sampler.noise(rows, random, positions.reshape(-1), token_ids)
         return noise.to(torch.float32).view(bs, width, -1)
-
-    def key_length(self) -> int:
-        """L of this step's plans: what the host knows any request may reach, rounded up."""
-        return min(round_up(self.max_slots), self.table.slots.shape[1])
 
     def bytes_per_slot(self) -> int:
         """Of the target's and all draft models' caches together."""

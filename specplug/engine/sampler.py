@@ -54,6 +54,8 @@ class Sampler:
         self._random[row] = not p.greedy
         if request.needs & Needs.BIAS:
             self._admit_bias(row, p.logit_bias)
+        elif self._bias is not None:
+            self._bias[row] = 0.0  # of the request that had this row before
         if request.needs & Needs.PENALTIES:
             self._admit_counts(request)
 

@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.engine.attention import PagedPlan, make_plan
 from specplug.engine.kv_cache import move_slots
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.request import Request
@@ -98,7 +97,7 @@ class StepRunner:
         batch.last_chunk = tuple(chunk.is_last for chunk in chunks)
         runtime.max_slots = max(chunk.end for chunk in chunks)
         padding = Padding.of(widths, max(widths), runtime.device)
-        plan = self._plan(batch, max(widths), padding=padding)
+        plan = runtime.make_plan(batch.rows, batch.seq_lens, max(widths), padding=padding)
         batch.attention = plan
         tokens = self._upload([t for c in chunks for t in _chunk_tokens(c.request, c.start, c.end)])
         accept_lens = self._upload(list(widths))
@@ -147,8 +146,9 @@ class StepRunner:
 
     def _verify_pass(self, batch: Batch, draft: Draft) -> TargetOutput:
         """The target's forward over the draft's nodes, and its token after each of them."""
-        plan = self._plan(
-            batch,
+        plan = self._runtime.make_plan(
+            batch.rows,
+            batch.seq_lens,
             draft.width,
             positions=None if draft.is_chain else batch.seq_lens.unsqueeze(1) + draft.depths,
             mask=None if draft.is_chain else draft.mask,
@@ -194,17 +194,6 @@ class StepRunner:
         rows = self._upload([request.row for request in requests])
         greedy = not _needs(requests) & Needs.NOISE
         return Batch(mode=mode, requests=requests, rows=rows, seq_lens=rows, greedy=greedy)
-
-    def _plan(self, batch: Batch, width: int, **layout: Any) -> PagedPlan:
-        return make_plan(
-            self._runtime.table.slots,
-            batch.rows,
-            batch.seq_lens,
-            width,
-            self._runtime.key_length(),
-            last_position=self._runtime.context_len - 1,
-            **layout,
-        )
 
     def _sample(
         self,

@@ -71,7 +71,9 @@ class Checkpoint:
         wanted = module.state_dict()
         found = {rename(name): tensor for name, tensor in self.tensors.items()}
         found.pop(None, None)
-        problems = [f"missing {n} {list(wanted[n].shape)}" for n in wanted.keys() - found.keys() - optional]
+        problems = [
+            f"missing {n} {list(wanted[n].shape)}" for n in wanted.keys() - found.keys() - optional
+        ]
         problems += [f"unexpected {n} {list(found[n].shape)}" for n in found.keys() - wanted.keys()]
         problems += [
             f"{n} is {list(found[n].shape)}, expected {list(wanted[n].shape)}"

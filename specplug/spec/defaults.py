@@ -8,7 +8,6 @@ from specplug.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from specplug.algorithm import SpecConfig
-    from specplug.spec.batch import Batch
     from specplug.spec.draft import Draft, DraftInput
     from specplug.spec.future_map import FutureMap
     from specplug.spec.runtime import Runtime

@@ -13,7 +13,12 @@ from specplug.spec.draft import Draft
 
 
 def select_tree(
-    roots: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, num_draft_tokens: int, depth: int
+    roots: Tensor,
+    scores: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    num_draft_tokens: int,
+    depth: int,
 ) -> Draft:
     """The ``num_draft_tokens - 1`` best candidates, as a tree under the root.
 

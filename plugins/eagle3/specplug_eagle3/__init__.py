@@ -19,7 +19,6 @@ from specplug import (
 
 if TYPE_CHECKING:
     from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime
-
     from specplug_eagle3.worker import Eagle3Worker
 
 WEIGHTS = Path(__file__).parent / "weights"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from specplug import Checkpoint, CheckpointError, Runtime
 
+from specplug import Checkpoint, CheckpointError, Runtime
 from specplug_eagle3.network import Eagle3Config, Eagle3Network
 
 _OPTIONAL = frozenset({"t2d", "d2t"})

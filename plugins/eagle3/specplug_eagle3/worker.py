@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from specplug import AttentionPlan, Batch, CommittedOutput, Draft, DraftInput, Runtime, select_tree
 from torch import Tensor
 
+from specplug import AttentionPlan, Batch, CommittedOutput, Draft, DraftInput, Runtime, select_tree
 from specplug_eagle3.checkpoint import load_network
 
 
@@ -103,7 +103,9 @@ class Eagle3Worker:
             itself = torch.eye(topk, dtype=torch.bool, device=device).expand(bs, -1, -1)
             lineage = mask.gather(1, above.unsqueeze(2).expand(-1, -1, mask.shape[2]))
             mask = torch.cat((lineage, itself), dim=2)
-        scores, nodes, parents = (torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True))
+        scores, nodes, parents = (
+            torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True)
+        )
         return select_tree(
             draft_input.bonus_tokens,
             scores,

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         RequestReport,
         Runtime,
     )
-
     from specplug_ngram.worker import NgramWorker
 
 
@@ -66,7 +65,6 @@ class Ngram:
         future_map: FutureMap,
     ) -> DraftInput:
         from specplug import DraftInput
-
         from specplug_ngram.future_map import HostFutureMap
 
         worker: NgramWorker = runtime.worker

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import attrs
 import torch
-from specplug import Batch, CommittedOutput, DraftInput, FutureMap
 from torch import Tensor
+
+from specplug import Batch, CommittedOutput, DraftInput, FutureMap
 
 Observe = Callable[[str, Sequence[int]], None]
 """``(request_id, tokens)``: the request has these more tokens."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from specplug import Batch, Draft, DraftInput, RequestView
 
+from specplug import Batch, Draft, DraftInput, RequestView
 from specplug_ngram.suffix_index import SharedIndex, SuffixIndex
 
 MAX_SHARED_TOKENS = 1 << 18

@@ -1,0 +1,401 @@
+"""``specplug generate``: complete prompts under an algorithm. torch loads inside the command."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import click
+
+from specplug.algorithm import DEFAULT_MODEL, SpecConfig
+from specplug.errors import SpecplugError, UsageError
+from specplug.registry import Registry
+
+if TYPE_CHECKING:
+    from specplug.engine.llm import LLM
+    from specplug.engine.outputs import RequestOutput
+    from specplug.engine.sampling_params import SamplingParams
+
+
+def _no_limit(ctx: click.Context, option: click.Parameter, value: int) -> int | None:
+    if value == -1:
+        return None
+    if value < 1:
+        raise click.BadParameter(f"{value} is neither at least 1 nor -1 (no limit).")
+    return value
+
+
+COUNT = click.IntRange(min=1)
+
+ENGINE = (
+    click.Option(
+        ["--model"],
+        default=DEFAULT_MODEL,
+        show_default=True,
+        help="Folder or hub id of a causal language model of transformers.",
+    ),
+    click.Option(
+        ["--speculative-algorithm"],
+        default="NONE",
+        show_default=True,
+        help="An installed algorithm (specplug list).",
+    ),
+    click.Option(["--speculative-draft-model-path"], help="Folder of its draft weights."),
+    click.Option(["--speculative-num-steps"], type=COUNT, help="Draft depth S."),
+    click.Option(["--speculative-eagle-topk"], type=COUNT, help="Branches K kept a step."),
+    click.Option(
+        ["--speculative-num-draft-tokens"],
+        type=COUNT,
+        help="Tokens N that the target verifies a step, root included.",
+    ),
+    click.Option(
+        ["--page-size"], type=COUNT, default=16, show_default=True, help="Tokens a KV page."
+    ),
+    click.Option(
+        ["--chunked-prefill-size"],
+        type=int,
+        default=512,
+        show_default=True,
+        callback=_no_limit,
+        help="Most prompt tokens a step; -1: no limit.",
+    ),
+    click.Option(
+        ["--max-running-requests"],
+        type=COUNT,
+        default=8,
+        show_default=True,
+        help="Most prompts that run at a time.",
+    ),
+    click.Option(
+        ["--max-total-tokens"],
+        type=COUNT,
+        help="Slots of the KV pool.  [default: what fits a memory budget]",
+    ),
+    click.Option(
+        ["--disable-overlap-schedule"],
+        is_flag=True,
+        help="Process a step's results before the next step is launched.",
+    ),
+    click.Option(
+        ["--seed"],
+        type=click.IntRange(0, 2**32 - 1),
+        default=0,
+        show_default=True,
+        help="Of the sampling noise; each prompt derives its own from it.",
+    ),
+    click.Option(
+        ["--dtype"],
+        type=click.Choice(["auto", "float32", "bfloat16", "float16", "float64"]),
+        default="auto",
+        show_default=True,
+        help="Of weights and activations; auto: float32 on the CPU, else the checkpoint's.",
+    ),
+    click.Option(["--device"], help="cpu, cuda or cuda:N.  [default: CUDA if there is one]"),
+)
+"""Options that are arguments of ``LLM``, under the same names and with the same defaults."""
+
+SAMPLING = (
+    click.Option(
+        ["--temperature"], type=float, default=0.0, show_default=True, help="0 is greedy."
+    ),
+    click.Option(
+        ["--top-p"],
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Keep the smallest set of tokens that is this likely.",
+    ),
+    click.Option(
+        ["--top-k"],
+        type=int,
+        default=0,
+        show_default=True,
+        help="Keep this many tokens; 0 or -1: all.",
+    ),
+    click.Option(
+        ["--min-p"],
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Keep tokens this likely relative to the most likely one.",
+    ),
+    click.Option(
+        ["--repetition-penalty"],
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="On tokens of prompt and output; 1: none.",
+    ),
+    click.Option(
+        ["--presence-penalty"],
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="On tokens of the output, once.",
+    ),
+    click.Option(
+        ["--frequency-penalty"],
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="On tokens of the output, for each time.",
+    ),
+    click.Option(
+        ["--max-new-tokens", "max_tokens"],
+        type=COUNT,
+        default=128,
+        show_default=True,
+        help="Most tokens to generate for a prompt.",
+    ),
+    click.Option(
+        ["--stop"], multiple=True, help="String that ends the output; may be given many times."
+    ),
+    click.Option(["--ignore-eos"], is_flag=True, help="Go on after the end-of-sequence token."),
+)
+"""Options that are arguments of ``SamplingParams``."""
+
+SOURCES = (
+    click.Option(
+        ["--prompt-file"],
+        type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
+        help="Text file with one prompt a line; empty lines are left out.",
+    ),
+    click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object."),
+    click.Argument(["prompts"], nargs=-1, metavar="PROMPT..."),
+)
+
+
+@attrs.frozen
+class Run:
+    """What was generated, and in what time."""
+
+    outputs: Sequence[RequestOutput]
+    seconds: float
+    load_seconds: float
+    config: Mapping[str, Any]
+
+    def totals(self) -> dict[str, Any]:
+        """Counts over all prompts, as ``--json`` prints them. Keys are only ever added."""
+        accepted = [n for output in self.outputs for n in output.accept_lens]
+        tokens = sum(len(output.token_ids) for output in self.outputs)
+        return {
+            "prompts": len(self.outputs),
+            "prompt_tokens": sum(len(output.prompt_token_ids) for output in self.outputs),
+            "output_tokens": tokens,
+            "decode_steps": len(accepted),
+            "mean_accept_length": sum(accepted) / len(accepted) if accepted else None,
+            "seconds": self.seconds,
+            "load_seconds": self.load_seconds,
+            "tokens_per_second": tokens / self.seconds,
+        }
+
+    def as_mapping(self) -> dict[str, Any]:
+        """What ``--json`` prints. Keys are only ever added."""
+        draft = self.config["draft_model_path"]
+        return {
+            "results": [
+                {
+                    "prompt": output.prompt,
+                    "text": output.text,
+                    "token_ids": output.token_ids,
+                    "finish_reason": output.finish_reason,
+                    "stop_reason": output.stop_reason,
+                    "accept_lens": output.accept_lens,
+                    "prompt_tokens": len(output.prompt_token_ids),
+                }
+                for output in self.outputs
+            ],
+            "totals": self.totals(),
+            "config": {**self.config, "draft_model_path": None if draft is None else str(draft)},
+        }
+
+
+@click.command(params=[*ENGINE, *SAMPLING, *SOURCES])
+def generate(**options: Any) -> None:
+    """Complete each PROMPT; a dash reads one from standard input.
+
+    The text goes to standard output, statistics to standard error.
+    """
+    from specplug.engine.sampling_params import SamplingParams
+
+    engine, as_json = _chosen(ENGINE, options), options["as_json"]
+    params = SamplingParams(**_chosen(SAMPLING, options))
+    _check_algorithm(engine)
+    prompts = _read_prompts(options["prompts"], options["prompt_file"])
+    started = time.perf_counter()
+    with _load(engine) as llm:
+        loaded = time.perf_counter()
+        if len(prompts) == 1 and not as_json:
+            outputs = [_stream(llm, prompts[0], params)]
+        else:
+            with _progress(len(prompts)) as advance:
+                outputs = llm.generate(prompts, params, on_finished=advance)
+        seconds = time.perf_counter() - loaded
+        run = Run(outputs, seconds, loaded - started, llm.effective_config)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(run.as_mapping()))
+        return
+    if len(prompts) > 1:
+        _print_completions(outputs)
+    _print_statistics(run)
+
+
+def _chosen(group: Sequence[click.Option], options: Mapping[str, Any]) -> dict[str, Any]:
+    names = [option.name for option in group if option.name]
+    return {name: options[name] for name in names}
+
+
+def _check_algorithm(engine: Mapping[str, Any]) -> None:
+    """Refuse at once what ``LLM`` would refuse after torch has loaded."""
+    selected = Registry().select(engine["speculative_algorithm"])
+    draft = engine["speculative_draft_model_path"]
+    SpecConfig.resolve(
+        selected.info,
+        num_steps=engine["speculative_num_steps"],
+        topk=engine["speculative_eagle_topk"],
+        num_draft_tokens=engine["speculative_num_draft_tokens"],
+        # Whether weights are shipped depends on the model: that is for LLM to say.
+        draft_model_path=Path(draft or "."),
+    )
+
+
+def _read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
+    if arguments.count("-") > 1:
+        raise UsageError("prompt '-' stands more than once; standard input can be read only once")
+    prompts = [_standard_input() if prompt == "-" else prompt for prompt in arguments]
+    if file is not None:
+        try:
+            text = _decode(f"prompt file {str(file)!r}", file.read_bytes())
+        except OSError as error:
+            why = error.strerror or error
+            raise UsageError(f"prompt file {str(file)!r} cannot be read: {why}") from error
+        lines = text.replace("\r\n", "\n").split("\n")
+        prompts += [line for line in lines if line.strip()]
+        if not prompts:
+            raise UsageError(f"prompt file {str(file)!r} has no prompt; expected one a line")
+    if not prompts:
+        raise UsageError(
+            "no prompt was given; expected PROMPT arguments, - for standard input, or --prompt-file"
+        )
+    return prompts
+
+
+def _standard_input() -> str:
+    text = _decode("standard input", sys.stdin.buffer.read())
+    if not text:
+        raise UsageError("standard input is empty; expected a prompt")
+    return text
+
+
+def _decode(what: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{what} is not UTF-8 (byte {error.start}); expected UTF-8 text"
+        ) from error
+
+
+def _load(engine: Mapping[str, Any]) -> LLM:
+    with _status(f"loading {engine['model']}"):
+        from specplug.engine.llm import LLM
+
+        _silence()
+        return LLM(**engine)
+
+
+def _silence() -> None:
+    """No warnings or progress bars of the libraries that load models: errors say what matters."""
+    for library in ("transformers", "huggingface_hub"):
+        import_module(f"{library}.utils.logging").set_verbosity_error()
+    import_module("transformers.utils.logging").disable_progress_bar()
+
+
+@contextmanager
+def _status(message: str) -> Iterator[None]:
+    """A spinner on standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status(Text(message)):
+        yield
+
+
+@contextmanager
+def _progress(count: int) -> Iterator[Callable[[RequestOutput], None] | None]:
+    """A progress bar over many prompts on standard error, if that is a terminal."""
+    if count == 1 or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("prompts", total=count)
+
+        def advance(output: RequestOutput) -> None:
+            progress.advance(task)
+
+        yield advance
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+    """Print the completion as it comes; on a terminal behind its prompt."""
+    shown = ""
+    with closing(llm.stream(prompt, params)) as outputs:
+        try:
+            for output in outputs:
+                if not shown and sys.stdout.isatty():
+                    click.secho(prompt, nl=False, dim=True)
+                click.echo(output.delta, nl=False)
+                shown = prompt + (output.text or "")
+        finally:
+            if shown and not shown.endswith("\n"):
+                with suppress(BrokenPipeError):
+                    click.echo()
+    return _sound(output)
+
+
+def _print_completions(outputs: Sequence[RequestOutput]) -> None:
+    """Each completion; on a terminal under a heading and behind its prompt."""
+    on_terminal = sys.stdout.isatty()
+    for number, output in enumerate(outputs, 1):
+        text = _sound(output).text or ""
+        if on_terminal:
+            lead = "\n" if number > 1 else ""
+            click.secho(f"{lead}prompt {number} of {len(outputs)}", bold=True, fg="cyan")
+            click.secho(output.prompt or "", nl=False, dim=True)
+        click.echo(text, nl=not text.endswith("\n"))
+
+
+def _print_statistics(run: Run) -> None:
+    totals, config = run.totals(), run.config
+    accepted = totals["mean_accept_length"]
+    parts = [
+        f"{totals['output_tokens']} tokens in {run.seconds:.2f} s",
+        f"{totals['tokens_per_second']:.1f} tokens/s",
+        f"mean accept length {'-' if accepted is None else f'{accepted:.2f}'}",
+        f"{config['algorithm']} with num_steps {config['num_steps']}, topk {config['topk']}, "
+        f"num_draft_tokens {config['num_draft_tokens']}",
+    ]
+    click.secho(", ".join(parts), dim=True, err=True)
+    for adjustment in config["adjustments"]:
+        click.secho(f"adjusted: {adjustment}", fg="yellow", err=True)
+
+
+def _sound(output: RequestOutput) -> RequestOutput:
+    if output.finish_reason == "error":
+        raise SpecplugError(f"prompt {output.request_id}: {output.error}")
+    return output

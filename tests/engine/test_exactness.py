@@ -1,0 +1,166 @@
+"""Whatever is drafted, and however it is scheduled, the output is that of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specplug import LLM, RequestOutput, SamplingParams
+
+KINDS = ("greedy", "seeded", "truncated", "penalized", "penalized and sampled")
+MAX_TOKENS = 28
+
+
+@attrs.frozen
+class Case:
+    """One run: its engine's settings, its requests, and its drafts."""
+
+    kinds: tuple[str, ...]
+    max_tokens: tuple[int, ...]
+    logprobs: tuple[int | None, ...]
+    page_size: int
+    overlap: bool
+    chunk: int | None
+    rows: int
+    tree: bool
+    num_steps: int
+    num_draft_tokens: int
+    right: float
+    ragged: bool
+    seed: int
+
+    def engine(self) -> dict[str, Any]:
+        return {
+            "dtype": "float64",
+            "page_size": self.page_size,
+            "chunked_prefill_size": self.chunk,
+            "disable_overlap_schedule": not self.overlap,
+            "max_running_requests": self.rows,
+        }
+
+
+@st.composite
+def cases(draw: Callable[..., Any]) -> Case:
+    batch = draw(st.integers(1, 7))
+    one_kind = draw(st.sampled_from([None, *KINDS]))
+    each = st.sampled_from(KINDS) if one_kind is None else st.just(one_kind)
+    num_steps = draw(st.sampled_from([1, 4]))
+    tree = draw(st.booleans())
+
+    def of_batch(values: Any) -> Any:
+        return draw(st.lists(values, min_size=batch, max_size=batch).map(tuple))
+
+    return Case(
+        kinds=of_batch(each),
+        max_tokens=of_batch(st.sampled_from([1, 2, 9, MAX_TOKENS, MAX_TOKENS])),
+        logprobs=of_batch(st.sampled_from([None, 0, 3])),
+        page_size=draw(st.sampled_from([1, 3, 16])),
+        overlap=draw(st.booleans()),
+        chunk=draw(st.sampled_from([None, 5, 16])),
+        rows=draw(st.sampled_from([batch, max(1, batch // 2)])),
+        tree=tree,
+        num_steps=num_steps,
+        num_draft_tokens=draw(st.integers(1, 9 if tree else num_steps + 1)),
+        right=draw(st.sampled_from([0.0, 0.5, 0.8, 1.0])),
+        ragged=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+def _params(case: Case, reference: Any) -> list[SamplingParams]:
+    return [
+        attrs.evolve(reference.params[kind][i], max_tokens=most, logprobs=logprobs)
+        for i, (kind, most, logprobs) in enumerate(
+            zip(case.kinds, case.max_tokens, case.logprobs, strict=True)
+        )
+    ]
+
+
+def _check(case: Case, reference: Any, outputs: list[RequestOutput]) -> None:
+    for i, output in enumerate(outputs):
+        plain = reference.outputs[case.kinds[i]][i]
+        most = case.max_tokens[i]
+        assert output.token_ids == plain.token_ids[:most], (i, case.kinds[i])
+        assert output.finish_reason == "length"
+        assert sum(output.accept_lens) + 1 == len(output.token_ids)
+        _check_logprobs(output, plain, case.logprobs[i])
+
+
+def _check_logprobs(output: RequestOutput, plain: RequestOutput, count: int | None) -> None:
+    if count is None:
+        assert output.logprobs is None
+        return
+    assert output.logprobs is not None
+    assert plain.logprobs is not None
+    assert len(output.logprobs) == len(output.token_ids)
+    for token, found, expected in zip(
+        output.token_ids, output.logprobs, plain.logprobs, strict=False
+    ):
+        wanted = {t: p for t, p in expected.items() if t == token or p.rank <= count}
+        assert {t: p.rank for t, p in found.items()} == {t: p.rank for t, p in wanted.items()}
+        for other, value in found.items():
+            assert value.logprob == pytest.approx(wanted[other].logprob, abs=1e-9)
+
+
+@settings(max_examples=250, deadline=None, derandomize=True, database=None)
+@given(case=cases())
+def test_scripted_drafts_never_change_the_output(
+    case: Case, tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    algorithm = scripted(
+        reference.tokens(case.kinds),
+        tree=case.tree,
+        right=case.right,
+        ragged=case.ragged,
+        seed=case.seed,
+    )
+    with LLM(
+        tiny_model,
+        speculative_algorithm=algorithm,
+        speculative_num_steps=case.num_steps,
+        speculative_num_draft_tokens=case.num_draft_tokens,
+        **case.engine(),
+    ) as llm:
+        prompts = reference.prompts[: len(case.kinds)]
+        outputs = llm.generate(prompts, _params(case, reference))
+        llm.check_pool()
+        assert llm.effective_config["num_draft_tokens"] == case.num_draft_tokens
+    _check(case, reference, outputs)
+    if case.right == 1.0 and not case.tree and not case.ragged:
+        most = min(case.num_draft_tokens, case.num_steps + 1)
+        for output in outputs:
+            assert all(count == most for count in output.accept_lens[:-1])
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(case=cases())
+def test_plain_decoding_does_not_depend_on_the_schedule(
+    case: Case, tiny_model: Path, reference: Any
+) -> None:
+    with LLM(tiny_model, **case.engine()) as llm:
+        prompts = reference.prompts[: len(case.kinds)]
+        outputs = llm.generate(prompts, _params(case, reference))
+        llm.check_pool()
+    _check(case, reference, outputs)
+    assert all(set(output.accept_lens) <= {1} for output in outputs)
+
+
+def test_streams_give_the_same_tokens_as_generate(
+    tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    algorithm = scripted(reference.tokens(["seeded"] * 7), tree=True, right=0.7, ragged=True)
+    with LLM(tiny_model, dtype="float64", speculative_algorithm=algorithm) as llm:
+        grown: dict[str, list[tuple[int, ...]]] = {}
+        for output in llm.stream(reference.prompts, reference.params["seeded"]):
+            grown.setdefault(output.request_id, []).append(output.token_ids)
+        llm.check_pool()
+    for i, steps in enumerate(grown.values()):
+        expected = reference.outputs["seeded"][i].token_ids
+        assert steps[-1] == expected
+        assert all(expected[: len(tokens)] == tokens for tokens in steps)
+        assert [len(tokens) for tokens in steps] == sorted(len(tokens) for tokens in steps)

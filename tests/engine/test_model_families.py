@@ -1,0 +1,184 @@
+"""The paged, tree-masked forward is transformers' own, for every shape of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from specplug import LLM, SamplingParams
+from torch import Tensor
+
+VOCAB_SIZE = 96
+PROMPT = (5, 80, 33, 2, 2, 61, 7, 90, 14, 55, 31, 8, 77, 20, 4, 68, 12, 39, 91, 3)
+TOLERANCE = 1e-9
+
+
+@attrs.frozen
+class Family:
+    """A configuration class of transformers, and its shape."""
+
+    config: str
+    changes: dict[str, Any] = attrs.field(factory=dict)
+
+    def make(self) -> Any:
+        import transformers
+
+        shape: dict[str, Any] = {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 128,
+            "initializer_range": 0.3,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+        return getattr(transformers, self.config)(**{**shape, **self.changes})
+
+
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES = {
+    "llama": Family("LlamaConfig"),
+    "llama tied": Family("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama wide heads": Family("LlamaConfig", {"head_dim": 12}),
+    "llama one key head": Family("LlamaConfig", {"num_key_value_heads": 1}),
+    "llama all key heads": Family("LlamaConfig", {"num_key_value_heads": 4}),
+    "llama 3 rope": Family(
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "qwen3": Family("Qwen3Config", {"head_dim": 16}),
+    "qwen2 sliding": Family(
+        "Qwen2Config", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+    ),
+    "mistral sliding": Family("MistralConfig", {"sliding_window": 7}),
+    "gemma": Family("GemmaConfig", {"head_dim": 16, "num_key_value_heads": 1}),
+    "gemma2": Family(
+        "Gemma2Config",
+        {
+            "sliding_window": 6,
+            "layer_types": LAYERS,
+            "query_pre_attn_scalar": 10,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": Family(
+        "Gemma3TextConfig",
+        {"sliding_window": 6, "layer_types": LAYERS, "query_pre_attn_scalar": 10},
+    ),
+    "phi3": Family("Phi3Config", {"sliding_window": 9}),
+    "olmo2": Family("Olmo2Config"),
+    "granite": Family(
+        "GraniteConfig", {"attention_multiplier": 0.2, "logits_scaling": 2.0}
+    ),
+}
+
+
+@attrs.frozen
+class Target:
+    """A checkpoint, and transformers' own model of it."""
+
+    folder: Path
+    model: Any
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """[T, V] of a plain forward without a cache."""
+        out: Tensor = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
+        return out
+
+    def greedy(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+        """A plain loop of argmax."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tuple(tokens[len(prompt) :])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request: pytest.FixtureRequest, build_model: Callable[..., Path]) -> Target:
+    from transformers import AutoModelForCausalLM
+
+    folder = build_model(FAMILIES[request.param].make(), seed=3)
+    # SDPA does not know Gemma 2's softcap.
+    attention = "eager" if request.param == "gemma2" else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation=attention
+    )
+    return Target(folder, model.eval())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_rounds_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes norms, rotary angles and eager softmax in float32, whatever the model is.
+
+    Two ways of writing the same sum then differ by 1e-7, and hide what this module is about.
+    """
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def _logprobs(output: Any) -> Tensor:
+    """[n, V] log-probabilities, as a request for all of them tells them."""
+    rows = [[row[token].logprob for token in range(VOCAB_SIZE)] for row in output.logprobs]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("chunk", "page_size"), [(None, 16), (6, 3), (1, 1)])
+def test_greedy_tokens_and_their_distributions_are_those_of_a_plain_forward(
+    target: Target, chunk: int | None, page_size: int
+) -> None:
+    expected = target.greedy(PROMPT, 12)
+    with LLM(
+        target.folder, dtype="float64", chunked_prefill_size=chunk, page_size=page_size
+    ) as llm:
+        params = SamplingParams(max_tokens=12, logprobs=VOCAB_SIZE)
+        first, second = llm.generate([PROMPT, PROMPT[:9]], params)
+        llm.check_pool()
+    assert first.token_ids == expected
+    assert second.token_ids == target.greedy(PROMPT[:9], 12)
+    plain = target.logits(PROMPT + expected)[len(PROMPT) - 1 : -1].log_softmax(-1)
+    torch.testing.assert_close(_logprobs(first), plain, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_drafts_are_verified_as_a_plain_forward_would(
+    target: Target, tree: bool, scripted: Any
+) -> None:
+    prompts = [PROMPT, PROMPT[:3], PROMPT[4:15]]
+    expected = {prompt: target.greedy(prompt, 16) for prompt in prompts}
+    algorithm = scripted(expected, tree=tree, right=0.8, ragged=True)
+    with LLM(
+        target.folder,
+        dtype="float64",
+        page_size=3,
+        chunked_prefill_size=5,
+        speculative_algorithm=algorithm,
+        speculative_num_draft_tokens=9 if tree else 5,
+    ) as llm:
+        params = SamplingParams(max_tokens=16, logprobs=VOCAB_SIZE)
+        outputs = llm.generate(prompts, params)
+        llm.check_pool()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == expected[prompt]
+        plain = target.logits(prompt + output.token_ids)[len(prompt) - 1 : -1].log_softmax(-1)
+        torch.testing.assert_close(_logprobs(output), plain, rtol=0, atol=TOLERANCE)
+    assert any(count > 1 for output in outputs for count in output.accept_lens)
