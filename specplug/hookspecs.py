@@ -88,9 +88,9 @@ def create_future_map(runtime: Runtime) -> FutureMap | None:
 
 
 @hookspec(firstresult=True)
-def build_draft_input(
+def build_draft_input(  # type: ignore[empty-body]
     runtime: Runtime, batch: Batch, target_output: CommittedOutput, future_map: FutureMap
-) -> DraftInput:  # type: ignore[empty-body]
+) -> DraftInput:
     """Feed the draft model what the target has just computed, and say what the next step needs.
 
     Required. Called after every prefill chunk (``batch.is_prefill``) and after every verify (the
@@ -132,9 +132,9 @@ def propose(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:  
 
 
 @hookspec(firstresult=True)
-def verify(
+def verify(  # type: ignore[empty-body]
     runtime: Runtime, batch: Batch, draft: Draft, target_output: TargetOutput
-) -> VerifyOutput:  # type: ignore[empty-body]
+) -> VerifyOutput:
     """Accept the path of the draft that the target agrees with.
 
     Called each decode step with ``target_output.predict`` [T], the target's token after each node

@@ -61,6 +61,7 @@ class Decoder:
     def _capture(self) -> torch.cuda.CUDAGraph:
         with torch.no_grad():
             side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(2):
                     self._forward(self.tokens, self.at)

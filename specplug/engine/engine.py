@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from specplug.debug import DEBUG
@@ -64,13 +65,17 @@ class Engine:
     def abandon(self, error: BaseException) -> None:
         """End every request after a step has failed: what was launched is lost."""
         self._launched.clear()
+        self.scheduler.admitted.clear()
         for request in list(self.scheduler):
             request.in_flight = 0
-            if not request.finished:
+            ends = not request.finished
+            if ends:
                 request.error = f"{type(error).__name__}: {error}"
                 request.finish("error")
-                self._report_finished(request)
             self.scheduler.release_if_idle(request)
+            if ends:
+                with suppress(Exception):  # ``error`` is the one to tell
+                    self._report_finished(request)
 
     def plain_step(self) -> list[Request]:
         """Launch a step and process it; the requests that moved."""
@@ -107,7 +112,10 @@ class Engine:
             kept = self._process_prefill(result.scheduled, tokens, logprobs)
         else:
             kept = self._process_decode(result.scheduled, tokens, accept_lens, logprobs)
-            self.statistics.count_decode(result.widths, tuple(accept_lens))
+            counted = [i for i, tokens_kept in enumerate(kept) if tokens_kept]
+            self.statistics.count_decode(
+                [result.widths[i] for i in counted], [accept_lens[i] for i in counted]
+            )
         self.statistics.seconds.update(result.seconds)
         requests = result.scheduled.requests
         self._hooks.on_step(

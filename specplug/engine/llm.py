@@ -185,7 +185,8 @@ class LLM:
 
         May be called from another thread, or between two outputs of ``stream``.
         """
-        self._engine.abort(request_id)
+        if self._engine is not None:
+            self._engine.abort(request_id)
 
     def stats(self) -> dict[str, Any]:
         """Totals since the engine was made; see ``specplug.engine.statistics``."""
@@ -253,6 +254,8 @@ class LLM:
         *,
         partial: bool,
     ) -> Generator[RequestOutput, None, None]:
+        if self._engine is None:
+            raise UsageError("this LLM is closed; make another one")
         batch = _as_batch(prompts)
         params = _as_params(sampling_params, len(batch))
         requests = self._make_requests(batch, params)
@@ -262,30 +265,32 @@ class LLM:
             self._engine.add(request)
         try:
             while live:
-                for request in dict.fromkeys(self._step()):
+                moved = self._step()
+                # A step of another stream may have ended ours.
+                ended = [request for request in live.values() if request.finished]
+                for request in dict.fromkeys([*moved, *ended]):
                     if request.request_id in live and (request.finished or partial):
                         if request.finished:
                             del live[request.request_id]
                         yield request.output()
         finally:
             for request_id in live:
-                self._engine.abort(request_id)
-            self._drain(live)
+                self.abort(request_id)
+            self._drain(requests)
 
     def _step(self) -> list[Request]:
+        if self._engine is None:  # closed in the middle of a stream, whose requests were aborted
+            return []
         try:
             return self._engine.step()
         except BaseException as error:
             self._engine.abandon(error)
             raise
 
-    def _drain(self, live: Mapping[str, Request]) -> None:
-        """Process what is in flight, so that nothing of ended requests stays behind."""
-        while live and any(request.in_flight for request in live.values()):
+    def _drain(self, requests: Sequence[Request]) -> None:
+        """Process aborts and what is in flight, so that nothing of these requests stays behind."""
+        while any(request.in_flight or not request.finished for request in requests):
             self._step()
-        if not self._engine.scheduler.has_work:
-            while self._engine.has_work:
-                self._step()
 
     def _abort_all(self) -> None:
         for request in list(self._engine.scheduler):
@@ -333,7 +338,7 @@ class LLM:
             prompt_token_ids=ids,
             params=params,
             max_tokens=min(params.max_tokens or room, room),
-            seed=self._seed * 1_000_003 + number if params.seed is None else params.seed,
+            seed=self._seed_for(number) if params.seed is None else params.seed,
             eos_token_ids=self._eos,
             detokenizer=make_detokenizer(self._backend_tokenizer, params),
             needs=params.needs,
@@ -347,6 +352,10 @@ class LLM:
             )
         return request
 
+    def _seed_for(self, number: int) -> int:
+        """A seed of 64 bits for the request of this number."""
+        return (self._seed * 1_000_003 + number) % (1 << 63)
+
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -357,7 +366,12 @@ class LLM:
                 raise UsageError(f"prompt {prompt[:40]!r}: expected Unicode text") from error
             text: str | None = prompt
         else:
-            text, ids = None, tuple(prompt)
+            try:
+                text, ids = None, tuple(prompt)
+            except TypeError as error:
+                raise UsageError(
+                    f"prompt {prompt!r}: expected a text or a list of token ids"
+                ) from error
             self._check_tokens("prompt token id", ids)
         if not ids:
             raise UsageError("the prompt is empty; expected at least one token")
@@ -460,9 +474,13 @@ def _default_slots(runtime: EngineRuntime, width: int) -> int:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        batch: list[Any] = list(prompts)
+    except TypeError as error:
+        raise UsageError(f"prompts={prompts!r}: expected texts or lists of token ids") from error
+    return [batch] if batch and isinstance(batch[0], int) else batch
 
 
 def _as_params(

@@ -31,7 +31,8 @@ class ModelRunner:
 
     def __init__(self, path: str, dtype: torch.dtype | None, device: torch.device) -> None:
         self.device = device
-        self.model = _load(path, dtype).to(device).eval()  # type: ignore[arg-type]
+        self.model = _load(path, dtype).to(device).eval()
+        _check_attention(path, self.model)
         fuse_norms(self.model)
         shorten_lookups(self.model)
         self.dtype: torch.dtype = self.model.dtype
@@ -65,7 +66,9 @@ class ModelRunner:
 
     def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
         """Keep the hidden states before these decoder layers on every pass."""
-        layers = self.model.get_decoder().layers
+        children = self.model.get_decoder().children()  # named layers, h, …
+        layers = next(c for c in children if isinstance(c, nn.ModuleList))
+        assert len(layers) == self.num_layers, (len(layers), self.num_layers)
         for layer_id in layer_ids:
             if not 0 <= layer_id < len(layers):
                 raise UsageError(
@@ -116,7 +119,7 @@ def _load(path: str, dtype: torch.dtype | None) -> Any:
     register()
     check_model_path(path)
     bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         return AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype or "auto", attn_implementation=IMPLEMENTATION
@@ -125,7 +128,19 @@ def _load(path: str, dtype: torch.dtype | None) -> Any:
         raise CheckpointError(f"model {path!r} cannot be loaded: {_first_line(error)}") from error
     finally:
         if bars:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _check_attention(path: str, model: Any) -> None:
+    """Refuse a model whose attention is not ours to compute: it would run, and be wrong."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if strange or not model._supports_attention_backend:
+        what = ", ".join(strange) or "attention of its own"
+        raise CheckpointError(
+            f"model {path!r} ({type(model).__name__}) has {what}; expected full or sliding-window "
+            "attention through transformers' AttentionInterface: choose another model"
+        )
 
 
 def check_model_path(path: str) -> None:

@@ -77,7 +77,7 @@ class EngineRuntime:
         )
 
     def make_plan(self, rows: Tensor, starts: Tensor, width: int, **layout: Any) -> PagedPlan:
-        """A plan within ``max_slots``, which the step sets, for the target or a draft model; see ``make_plan``."""
+        """A plan of the target or a draft model within ``max_slots``, which each step sets."""
         return make_plan(
             self.table.slots,
             rows,

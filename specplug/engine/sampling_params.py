@@ -43,10 +43,25 @@ def _integer(low: int, why: str, *, optional: bool = False) -> Callable[..., Non
     return check
 
 
+def _bias(value: Mapping[int, float] | None) -> dict[int, float]:
+    try:
+        return {} if value is None else dict(value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"logit_bias={value!r}: expected token id -> number") from error
+
+
+def _tokens(value: Sequence[int] | None) -> tuple[int, ...]:
+    try:
+        return () if value is None else tuple(value)
+    except TypeError as error:
+        raise UsageError(f"stop_token_ids={value!r}: expected a list of token ids") from error
+
+
 def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else tuple(value)
+    try:
+        return (value,) if isinstance(value, str) else () if value is None else tuple(value)
+    except TypeError as error:
+        raise UsageError(f"stop={value!r}: expected a string or a list of them") from error
 
 
 @attrs.frozen(kw_only=True)
@@ -93,10 +108,10 @@ class SamplingParams:
     frequency_penalty: float = attrs.field(
         default=0.0, validator=_within(-2, 2, "a number in [-2, 2]")
     )
-    logit_bias: Mapping[int, float] = attrs.field(factory=dict, converter=lambda v: dict(v or {}))
+    logit_bias: Mapping[int, float] = attrs.field(factory=dict, converter=_bias)
     seed: int | None = attrs.field(default=None)
     stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=lambda v: tuple(v or ()))
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_tokens)
     ignore_eos: bool = False
     logprobs: int | None = attrs.field(
         default=None, validator=_integer(0, "an integer of at least 0, or None", optional=True)
@@ -107,6 +122,15 @@ class SamplingParams:
     def _finite(self, attribute: attrs.Attribute[float], value: float) -> None:
         if not math.isfinite(value):
             raise UsageError(f"temperature={value!r}: expected a finite number of at least 0")
+
+    @logit_bias.validator
+    def _numbers(self, attribute: attrs.Attribute[Any], value: Mapping[int, float]) -> None:
+        for token, bias in value.items():
+            number = isinstance(bias, int | float) and not isinstance(bias, bool)
+            if not number or math.isnan(bias) or bias == math.inf:
+                raise UsageError(
+                    f"logit_bias[{token!r}]={bias!r}: expected a number; -inf bans the token"
+                )
 
     @seed.validator
     def _fits(self, attribute: attrs.Attribute[int | None], value: int | None) -> None:

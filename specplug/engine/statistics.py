@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -38,8 +39,8 @@ class Statistics:
         """Tokens a verification, bonus token included; 0 before the first."""
         return self.accepted / self.verifications if self.verifications else 0.0
 
-    def count_decode(self, widths: tuple[int, ...], accept_lens: tuple[int, ...]) -> None:
-        """Count one decode step."""
+    def count_decode(self, widths: Sequence[int], accept_lens: Sequence[int]) -> None:
+        """Count one decode step, without the requests that had ended before its results came."""
         self.decode_steps += 1
         self.verifications += len(widths)
         self.drafted += sum(widths) - len(widths)

@@ -240,7 +240,7 @@ class StepRunner:
         if self._runtime.device.type == "cuda":
             tokens, accept_lens = _to_host(tokens), _to_host(accept_lens)
             logprobs = {name: _to_host(tensor) for name, tensor in logprobs.items()}
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         return StepResult(
             scheduled=scheduled,

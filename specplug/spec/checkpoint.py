@@ -69,8 +69,8 @@ class Checkpoint:
             CheckpointError: tensors are missing, unexpected, or of another shape; all are named.
         """
         wanted = module.state_dict()
-        found = {rename(name): tensor for name, tensor in self.tensors.items()}
-        found.pop(None, None)
+        renamed = ((rename(name), tensor) for name, tensor in self.tensors.items())
+        found = {name: tensor for name, tensor in renamed if name is not None}
         problems = [
             f"missing {n} {list(wanted[n].shape)}" for n in wanted.keys() - found.keys() - optional
         ]

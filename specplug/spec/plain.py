@@ -1,4 +1,4 @@
-"""NONE: plain decoding. An algorithm like any other, found by its entry point, that drafts nothing."""
+"""NONE: plain decoding, an algorithm like any other, found by its entry point."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def verify_tree(draft: Draft, predict: Tensor) -> VerifyOutput:
 
 
 def _verify_chain(draft: Draft, predict: Tensor, padded: Tensor) -> VerifyOutput:
-    bs, width = draft.tokens.shape
+    bs = draft.tokens.shape[0]
     right = draft.tokens[:, 1:] == padded[:, :-1]
     if draft.widths is not None:
         right &= padded[:, 1:] >= 0

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from specplug import LLM, SamplingParams
+from specplug import LLM, CheckpointError, SamplingParams
 from torch import Tensor
 
 VOCAB_SIZE = 96
@@ -23,6 +23,7 @@ class Family:
 
     config: str
     changes: dict[str, Any] = attrs.field(factory=dict)
+    without: tuple[str, ...] = ()
 
     def make(self) -> Any:
         import transformers
@@ -41,6 +42,8 @@ class Family:
             "eos_token_id": None,
             "pad_token_id": None,
         }
+        for name in self.without:
+            del shape[name]
         return getattr(transformers, self.config)(**{**shape, **self.changes})
 
 
@@ -86,9 +89,16 @@ FAMILIES = {
     ),
     "phi3": Family("Phi3Config", {"sliding_window": 9}),
     "olmo2": Family("Olmo2Config"),
-    "granite": Family(
-        "GraniteConfig", {"attention_multiplier": 0.2, "logits_scaling": 2.0}
-    ),
+    "granite": Family("GraniteConfig", {"attention_multiplier": 0.2, "logits_scaling": 2.0}),
+    "cohere2": Family("Cohere2Config", {"sliding_window": 6, "layer_types": LAYERS}),
+    "gpt2": Family("GPT2Config", without=("num_key_value_heads", "head_dim")),
+    "gpt-neox": Family("GPTNeoXConfig", without=("num_key_value_heads", "head_dim")),
+    "opt": Family("OPTConfig", {"ffn_dim": 48}, ("num_key_value_heads", "head_dim")),
+}
+STRANGERS = {
+    "chunked_attention": Family("Llama4TextConfig", {"num_local_experts": 2}),
+    "linear_attention": Family("MambaConfig"),
+    "attention of its own": Family("BloomConfig", without=("num_key_value_heads", "head_dim")),
 }
 
 
@@ -98,6 +108,7 @@ class Target:
 
     folder: Path
     model: Any
+    learns_positions: bool
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> Tensor:
@@ -123,7 +134,7 @@ def target(request: pytest.FixtureRequest, build_model: Callable[..., Path]) -> 
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation=attention
     )
-    return Target(folder, model.eval())
+    return Target(folder, model.eval(), request.param in ("gpt2", "opt"))
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +176,9 @@ def test_drafts_are_verified_as_a_plain_forward_would(
 ) -> None:
     prompts = [PROMPT, PROMPT[:3], PROMPT[4:15]]
     expected = {prompt: target.greedy(prompt, 16) for prompt in prompts}
-    algorithm = scripted(expected, tree=tree, right=0.8, ragged=True)
+    algorithm = scripted(
+        expected, tree=tree, right=0.8, ragged=True, bare_embeddings=not target.learns_positions
+    )
     with LLM(
         target.folder,
         dtype="float64",
@@ -182,3 +195,12 @@ def test_drafts_are_verified_as_a_plain_forward_would(
         plain = target.logits(prompt + output.token_ids)[len(prompt) - 1 : -1].log_softmax(-1)
         torch.testing.assert_close(_logprobs(output), plain, rtol=0, atol=TOLERANCE)
     assert any(count > 1 for output in outputs for count in output.accept_lens)
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_a_model_with_other_attention_is_refused(
+    what: str, build_model: Callable[..., Path]
+) -> None:
+    folder = build_model(STRANGERS[what].make())
+    with pytest.raises(CheckpointError, match=f"has {what}; expected full or sliding-window"):
+        LLM(folder, dtype="float64")

@@ -21,7 +21,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @attrs.frozen
 class Eagle3Config:
-    """Sizes of a draft network. ``aux_layer_ids`` are the target layers whose *inputs* are fused."""
+    """Sizes of a draft network; ``aux_layer_ids``: the target layers whose *inputs* are fused."""
 
     hidden_size: int
     intermediate_size: int
@@ -140,7 +140,7 @@ class Eagle3Network(nn.Module):
             attend: writes the keys and values where they belong and attends; see ``Attend``.
 
         Returns:
-            [T, hidden], before the final norm: the next step's ``hidden``, and what ``logits`` reads.
+            [T, hidden], before the final norm: the next step's ``hidden``, and ``logits``' input.
         """
         layer = self.midlayer
         x = torch.cat((layer.input_layernorm(embeds), layer.hidden_norm(hidden)), dim=-1)

@@ -39,7 +39,7 @@ class SuffixIndex:
 
 
 class SharedIndex:
-    """The n-grams of ended requests, at most ``max_tokens`` tokens; the oldest requests go first."""
+    """The n-grams of ended requests, at most ``max_tokens`` tokens; the oldest go first."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
