@@ -27,9 +27,8 @@ from specplug.registry import AlgorithmEntry, Registry
 BASELINE = "NONE"
 HELD_OUT = Path(__file__).parents[1] / "benchmarks" / "prompts" / "held_out.jsonl"
 WARM_UP = 0
-SHOWN = 55
-ROUNDS = (SHOWN, 5, 19, 30, 42, 46, 59)
-"""Lines of the prompt file; the baseline and the algorithms take turns at each."""
+ROUNDS = range(26, 256, 50)
+"""Lines of the prompt file, each of another module; all algorithms take turns at each."""
 PARAMS = SamplingParams(max_tokens=128, ignore_eos=True)
 
 

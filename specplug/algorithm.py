@@ -132,8 +132,8 @@ class SpecConfig:
             ("topk", topk),
             ("num_draft_tokens", num_draft_tokens),
         ):
-            if value is not None and value < 1:
-                raise UsageError(f"{option}={value}: expected at least 1")
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{option}={value!r}: expected an integer of at least 1")
         steps = info.defaults.num_steps if num_steps is None else num_steps
         branches = info.defaults.topk if topk is None else topk
         if branches > 1 and not info.capabilities.branching:

@@ -1,4 +1,4 @@
-"""How many tokens a step a chain from the head brings on held-out prompts, the bonus token included.
+"""How many tokens a step a chain from the head brings on held-out prompts, bonus token included.
 
 `python accept_length.py --model MODEL --head WEIGHTS --prompts FILE` prints a table. The output of
 speculative decoding is the target's own, so the target's text is written first and the head then

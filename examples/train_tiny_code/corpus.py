@@ -46,7 +46,8 @@ def is_held_out_source(path: str, modules: list[str]) -> bool:
 def is_held_out_test(path: str, modules: list[str]) -> bool:
     """Whether `path` is a test of one of the held-out `modules` (`json.decoder`: of `json`)."""
     names = {f"test_{part}" for module in modules for part in (module, module.split(".")[0])}
-    names |= {f"test_{module.replace('.', '')}" for module in modules}  # html.parser: test_htmlparser
+    # html.parser: test_htmlparser
+    names |= {f"test_{module.replace('.', '')}" for module in modules}
     names |= {"test_urlparse", "test_code_module", "test_zipfile64"}  # named otherwise
     parts = Path(path).with_suffix("").parts
     return any(part in names for part in parts)

@@ -130,9 +130,9 @@ def draft_loss(
     return total, torch.stack(found)
 
 
-def choose_vocabulary(rows_: np.ndarray, prompts: np.ndarray, size: int) -> tuple[np.ndarray, float]:
-    """(the `size` tokens that the target wrote most often, sorted; their share of what it wrote)."""
-    written = rows_[np.arange(rows_.shape[1]) >= prompts[:, None]]
+def choose_vocabulary(made: np.ndarray, prompts: np.ndarray, size: int) -> tuple[np.ndarray, float]:
+    """(the `size` tokens that the target wrote most often, sorted; their share of all it wrote)."""
+    written = made[np.arange(made.shape[1]) >= prompts[:, None]]
     counts = np.bincount(written, minlength=4096)
     chosen = np.sort(np.argsort(-counts, kind="stable")[:size])
     return chosen, float(counts[chosen].sum() / counts.sum())

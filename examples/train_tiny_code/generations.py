@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from target import load
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -103,8 +104,6 @@ def gumbel(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 def line_starts(tokens: np.ndarray, model: Path) -> np.ndarray:
     """Indices into `tokens` of what follows a token that begins with a line's end."""
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     pieces = (tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size()))
     is_newline = np.array([piece.startswith(NEWLINE_BYTE) for piece in pieces])

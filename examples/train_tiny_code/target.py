@@ -130,7 +130,8 @@ def optimizer_of(model: nn.Module, rate: float, decay: float, fused: bool) -> to
 
 def learning_rate(step: int, done: float, peak: float, warmup: int) -> float:
     """Linear warm-up over `warmup` steps, then a cosine over `done` from 0 to 1."""
-    return peak * min(1.0, (step + 1) / warmup) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    return peak * min(1.0, (step + 1) / warmup) * (0.01 + 0.99 * cosine)
 
 
 def save(state: dict[str, Tensor], out: Path) -> None:
@@ -147,14 +148,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=27)
     parser.add_argument("--minutes", type=float, default=60.0, help="ends by then at the latest")
     parser.add_argument("--steps", type=int, default=10**9, help="ends by then at the latest")
-    parser.add_argument("--batch", type=int, default=32, help="rows a step")
+    parser.add_argument("--batch", type=int, default=16, help="rows a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens a row")
     parser.add_argument("--rate", type=float, default=3e-3)
-    parser.add_argument("--decay", type=float, default=0.1)
-    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--decay", type=float, default=0.2)
+    parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-compile", action="store_true")
     arguments = parser.parse_args()
@@ -189,9 +190,7 @@ def main() -> None:
     best, best_state, seen = math.inf, {}, 0.0
     model.train()
     start = time.monotonic()
-    data = batches(
-        tokens, starts, arguments.length, arguments.batch, arguments.epochs + 1, device
-    )
+    data = batches(tokens, starts, arguments.length, arguments.batch, arguments.epochs + 1, device)
     for step, batch in enumerate(data):
         elapsed = (time.monotonic() - start) / 60
         done = min(1.0, max(step / total, elapsed / arguments.minutes))

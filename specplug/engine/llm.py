@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,8 @@ class LLM:
             ("max_model_len", max_model_len, True),
         ):
             _check_positive(name, value, optional)
+        if not isinstance(seed, int):
+            raise UsageError(f"seed={seed!r}: expected an integer")
         registry = Registry()
         selected = registry.select(speculative_algorithm)
         manager = build_plugin_manager(selected, registry.extensions(), CoreDefaults())

@@ -156,7 +156,11 @@ class Draft:
         assert bool((parents[:, 0] == -1).all()), "node 0 must be the root, with parent -1"
         assert bool((parents < order).all()), "a parent must stand before its children"
         assert bool((parents[:, 1:] >= 0).all()), "only node 0 is a root"
-        assert bool((self.depths <= self.depth).all()), "a node is deeper than the declared depth"
+        # Where the mask was made for too small a depth, a node does not see all its ancestors.
+        below = self.depths.gather(1, parents[:, 1:]) + 1 == self.depths[:, 1:]
+        assert bool(below.all() and (self.depths <= self.depth).all()), (
+            "a node is deeper than the declared depth"
+        )
         same = (parents.unsqueeze(1) == parents.unsqueeze(2)) & (
             self.tokens.unsqueeze(1) == self.tokens.unsqueeze(2)
         )

@@ -1,0 +1,103 @@
+"""A small random target and draft checkpoints for it, in the published layouts, in float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from specplug_eagle3.network import Eagle3Config, Eagle3Network
+from torch import Tensor
+
+VOCAB, DRAFT_VOCAB, TARGET_HIDDEN, CONTEXT = 97, 50, 32, 160
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": 24,  # another width than the target's
+    "target_hidden_size": TARGET_HIDDEN,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB,
+    "draft_vocab_size": DRAFT_VOCAB,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": CONTEXT,
+    "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+}
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of four layers with grouped heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=TARGET_HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).to(torch.float64)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    path = tmp_path_factory.mktemp("target")
+    model.save_pretrained(path)
+    return path
+
+
+def random_tensors(seed: int = 1) -> dict[str, Tensor]:
+    """The state dict of a random draft network, by SafeAILab's names."""
+    torch.manual_seed(seed)
+    network = Eagle3Network(
+        Eagle3Config(
+            24, 48, 4, 2, 8, TARGET_HIDDEN, VOCAB, DRAFT_VOCAB, 1e-5, 1e4, CONTEXT, (1, 2, 3)
+        )
+    )
+    tensors = {
+        name: torch.randn(tensor.shape, dtype=torch.float64) * 0.3
+        for name, tensor in network.state_dict().items()
+    }
+    ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
+    tensors["d2t"] = ids - torch.arange(DRAFT_VOCAB)
+    tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True)
+    return tensors
+
+
+@pytest.fixture
+def write_draft(tmp_path: Path) -> Callable[..., Path]:
+    """Write a draft checkpoint: ``write_draft(tensors, **config) -> folder``."""
+
+    def write(
+        tensors: dict[str, Tensor] | None = None, *, pickled: bool = False, **changes: Any
+    ) -> Path:
+        tensors = random_tensors() if tensors is None else tensors
+        config = {k: v for k, v in {**CONFIG, **changes}.items() if v is not None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if pickled:
+            torch.save(tensors, tmp_path / "pytorch_model.bin")
+        else:
+            save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Prompts of differing lengths."""
+    torch.manual_seed(2)
+    return [torch.randint(0, VOCAB, (n,)).tolist() for n in (5, 17, 33, 1, 60)]

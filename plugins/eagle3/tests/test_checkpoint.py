@@ -1,0 +1,158 @@
+"""Published layouts load; what does not fit is told tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from specplug_eagle3 import algorithm
+from specplug_eagle3.network import Eagle3Network
+from torch import Tensor
+
+from specplug import LLM, CheckpointError, SamplingParams, UsageError
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def tensors(write_draft: Write) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(write_draft() / "model.safetensors")
+
+
+def load(target: Path, draft: Path, **settings: object) -> LLM:
+    return LLM(
+        target,
+        dtype="float64",
+        speculative_algorithm=algorithm,
+        speculative_draft_model_path=draft,
+        **settings,
+    )
+
+
+def network_of(llm: LLM) -> Eagle3Network:
+    worker = llm._engine._runtime.worker
+    network: Eagle3Network = worker._network
+    return network
+
+
+def assert_loaded(llm: LLM, tensors: dict[str, Tensor]) -> None:
+    state = network_of(llm).state_dict()
+    for name, tensor in tensors.items():
+        assert torch.equal(state[name], tensor), name
+
+
+def test_safeailab_layout_loads(
+    target: Path, write_draft: Write, tensors: dict[str, Tensor]
+) -> None:
+    """A pickle, names without a prefix, no word of layers: the paper's rule gives them."""
+    (write_draft() / "model.safetensors").unlink()
+    draft = write_draft(
+        tensors, pickled=True, eagle_aux_hidden_state_layer_ids=None, max_position_embeddings=None
+    )
+    llm = load(target, draft)
+    assert network_of(llm).config.aux_layer_ids == (2, 2, 1)
+    assert_loaded(llm, tensors)
+
+
+def test_sglang_layout_loads(target: Path, write_draft: Write, tensors: dict[str, Tensor]) -> None:
+    """safetensors, names under ``model.``, the layers under ``eagle_config``, no ``t2d``."""
+    exported = {
+        name if name in ("lm_head.weight", "d2t") else f"model.{name}": tensor
+        for name, tensor in tensors.items()
+        if name != "t2d"
+    }
+    draft = write_draft(
+        exported,
+        eagle_aux_hidden_state_layer_ids=None,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    )
+    llm = load(target, draft)
+    assert network_of(llm).config.aux_layer_ids == (1, 2, 3)
+    assert_loaded(llm, {name: t for name, t in tensors.items() if name != "t2d"})
+
+
+def test_an_embedding_of_its_own_is_used(
+    target: Path, write_draft: Write, tensors: dict[str, Tensor]
+) -> None:
+    own = torch.randn(97, 32, dtype=torch.float64)
+    llm = load(target, write_draft({**tensors, "embed_tokens.weight": own}))
+    assert_loaded(llm, {"embed_tokens.weight": own})
+    assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids
+
+
+def test_wrong_tensors_are_all_named(
+    target: Path, write_draft: Write, tensors: dict[str, Tensor]
+) -> None:
+    del tensors["norm.weight"]
+    tensors["extra"] = torch.zeros(3)
+    tensors["fc.weight"] = torch.zeros(24, 5, dtype=torch.float64)
+    with pytest.raises(CheckpointError) as error:
+        load(target, write_draft(tensors))
+    for told in (
+        "missing norm.weight [24]",
+        "unexpected extra [3]",
+        "fc.weight is [24, 5], expected [24, 96]",
+    ):
+        assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"vocab_size": 96}, "vocabulary of 96, the target's is 97"),
+        ({"target_hidden_size": 64}, "hidden size of 64, the target's is 32"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, r"layers \[1, 2, 10\], the target has 4"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling 'yarn' is not supported"),
+    ],
+)
+def test_a_draft_of_another_target_is_refused(
+    target: Path, write_draft: Write, changes: dict[str, object], told: str
+) -> None:
+    with pytest.raises(CheckpointError, match=told):
+        load(target, write_draft(**changes))
+
+
+def test_a_vocabulary_map_that_points_outside_is_refused(
+    target: Path, write_draft: Write, tensors: dict[str, Tensor]
+) -> None:
+    tensors["d2t"] = torch.full_like(tensors["d2t"], 60)
+    with pytest.raises(CheckpointError, match="d2t points outside the vocabulary of 97"):
+        load(target, write_draft(tensors))
+
+
+def test_a_missing_folder_and_a_broken_file_are_told(target: Path, write_draft: Write) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        load(target, Path("nowhere"))
+    draft = write_draft()
+    (draft / "model.safetensors").write_bytes(b"\x08\x00\x00\x00")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load(target, draft)
+    (draft / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no \*.safetensors"):
+        load(target, draft)
+
+
+def test_another_target_needs_draft_weights(target: Path) -> None:
+    with pytest.raises(UsageError, match="EAGLE3 needs draft weights for this target"):
+        LLM(target, speculative_algorithm=algorithm)
+
+
+def test_settings_are_adjusted_and_the_reason_told(target: Path, write_draft: Write) -> None:
+    llm = load(target, write_draft(), speculative_num_steps=3, speculative_num_draft_tokens=9)
+    assert llm.effective_config["num_draft_tokens"] == 4
+    assert llm.effective_config["adjustments"] == ("num_draft_tokens 9 -> 4: a chain of 3 steps",)
+    llm = load(
+        target,
+        write_draft(),
+        speculative_num_steps=2,
+        speculative_eagle_topk=2,
+        speculative_num_draft_tokens=64,
+    )
+    assert llm.effective_config["num_draft_tokens"] == 7
+    with pytest.raises(UsageError, match="num_draft_tokens=1: expected at least 2"):
+        load(target, write_draft(), speculative_eagle_topk=2, speculative_num_draft_tokens=1)

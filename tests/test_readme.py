@@ -1,0 +1,107 @@
+"""What README.md and docs/*.md show is run; what they point to is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+
+
+@attrs.frozen
+class Block:
+    """A block of code in a page."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(language: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for fence in FENCE.finditer(text):
+            line = text.count("\n", 0, fence.start()) + 2
+            found.append(Block(page, line, fence[1], fence[2]))
+    return [block for block in found if block.language == language]
+
+
+def commands() -> list[tuple[Block, str]]:
+    """Every line of every bash block."""
+    return [
+        (block, line)
+        for block in blocks("bash")
+        for line in block.code.splitlines()
+        if line.strip()
+    ]
+
+
+def test_the_pages_are_read():
+    assert blocks("python")
+    assert commands()
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python(block, capsys):
+    lines = "\n" * (block.line - 1)  # so that a traceback points into the page
+    exec(compile(lines + block.code, str(block.page), "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("block", "command"), commands(), ids=str)
+def test_bash(block, command):
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words[1:])
+    elif words[:2] == ["pip", "install"]:
+        targets = [word for word in words[2:] if not word.startswith("-")]
+        assert all((ROOT / target / "pyproject.toml").is_file() for target in targets)
+    else:
+        run(command)
+
+
+def run(command: str) -> None:
+    """Run a line as a reader would, with the virtual environment active."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page):
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_table_names_every_algorithm_of_this_repository():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for project in [ROOT, *(ROOT / "plugins").iterdir()]:
+        declared = (project / "pyproject.toml").read_text()
+        section = declared.partition('[project.entry-points."specplug.algorithms"]\n')[2]
+        for name in re.findall(r"^(\w+) = ", section.partition("\n\n")[0], re.MULTILINE):
+            assert f"| `{name}` |" in text, f"{name} is missing in the table of algorithms"
