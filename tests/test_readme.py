@@ -100,8 +100,8 @@ def test_links(page):
 
 def test_the_table_names_every_algorithm_of_this_repository():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for project in [ROOT, *(ROOT / "plugins").iterdir()]:
-        declared = (project / "pyproject.toml").read_text()
+    for project in [ROOT / "pyproject.toml", *(ROOT / "plugins").glob("*/pyproject.toml")]:
+        declared = project.read_text(encoding="utf-8")
         section = declared.partition('[project.entry-points."specplug.algorithms"]\n')[2]
         for name in re.findall(r"^(\w+) = ", section.partition("\n\n")[0], re.MULTILINE):
             assert f"| `{name}` |" in text, f"{name} is missing in the table of algorithms"

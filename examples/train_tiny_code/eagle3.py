@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=9)
     parser.add_argument("--minutes", type=float, default=60.0, help="ends by then at the latest")
     parser.add_argument("--max-steps", type=int, default=10**9, help="ends by then at the latest")
     parser.add_argument("--batch", type=int, default=128, help="rows a step")

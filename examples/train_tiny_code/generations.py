@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--tokens", type=float, default=20e6, help="new tokens to make")
+    parser.add_argument("--tokens", type=float, default=18e6, help="new tokens to make")
     parser.add_argument("--minutes", type=float, default=60.0, help="ends by then at the latest")
     parser.add_argument("--batch", type=int, default=4096, help="rows at a time")
     parser.add_argument("--length", type=int, default=384, help="tokens a row, the prompt included")

@@ -17,6 +17,9 @@ from specplug.engine.sampling_params import Needs
 from specplug.spec.draft import Draft
 from specplug.spec.noise import gumbel
 
+_COLDEST = 1e-6
+"""A temperature below it is as good as this one, and would make the logits overflow."""
+
 _COLUMNS = ("temperature", "top_p", "top_k", "min_p", "repetition", "presence", "frequency")
 
 
@@ -44,7 +47,7 @@ class Sampler:
         """Enter a request's settings in its row."""
         p = request.params
         row = request.row
-        temperature = 1.0 if p.greedy else p.temperature
+        temperature = 1.0 if p.greedy else max(p.temperature, _COLDEST)
         settings = (
             temperature, p.top_p, max(p.top_k, 0), p.min_p,
             p.repetition_penalty, p.presence_penalty, p.frequency_penalty,

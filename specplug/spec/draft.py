@@ -227,12 +227,13 @@ class DraftInput:
         return DraftInput(
             bonus_tokens=torch.cat((self.bonus_tokens, other.bonus_tokens)),
             state={
-                name: _stack(self.state.get(name), other.state.get(name), sizes) for name in names
+                name: stack(self.state.get(name), other.state.get(name), sizes) for name in names
             },
         )
 
 
-def _stack(left: Tensor | None, right: Tensor | None, sizes: tuple[int, int]) -> Tensor | None:
+def stack(left: Tensor | None, right: Tensor | None, sizes: tuple[int, int]) -> Tensor | None:
+    """Two states one below the other, ``sizes`` rows each, zeros where one has nothing."""
     present = [t for t in (left, right) if t is not None]
     if not present:
         return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specplug.spec.draft import DraftInput
+from specplug.spec.draft import DraftInput, stack
 
 if TYPE_CHECKING:
     from specplug.spec.target_output import CommittedOutput
@@ -32,14 +32,26 @@ class FutureMap:
         self.bonus_tokens.index_copy_(0, rows, output.bonus_tokens)
 
     def stash(self, rows: Tensor, draft_input: DraftInput) -> None:
-        """Keep the draft state of the next step. A buffer is made when its name first appears."""
+        """Keep the draft state of the next step. A buffer is made when its name first appears.
+
+        Total, as ``DraftInput.merge`` is: a state that is absent is read as zeros, not as that of
+        the request which had the row before, and one of another width leaves other rows theirs.
+        """
+        for name, buffer in self.state.items():
+            if draft_input.state.get(name) is None:
+                buffer.index_fill_(0, rows, 0)
         for name, tensor in draft_input.state.items():
             if tensor is None:
                 continue
             buffer = self.state.get(name)
-            if buffer is None or buffer.shape[1:] != tensor.shape[1:]:
+            if buffer is None:
                 buffer = tensor.new_zeros((self.num_rows, *tensor.shape[1:]))
                 self.state[name] = buffer
+            elif buffer.shape[1:] != tensor.shape[1:] or buffer.dtype != tensor.dtype:
+                both = stack(buffer, tensor, (self.num_rows, len(rows)))
+                assert both is not None
+                self.state[name] = buffer = both[: self.num_rows]
+                tensor = both[self.num_rows :]
             buffer.index_copy_(0, rows, tensor)
 
     def resolve(self, rows: Tensor) -> tuple[Tensor, DraftInput]:

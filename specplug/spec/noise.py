@@ -41,5 +41,6 @@ def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """
     keys = mix(mix(seeds * _GOLDEN + 1) + positions * _GOLDEN)
     bits = mix(keys.unsqueeze(-1) + tokens * _GOLDEN)
-    uniform = (_shift_right(bits, 11).to(torch.float64) + 0.5) * 2.0**-53
+    # 52 bits and a half: with one more, the greatest would round to 1, whose noise is infinite.
+    uniform = (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))

@@ -96,13 +96,14 @@ def test_json_when_no_decode_step_was_needed():
 def test_speculation_changes_nothing(sampling):
     many = ("--max-new-tokens", "40", "--ignore-eos", *sampling, LOOP, PROMPT)
     plain = report(*many)
-    ngram = report("--speculative-algorithm", "ngram", *many)
-    assert [r["token_ids"] for r in plain["results"]] == [r["token_ids"] for r in ngram["results"]]
-    assert [r["text"] for r in plain["results"]] == [r["text"] for r in ngram["results"]]
-    assert ngram["config"]["algorithm"] == "NGRAM"
     assert plain["totals"]["mean_accept_length"] == 1
-    if not sampling:
-        assert ngram["totals"]["mean_accept_length"] > 1.2
+    for name in ("ngram", "EAGLE3"):
+        fast = report("--speculative-algorithm", name, *many)
+        for key in ("token_ids", "text", "finish_reason"):
+            assert [r[key] for r in fast["results"]] == [r[key] for r in plain["results"]]
+        assert fast["config"]["algorithm"] == name.upper()
+        if not sampling:
+            assert fast["totals"]["mean_accept_length"] > 1.2
 
 
 def test_the_seed_decides():

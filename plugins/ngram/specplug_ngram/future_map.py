@@ -54,10 +54,17 @@ class HostFutureMap(FutureMap):
             ready.record()
         ids = tuple(request.request_id for request in batch.requests)
         self._relayed.append(_Relayed(ids, tokens, lens, ready))
+        # Requests of a single token are never resolved; two steps ago is there without waiting.
+        self._arrive(keep=2)
 
     def resolve(self, rows: Tensor) -> tuple[Tensor, DraftInput]:
         """See ``FutureMap``; all relayed tokens have been observed when it returns."""
-        while self._relayed:
+        self._arrive(keep=0)
+        return super().resolve(rows)
+
+    def _arrive(self, keep: int) -> None:
+        """Observe what was relayed, but for the latest ``keep`` steps."""
+        while len(self._relayed) > keep:
             relayed = self._relayed.popleft()
             if relayed.ready is not None:
                 relayed.ready.synchronize()
@@ -66,4 +73,3 @@ class HostFutureMap(FutureMap):
                 relayed.request_ids, relayed.tokens.tolist(), lens, strict=True
             ):
                 self._observe(request_id, row[:count])
-        return super().resolve(rows)

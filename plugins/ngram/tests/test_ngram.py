@@ -1,0 +1,128 @@
+"""NGRAM in the engine: the default model's output unchanged, in fewer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+
+from specplug import LLM, SamplingParams, UsageError
+
+REPETITIVE = (
+    "def area(width, height):\n    return width * height\n\n\n"
+    "def area(width, height):\n    return width * height\n\n\ndef area(width,",
+    "names = ['a', 'b', 'c', 'd']\nfor name in names:\n    print(name)\n"
+    "names = ['a', 'b', 'c', 'd']\nfor name in names:\n",
+    "self.assertEqual(f(1), 2)\n        self.assertEqual(f(2), 3)\n        self.assertEqual(",
+)
+PROMPTS = (*REPETITIVE, "import os\n", "class Queue:\n    def __init__(self")
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=40),
+    "sampled": SamplingParams(max_tokens=40, temperature=0.3, top_p=0.95, seed=1),
+    "sampled hot": SamplingParams(max_tokens=40, temperature=1.0, repetition_penalty=1.1, seed=2),
+}
+
+Outputs = tuple[tuple[int, ...], ...]
+
+
+def _open(algorithm: str, **changes: Any) -> LLM:
+    return LLM(dtype="float64", speculative_algorithm=algorithm, **changes)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Callable[[str], Outputs]:
+    """``plain(kind)``: what NONE generates for all prompts."""
+    with _open("NONE", disable_overlap_schedule=True) as llm:
+        found = {
+            kind: tuple(output.token_ids for output in llm.generate(PROMPTS, params))
+            for kind, params in PARAMS.items()
+        }
+    return found.__getitem__
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain loop"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_output_is_that_of_none(
+    rows: int, overlap: bool, kind: str, plain: Callable[[str], Outputs]
+) -> None:
+    with _open("NGRAM", disable_overlap_schedule=not overlap, max_running_requests=rows) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS[kind])
+        llm.check_pool()
+    assert tuple(output.token_ids for output in outputs) == plain(kind)
+    if kind != "sampled hot":
+        lens = [n for output in outputs[: len(REPETITIVE)] for n in output.accept_lens]
+        assert sum(lens) / len(lens) > 1.5
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_output_is_that_of_none_with_small_chunks_pages_and_drafts(
+    chunk: int | None, num_steps: int, plain: Callable[[str], Outputs]
+) -> None:
+    with _open(
+        "NGRAM", page_size=3, chunked_prefill_size=chunk, speculative_num_steps=num_steps
+    ) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS["greedy"])
+        llm.check_pool()
+    assert tuple(output.token_ids for output in outputs) == plain("greedy")
+    lens = [n for output in outputs for n in output.accept_lens]
+    assert max(lens) == num_steps + 1
+
+
+def test_a_request_is_drafted_from_an_earlier_one(plain: Callable[[str], Outputs]) -> None:
+    with _open("NGRAM") as llm:
+        first = llm.generate(PROMPTS[4], PARAMS["greedy"])[0]
+        again = llm.generate(PROMPTS[4], PARAMS["greedy"])[0]
+    assert first.token_ids == again.token_ids == plain("greedy")[4]
+    # All but the first step, whose suffix may be too short, draft eight right tokens.
+    assert len(again.accept_lens) <= -(-39 // 8) + 3 < len(first.accept_lens)
+
+
+def test_aborted_and_short_requests_leave_no_history_behind() -> None:
+    with _open("NGRAM", max_running_requests=2) as llm:
+        stream = llm.stream(PROMPTS, SamplingParams(max_tokens=30))
+        for number, output in enumerate(stream):
+            if number == 6:
+                llm.abort(output.request_id)
+            if number == 12:
+                break
+        stream.close()
+        llm.generate(PROMPTS, SamplingParams(max_tokens=1))
+        llm.check_pool()
+        worker = llm._engine._runtime.worker
+        assert worker._histories == {}
+        assert worker._shared.num_tokens > 0
+
+
+def test_a_number_of_nodes_that_makes_no_chain_is_adjusted_and_told() -> None:
+    with _open("NGRAM", speculative_num_steps=3, speculative_num_draft_tokens=9) as llm:
+        assert llm.spec_config.num_draft_tokens == 4
+        assert llm.effective_config["adjustments"] == (
+            "num_draft_tokens 9 -> 4: a chain of 3 steps",
+        )
+    with _open("NGRAM", speculative_num_steps=3) as llm:
+        assert llm.spec_config.num_draft_tokens == 4
+        assert llm.effective_config["adjustments"] == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculative_num_steps": 0}, "num_steps=0: expected an integer of at least 1"),
+        ({"speculative_num_draft_tokens": -1}, "num_draft_tokens=-1: expected an integer of at"),
+        ({"speculative_eagle_topk": 2}, "topk=2: NGRAM drafts chains only; use topk=1"),
+        ({"speculative_eagle_topk": 0}, "topk=0: expected an integer of at least 1"),
+    ],
+)
+def test_bad_numbers_are_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        _open("NGRAM", **changes)
+
+
+def test_the_defaults_are_a_chain_of_seven_steps() -> None:
+    with _open("NGRAM") as llm:
+        config = attrs.asdict(llm.spec_config)
+    assert (config["num_steps"], config["topk"], config["num_draft_tokens"]) == (7, 1, 8)

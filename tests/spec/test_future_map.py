@@ -1,0 +1,106 @@
+"""What one step leaves by request row is what the next one finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from specplug import CommittedOutput, DraftInput, FutureMap
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def future_map() -> FutureMap:
+    """Of rows 0 (padding) to 5."""
+    return FutureMap(6, CPU)
+
+
+def _rows(*rows: int) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def _publish(
+    future_map: FutureMap, rows: Tensor, lens: Sequence[int], bonus: Sequence[int]
+) -> None:
+    tokens = torch.tensor(bonus, dtype=torch.int64)
+    output = CommittedOutput(
+        tokens=tokens,
+        last_rows=torch.arange(len(bonus)),
+        accept_lens=torch.ones(len(bonus), dtype=torch.int64),
+        bonus_tokens=tokens,
+    )
+    future_map.publish(rows, torch.tensor(lens, dtype=torch.int64), output)
+
+
+def _stash(future_map: FutureMap, rows: Tensor, **state: Tensor | None) -> None:
+    future_map.stash(rows, DraftInput(bonus_tokens=torch.zeros_like(rows), state=state))
+
+
+def test_rows_are_found_in_whatever_order_they_are_asked_for(future_map: FutureMap) -> None:
+    _publish(future_map, _rows(2, 5), [10, 20], [7, 8])
+    _stash(future_map, _rows(2, 5), hidden=torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    _publish(future_map, _rows(1), [30], [9])
+    _stash(future_map, _rows(1), hidden=torch.tensor([[5.0, 6.0]]))
+    lens, draft_input = future_map.resolve(_rows(5, 1, 2))
+    assert lens.tolist() == [20, 30, 10]
+    assert draft_input.bonus_tokens.tolist() == [8, 9, 7]
+    assert draft_input["hidden"].tolist() == [[3, 4], [5, 6], [1, 2]]
+
+
+def test_a_later_step_overwrites_an_earlier_one(future_map: FutureMap) -> None:
+    for length, value in ((10, 1.0), (13, 2.0)):
+        _publish(future_map, _rows(3), [length], [length + 1])
+        _stash(future_map, _rows(3), hidden=torch.tensor([[value]]))
+    lens, draft_input = future_map.resolve(_rows(3))
+    assert (lens.tolist(), draft_input.bonus_tokens.tolist()) == ([13], [14])
+    assert draft_input["hidden"].tolist() == [[2.0]]
+
+
+def test_nothing_stashed_is_no_state(future_map: FutureMap) -> None:
+    _publish(future_map, _rows(3), [1], [2])
+    _stash(future_map, _rows(3))
+    assert future_map.resolve(_rows(3))[1].state == {}
+
+
+@pytest.mark.parametrize("absent", [{}, {"hidden": None}], ids=["unnamed", "none"])
+def test_an_absent_state_is_not_that_of_the_request_before(
+    absent: dict[str, None], future_map: FutureMap
+) -> None:
+    _stash(future_map, _rows(3, 4), hidden=torch.tensor([[1.0], [2.0]]))
+    _stash(future_map, _rows(3), **absent)
+    assert future_map.resolve(_rows(3, 4))[1]["hidden"].tolist() == [[0.0], [2.0]]
+
+
+def test_a_state_of_another_width_leaves_the_other_rows_theirs(future_map: FutureMap) -> None:
+    _stash(future_map, _rows(3, 4), hidden=torch.tensor([[1.0, 1.0], [2.0, 2.0]]))
+    _stash(future_map, _rows(5), hidden=torch.tensor([[3.0, 3.0, 3.0]]))
+    _stash(future_map, _rows(4), hidden=torch.tensor([[4.0]], dtype=torch.float64))
+    hidden = future_map.resolve(_rows(3, 4, 5))[1]["hidden"]
+    assert hidden.tolist() == [[1, 1, 0], [4, 0, 0], [3, 3, 3]]
+
+
+def test_an_empty_batch_leaves_everything_as_it_is(future_map: FutureMap) -> None:
+    _publish(future_map, _rows(3), [4], [5])
+    _stash(future_map, _rows(3), hidden=torch.tensor([[1.0]]))
+    _publish(future_map, _rows(), [], [])
+    _stash(future_map, _rows(), hidden=torch.zeros(0, 1))
+    lens, draft_input = future_map.resolve(_rows(3))
+    assert (lens.tolist(), draft_input.bonus_tokens.tolist()) == ([4], [5])
+    assert draft_input["hidden"].tolist() == [[1.0]]
+    empty_lens, empty = future_map.resolve(_rows())
+    assert empty_lens.shape == (0,)
+    assert empty["hidden"].shape == (0, 1)
+
+
+def test_what_was_resolved_does_not_change_afterwards(future_map: FutureMap) -> None:
+    _publish(future_map, _rows(3), [4], [5])
+    _stash(future_map, _rows(3), hidden=torch.tensor([[1.0]]))
+    lens, draft_input = future_map.resolve(_rows(3))
+    _publish(future_map, _rows(3), [6], [7])
+    _stash(future_map, _rows(3), hidden=torch.tensor([[2.0]]))
+    assert (lens.tolist(), draft_input.bonus_tokens.tolist()) == ([4], [5])
+    assert draft_input["hidden"].tolist() == [[1.0]]
