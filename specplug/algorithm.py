@@ -44,7 +44,7 @@ class Defaults:
         num_steps: draft depth S, at least 1.
         topk: branches K kept a step, at least 1.
         num_draft_tokens: nodes N the target verifies for each request, root included; None
-            means ``num_steps + 1``.
+            means ``num_steps * topk + 1``.
     """
 
     num_steps: int = attrs.field(default=1, validator=validators.ge(1))
@@ -168,6 +168,11 @@ def _draft_model_path(
     info: AlgorithmInfo, typed: Path | None, model_name: str | None
 ) -> Path | None:
     if not info.capabilities.draft_model:
+        if typed is not None:
+            raise UsageError(
+                f"speculative_draft_model_path={str(typed)!r}: {info.name} has no draft model; "
+                "expected none, leave it out"
+            )
         return None
     if typed is not None:
         return Path(typed)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from specplug.engine.attention import IMPLEMENTATION, PagedPlan, TargetPass, register
 from specplug.engine.kv_cache import KVShape
-from specplug.engine.norms import fuse_norms
+from specplug.engine.lean_modules import fuse_norms, shorten_calls
 from specplug.errors import CheckpointError, UsageError
 from specplug.spec.runtime import KVCache
 
@@ -34,7 +34,7 @@ class ModelRunner:
         self.model = _load(path, dtype).to(device).eval()
         _check_attention(path, self.model)
         fuse_norms(self.model)
-        shorten_lookups(self.model)
+        shorten_calls(self.model, keep=self._layers)
         self.dtype: torch.dtype = self.model.dtype
         config = self.model.config.get_text_config()
         self.config: Any = config
@@ -64,10 +64,16 @@ class ModelRunner:
         module: nn.Module = self.model.get_output_embeddings()
         return module
 
+    @property
+    def _layers(self) -> nn.ModuleList:
+        """The decoder layers, which models name ``layers``, ``h``, …"""
+        children = self.model.get_decoder().children()
+        layers: nn.ModuleList = next(c for c in children if isinstance(c, nn.ModuleList))
+        return layers
+
     def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
         """Keep the hidden states before these decoder layers on every pass."""
-        children = self.model.get_decoder().children()  # named layers, h, …
-        layers = next(c for c in children if isinstance(c, nn.ModuleList))
+        layers = self._layers
         assert len(layers) == self.num_layers, (len(layers), self.num_layers)
         for layer_id in layer_ids:
             if not 0 <= layer_id < len(layers):
@@ -158,17 +164,6 @@ def check_model_path(path: str) -> None:
             f"model {path!r}: no such folder; expected the folder of a transformers checkpoint, "
             "a hub id (organisation/name), or nothing for the default model"
         )
-
-
-def shorten_lookups(model: nn.Module) -> None:
-    """Let ``module.child`` and ``module.weight`` be found in the instance's own dictionary.
-
-    ``nn.Module.__getattr__`` is Python and runs some 30 times a layer and pass. The model is not
-    changed after this: an attribute that is set anew would shadow the parameter it belongs to.
-    """
-    for module in model.modules():
-        for members in (module._parameters, module._buffers, module._modules):
-            module.__dict__.update({k: v for k, v in members.items() if v is not None})
 
 
 def _first_line(error: Exception) -> str:

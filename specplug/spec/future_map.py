@@ -43,14 +43,13 @@ class FutureMap:
         for name, tensor in draft_input.state.items():
             if tensor is None:
                 continue
-            buffer = self.state.get(name)
-            if buffer is None:
-                buffer = tensor.new_zeros((self.num_rows, *tensor.shape[1:]))
-                self.state[name] = buffer
-            elif buffer.shape[1:] != tensor.shape[1:] or buffer.dtype != tensor.dtype:
+            if name not in self.state:
+                self.state[name] = tensor.new_zeros((self.num_rows, *tensor.shape[1:]))
+            buffer = self.state[name]
+            if buffer.shape[1:] != tensor.shape[1:] or buffer.dtype != tensor.dtype:
                 both = stack(buffer, tensor, (self.num_rows, len(rows)))
                 assert both is not None
-                self.state[name] = buffer = both[: self.num_rows]
+                buffer = self.state[name] = both[: self.num_rows]
                 tensor = both[self.num_rows :]
             buffer.index_copy_(0, rows, tensor)
 

@@ -142,9 +142,11 @@ class Scripted:
             nodes, above = self._draw(root, known[position + 1 :], widths[-1], steps)
             tokens.append(nodes + [0] * (width - len(nodes)))
             parents.append(above + [0] * (width - len(nodes)))
+        nodes_of_all = torch.tensor(tokens, device=runtime.device)
         if self._tree:
-            return Draft.tree(torch.tensor(tokens), torch.tensor(parents), steps, widths)
-        return Draft.chain(torch.tensor(tokens), widths)
+            above = torch.tensor(parents, device=runtime.device)
+            return Draft.tree(nodes_of_all, above, steps, widths)
+        return Draft.chain(nodes_of_all, widths)
 
     @hookimpl
     def on_request_finished(self, report: Any) -> None:
@@ -185,12 +187,12 @@ class Scripted:
             plan = batch.attention
         else:
             plan = runtime.plan_attention(batch, batch.seq_lens, columns)
-        zeros = torch.zeros(len(output.tokens), 1, 2, dtype=runtime.dtype)
+        zeros = torch.zeros(len(output.tokens), 1, 2, dtype=runtime.dtype, device=runtime.device)
         values = output.tokens.to(runtime.dtype).view(-1, 1, 1).expand(-1, 1, 2)
         return plan.attend(self._cache, 0, zeros, zeros, values.contiguous())[:, 0]
 
     def _check_embedding(self, runtime: Runtime, features: Tensor, token: int) -> None:
-        embedding = runtime.embed_tokens(torch.tensor([token]))[0]
+        embedding = runtime.embed_tokens(torch.tensor([token], device=runtime.device))[0]
         assert features.shape == (2 * runtime.hidden_size,)
         assert not self._bare_embeddings or torch.equal(features[: len(embedding)], embedding)
 

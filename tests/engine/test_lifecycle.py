@@ -227,14 +227,17 @@ def test_settings_that_fail_on_admission_do_not_stay(
     open_llm: OpenLLM, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = open_llm()
-    with monkeypatch.context() as broken:
+    sampler = llm._engine._runtime.sampler
+    admit_well = sampler.admit
 
-        def admit(request: Any) -> None:
+    def admit(request: Any) -> None:
+        if request.request_id == "1":
             raise MemoryError("no room for the settings")
+        admit_well(request)
 
-        broken.setattr(llm._engine._runtime.sampler, "admit", admit)
-        with pytest.raises(MemoryError):
-            llm.generate(reference.prompts)
+    monkeypatch.setattr(sampler, "admit", admit)
+    with pytest.raises(MemoryError):
+        llm.generate(reference.prompts)
     _check_idle(llm)
     _serves(llm, reference)
 

@@ -71,7 +71,7 @@ FAMILIES = {
     "qwen2 sliding": Family(
         "Qwen2Config", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
     ),
-    "mistral sliding": Family("MistralConfig", {"sliding_window": 7}),
+    "mistral sliding": Family("MistralConfig", {"sliding_window": 3}),
     "gemma": Family("GemmaConfig", {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma2": Family(
         "Gemma2Config",

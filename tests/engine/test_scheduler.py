@@ -55,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.lengths: dict[str, int] = {}
 
+    @precondition(lambda self: len(self.requests) < 10)
     @rule(prompt=st.integers(1, 20), max_tokens=st.integers(1, 12))
     def add(self, prompt: int, max_tokens: int) -> None:
         request = _request(len(self.requests), prompt, max_tokens)
@@ -138,6 +139,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             held = request in scheduler.running or request in scheduler.waiting
             assert held == (not request.finished or request.in_flight > 0)
             assert bool(request.row) == (request in scheduler.running)
+            if not self.launched and request.status is RequestStatus.RUNNING:
+                assert request.kv_bound == self.lengths[request.request_id]
             waits = request.status is RequestStatus.WAITING
             assert waits == (request in scheduler.waiting)
         assert 0 <= scheduler.pool.num_available <= scheduler.pool.num_free
@@ -146,7 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Left alone, everything ends, first come first served, and all is free."""
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(1000):
+        for _ in range(20 * 20 + 20 * 12):
             if not self.scheduler.has_work:
                 break
             scheduled = self.scheduler.schedule()

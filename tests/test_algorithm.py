@@ -1,0 +1,103 @@
+"""What a plugin declares, and what the user's settings make of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import specplug
+from specplug import AlgorithmInfo, Capabilities, Defaults, SpecConfig, UsageError
+
+
+def info(**changes: object) -> AlgorithmInfo:
+    declared = {
+        "name": "X",
+        "summary": "an algorithm",
+        "api_version": 1,
+        "capabilities": Capabilities(branching=True),
+        "defaults": Defaults(num_steps=3, topk=2, num_draft_tokens=6),
+    }
+    return AlgorithmInfo(**{**declared, **changes})
+
+
+def shape(config: SpecConfig) -> tuple[int, int, int]:
+    return config.num_steps, config.topk, config.num_draft_tokens
+
+
+def test_what_is_not_typed_is_the_algorithms_default() -> None:
+    assert shape(SpecConfig.resolve(info())) == (3, 2, 6)
+    assert shape(SpecConfig.resolve(info(), num_draft_tokens=9)) == (3, 2, 9)
+
+
+def test_another_depth_or_width_brings_its_own_number_of_nodes() -> None:
+    assert shape(SpecConfig.resolve(info(), num_steps=5)) == (5, 2, 11)
+    assert shape(SpecConfig.resolve(info(), topk=1)) == (3, 1, 4)
+    assert shape(SpecConfig.resolve(info(), num_steps=3, topk=2)) == (3, 2, 6)
+
+
+@pytest.mark.parametrize("option", ["num_steps", "topk", "num_draft_tokens"])
+def test_a_number_below_one_is_refused(option: str) -> None:
+    with pytest.raises(UsageError, match=f"{option}=0: expected an integer of at least 1"):
+        SpecConfig.resolve(info(), **{option: 0})
+
+
+def test_a_chain_only_algorithm_refuses_branches() -> None:
+    chain = info(capabilities=Capabilities(), defaults=Defaults(num_steps=3))
+    with pytest.raises(UsageError, match="topk=2: X drafts chains only"):
+        SpecConfig.resolve(chain, topk=2)
+
+
+def test_draft_weights_are_the_typed_ones_or_those_shipped_for_the_model() -> None:
+    model = info(capabilities=Capabilities(draft_model=True), defaults=Defaults(),
+                 weights={"tiny-code": Path("shipped")})  # fmt: skip
+    resolve = SpecConfig.resolve
+    assert resolve(model, model_name="tiny-code").draft_model_path == Path("shipped")
+    typed = resolve(model, draft_model_path=Path("typed"), model_name="tiny-code")
+    assert typed.draft_model_path == Path("typed")
+    with pytest.raises(UsageError, match="it ships them for tiny-code"):
+        resolve(model, model_name=None)
+
+
+def test_a_draft_path_without_a_draft_model_is_refused() -> None:
+    with pytest.raises(UsageError, match="X has no draft model"):
+        SpecConfig.resolve(info(), draft_model_path=Path("typed"))
+
+
+def test_adjustments_keep_their_reasons() -> None:
+    config = SpecConfig.resolve(info()).adjust("because", num_steps=1).adjust("too", topk=1)
+    assert config.adjustments == ("because", "too")
+    assert shape(config) == (1, 1, 6)
+
+
+def test_every_exported_name_is_there() -> None:
+    for name in specplug.__all__:
+        assert getattr(specplug, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = specplug.Nothing
+
+
+def test_importing_specplug_loads_nothing_heavy() -> None:
+    code = "import specplug, sys; print([m for m in sys.modules if m in {heavy}])"
+    heavy = {"torch", "transformers", "triton", "tokenizers", "safetensors", "numpy"}
+    out = subprocess.run(
+        [sys.executable, "-c", code.replace("{heavy}", repr(heavy))],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert out.stdout.strip() == "[]"
+
+
+def test_the_core_names_no_algorithm() -> None:
+    """Docstrings may give one as an example; code may not."""
+    import ast
+
+    names = {"EAGLE", "EAGLE3", "MULTI_LAYER_EAGLE", "DFLASH", "NGRAM"}
+    for file in Path(specplug.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert node.value.upper() not in names, (file, node.value)
+            if isinstance(node, ast.Name | ast.Attribute):
+                name = node.id if isinstance(node, ast.Name) else node.attr
+                assert not name.lower().startswith(("is_eagle", "is_dflash", "is_ngram")), file
