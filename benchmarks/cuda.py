@@ -23,7 +23,7 @@ from specplug import LLM, SamplingParams
 from specplug.engine.step import StepRunner
 from specplug.registry import Registry
 
-COUNT, TOKENS = 64, 128
+COUNT, TOKENS = 24, 96
 
 
 def forbid_waiting() -> None:

@@ -111,7 +111,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, help="torch's; default: torch's own choice")
+    parser.add_argument("--threads", type=int, help="torch's; default: the engine's choice")
     parser.add_argument("--algorithms", nargs="*", help="default: all that are installed")
     parser.add_argument("--num-steps", type=int)
     parser.add_argument("--topk", type=int)
@@ -125,8 +125,6 @@ def main() -> int:
     from specplug.engine.llm import ASSETS
     from specplug.registry import Registry
 
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     settings = {
         "speculative_num_steps": arguments.num_steps,
         "speculative_eagle_topk": arguments.topk,
@@ -135,6 +133,8 @@ def main() -> int:
     names = ["NONE", *(n for n in arguments.algorithms or Registry().names() if n != "NONE")]
     contenders = [algorithm(name, arguments.max_tokens, settings) for name in names]
     contenders.append(transformers_generate(arguments.max_tokens))
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(str(ASSETS / "tiny_code"))
     lines = PROMPTS.read_text().splitlines()[: arguments.rounds + 1]
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]

@@ -137,7 +137,10 @@ class Engine:
         for i, chunk in enumerate(scheduled.chunks):
             request = chunk.request
             self.statistics.prompt_tokens += chunk.end - chunk.start
-            kept.append(self._append(request, tokens[i], logprobs, i) if chunk.is_last else 0)
+            count = self._append(request, tokens[i], logprobs, i) if chunk.is_last else 0
+            kept.append(count)
+            if count and request.finished:
+                self._report_finished(request)
             self.scheduler.processed(request, committed=None)
         return kept
 
@@ -154,6 +157,8 @@ class Engine:
             count = self._append(request, tokens[i][: accept_lens[i]], logprobs, i * columns)
             if count:
                 request.accept_lens.append(count)
+                if request.finished:
+                    self._report_finished(request)
             kept.append(count)
             self.scheduler.processed(request, committed=accept_lens[i])
         return kept
@@ -162,14 +167,14 @@ class Engine:
         self, request: Request, tokens: Sequence[int], logprobs: dict[str, Any], row: int
     ) -> int:
         """Give a request its tokens up to the one that ends it; how many it took."""
-        for taken, token in enumerate(tokens):
+        taken = 0
+        for token in tokens:
             if request.finished:
-                return taken
-            self.statistics.output_tokens += 1
+                break
             request.append(token, self._token_logprobs(request, logprobs, row + taken))
-            if request.finished:
-                self._report_finished(request)
-        return len(tokens)
+            taken += 1
+        self.statistics.output_tokens += taken
+        return taken
 
     def _token_logprobs(
         self, request: Request, logprobs: dict[str, Any], row: int

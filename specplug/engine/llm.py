@@ -31,6 +31,7 @@ Prompt = str | Sequence[int]
 ASSETS = Path(__file__).parent.parent / "assets"
 _CPU_POOL_BYTES = 512 << 20
 _CUDA_POOL_SHARE = 0.6
+_SMALL_MODEL = 50_000_000
 
 
 class LLM:
@@ -55,6 +56,9 @@ class LLM:
         max_total_tokens: slots of the KV pool; None: what fits a memory budget.
         max_model_len: context length; None: the model's.
         disable_overlap_schedule: process each step's results before the next step is launched.
+        num_threads: torch's threads on the CPU, which are the whole process's. None: one for a
+            model of under 50 million parameters, whose operations are too short to share (two
+            threads on busy cores then wait for one another), else torch's own choice.
 
     Raises:
         UsageError: a value cannot be used, or the algorithm is not installed.
@@ -81,6 +85,7 @@ class LLM:
         max_total_tokens: int | None = None,
         max_model_len: int | None = None,
         disable_overlap_schedule: bool = False,
+        num_threads: int | None = None,
     ) -> None:
         for name, value, optional in (
             ("page_size", page_size, False),
@@ -88,6 +93,7 @@ class LLM:
             ("max_running_requests", max_running_requests, False),
             ("max_total_tokens", max_total_tokens, True),
             ("max_model_len", max_model_len, True),
+            ("num_threads", num_threads, True),
         ):
             _check_positive(name, value, optional)
         if not isinstance(seed, int):
@@ -110,6 +116,8 @@ class LLM:
         config = self._hooks.validate_config(config=config)
         self._runner = ModelRunner(path, _dtype(dtype, where), where)
         self.spec_config = config
+        if where.type == "cpu":
+            _set_threads(num_threads, self._runner.num_parameters)
         self.tokenizer = _load_tokenizer(tokenizer, path)
         self.context_len = min(max_model_len or self._runner.context_len, self._runner.context_len)
         runtime = EngineRuntime(config, self._runner, self.context_len, max_running_requests)
@@ -212,6 +220,7 @@ class LLM:
             "max_total_tokens": (pool.num_pages - 1) * pool.page_size,
             "context_len": self.context_len,
             "device": str(self._runner.device),
+            "num_threads": torch.get_num_threads(),
             "dtype": str(self._runner.dtype).removeprefix("torch."),
         }
 
@@ -416,6 +425,13 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype | None:
         raise UsageError(f"dtype={dtype!r}: expected auto, {', '.join(names)}")
     value: torch.dtype = getattr(torch, dtype)
     return value
+
+
+def _set_threads(num_threads: int | None, num_parameters: int) -> None:
+    if num_threads is None and num_parameters < _SMALL_MODEL:
+        num_threads = 1
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
 
 
 def _optional_path(path: str | Path | None) -> Path | None:

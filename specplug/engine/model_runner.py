@@ -65,6 +65,11 @@ class ModelRunner:
         return module
 
     @property
+    def num_parameters(self) -> int:
+        """Of the target, tied ones once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
     def _layers(self) -> nn.ModuleList:
         """The decoder layers, which models name ``layers``, ``h``, …"""
         children = self.model.get_decoder().children()

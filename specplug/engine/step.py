@@ -17,6 +17,7 @@ from specplug.engine.runtime import EngineRuntime
 from specplug.engine.sampler import top_logprobs
 from specplug.engine.sampling_params import Needs
 from specplug.engine.scheduler import Decode, Prefill
+from specplug.errors import PluginError
 from specplug.spec.batch import Batch, ForwardMode
 from specplug.spec.draft import Draft
 from specplug.spec.future_map import FutureMap
@@ -79,7 +80,6 @@ class StepRunner:
         self._hooks = hooks
         self._future_map = future_map
         self._pool = pool
-        self._columns = runtime.config.num_steps + 1
 
     @torch.inference_mode()
     def run(self, scheduled: Prefill | Decode) -> StepResult:
@@ -127,7 +127,7 @@ class StepRunner:
         batch = self._batch(ForwardMode.DECODE, requests)
         batch.seq_lens, draft_input = self._future_map.resolve(batch.rows)
         draft = self._hooks.propose(runtime=runtime, batch=batch, draft_input=draft_input)
-        assert draft.columns <= self._columns, (draft.columns, self._columns)
+        self._check(draft, batch)
         clock.lap("propose")
         output = self._verify_pass(batch, draft)
         clock.lap("target")
@@ -143,6 +143,19 @@ class StepRunner:
         logprobs = {n: committed.per_node[n] for n in _LOGPROB_NAMES if n in committed.per_node}
         widths = draft.widths or (draft.width,) * batch.size
         return self._result(scheduled, tokens, verified.accept_lens, logprobs, widths, clock)
+
+    def _check(self, draft: Draft, batch: Batch) -> None:
+        """Refuse a draft that would write behind the slots that are kept for it."""
+        config = self._runtime.config
+        size, width = draft.tokens.shape
+        most, steps = config.num_draft_tokens, config.num_steps
+        if size != batch.size or width > most or draft.depth > steps:
+            raise PluginError(
+                f"{config.algorithm}: propose() drafted {width} nodes, {draft.depth} deep, for "
+                f"{size} requests; expected at most num_draft_tokens={most} nodes, "
+                f"num_steps={steps} deep, for {batch.size}; draft less, or raise these in "
+                "validate_config()"
+            )
 
     def _verify_pass(self, batch: Batch, draft: Draft) -> TargetOutput:
         """The target's forward over the draft's nodes, and its token after each of them."""

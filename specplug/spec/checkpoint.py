@@ -30,7 +30,9 @@ class Checkpoint:
             CheckpointError: the folder, its config or its weights are missing or unreadable.
         """
         if not path.is_dir():
-            raise CheckpointError(f"draft model {path}: no such folder; expected a folder with config.json and weights")
+            raise CheckpointError(
+                f"draft model {path}: no such folder; expected one with config.json and weights"
+            )
         config_file = path / "config.json"
         if not config_file.is_file():
             raise CheckpointError(f"draft model {path}: it has no config.json")

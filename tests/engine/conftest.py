@@ -12,6 +12,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from torch import Tensor
+
 from specplug import (
     LLM,
     AlgorithmInfo,
@@ -26,10 +28,8 @@ from specplug import (
     SamplingParams,
     hookimpl,
 )
-from torch import Tensor
 
 VOCAB_SIZE = 96
-TOLERANCE = 1e-9
 
 BuildModel = Callable[..., Path]
 Tokens = tuple[int, ...]
@@ -49,6 +49,7 @@ class Scripted:
         ragged: the requests of a batch draft differently many nodes.
         bare_embeddings: the target's first layer gets the tokens' embeddings and nothing else.
         seed: of the script.
+        tolerance: of what is computed through attention.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class Scripted:
         ragged: bool = False,
         bare_embeddings: bool = True,
         seed: int = 0,
+        tolerance: float = 1e-9,
     ) -> None:
         self._known = {prompt: prompt + tokens for prompt, tokens in references.items()}
         self._tree = tree
         self._right = right
         self._ragged = ragged
         self._bare_embeddings = bare_embeddings
+        self._tolerance = tolerance
         self._random = random.Random(seed)
         self.fail_next_propose: Exception | None = None
         self.finished: list[str] = []
@@ -111,7 +114,7 @@ class Scripted:
                 self._check_embedding(runtime, features[row], known[position])
                 assert int(target_output.tokens[row]) == known[position + 1]
                 after = known[1 : position + 2]
-                assert abs(float(means[row]) - sum(after) / len(after)) < TOLERANCE
+                assert abs(float(means[row]) - sum(after) / len(after)) < self._tolerance
             ends_prompt = not batch.is_prefill or batch.last_chunk[b]
             if ends_prompt and start + count < len(known):
                 assert int(target_output.bonus_tokens[b]) == known[start + count]
@@ -327,8 +330,7 @@ def reference(tiny_model: Path) -> Reference:
     ) as llm:
         outputs = {
             name: tuple(
-                llm.generate(prompt, each)[0]
-                for prompt, each in zip(prompts, of_kind, strict=True)
+                llm.generate(prompt, each)[0] for prompt, each in zip(prompts, of_kind, strict=True)
             )
             for name, of_kind in params.items()
         }

@@ -10,6 +10,7 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from specplug import LLM, RequestOutput, SamplingParams
 
 KINDS = ("greedy", "seeded", "truncated", "penalized", "penalized and sampled")
@@ -164,3 +165,31 @@ def test_streams_give_the_same_tokens_as_generate(
         assert steps[-1] == expected
         assert all(expected[: len(tokens)] == tokens for tokens in steps)
         assert [len(tokens) for tokens in steps] == sorted(len(tokens) for tokens in steps)
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_changes_no_token_either(
+    kind: str, tree: bool, tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    prompts, params = reference.prompts, reference.params[kind]
+    with LLM(tiny_model, dtype="float32") as llm:
+        plain = [output.token_ids for output in llm.generate(prompts, params)]
+    known = dict(zip(prompts, plain, strict=True))
+    algorithm = scripted(known, tree=tree, right=0.8, ragged=True, tolerance=1e-4)
+    with LLM(tiny_model, dtype="float32", speculative_algorithm=algorithm, page_size=3) as llm:
+        assert [output.token_ids for output in llm.generate(prompts, params)] == plain
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_generates_the_same_twice(
+    kind: str, dtype: str, tiny_model: Path, reference: Any
+) -> None:
+    found = []
+    for _ in range(2):
+        with LLM(tiny_model, dtype=dtype) as llm:
+            outputs = llm.generate(reference.prompts, reference.params[kind])
+            found.append([output.token_ids for output in outputs])
+            assert all(len(output.token_ids) == MAX_TOKENS for output in outputs)
+    assert found[0] == found[1]

@@ -181,9 +181,7 @@ def test_ends_at_the_end_of_the_context(
         _check_counts(output)
 
 
-def test_ends_at_the_end_of_the_rotary_table(
-    open_llm: Callable[..., LLM], plain: Plain
-) -> None:
+def test_ends_at_the_end_of_the_rotary_table(open_llm: Callable[..., LLM], plain: Plain) -> None:
     llm = open_llm(plain.outputs)
     with LLM(llm._runner.model.name_or_path, dtype="float64") as none:
         for prompt in plain.outputs:

@@ -25,9 +25,7 @@ CPU = torch.device("cpu")
 exactly = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
 
-def _numpy_truncate(
-    scores: np.ndarray, min_p: float, top_k: int, top_p: float
-) -> np.ndarray:
+def _numpy_truncate(scores: np.ndarray, min_p: float, top_k: int, top_p: float) -> np.ndarray:
     """min-p over all tokens, then top-k, then top-p over what is left; one row."""
 
     def softmax(x: np.ndarray) -> np.ndarray:
@@ -48,7 +46,9 @@ def _numpy_truncate(
     return kept
 
 
-def _admit(sampler: Sampler, row: int, params: SamplingParams, prompt: Sequence[int] = (0,)) -> None:
+def _admit(
+    sampler: Sampler, row: int, params: SamplingParams, prompt: Sequence[int] = (0,)
+) -> None:
     request = Request(
         request_id=str(row),
         prompt=None,
@@ -97,7 +97,9 @@ def test_truncation_is_that_of_a_plain_implementation(
 def test_each_row_is_truncated_by_its_own_settings() -> None:
     scores = torch.randn(4, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     settings_of = [(0.0, 0, 1.0), (0.2, 0, 1.0), (0.0, 3, 1.0), (0.1, 7, 0.6)]
-    columns = (torch.tensor(c, dtype=torch.float64).unsqueeze(1) for c in zip(*settings_of, strict=True))
+    columns = (
+        torch.tensor(c, dtype=torch.float64).unsqueeze(1) for c in zip(*settings_of, strict=True)
+    )
     found = truncate(scores, *columns)
     for row, each in enumerate(settings_of):
         np.testing.assert_array_equal(found[row], _numpy_truncate(scores[row].numpy(), *each))
@@ -250,7 +252,9 @@ def _plain_token(
     for token in range(len(scores)):
         if token in counts or token in prompt:
             penalty = params.repetition_penalty
-            scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+            scores[token] = (
+                scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+            )
         scores[token] -= params.frequency_penalty * counts[token]
         scores[token] -= params.presence_penalty * (token in counts)
         scores[token] += params.logit_bias.get(token, 0.0)
@@ -260,7 +264,9 @@ def _plain_token(
         )
         position = len(prompt) + len(output)
         seed = torch.tensor([params.seed])
-        scores = scores + gumbel(seed, torch.tensor([position]), torch.arange(len(scores)))[0].numpy()
+        scores = (
+            scores + gumbel(seed, torch.tensor([position]), torch.arange(len(scores)))[0].numpy()
+        )
     return int(scores.argmax())
 
 

@@ -62,6 +62,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests.append(request)
         self.scheduler.add(request)
 
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(accepted=st.lists(st.integers(0, 59), min_size=1, max_size=12))
+    def run(self, accepted: list[int]) -> None:
+        """As the engine's loop does: launch, and process what is due."""
+        for count in accepted:
+            if len(self.launched) < self.scheduler.config.steps_in_flight:
+                self.launch()
+            if self.launched:
+                self.process(count)
+            self.nothing_is_lost()
+
     @precondition(lambda self: len(self.launched) < self.scheduler.config.steps_in_flight)
     @rule()
     def launch(self) -> None:
@@ -103,8 +114,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.table.slots[request.row, :count].tolist() == expected
 
     @precondition(lambda self: self.launched)
-    @rule(data=st.data())
-    def process(self, data: st.DataObject) -> None:
+    @rule(count=st.integers(0, 59))
+    def process(self, count: int) -> None:
+        """The oldest step arrives; its i-th request accepts 1 + (count + i) % columns tokens."""
         scheduled = self.launched.pop(0)
         if isinstance(scheduled, Prefill):
             for chunk in scheduled.chunks:
@@ -112,8 +124,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     chunk.request.append(1)
                 self.scheduler.processed(chunk.request, committed=None)
             return
-        for request in scheduled.requests:
-            accepted = data.draw(st.integers(1, self.scheduler.config.columns))
+        for i, request in enumerate(scheduled.requests):
+            accepted = 1 + (count + i) % self.scheduler.config.columns
             for _ in range(accepted):
                 if not request.finished:
                     request.append(1)
@@ -174,7 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=200, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
 TestScheduler = SchedulerMachine.TestCase
 

@@ -36,9 +36,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
         ("words", r"the model has no tokenizer: give the prompt as token ids"),
     ],
 )
-def test_a_bad_prompt_is_refused_and_nothing_runs(
-    prompts: Any, message: str, llm: LLM
-) -> None:
+def test_a_bad_prompt_is_refused_and_nothing_runs(prompts: Any, message: str, llm: LLM) -> None:
     before = llm.stats()
     with pytest.raises(UsageError, match=message):
         llm.generate(prompts, SamplingParams(max_tokens=3))

@@ -10,9 +10,7 @@ from specplug.kernels.paged_attention import paged_attention_reference
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_each_query_attends_to_its_own_requests_slots(
-    kv_heads: int, softcap: float | None
-) -> None:
+def test_each_query_attends_to_its_own_requests_slots(kv_heads: int, softcap: float | None) -> None:
     bs, heads, width, head_dim, length = 3, 4, 2, 5, 7
     generator = torch.Generator().manual_seed(kv_heads)
 

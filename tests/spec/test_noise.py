@@ -98,7 +98,9 @@ DRAWS = {
     "tokens": lambda n: gumbel(_column(5), _column(6), torch.arange(n)),
     "positions": lambda n: gumbel(torch.full((n,), 5), torch.arange(n), _column(6)),
     "seeds": lambda n: gumbel(torch.arange(n), torch.full((n,), 5), _column(6)),
-    "all at once": lambda n: gumbel(torch.arange(n // 100), torch.arange(n // 100), torch.arange(100)),
+    "all at once": lambda n: gumbel(
+        torch.arange(n // 100), torch.arange(n // 100), torch.arange(100)
+    ),
 }
 
 

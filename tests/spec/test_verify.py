@@ -39,7 +39,9 @@ class Case:
         return Draft.tree(tokens, parents, self.depth, self.widths)
 
     def flat(self) -> torch.Tensor:
-        flat = [t for row, width in zip(self.predict, self.widths, strict=True) for t in row[:width]]
+        flat = [
+            t for row, width in zip(self.predict, self.widths, strict=True) for t in row[:width]
+        ]
         return torch.tensor(flat, dtype=torch.int64)
 
     def walk(self, b: int) -> list[int]:

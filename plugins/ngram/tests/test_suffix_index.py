@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from specplug_ngram.suffix_index import LONGEST, SHORTEST, SharedIndex, SuffixIndex
 
 exactly = settings(max_examples=300, deadline=None, derandomize=True, database=None)

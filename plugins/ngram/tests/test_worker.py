@@ -5,11 +5,11 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from specplug_ngram.future_map import HostFutureMap
-from specplug_ngram.worker import NgramWorker
 
 from specplug import Batch, CommittedOutput, DraftInput
 from specplug.spec.batch import ForwardMode
+from specplug_ngram.future_map import HostFutureMap
+from specplug_ngram.worker import NgramWorker
 
 
 @attrs.frozen
@@ -134,9 +134,7 @@ def test_prefills_without_a_decode_step_do_not_pile_up() -> None:
     seen: list[str] = []
     future_map = HostFutureMap(4, torch.device("cpu"), lambda name, tokens: seen.append(name))
     for number in range(100):
-        prefill = _batch(
-            Request(str(number), (1,)), mode=ForwardMode.PREFILL, last_chunk=(True,)
-        )
+        prefill = _batch(Request(str(number), (1,)), mode=ForwardMode.PREFILL, last_chunk=(True,))
         future_map.relay(prefill, _output([[11]], [1]))
     assert len(future_map._relayed) <= 2
     assert seen == [str(number) for number in range(98)]

@@ -1,0 +1,215 @@
+"""What the engine asks of an algorithm, and what it tells those who watch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specplug import (
+    LLM,
+    Batch,
+    CommittedOutput,
+    Draft,
+    DraftInput,
+    PluginError,
+    RequestReport,
+    Runtime,
+    SamplingParams,
+    StepReport,
+    TargetOutput,
+    VerifyOutput,
+    hookimpl,
+    verify_tree,
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda roots: Draft.chain(roots.repeat(1, 6)), "6 nodes, 5 deep, for 7 requests"),
+        (
+            lambda roots: Draft.tree(
+                torch.arange(7).expand(len(roots), -1), torch.tensor([[-1] + [0] * 6] * 7), 1
+            ),
+            "7 nodes, 1 deep, for 7 requests",
+        ),
+        (lambda roots: Draft.chain(roots[1:]), "1 nodes, 0 deep, for 6 requests"),
+    ],
+    ids=["too deep", "too many nodes", "too few requests"],
+)
+def test_a_draft_that_does_not_fit_is_told_and_the_engine_goes_on(
+    make: Any, told: str, tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    class Misfit(scripted):  # type: ignore[misc]
+        broken = True
+
+        @hookimpl
+        def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+            if self.broken:
+                draft: Draft = make(draft_input.bonus_tokens.unsqueeze(1))
+                return draft
+            fitting: Draft = super().propose(runtime, batch, draft_input)
+            return fitting
+
+    algorithm = Misfit(reference.tokens(["greedy"] * 7))
+    with LLM(tiny_model, dtype="float64", speculative_algorithm=algorithm) as llm:
+        with pytest.raises(PluginError, match=rf"SCRIPTED: propose\(\) drafted {told}; expected"):
+            llm.generate(reference.prompts)
+        algorithm.broken = False
+        outputs = llm.generate(reference.prompts, reference.params["greedy"])
+        llm.check_pool()
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in reference.outputs["greedy"]]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_reports_add_up_to_the_outputs(
+    overlap: bool, tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    steps: list[StepReport] = []
+    ended: dict[str, RequestReport] = {}
+
+    class Watched(scripted):  # type: ignore[misc]
+        @hookimpl
+        def on_step(self, report: StepReport) -> None:
+            steps.append(report)
+
+        @hookimpl
+        def on_request_finished(self, report: RequestReport) -> None:
+            assert report.request_id not in ended
+            ended[report.request_id] = report
+
+    algorithm = Watched(reference.tokens(["greedy"] * 7), tree=True, right=0.7, ragged=True)
+    with LLM(
+        tiny_model,
+        dtype="float64",
+        chunked_prefill_size=5,
+        max_running_requests=3,
+        disable_overlap_schedule=not overlap,
+        speculative_algorithm=algorithm,
+    ) as llm:
+        params = [SamplingParams(max_tokens=3 + 4 * i) for i in range(7)]
+        outputs = llm.generate(reference.prompts, params)
+        stats = llm.stats()
+    for output in outputs:
+        report = ended[output.request_id]
+        assert report.num_prompt_tokens == len(output.prompt_token_ids)
+        assert report.num_output_tokens == len(output.token_ids)
+        assert report.accept_lens == output.accept_lens
+        assert report.finish_reason == output.finish_reason
+        mine = [
+            (step.mode, step.widths[i], step.accept_lens[i])
+            for step in steps
+            for i, name in enumerate(step.request_ids)
+            if name == output.request_id
+        ]
+        prefills = [row for row in mine if row[0] == "prefill"]
+        assert sum(width for _, width, _ in prefills) == len(output.prompt_token_ids)
+        assert [kept for _, _, kept in prefills] == [0] * (len(prefills) - 1) + [1]
+        decodes = [row for row in mine if row[0] == "decode"]
+        assert tuple(kept for _, _, kept in decodes if kept) == output.accept_lens
+        assert all(1 <= width <= 5 and kept <= width for _, width, kept in decodes)
+    assert set(steps[-1].seconds) == {"propose", "target", "verify", "extend"}
+    assert stats["output_tokens"] == sum(len(output.token_ids) for output in outputs)
+    assert stats["prompt_tokens"] == sum(map(len, reference.prompts))
+    assert stats["requests"] == {"length": 7}
+    assert stats["verifications"] == sum(len(output.accept_lens) for output in outputs)
+    llm_counts = stats["accepted_by_length"]
+    assert sum(llm_counts.values()) == stats["verifications"]
+    assert sum(n * count for n, count in llm_counts.items()) == stats["accepted"]
+
+
+def test_an_algorithms_own_verify_is_used(tiny_model: Path, reference: Any, scripted: Any) -> None:
+    class RefusesAll(scripted):  # type: ignore[misc]
+        @hookimpl
+        def verify(self, draft: Draft, target_output: TargetOutput) -> VerifyOutput:
+            found = verify_tree(draft, target_output.predict)
+            index = found.accept_index.clone()
+            index[:, 1:] = -1
+            return VerifyOutput(
+                predict=found.predict,
+                accept_index=index,
+                accept_lens=torch.ones_like(found.accept_lens),
+                bonus_tokens=target_output.predict[index[:, 0]],
+            )
+
+    algorithm = RefusesAll(reference.tokens(["seeded"] * 7), right=1.0)
+    with LLM(tiny_model, dtype="float64", speculative_algorithm=algorithm) as llm:
+        outputs = llm.generate(reference.prompts, reference.params["seeded"])
+    for output, plain in zip(outputs, reference.outputs["seeded"], strict=True):
+        assert output.token_ids == plain.token_ids
+        assert set(output.accept_lens) == {1}
+
+
+@pytest.mark.parametrize("kind", ["absent", "none", "changing"])
+def test_a_draft_state_may_be_absent_or_change_its_width(
+    kind: str, tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    class Moody(scripted):  # type: ignore[misc]
+        calls = 0
+
+        @hookimpl
+        def build_draft_input(
+            self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+        ) -> DraftInput:
+            full: DraftInput = super().build_draft_input(runtime, batch, target_output)
+            self.calls += 1
+            extra: Any = torch.ones(batch.size, 1 + self.calls % 3)
+            if kind == "changing":
+                return DraftInput(
+                    bonus_tokens=full.bonus_tokens, state={**full.state, "extra": extra}
+                )
+            if kind == "none" and self.calls % 2:
+                extra = None
+            state = {**full.state, "extra": extra}
+            if kind == "absent" and self.calls % 2:
+                del state["extra"]
+            return DraftInput(bonus_tokens=full.bonus_tokens, state=state)
+
+    algorithm = Moody(reference.tokens(["seeded"] * 7), tree=True, right=0.8)
+    with LLM(
+        tiny_model, dtype="float64", max_running_requests=3, speculative_algorithm=algorithm
+    ) as llm:
+        outputs = llm.generate(reference.prompts, reference.params["seeded"])
+    assert [output.token_ids for output in outputs] == [
+        output.token_ids for output in reference.outputs["seeded"]
+    ]
+
+
+def test_temperatures_and_noise_are_those_of_the_requests(
+    tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    """A drafter that takes the target's noise and distribution drafts the target's own token."""
+    from specplug.spec.noise import gumbel
+
+    class Curious(scripted):  # type: ignore[misc]
+        looked = 0
+
+        @hookimpl
+        def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+            draft: Draft = super().propose(runtime, batch, draft_input)
+            positions = batch.seq_lens.unsqueeze(1) + torch.arange(1, 3)
+            some = torch.tensor([5, 0, 95])
+            noise = runtime.gumbel_noise(batch, positions, some)
+            temperatures = runtime.temperatures(batch)
+            assert noise.shape == (batch.size, 2, 3)
+            assert noise.dtype == temperatures.dtype == torch.float32
+            assert batch.greedy == all(r.params.greedy for r in batch.requests)
+            for b, request in enumerate(batch.requests):
+                greedy = request.params.greedy
+                assert float(temperatures[b]) == pytest.approx(request.params.temperature or 1.0)
+                seeds = torch.tensor([request.seed] * 2)
+                expected = gumbel(seeds, positions[b], some).to(torch.float32)
+                assert torch.equal(noise[b], torch.zeros(2, 3) if greedy else expected)
+                self.looked += 1
+            return draft
+
+    kinds = ["greedy", "seeded", "truncated", "greedy", "penalized", "seeded", "truncated"]
+    algorithm = Curious(reference.tokens(kinds), right=0.7)
+    with LLM(
+        tiny_model, dtype="float64", max_running_requests=3, speculative_algorithm=algorithm
+    ) as llm:
+        llm.generate(reference.prompts, [reference.params[k][i] for i, k in enumerate(kinds)])
+    assert algorithm.looked > 20
