@@ -256,14 +256,15 @@ def _chosen(group: Sequence[click.Option], options: Mapping[str, Any]) -> dict[s
 def _check_algorithm(engine: Mapping[str, Any]) -> None:
     """Refuse at once what ``LLM`` would refuse after torch has loaded."""
     selected = Registry().select(engine["speculative_algorithm"])
-    draft = engine["speculative_draft_model_path"]
+    typed = engine["speculative_draft_model_path"]
+    # Whether weights are shipped depends on the model: that is for LLM to say.
+    untold = Path(".") if selected.info.capabilities.draft_model else None
     SpecConfig.resolve(
         selected.info,
         num_steps=engine["speculative_num_steps"],
         topk=engine["speculative_eagle_topk"],
         num_draft_tokens=engine["speculative_num_draft_tokens"],
-        # Whether weights are shipped depends on the model: that is for LLM to say.
-        draft_model_path=Path(draft or "."),
+        draft_model_path=Path(typed) if typed else untold,
     )
 
 

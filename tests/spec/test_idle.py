@@ -1,4 +1,4 @@
-"""An idle draft input is made from the worker's own word, by one function, as often as one likes."""
+"""An idle draft input is as the worker says, however often it is made."""
 
 from __future__ import annotations
 

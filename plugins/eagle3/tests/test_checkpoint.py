@@ -42,7 +42,7 @@ def network_of(llm: LLM) -> Eagle3Network:
 def assert_loaded(llm: LLM, tensors: dict[str, Tensor]) -> None:
     state = network_of(llm).state_dict()
     for name, tensor in tensors.items():
-        assert torch.equal(state[name], tensor), name
+        assert torch.equal(state[name].cpu(), tensor), name
 
 
 def test_safeailab_layout_loads(
