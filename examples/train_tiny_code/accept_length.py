@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from eagle3 import load_head, unroll
 from generations import Decoder, gumbel
-from specplug_eagle3.network import Eagle3Network
 from target import END_OF_TEXT_ID, forward, load
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
+
+from specplug_eagle3.network import Eagle3Network
 
 
 def noise(rows: int, length: int, vocab: int, device: str) -> Tensor:

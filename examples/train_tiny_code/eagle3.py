@@ -18,10 +18,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from specplug_eagle3.network import Eagle3Config, Eagle3Network
 from target import forward, learning_rate, load, optimizer_of, rows
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from specplug_eagle3.network import Eagle3Config, Eagle3Network
 
 STEP_WEIGHT = 0.8  # the loss of step j counts STEP_WEIGHT ** j
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from specplug_eagle3.network import Eagle3Config, Eagle3Network
 from torch import Tensor
+
+from specplug_eagle3.network import Eagle3Config, Eagle3Network
 
 VOCAB, DRAFT_VOCAB, TARGET_HIDDEN, CONTEXT = 97, 50, 32, 160
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from specplug_eagle3 import algorithm
-from specplug_eagle3.network import Eagle3Network
 from torch import Tensor
 
 from specplug import LLM, CheckpointError, SamplingParams, UsageError
+from specplug_eagle3 import algorithm
+from specplug_eagle3.network import Eagle3Network
 
 Write = Callable[..., Path]
 

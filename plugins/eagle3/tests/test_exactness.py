@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from specplug_eagle3 import algorithm
 
 from specplug import LLM, SamplingParams
+from specplug_eagle3 import algorithm
 
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=20),

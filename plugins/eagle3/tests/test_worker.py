@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from specplug_eagle3 import Eagle3
 from torch import Tensor
 
 from specplug import LLM, Batch, Draft, DraftInput, Runtime, SamplingParams, hookimpl
+from specplug_eagle3 import Eagle3
 
 HEADS, KV_HEADS, HEAD_DIM, EPS, THETA = 4, 2, 8, 1e-5, 1e4
 
