@@ -480,5 +480,5 @@ def test_installed_extensions(plugin_folder):
         warnings.simplefilter("error")
         manager = build_plugin_manager(registry.select(Handmade()), extensions)
     report: list[str] = []
-    manager.hook.on_step(report=report)
+    manager.hook.on_step(runtime=None, report=report)
     assert sorted(report) == ["first", "second"]

@@ -54,7 +54,10 @@ def _fused(module: nn.Module) -> FusedRMSNorm | None:
         return None
     if not isinstance(weight, Tensor) or weight.dtype not in (torch.float32, torch.float64):
         return None
-    sample = torch.randn(4, *weight.shape, dtype=weight.dtype, device=weight.device)
+    generator = torch.Generator(weight.device).manual_seed(0)  # the caller's own stays untouched
+    sample = torch.randn(
+        4, *weight.shape, dtype=weight.dtype, device=weight.device, generator=generator
+    )
     expected = module(sample)
     for scale in (weight, 1 + weight):  # Gemma's norms multiply by one more
         fused = FusedRMSNorm(scale.detach().clone(), eps)

@@ -170,13 +170,13 @@ class LLM:
             UsageError: a prompt or a setting cannot be used; nothing has run then.
         """
         outputs: dict[str, RequestOutput] = {}
-        order: list[str] = []
-        with closing(self._run(prompts, sampling_params, order, partial=False)) as ended:
+        requests = self._make_all(prompts, sampling_params)
+        with closing(self._run(requests, partial=False)) as ended:
             for output in ended:
                 outputs[output.request_id] = output
                 if on_finished is not None:
                     on_finished(output)
-        return [outputs[request_id] for request_id in order]
+        return [outputs[request.request_id] for request in requests]
 
     def stream(
         self,
@@ -187,8 +187,11 @@ class LLM:
 
         The last output of each request has a ``finish_reason``. Closing the iterator aborts what
         still runs.
+
+        Raises:
+            UsageError: a prompt or a setting cannot be used; nothing runs then.
         """
-        return self._run(prompts, sampling_params, [], partial=True)
+        return self._run(self._make_all(prompts, sampling_params), partial=True)
 
     def abort(self, request_id: str) -> None:
         """End a request; its output so far comes with ``finish_reason="abort"``.
@@ -257,20 +260,19 @@ class LLM:
     def _backend_tokenizer(self) -> Any:
         return None if self.tokenizer is None else self.tokenizer.backend_tokenizer
 
-    def _run(
+    def _make_all(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        order: list[str],
-        *,
-        partial: bool,
-    ) -> Generator[RequestOutput, None, None]:
+    ) -> list[Request]:
         if self._engine is None:
             raise UsageError("this LLM is closed; make another one")
         batch = _as_batch(prompts)
-        params = _as_params(sampling_params, len(batch))
-        requests = self._make_requests(batch, params)
-        order += [request.request_id for request in requests]
+        return self._make_requests(batch, _as_params(sampling_params, len(batch)))
+
+    def _run(
+        self, requests: Sequence[Request], *, partial: bool
+    ) -> Generator[RequestOutput, None, None]:
         live = {request.request_id: request for request in requests}
         for request in requests:
             self._engine.add(request)

@@ -1,7 +1,7 @@
 """The target's token at each node: exact, and a function of the node's own path alone.
 
-The token at position t is ``argmax(log p_t + g(seed, t, token))`` (greedy: g = 0) after penalties,
-logit bias, temperature, min-p, top-k and top-p, in vLLM's order. Nothing else enters, so it is the
+The token at position t is ``argmax(log p_t + g(seed, t, token))`` (greedy: g = 0) after logit bias,
+penalties, temperature, min-p, top-k and top-p, in this order. Nothing else enters, so it is the
 same whatever was drafted, and whatever else is in the batch.
 """
 
@@ -106,11 +106,11 @@ class Sampler:
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         settings = self._settings[rows].to(scores.dtype)
         column = dict(zip(_COLUMNS, settings.unsqueeze(2).unbind(1), strict=True))
-        if needs & Needs.PENALTIES:
-            scores = self._penalize(scores, column, rows, draft)
         if needs & Needs.BIAS:
             assert self._bias is not None
             scores = scores + self._bias[rows]
+        if needs & Needs.PENALTIES:
+            scores = self._penalize(scores, column, rows, draft)
         if random is not None:
             scores = scores / column["temperature"]
             if needs & Needs.TRUNCATION:

@@ -19,7 +19,7 @@ from specplug.engine.sampling_params import Needs
 from specplug.engine.scheduler import Decode, Prefill
 from specplug.errors import PluginError
 from specplug.spec.batch import Batch, ForwardMode
-from specplug.spec.draft import Draft
+from specplug.spec.draft import Draft, DraftInput
 from specplug.spec.future_map import FutureMap
 from specplug.spec.padding import Padding
 from specplug.spec.rotation import rotate_chunks
@@ -194,12 +194,18 @@ class StepRunner:
 
     def _extend(self, batch: Batch, output: CommittedOutput, seq_lens: Tensor) -> None:
         """Feed the draft model, then leave all that the next step needs."""
-        draft_input = self._hooks.build_draft_input(
-            runtime=self._runtime,
-            batch=batch,
-            target_output=output,
-            future_map=self._future_map,
-        )
+        if len(output.tokens) == 0:
+            empty = DraftInput(bonus_tokens=output.bonus_tokens)
+            draft_input = self._hooks.fixup_idle(
+                runtime=self._runtime, batch=batch, draft_input=empty
+            )
+        else:
+            draft_input = self._hooks.build_draft_input(
+                runtime=self._runtime,
+                batch=batch,
+                target_output=output,
+                future_map=self._future_map,
+            )
         self._future_map.publish(batch.rows, seq_lens, output)
         self._future_map.stash(batch.rows, draft_input)
 

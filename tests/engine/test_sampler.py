@@ -250,6 +250,7 @@ def _plain_token(
     scores = logits.copy()
     counts = Counter(output)
     for token in range(len(scores)):
+        scores[token] += params.logit_bias.get(token, 0.0)
         if token in counts or token in prompt:
             penalty = params.repetition_penalty
             scores[token] = (
@@ -257,7 +258,6 @@ def _plain_token(
             )
         scores[token] -= params.frequency_penalty * counts[token]
         scores[token] -= params.presence_penalty * (token in counts)
-        scores[token] += params.logit_bias.get(token, 0.0)
     if params.temperature > 0:
         scores = _numpy_truncate(
             scores / params.temperature, params.min_p, max(params.top_k, 0), params.top_p
