@@ -66,23 +66,38 @@ class PagedPlan:
         softcap: float | None = None,
     ) -> Tensor:
         """See ``AttentionPlan.attend``; ``window`` is a sliding window's length in tokens."""
-        keys, values = cache.keys[layer], cache.values[layer]
-        keys.index_copy_(0, self.slots, k)
-        values.index_copy_(0, self.slots, v)
         heads, head_dim = q.shape[1:]
         if self.padding is not None:
             q = q[self.padding.padded_rows]
-        out = paged_attention_reference(
-            q.view(self.bs, self.width, heads, head_dim).transpose(1, 2),
+        q = q.view(self.bs, self.width, heads, head_dim).transpose(1, 2)
+        out = self.attend_padded(cache, layer, q, k, v, scale, window, softcap)
+        flat = out.transpose(1, 2).reshape(self.bs * self.width, heads * head_dim)
+        return flat if self.padding is None else flat[self.padding.flat_index]
+
+    def attend_padded(
+        self,
+        cache: KVCache,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """As ``attend``, with queries and result [bs, H, Q, D]."""
+        keys, values = cache.keys[layer], cache.values[layer]
+        keys.index_copy_(0, self.slots, k)
+        values.index_copy_(0, self.slots, v)
+        return paged_attention_reference(
+            q,
             keys,
             values,
             self.table,
-            self._bias_for(window, heads // keys.shape[1], q.dtype),
-            head_dim**-0.5 if scale is None else scale,
+            self._bias_for(window, q.shape[1] // keys.shape[1], q.dtype),
+            q.shape[3] ** -0.5 if scale is None else scale,
             softcap,
         )
-        flat = out.transpose(1, 2).reshape(self.bs * self.width, heads * head_dim)
-        return flat if self.padding is None else flat[self.padding.flat_index]
 
     def _bias_for(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
         """[bs, 1, group * Q, L] additive mask; made once a pass for each kind of layer."""
@@ -193,18 +208,15 @@ def _attention(
     assert target_pass is not None, "the specplug attention needs the engine's plan"
     if s_aux is not None:
         raise UsageError(f"{type(module).__name__}: attention sinks are not supported yet")
-    heads = query.shape[1]
-    out = target_pass.plan.attend(
-        target_pass.cache,
-        module.layer_idx,  # type: ignore[arg-type]
-        query.squeeze(0).transpose(0, 1),
-        key.squeeze(0).transpose(0, 1),
-        value.squeeze(0).transpose(0, 1),
-        scaling,
-        sliding_window,
-        softcap,
-    )
-    return out.view(1, out.shape[0], heads, -1), None
+    plan, cache = target_pass.plan, target_pass.cache
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    k, v = key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
+    if plan.bs == 1 and plan.padding is None:  # transformers' layout is ours already
+        out = plan.attend_padded(cache, layer, query, k, v, scaling, sliding_window, softcap)
+        return out.transpose(1, 2), None
+    q = query.squeeze(0).transpose(0, 1)
+    flat = plan.attend(cache, layer, q, k, v, scaling, sliding_window, softcap)
+    return flat.view(1, flat.shape[0], query.shape[1], -1), None
 
 
 def register() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from specplug.engine.attention import IMPLEMENTATION, PagedPlan, TargetPass, register
 from specplug.engine.kv_cache import KVShape
-from specplug.engine.lean_modules import fuse_norms, shorten_calls
+from specplug.engine.lean_modules import fuse_norms, pack_weights, shorten_calls
 from specplug.errors import CheckpointError, UsageError
 from specplug.spec.runtime import KVCache
 
@@ -34,6 +34,8 @@ class ModelRunner:
         self.model = _load(path, dtype).to(device).eval()
         _check_attention(path, self.model)
         fuse_norms(self.model)
+        if device.type == "cpu":
+            pack_weights(self.model)
         shorten_calls(self.model, keep=self._layers)
         self.dtype: torch.dtype = self.model.dtype
         config = self.model.config.get_text_config()

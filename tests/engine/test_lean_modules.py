@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from specplug.engine.lean_modules import FusedRMSNorm, fuse_norms, shorten_calls
+from specplug.engine.lean_modules import FusedRMSNorm, fuse_norms, pack_weights, shorten_calls
 
 
 class LlamaRMSNorm(nn.Module):
@@ -68,3 +68,14 @@ def test_shortened_calls_give_the_same_and_keep_the_hooks_of_what_is_kept() -> N
     assert seen == ["kept"]
     assert isinstance(model[0], nn.Linear)
     assert sum(p.numel() for p in model.parameters()) == 40
+
+
+def test_packed_weights_are_the_same_and_stay_tied() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 5), "b": nn.Linear(3, 5), "c": nn.Linear(7, 2).half()})
+    model["b"].weight = model["a"].weight
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    pack_weights(model)
+    assert model["a"].weight is model["b"].weight
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+        assert tensor.data_ptr() % 64 == 0
