@@ -260,19 +260,23 @@ class LLM:
     def _backend_tokenizer(self) -> Any:
         return None if self.tokenizer is None else self.tokenizer.backend_tokenizer
 
+    def _check_open(self) -> None:
+        if self._engine is None:
+            raise UsageError("this LLM is closed; make another one")
+
     def _make_all(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
-        if self._engine is None:
-            raise UsageError("this LLM is closed; make another one")
+        self._check_open()
         batch = _as_batch(prompts)
         return self._make_requests(batch, _as_params(sampling_params, len(batch)))
 
     def _run(
         self, requests: Sequence[Request], *, partial: bool
     ) -> Generator[RequestOutput, None, None]:
+        self._check_open()  # it may have been closed since the requests were made
         live = {request.request_id: request for request in requests}
         for request in requests:
             self._engine.add(request)

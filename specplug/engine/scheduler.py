@@ -45,6 +45,11 @@ class PrefillChunk:
     end: int
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """The chunk itself."""
+        return self.request.prompt_token_ids[self.start : self.end]
+
+    @property
     def is_last(self) -> bool:
         """Whether it ends the prompt."""
         return self.end == len(self.request.prompt_token_ids)

@@ -99,7 +99,7 @@ class StepRunner:
         padding = Padding.of(widths, max(widths), runtime.device)
         plan = runtime.make_plan(batch.rows, batch.seq_lens, max(widths), padding=padding)
         batch.attention = plan
-        tokens = self._upload([t for c in chunks for t in _chunk_tokens(c.request, c.start, c.end)])
+        tokens = self._upload([token for chunk in chunks for token in chunk.tokens])
         accept_lens = self._upload(list(widths))
         last_rows = accept_lens.cumsum(0) - 1
         logits, per_node = self._runner.forward(tokens, plan, last_rows)
@@ -283,10 +283,6 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[part] = now - self._last
         self._last = now
-
-
-def _chunk_tokens(request: Request, start: int, end: int) -> Sequence[int]:
-    return request.prompt_token_ids[start:end]
 
 
 def _needs(requests: Sequence[Any]) -> Needs:
