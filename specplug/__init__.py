@@ -30,11 +30,15 @@ if TYPE_CHECKING:
     from specplug.engine.llm import LLM
     from specplug.engine.outputs import Logprob, RequestOutput
     from specplug.engine.sampling_params import SamplingParams
+    from specplug.spec import layers
     from specplug.spec.batch import Batch, RequestView
     from specplug.spec.checkpoint import Checkpoint
+    from specplug.spec.coupling import couple
     from specplug.spec.draft import Draft, DraftInput
+    from specplug.spec.feature_drafter import FeatureDrafter, FeatureNetwork
     from specplug.spec.future_map import FutureMap
     from specplug.spec.report import RequestReport, StepReport
+    from specplug.spec.rotation import chunk_tails, rotate_chunks
     from specplug.spec.runtime import AttentionPlan, KVCache, Runtime
     from specplug.spec.target_output import CommittedOutput, TargetOutput
     from specplug.spec.tree import select_tree
@@ -50,14 +54,19 @@ _LAZY = {
     "Batch": "specplug.spec.batch",
     "RequestView": "specplug.spec.batch",
     "Checkpoint": "specplug.spec.checkpoint",
+    "couple": "specplug.spec.coupling",
     "Draft": "specplug.spec.draft",
     "DraftInput": "specplug.spec.draft",
+    "FeatureDrafter": "specplug.spec.feature_drafter",
+    "FeatureNetwork": "specplug.spec.feature_drafter",
     "FutureMap": "specplug.spec.future_map",
     "RequestReport": "specplug.spec.report",
     "StepReport": "specplug.spec.report",
     "AttentionPlan": "specplug.spec.runtime",
     "KVCache": "specplug.spec.runtime",
     "Runtime": "specplug.spec.runtime",
+    "chunk_tails": "specplug.spec.rotation",
+    "rotate_chunks": "specplug.spec.rotation",
     "CommittedOutput": "specplug.spec.target_output",
     "TargetOutput": "specplug.spec.target_output",
     "select_tree": "specplug.spec.tree",
@@ -79,6 +88,8 @@ __all__ = [
     "Defaults",
     "Draft",
     "DraftInput",
+    "FeatureDrafter",
+    "FeatureNetwork",
     "FutureMap",
     "KVCache",
     "Logprob",
@@ -96,13 +107,19 @@ __all__ = [
     "UsageError",
     "VerifyOutput",
     "__version__",
+    "chunk_tails",
+    "couple",
     "hookimpl",
+    "layers",
+    "rotate_chunks",
     "select_tree",
     "verify_tree",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "layers":
+        return import_module("specplug.spec.layers")
     if name not in _LAZY:
         raise AttributeError(f"module 'specplug' has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)

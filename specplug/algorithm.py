@@ -106,6 +106,36 @@ class SpecConfig:
         """This configuration with ``changes``, and the reason, which the user will read."""
         return attrs.evolve(self, adjustments=(*self.adjustments, reason), **changes)
 
+    def fit_feature_draft(self) -> SpecConfig:
+        """These settings as ``FeatureDrafter`` can use them: what it cannot use is adjusted.
+
+        A chain (``topk`` 1) has S + 1 nodes, a tree at most 1 + K + (S-1)·K². A chain of fewer
+        nodes is as deep as they reach.
+
+        Raises:
+            UsageError: a tree of the root alone.
+        """
+        steps, topk, nodes = self.num_steps, self.topk, self.num_draft_tokens
+        if topk == 1:
+            if nodes > steps + 1:
+                reason = f"num_draft_tokens {nodes} -> {steps + 1}: a chain of {steps} steps"
+                return self.adjust(reason, num_draft_tokens=steps + 1)
+            if 1 < nodes <= steps:
+                reason = f"num_steps {steps} -> {nodes - 1}: a chain of {nodes} nodes"
+                return self.adjust(reason, num_steps=nodes - 1)
+            return self
+        most = 1 + topk + (steps - 1) * topk * topk
+        if nodes < 2:
+            raise UsageError(
+                f"num_draft_tokens={nodes}: expected at least 2 with topk={topk}, "
+                "the root and one candidate"
+            )
+        fitted = attrs.evolve(self, num_draft_slots=topk * max(steps - 1, 1))
+        if nodes > most:
+            reason = f"num_draft_tokens {nodes} -> {most}: all candidates of {steps} steps"
+            fitted = fitted.adjust(reason, num_draft_tokens=most)
+        return fitted
+
     @classmethod
     def resolve(
         cls,

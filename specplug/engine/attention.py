@@ -74,6 +74,11 @@ class PagedPlan:
         flat = out.transpose(1, 2).reshape(self.bs * self.width, heads * head_dim)
         return flat if self.padding is None else flat[self.padding.flat_index]
 
+    def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
+        """See ``AttentionPlan.write``."""
+        cache.keys[layer].index_copy_(0, self.slots, k)
+        cache.values[layer].index_copy_(0, self.slots, v)
+
     def attend_padded(
         self,
         cache: KVCache,
@@ -86,9 +91,8 @@ class PagedPlan:
         softcap: float | None,
     ) -> Tensor:
         """As ``attend``, with queries and result [bs, H, Q, D]."""
+        self.write(cache, layer, k, v)
         keys, values = cache.keys[layer], cache.values[layer]
-        keys.index_copy_(0, self.slots, k)
-        values.index_copy_(0, self.slots, v)
         return paged_attention_reference(
             q,
             keys,
@@ -165,7 +169,11 @@ def make_plan(
     index = starts.unsqueeze(1) + torch.arange(offset, offset + width, device=rows.device)
     if padding is not None:
         index = index.clamp(max=request_table.shape[1] - 1)  # padding of a shorter request
-    slots = request_table[rows.unsqueeze(1), index].view(-1)
+    slots = request_table[rows.unsqueeze(1), index.clamp(min=0) if offset < 0 else index]
+    if offset < 0:  # before position 0 there is nothing: these rows go to the padding slot
+        slots = torch.where(index >= 0, slots, 0)
+        index = index.clamp(min=0)
+    slots = slots.view(-1)
     positions = (index if positions is None else positions).reshape(-1)
     if padding is not None:
         slots, positions = slots[padding.flat_index], positions[padding.flat_index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from specplug.engine.model_runner import ModelRunner
 from specplug.engine.request_table import RequestTable
 from specplug.engine.sampler import Sampler
 from specplug.spec.batch import Batch
+from specplug.spec.padding import Padding
 from specplug.spec.runtime import KVCache, RankInfo
 
 
@@ -55,6 +57,10 @@ class EngineRuntime:
         """See ``Runtime``."""
         return self._runner.capture_layer_inputs(layer_ids)
 
+    def capture_lm_head_input(self) -> str:
+        """See ``Runtime``."""
+        return self._runner.capture_lm_head_input()
+
     def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
         """See ``Runtime``."""
         cache = KVCache([], [])
@@ -65,15 +71,25 @@ class EngineRuntime:
         self,
         batch: Batch,
         starts: Tensor,
-        width: int,
+        width: int | Sequence[int],
         *,
         offset: int = 0,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> PagedPlan:
         """See ``Runtime``."""
+        padding = None
+        if not isinstance(width, int):
+            widths, width = width, max(width)
+            padding = Padding.of(widths, width, self.device)
         return self.make_plan(
-            batch.rows, starts, width, offset=offset, positions=positions, mask=mask
+            batch.rows,
+            starts,
+            width,
+            offset=offset,
+            positions=positions,
+            mask=mask,
+            padding=padding,
         )
 
     def make_plan(self, rows: Tensor, starts: Tensor, width: int, **layout: Any) -> PagedPlan:

@@ -22,7 +22,7 @@ from specplug.spec.batch import Batch, ForwardMode
 from specplug.spec.draft import Draft, DraftInput
 from specplug.spec.future_map import FutureMap
 from specplug.spec.padding import Padding
-from specplug.spec.rotation import rotate_chunks
+from specplug.spec.rotation import chunk_tails, rotate_chunks
 from specplug.spec.target_output import CommittedOutput, TargetOutput, compact
 from specplug.spec.verify import VerifyOutput
 
@@ -94,6 +94,8 @@ class StepRunner:
         widths = tuple(chunk.end - chunk.start for chunk in chunks)
         batch = self._batch(ForwardMode.PREFILL, scheduled.requests)
         batch.seq_lens = self._upload([chunk.start for chunk in chunks])
+        batch.chunk_widths = widths
+        batch.chunk_ends = tuple(chunk.end for chunk in chunks)
         batch.last_chunk = tuple(chunk.is_last for chunk in chunks)
         runtime.max_slots = max(chunk.end for chunk in chunks)
         padding = Padding.of(widths, max(widths), runtime.device)
@@ -108,7 +110,7 @@ class StepRunner:
         predict = self._sample(scheduled.requests, batch.rows, ends, logits, None)
         logprobs = self._logprobs(scheduled.requests, logits, predict)
         output = CommittedOutput(
-            tokens=rotate_chunks(tokens, last_rows, self._tails(scheduled, predict)),
+            tokens=rotate_chunks(tokens, last_rows, chunk_tails(batch, 1, predict)),
             per_node=per_node,
             last_rows=last_rows,
             accept_lens=accept_lens,
@@ -232,15 +234,6 @@ class StepRunner:
     ) -> dict[str, Tensor]:
         wanted = [r.params.logprobs for r in requests if r.params.logprobs is not None]
         return top_logprobs(logits, predict, max(wanted)) if wanted else {}
-
-    def _tails(self, scheduled: Prefill, predict: Tensor) -> Tensor:
-        """[bs] what follows each chunk: the next prompt token, or what the target generated."""
-        tails = [
-            -1 if chunk.is_last else chunk.request.prompt_token_ids[chunk.end]
-            for chunk in scheduled.chunks
-        ]
-        known = self._upload(tails)
-        return torch.where(known < 0, predict, known)
 
     def _upload(self, values: Sequence[int]) -> Tensor:
         tensor = torch.tensor(values, dtype=torch.int64)

@@ -41,6 +41,8 @@ class Batch:
         rows: [bs] int64, each request's row; row 0 is padding and belongs to nobody.
         seq_lens: [bs] int64, tokens of each request whose KV is committed **before** this step,
             which is the position of its first token in this step.
+        chunk_widths: prompt tokens of each request in this prefill, known on the host.
+        chunk_ends: of each request's prompt, how much is prefilled when this chunk is.
         last_chunk: for each request of a prefill, whether the chunk ends its prompt.
         greedy: whether every request takes the most likely token, so that no noise is needed.
         attention: the target pass's plan; a draft model reuses it on a prefill.
@@ -50,6 +52,8 @@ class Batch:
     requests: Sequence[RequestView]
     rows: Tensor
     seq_lens: Tensor
+    chunk_widths: tuple[int, ...] = ()
+    chunk_ends: tuple[int, ...] = ()
     last_chunk: tuple[bool, ...] = ()
     greedy: bool = True
     attention: AttentionPlan | None = None

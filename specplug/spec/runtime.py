@@ -6,6 +6,7 @@ them could give.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -50,6 +51,10 @@ class AttentionPlan(Protocol):
         Returns:
             [R, H * D].
         """
+
+    def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write the rows' keys and values, [R, Hkv, D], to their slots without attending: a
+        context that a later pass looks at."""
 
 
 @attrs.frozen(kw_only=True)
@@ -97,8 +102,17 @@ class Runtime(Protocol):
         Call it in ``create_worker``. Returns the name under which ``TargetOutput.per_node`` will
         hold them: [R, len(layer_ids) * hidden_size].
 
+        ``num_layers`` itself stands for what leaves the last layer, before the final norm.
+
         Raises:
             UsageError: the target has no such layer.
+        """
+
+    def capture_lm_head_input(self) -> str:
+        """Ask for what the target's LM head reads: hidden states after the final norm.
+
+        Call it in ``create_worker``. Returns the name under which ``TargetOutput.per_node`` will
+        hold them: [R, hidden_size].
         """
 
     def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
@@ -109,7 +123,7 @@ class Runtime(Protocol):
         self,
         batch: Batch,
         starts: Tensor,
-        width: int,
+        width: int | Sequence[int],
         *,
         offset: int = 0,
         positions: Tensor | None = None,
@@ -123,11 +137,14 @@ class Runtime(Protocol):
 
         Args:
             starts: [bs] int64 committed length of each request.
-            width: rows a request; R = bs * width.
+            width: rows a request, R = bs * width; or one number for each request, R their sum.
             offset: first slot behind ``starts``; ``offset + width`` is at most the run's
-                ``num_draft_tokens`` or ``num_draft_slots``, whichever is greater.
+                ``num_draft_tokens`` or ``num_draft_slots``, whichever is greater. A negative
+                offset writes committed positions again; each row then sees those up to itself,
+                and a row before position 0 is padding whose result means nothing.
             positions: [bs, width] int64 absolute positions; ``starts + offset + i`` if None.
-            mask: [bs or 1, width, offset + width] bool over the slots from ``starts`` on.
+            mask: [bs or 1, width, offset + width] bool over the slots from ``starts`` on; only
+                with ``offset`` >= 0. All true: the rows see one another, as in block diffusion.
         """
 
     def temperatures(self, batch: Batch) -> Tensor:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import attrs
-
 from specplug import (
     DEFAULT_MODEL,
     AlgorithmInfo,
     Capabilities,
     Defaults,
     SpecConfig,
-    UsageError,
     hookimpl,
 )
 
@@ -41,22 +38,7 @@ class Eagle3:
 
     @hookimpl
     def validate_config(self, config: SpecConfig) -> SpecConfig:
-        steps, topk, nodes = config.num_steps, config.topk, config.num_draft_tokens
-        if topk == 1:
-            if nodes != steps + 1:
-                reason = f"num_draft_tokens {nodes} -> {steps + 1}: a chain of {steps} steps"
-                config = config.adjust(reason, num_draft_tokens=steps + 1)
-            return config
-        most = 1 + topk + (steps - 1) * topk * topk
-        if nodes > most:
-            reason = f"num_draft_tokens {nodes} -> {most}: all candidates of {steps} steps"
-            config = config.adjust(reason, num_draft_tokens=most)
-        if config.num_draft_tokens < 2:
-            raise UsageError(
-                f"num_draft_tokens={nodes}: expected at least 2 with topk={topk}, "
-                "the root and one candidate"
-            )
-        return attrs.evolve(config, num_draft_slots=topk * max(steps - 1, 1))
+        return config.fit_feature_draft()
 
     @hookimpl
     def create_worker(self, runtime: Runtime) -> Eagle3Worker:
@@ -74,9 +56,7 @@ class Eagle3:
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
         worker: Eagle3Worker = runtime.worker
-        if runtime.config.topk == 1:
-            return worker.propose_chain(batch, draft_input)
-        return worker.propose_tree(batch, draft_input)
+        return worker.propose(batch, draft_input)
 
 
 algorithm = Eagle3()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from specplug import Checkpoint, CheckpointError, Runtime
+from specplug import Checkpoint, CheckpointError, Runtime, layers
 from specplug_eagle3.network import Eagle3Config, Eagle3Network
 
 _OPTIONAL = frozenset({"t2d", "d2t"})
@@ -27,7 +27,9 @@ def load_network(runtime: Runtime) -> Eagle3Network:
     optional = _OPTIONAL if config.draft_vocab_size == config.vocab_size else frozenset({"t2d"})
     checkpoint.load_into(network, rename=rename, optional=optional)
     _check_vocabulary(checkpoint, network)
-    return network.to(runtime.device).eval().pack()
+    network = network.to(runtime.device).eval()
+    layers.pack(network)
+    return network
 
 
 def rename(name: str) -> str:
@@ -51,7 +53,6 @@ def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) ->
         "eagle_aux_hidden_state_layer_ids"
     )
     inputs = [i + 1 for i in layers] if layers else [2, num_layers // 2, num_layers - 3]
-    rope: dict[str, Any] = keys.get("rope_parameters") or {}
     return Eagle3Config(
         hidden_size=hidden_size,
         intermediate_size=checkpoint.require("intermediate_size"),
@@ -62,20 +63,13 @@ def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) ->
         vocab_size=vocab_size,
         draft_vocab_size=keys.get("draft_vocab_size") or vocab_size,
         rms_norm_eps=keys.get("rms_norm_eps", 1e-6),
-        rope_theta=keys.get("rope_theta") or rope.get("rope_theta") or 10000.0,
+        rope=keys,
         max_position_embeddings=max(context_len, keys.get("max_position_embeddings") or 0),
         aux_layer_ids=tuple(inputs),
     )
 
 
 def _check_fit(checkpoint: Checkpoint, config: Eagle3Config, runtime: Runtime) -> None:
-    scaling = checkpoint.config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
-        raise CheckpointError(
-            f"draft model {checkpoint.path}: rope_scaling {kind!r} is not supported; "
-            "expected none (plain rotary embedding)"
-        )
     for what, mine, target in (
         ("hidden size", config.target_hidden_size, runtime.hidden_size),
         ("vocabulary", config.vocab_size, runtime.vocab_size),

@@ -65,7 +65,7 @@ def random_tensors(seed: int = 1) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     network = Eagle3Network(
         Eagle3Config(
-            24, 48, 4, 2, 8, TARGET_HIDDEN, VOCAB, DRAFT_VOCAB, 1e-5, 1e4, CONTEXT, (1, 2, 3)
+            24, 48, 4, 2, 8, TARGET_HIDDEN, VOCAB, DRAFT_VOCAB, 1e-5, {}, CONTEXT, (1, 2, 3)
         )
     )
     tensors = {

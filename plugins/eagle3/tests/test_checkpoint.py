@@ -107,7 +107,6 @@ def test_wrong_tensors_are_all_named(
         ({"target_hidden_size": 64}, "hidden size of 64, the target's is 32"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, r"layers \[1, 2, 10\], the target has 4"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling 'yarn' is not supported"),
     ],
 )
 def test_a_draft_of_another_target_is_refused(

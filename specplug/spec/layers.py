@@ -1,0 +1,184 @@
+"""The layers that draft networks are built of. Parameter names are those of published checkpoints.
+
+Draft networks keep their attention outside: a network computes queries, keys and values, and hands
+them to an ``Attend`` callback. Serving gives the paged one of an ``AttentionPlan``; training gives
+its own; a test gives a plain one. So one class is trained, served and tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""``(layer, q [R, H, D], k [R, Hkv, D], v [R, Hkv, D]) -> [R, H * D]``: keeps the keys and values
+where they belong and attends."""
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, one fused call."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, size] -> […, size]."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class QKVProjection(nn.Module):
+    """The projections of an attention layer: queries, keys and values in, the output back.
+
+    Args:
+        input_size: width of what queries, keys and values are made from.
+        hidden_size: width of the result.
+        num_heads, num_kv_heads, head_dim: H, Hkv, D.
+        bias: whether q, k and v have biases (Qwen2).
+        output_bias: whether the output projection has one.
+        norm_eps: root-mean-square norms of queries and keys, by head (Qwen3); None: none.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool = False,
+        output_bias: bool = False,
+        norm_eps: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads = num_heads, num_kv_heads, num_kv_heads
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(input_size, num_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, num_kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, num_kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias)
+        self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self._packed: tuple[Tensor, Tensor | None] | None = None
+
+    def pack(self) -> None:
+        """Join q, k and v into one matrix, for serving (no gradient flows to it)."""
+        parts = self.q_proj, self.k_proj, self.v_proj
+        weight = torch.cat([part.weight for part in parts]).detach()
+        biased = self.q_proj.bias is not None
+        bias = torch.cat([part.bias for part in parts]).detach() if biased else None
+        self._packed = weight, bias
+
+    def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of [R, input_size], turned by cos and sin [R, 1, D]."""
+        if self._packed is not None:
+            joint = F.linear(x, *self._packed).view(x.shape[0], -1, self.head_dim)
+            q, k, v = torch.split(joint, list(self.heads), dim=1)
+        else:
+            parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in parts)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        return rotate(q, cos, sin), self._turned_keys(k, cos, sin), v
+
+    def kv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values alone, each [R, Hkv, D]."""
+        k, v = (part(x).view(x.shape[0], -1, self.head_dim) for part in (self.k_proj, self.v_proj))
+        return self._turned_keys(k, cos, sin), v
+
+    def _turned_keys(self, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(k if self.k_norm is None else self.k_norm(k), cos, sin)
+
+
+class GatedMLP(nn.Module):
+    """Gated feed-forward layer (SwiGLU)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self._packed: tuple[Tensor, Tensor | None] | None = None
+
+    def pack(self) -> None:
+        """Join gate and up into one matrix, for serving (no gradient flows to it)."""
+        parts = self.gate_proj, self.up_proj
+        biased = self.gate_proj.bias is not None
+        bias = torch.cat([part.bias for part in parts]).detach() if biased else None
+        self._packed = torch.cat([part.weight for part in parts]).detach(), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[R, hidden_size] -> [R, hidden_size]."""
+        if self._packed is not None:
+            gate, up = F.linear(x, *self._packed).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        down: Tensor = self.down_proj(F.silu(gate) * up)
+        return down
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding, as transformers computes it from a model's configuration.
+
+    Args:
+        config: ``config.json`` of the draft model; ``rope_theta``, ``rope_scaling`` or
+            ``rope_parameters`` are read (every type that transformers knows).
+        head_dim: D.
+        num_positions: positions 0 to ``num_positions - 1`` can be asked for.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: Mapping[str, Any], head_dim: int, num_positions: int) -> None:
+        super().__init__()
+        cos, sin = _rotary_tables(config, head_dim, num_positions)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[R] int64 -> cos and sin [R, 1, D], for ``rotate``."""
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+
+def _rotary_tables(
+    config: Mapping[str, Any], head_dim: int, num_positions: int
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, D] float32, the halves repeated (Llama's layout)."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    known = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+    rope = {key: config[key] for key in known if config.get(key) is not None}
+    shape = LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=config.get("max_position_embeddings") or num_positions,
+        **rope,
+    )
+    positions = torch.arange(num_positions).unsqueeze(0)
+    cos, sin = LlamaRotaryEmbedding(shape)(torch.empty(0), positions)
+    return cos.squeeze(0), sin.squeeze(0)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of [R, H, D] by [R, 1, D] cosines and sines."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def pack(network: nn.Module) -> None:
+    """Ready a network for serving: join the matrices of its layers that read the same input.
+
+    Call it when the weights are loaded and on their device; moved later, they are left behind.
+    """
+    for module in network.modules():
+        if isinstance(module, QKVProjection | GatedMLP):
+            module.pack()
