@@ -12,7 +12,6 @@ import os
 import statistics
 import sys
 import time
-from pathlib import Path
 
 # Operations this small gain nothing from a second thread, and lose much if it has to wait for a
 # core. torch reads this when it is imported.
@@ -21,11 +20,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import attrs
 
 from specplug import LLM, RequestOutput, SamplingParams, SpecplugError
+from specplug.bench.dataset import HELD_OUT
 from specplug.cli.table import print_table
 from specplug.registry import AlgorithmEntry, Registry
 
 BASELINE = "NONE"
-HELD_OUT = Path(__file__).parents[1] / "benchmarks" / "prompts" / "held_out.jsonl"
 WARM_UP = 0
 ROUNDS = range(26, 256, 50)
 """Lines of the prompt file, each of another module; all algorithms take turns at each."""

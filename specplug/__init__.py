@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from specplug.spec.checkpoint import Checkpoint
     from specplug.spec.coupling import couple
     from specplug.spec.draft import Draft, DraftInput
-    from specplug.spec.feature_drafter import FeatureDrafter, FeatureNetwork
+    from specplug.spec.feature_drafter import FeatureDrafter
     from specplug.spec.future_map import FutureMap
     from specplug.spec.report import RequestReport, StepReport
     from specplug.spec.rotation import chunk_tails, rotate_chunks
@@ -58,7 +58,6 @@ _LAZY = {
     "Draft": "specplug.spec.draft",
     "DraftInput": "specplug.spec.draft",
     "FeatureDrafter": "specplug.spec.feature_drafter",
-    "FeatureNetwork": "specplug.spec.feature_drafter",
     "FutureMap": "specplug.spec.future_map",
     "RequestReport": "specplug.spec.report",
     "StepReport": "specplug.spec.report",
@@ -89,7 +88,6 @@ __all__ = [
     "Draft",
     "DraftInput",
     "FeatureDrafter",
-    "FeatureNetwork",
     "FutureMap",
     "KVCache",
     "Logprob",

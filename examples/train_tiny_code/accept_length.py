@@ -1,8 +1,8 @@
 """How many tokens a step a chain from the head brings on held-out prompts, bonus token included.
 
-`python accept_length.py --model MODEL --head WEIGHTS --prompts FILE` prints a table. The output of
-speculative decoding is the target's own, so the target's text is written first and the head then
-asked, at each place where a step would begin, how much of that text it would have drafted.
+`python accept_length.py --model MODEL --algorithm EAGLE3 --head WEIGHTS --prompts FILE` prints a
+table. The output of speculative decoding is the target's own, so the target's text is written first
+and the head then asked, at each place where a step would begin, how much of it it would have drafted.
 
 Sampling is by Gumbel noise that belongs to a position: the token at t is argmax(log p_t + g_t). A
 drafter may take its top token, or sample with the same noise, argmax(log q_t + g_t).
@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import attrs
+import eagle
+import eagle3
 import torch
 import torch.nn.functional as F
-from eagle3 import load_head, unroll
+from eagle3 import unroll
 from generations import Decoder, gumbel
 from target import END_OF_TEXT_ID, forward, load
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
-
-from specplug_eagle3.network import Eagle3Network
 
 
 def noise(rows: int, length: int, vocab: int, device: str) -> Tensor:
@@ -55,27 +57,55 @@ def continuations(
     return rows
 
 
+@attrs.frozen
+class Head:
+    """A trained head as a chain drafter sees it.
+
+    Attributes:
+        network: what `unroll` steps.
+        aux: target layers whose inputs it reads; none: it reads what the LM head reads.
+        features: those, [B * L, n] -> [B * L, hidden].
+        logits: its results, [B * L, hidden] -> [B * L, V].
+        ids: [V] int64, its vocabulary in the target's ids.
+    """
+
+    network: nn.Module
+    aux: tuple[int, ...]
+    features: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]
+    ids: Tensor
+
+
+def load_head(algorithm: str, folder: Path, model: LlamaForCausalLM) -> Head:
+    """The head of EAGLE or EAGLE3 in a folder."""
+    device = str(model.device)
+    if algorithm == "EAGLE":
+        network = eagle.load_head(folder, device)
+        ids = torch.arange(model.config.vocab_size, device=device)
+        return Head(network, (), lambda features: features, model.lm_head, ids)
+    fused = eagle3.load_head(folder, device)
+    ids = torch.arange(len(fused.d2t), device=device) + fused.d2t
+    return Head(fused, fused.config.aux_layer_ids, fused.fuse, fused.logits, ids)
+
+
 @torch.no_grad()
 def drafted(
-    model: LlamaForCausalLM,
-    network: Eagle3Network,
-    rows: Tensor,
-    steps: int,
-    noises: Tensor | None,
+    model: LlamaForCausalLM, head: Head, rows: Tensor, steps: int, noises: Tensor | None
 ) -> Tensor:
     """[n, L]: how many tokens of a chain behind token p + 1 are the row's own, at most `steps`.
 
     noises [n, L, vocab]: the drafter samples with them; None: it takes its top token.
     """
-    *aux, _ = forward(model, rows, network.config.aux_layer_ids)
+    *aux, last = forward(model, rows, head.aux)
     embeds = model.model.embed_tokens(rows)
-    ids = torch.arange(len(network.d2t), device=rows.device) + network.d2t
+    hidden = head.features(torch.cat(aux or [last], -1).flatten(0, 1))
     going = torch.ones_like(rows, dtype=torch.bool)
     result = torch.zeros_like(rows)
-    for step, scores in enumerate(unroll(network, embeds, torch.cat(aux, -1), steps)):
+    for step, made in enumerate(unroll(head.network, embeds, hidden, steps)):
+        scores = head.logits(made).unflatten(0, rows.shape)
         if noises is not None:
-            scores[:, : -2 - step] += noises[:, 2 + step :, ids]
-        going &= ids[scores.argmax(-1)] == F.pad(rows[:, 2 + step :], (0, 2 + step), value=-1)
+            scores[:, : -2 - step] += noises[:, 2 + step :, head.ids]
+        going &= head.ids[scores.argmax(-1)] == F.pad(rows[:, 2 + step :], (0, 2 + step), value=-1)
         result += going
     return result
 
@@ -99,13 +129,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--head", type=Path, required=True)
+    parser.add_argument("--algorithm", choices=("EAGLE", "EAGLE3"), default="EAGLE3")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--count", type=int, default=256, help="prompts")
     parser.add_argument("--new", type=int, default=128, help="tokens behind each prompt")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     model = load(arguments.model, arguments.device)
-    network = load_head(arguments.head, arguments.device)
+    head = load_head(arguments.algorithm, arguments.head, model)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     texts = [json.loads(line)["prompt"] for line in arguments.prompts.read_text().splitlines()]
     prompts = [tokenizer.encode(text).ids for text in texts[: arguments.count]]
@@ -120,7 +151,7 @@ def main() -> None:
         ("temperature 1, the drafter samples with the same noise", noises, noises),
     ):
         rows = continuations(model, prompts, arguments.new, target_noises)
-        found = drafted(model, network, rows, max(chains), draft_noises)
+        found = drafted(model, head, rows, max(chains), draft_noises)
         means = [accept_length(rows, found, sizes, arguments.new, steps) for steps in chains]
         print(f"{name}: " + " ".join(f"{mean:.3f}" for mean in means), flush=True)
 

@@ -1,15 +1,12 @@
 """The EAGLE-3 head of the target, with training-time test (arXiv 2503.01840).
 
 `python eagle3.py --data DATA --model MODEL --out WEIGHTS` trains `specplug_eagle3`'s own network
-on `generations.py`'s rows and on the corpus. The target is frozen and runs along, so no features
-are stored.
+on `generations.py`'s rows and on the corpus.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +14,9 @@ import attrs
 import numpy as np
 import torch
 import torch.nn.functional as F
+from draft_training import arguments_of, load_target, train, training_rows
 from safetensors.torch import load_file, save_file
-from target import forward, learning_rate, load, optimizer_of, rows
+from target import forward
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,7 +38,7 @@ def configuration(target: LlamaConfig, intermediate: int, draft_vocab: int) -> E
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab,
         rms_norm_eps=target.rms_norm_eps,
-        rope_theta=target.rope_parameters["rope_theta"],
+        rope={"rope_theta": target.rope_parameters["rope_theta"]},
         max_position_embeddings=target.max_position_embeddings,
         aux_layer_ids=(2, layers // 2, layers - 3),
     )
@@ -58,8 +56,8 @@ class TrainingTimeAttention:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query, key, value [B * L, H, D] → [B * L, H * D]."""
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query, key, value [B * L, H, D] of the only layer → [B * L, H * D]."""
         query, key, value = (
             x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (query, key, value)
         )
@@ -85,24 +83,22 @@ class TrainingTimeAttention:
         return mixed
 
 
-def unroll(
-    network: Eagle3Network, embeds: Tensor, features: Tensor, steps: int
-) -> Iterator[Tensor]:
-    """Draft logits [B, L, draft_vocab] of each step.
+def unroll(network: nn.Module, embeds: Tensor, hidden: Tensor, steps: int) -> Iterator[Tensor]:
+    """The network's results [B * L, hidden] of each step.
 
-    embeds [B, L, target_hidden] of the text's tokens, features [B, L, 3 * target_hidden]. Row p of
-    step j reads the tokens up to p + 1 + j and the features up to p, and predicts token p + 2 + j;
-    the rows behind L - 3 - j mean nothing. As the tokens are the text's own, a row's step j is
-    what a drafter would say exactly if its steps before j said what the text says.
+    embeds [B, L, target_hidden] of the text's tokens, hidden [B * L, hidden] the features as the
+    network reads them. Row p of step j reads the tokens up to p + 1 + j and the features up to p,
+    and predicts token p + 2 + j; the rows behind L - 3 - j mean nothing. As the tokens are the
+    text's own, a row's step j is what a drafter would say exactly if its steps before j said what
+    the text says.
     """
     batch, length, _ = embeds.shape
     attend = TrainingTimeAttention(batch)
-    hidden = network.fuse(features.flatten(0, 1)).float()
     positions = torch.arange(length, device=embeds.device).repeat(batch)
     for step in range(steps):
         shifted = F.pad(embeds[:, 1 + step :], (0, 0, 0, 1 + step)).flatten(0, 1)
         hidden = network(shifted, hidden, positions + step, attend)
-        yield network.logits(hidden).unflatten(0, (batch, length))
+        yield hidden
 
 
 def draft_loss(
@@ -118,12 +114,13 @@ def draft_loss(
     wanted [B, L, draft_vocab]: the target's distribution behind each position; counts [B, L]:
     whether its top token is in the draft vocabulary.
     """
-    length = embeds.shape[1]
+    batch, length, _ = embeds.shape
     total, found = embeds.new_zeros(()), []
-    for step, logits in enumerate(unroll(network, embeds, features, steps)):
+    fused = network.fuse(features.flatten(0, 1)).float()
+    for step, hidden in enumerate(unroll(network, embeds, fused, steps)):
         rows_used = length - 1 - step
         goal, mask = wanted[:, 1 + step :], counts[:, 1 + step :].float()
-        logits = logits[:, :rows_used].float()
+        logits = network.logits(hidden).unflatten(0, (batch, length))[:, :rows_used].float()
         each = -(goal * logits.log_softmax(-1)).sum(-1)
         total = total + STEP_WEIGHT**step * (each * mask).sum() / mask.sum()
         right = (logits.argmax(-1) == goal.argmax(-1)) & counts[:, 1 + step :]
@@ -157,11 +154,12 @@ def save(network: Eagle3Network, out: Path) -> None:
     """Writes config.json and model.safetensors (bfloat16) in the published checkpoints' layout."""
     out.mkdir(parents=True, exist_ok=True)
     values = attrs.asdict(network.config)
-    aux = values.pop("aux_layer_ids")
+    aux, rope = values.pop("aux_layer_ids"), values.pop("rope")
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         **values,
+        **rope,
         "num_hidden_layers": 1,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
@@ -181,95 +179,42 @@ def load_head(folder: Path, device: str) -> Eagle3Network:
     """What `save` wrote, in float32."""
     values = json.loads((folder / "config.json").read_text())
     aux = tuple(layer + 1 for layer in values["eagle_aux_hidden_state_layer_ids"])
-    names = {field.name for field in attrs.fields(Eagle3Config)} - {"aux_layer_ids"}
-    network = Eagle3Network(Eagle3Config(**{n: values[n] for n in names}, aux_layer_ids=aux))
+    names = {field.name for field in attrs.fields(Eagle3Config)} & values.keys()
+    sizes = {name: values[name] for name in names}
+    network = Eagle3Network(Eagle3Config(**sizes, rope=values, aux_layer_ids=aux))
     network.load_state_dict(load_file(folder / "model.safetensors"))
     return network.float().to(device).eval()
 
 
 def main() -> None:
     """Trains for some epochs over generations and corpus."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=9)
-    parser.add_argument("--minutes", type=float, default=60.0, help="ends by then at the latest")
-    parser.add_argument("--max-steps", type=int, default=10**9, help="ends by then at the latest")
-    parser.add_argument("--batch", type=int, default=128, help="rows a step")
+    parser = arguments_of(__doc__, epochs=9, batch=128, rate=2e-3)
     parser.add_argument("--steps", type=int, default=6, help="drafting steps unrolled")
     parser.add_argument("--intermediate", type=int, default=640)
     parser.add_argument("--draft-vocab", type=int, default=3072)
-    parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--decay", type=float, default=0.05)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--no-compile", action="store_true")
     arguments = parser.parse_args()
-    device: str = arguments.device
-    torch.set_float32_matmul_precision("high")
-
     made = np.load(arguments.data / "generations.npy")
     prompts = np.load(arguments.data / "prompt_lengths.npy")
     chosen, coverage = choose_vocabulary(made, prompts, arguments.draft_vocab)
     print(f"draft vocabulary: {len(chosen)} tokens, {coverage:.4%} of what the target wrote")
-    tokens, starts = (np.load(arguments.data / f"train{end}.npy") for end in ("", "_starts"))
-    corpus = rows(tokens, starts, made.shape[1], seed=0)[:, :-1]
-    data = torch.from_numpy(np.concatenate((made, corpus)).astype(np.int32)).to(device)
-    print(f"{len(made)} rows of generations, {len(corpus)} of corpus, {made.shape[1]} tokens each")
-
-    target = load(arguments.model, device)
+    data = training_rows(arguments.data, arguments.device)
+    target = load_target(arguments)
     config = configuration(target.config, arguments.intermediate, arguments.draft_vocab)
-    network = build(config, target, chosen).to(device)
-    print(f"{sum(p.numel() for p in network.parameters())} parameters")
-    ids = torch.from_numpy(chosen).to(device)
-    optimizer = optimizer_of(network, arguments.rate, arguments.decay, fused=device != "cpu")
-    loss_of = draft_loss
-    if not arguments.no_compile:
-        for layer in target.model.layers:
-            layer.compile()
-        loss_of = torch.compile(draft_loss)
-    autocast = torch.autocast(device.split(":")[0], dtype=torch.bfloat16)
+    network = build(config, target, chosen).to(arguments.device)
+    ids = torch.from_numpy(chosen).to(arguments.device)
+    loss_of_features = draft_loss if arguments.no_compile else torch.compile(draft_loss)
 
-    an_epoch = len(data) // arguments.batch
-    total = min(an_epoch * arguments.epochs, arguments.max_steps)
-    start, seen, found = time.monotonic(), 0.0, 0.0
-    every = min(250, total)
-    for step in range(total):
-        if step % an_epoch == 0:
-            order = torch.randperm(len(data), device=device)
-        at = step % an_epoch * arguments.batch
-        batch = data[order[at : at + arguments.batch]].long()
-        elapsed = (time.monotonic() - start) / 60
-        done = min(1.0, max(step / total, elapsed / arguments.minutes))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, done, arguments.rate, warmup=100)
-        with torch.no_grad(), autocast:
-            *aux, hidden = forward(target, batch, config.aux_layer_ids)
+    def loss_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            *aux, hidden = forward(target, tokens, config.aux_layer_ids)
             logits = F.linear(hidden, target.lm_head.weight)
             wanted = logits[..., ids].float().softmax(-1)
             counts = network.t2d[logits.argmax(-1)]
-            embeds = target.model.embed_tokens(batch)
-        with autocast:
-            value, share = loss_of(
-                network, embeds, torch.cat(aux, -1), wanted, counts, arguments.steps
-            )
-        value.backward()
-        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        seen, found = seen + value.detach(), found + share
-        if (step + 1) % every == 0 or step + 1 == total or done >= 1.0:
-            count = step % every + 1
-            shares = " ".join(f"{x:.3f}" for x in (found / count).tolist())
-            print(
-                f"step {step + 1} epoch {(step + 1) / an_epoch:.2f} loss {seen.item() / count:.4f} "
-                f"top tokens found {shares} {elapsed:.2f} min",
-                flush=True,
-            )
-            seen, found = 0.0, 0.0
-            save(network, arguments.out)
-        if done >= 1.0:
-            break
+            embeds = target.model.embed_tokens(tokens)
+        features = torch.cat(aux, -1)
+        return loss_of_features(network, embeds, features, wanted, counts, arguments.steps)
+
+    train(arguments, network, data, loss_of, lambda: save(network, arguments.out))
 
 
 if __name__ == "__main__":

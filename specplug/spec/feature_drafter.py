@@ -6,7 +6,7 @@ Li et al., EAGLE (arXiv 2401.15077), with the dynamic trees of EAGLE-2 (arXiv 24
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import attrs
 import torch
@@ -15,35 +15,10 @@ from torch import Tensor
 from specplug.spec.batch import Batch
 from specplug.spec.coupling import couple
 from specplug.spec.draft import Draft, DraftInput
-from specplug.spec.runtime import AttentionPlan, KVCache, Runtime
+from specplug.spec.layers import Attend
+from specplug.spec.runtime import AttentionPlan, Runtime
 from specplug.spec.target_output import CommittedOutput
 from specplug.spec.tree import select_tree
-
-
-class FeatureNetwork(Protocol):
-    """A draft network that goes from one position to the next."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of its hidden states."""
-
-    @property
-    def token_ids(self) -> Tensor:
-        """[V_draft] int64, its vocabulary in the target's ids."""
-
-    def step(self, tokens: Tensor, hidden: Tensor, plan: AttentionPlan, cache: KVCache) -> Tensor:
-        """One pass: at position p, the token at p + 1 and the feature of p.
-
-        Args:
-            tokens: [R] int64 target ids.
-            hidden: [R, hidden_size], from the target's features or this method's last result.
-
-        Returns:
-            [R, hidden_size], the feature of position p + 1.
-        """
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] -> [R, V_draft]: of the token at p + 2."""
 
 
 @attrs.define(eq=False)
@@ -65,43 +40,81 @@ class _Frontier:
     mask: Tensor
 
 
-class FeatureDrafter:
-    """Extends the draft's cache with what the target accepted, then drafts a chain or a tree.
+class FeatureDrafter(ABC):
+    """A worker that drafts with a network going from one position to the next.
 
-    Between steps a request's state is ``hidden_states`` [bs, H], the network's result at the last
-    committed position, and the K best next tokens, ``tokens`` [bs, K] and ``scores`` [bs, K].
+    A subclass says what the network reads (``features``), one pass of it (``forward``) and its
+    head (``logits``); extending the draft's cache with what the target accepted, chains and trees
+    are here. Between steps a request's state is ``hidden_states`` [bs, H], the network's result at
+    the last committed position, and the K best next tokens, ``tokens`` and ``scores`` [bs, K].
 
     Args:
         runtime: the engine's.
-        network: the drafter's.
-        cache: of the network's attention layers, from ``runtime.allocate_kv``.
+        hidden_size: H, width of the network's hidden states.
+        token_ids: [V_draft] int64, the network's vocabulary in the target's ids.
+        num_layers, num_kv_heads, head_dim: of the draft's KV cache.
     """
 
-    def __init__(self, runtime: Runtime, network: FeatureNetwork, cache: KVCache) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        hidden_size: int,
+        token_ids: Tensor,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> None:
         self._runtime = runtime
-        self._network = network
-        self._cache = cache
+        self._hidden_size = hidden_size
+        self._token_ids = token_ids
+        self._cache = runtime.allocate_kv(num_layers, num_kv_heads, head_dim)
         self._topk = runtime.config.topk
         self._steps = runtime.config.num_steps
         self._width = runtime.config.num_draft_tokens
-        device = runtime.device
-        self._itself = torch.eye(self._topk, dtype=torch.bool, device=device)
-        self._order = torch.arange(self._topk, device=device)
+        self._itself = torch.eye(self._topk, dtype=torch.bool, device=runtime.device)
+        self._order = torch.arange(self._topk, device=runtime.device)
 
-    def extend(self, batch: Batch, output: CommittedOutput, features: Tensor) -> DraftInput:
-        """Run the committed rows through the network and choose what follows the last of each.
+    @abstractmethod
+    def features(self, output: CommittedOutput) -> Tensor:
+        """[R, H]: what the target computed for the committed rows, as the network reads it."""
+
+    @abstractmethod
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """One pass: at position p, the token at p + 1 and the feature of p.
 
         Args:
-            output: of a prefill chunk or an accepted path.
-            features: [R, H], what the target computed for these rows, as the network reads it.
+            tokens: [R] int64 target ids.
+            hidden: [R, H], ``features`` or this method's own result of the position before.
+            positions: [R] int64.
+            attend: see ``specplug.layers.Attend``.
+
+        Returns:
+            [R, H], the feature of position p + 1.
         """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, H], a result of ``forward`` -> [R, V_draft]: of the token at p + 2."""
+
+    def hidden_size_for(self) -> int:
+        """Width of the hidden states in a draft input: the network's own."""
+        return self._hidden_size
+
+    def dtype_for(self) -> torch.dtype:
+        """Type of the hidden states in a draft input."""
+        return self._runtime.dtype
+
+    def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
+        """Run the committed rows, of a prefill chunk or an accepted path, through the network and
+        choose what follows the last of each."""
         if batch.is_prefill:
             assert batch.attention is not None
             plan = batch.attention
         else:
             width = output.tokens.shape[0] // batch.size
             plan = self._runtime.plan_attention(batch, batch.seq_lens, width)
-        hidden = self._network.step(output.tokens, features, plan, self._cache)[output.last_rows]
+        hidden = self._pass(output.tokens, self.features(output), plan)[output.last_rows]
         # The bonus token stands one behind the last row, what is drafted first two behind it.
         first = batch.seq_lens + output.accept_lens + 1
         scores, tokens = self._best(batch, hidden, first.unsqueeze(1))
@@ -122,7 +135,7 @@ class FeatureDrafter:
         chain = [draft_input.bonus_tokens, token]
         for step in range(1, self._steps):
             plan = self._runtime.plan_attention(batch, batch.seq_lens, 1, offset=step - 1)
-            hidden = self._network.step(token, hidden, plan, self._cache)
+            hidden = self._pass(token, hidden, plan)
             position = (batch.seq_lens + step + 1).unsqueeze(1)
             token = self._best(batch, hidden, position)[1].squeeze(1)
             chain.append(token)
@@ -168,8 +181,7 @@ class FeatureDrafter:
             positions=positions,
             mask=frontier.mask,
         )
-        tokens = frontier.tokens.reshape(-1)
-        hidden = self._network.step(tokens, frontier.hidden, plan, self._cache)
+        hidden = self._pass(frontier.tokens.reshape(-1), frontier.hidden, plan)
         scores, children = self._best(batch, hidden, positions + 2)
         scores = (frontier.scores.unsqueeze(2) + scores.view(bs, topk, topk)).view(bs, -1)
         children = children.view(bs, -1)
@@ -187,6 +199,12 @@ class FeatureDrafter:
         )
         return following, (scores, children, parents)
 
+    def _pass(self, tokens: Tensor, hidden: Tensor, plan: AttentionPlan) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return plan.attend(self._cache, layer, q, k, v)
+
+        return self.forward(tokens, hidden, plan.positions, attend)
+
     def _best(self, batch: Batch, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The K best tokens of each row: ([R, K] log-scores, [R, K] target ids).
 
@@ -194,8 +212,8 @@ class FeatureDrafter:
             hidden: [R, H], R = bs * w.
             positions: [bs, w] where the tokens would stand.
         """
-        ids = self._network.token_ids
-        logits = couple(self._runtime, batch, self._network.logits(hidden), positions, ids)
+        ids = self._token_ids
+        logits = couple(self._runtime, batch, self.logits(hidden), positions, ids)
         if self._topk == 1:
             best = logits.argmax(-1, keepdim=True)
             return torch.zeros_like(best, dtype=logits.dtype), ids[best]

@@ -1,25 +1,16 @@
-"""The EAGLE-3 drafter: fuses the target's features and drafts from them."""
+"""The EAGLE-3 drafter: fuses features of several target layers and drafts from them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from specplug import (
-    AttentionPlan,
-    Batch,
-    CommittedOutput,
-    Draft,
-    DraftInput,
-    FeatureDrafter,
-    KVCache,
-    Runtime,
-)
+from specplug import CommittedOutput, FeatureDrafter, Runtime, layers
 from specplug_eagle3.checkpoint import load_network
 
 
-class Eagle3Worker:
-    """Draft weights and draft KV cache; the network that ``FeatureDrafter`` steps.
+class Eagle3Worker(FeatureDrafter):
+    """The EAGLE-3 network under ``FeatureDrafter``.
 
     Args:
         runtime: the engine's.
@@ -28,41 +19,28 @@ class Eagle3Worker:
     def __init__(self, runtime: Runtime) -> None:
         self._network = load_network(runtime)
         config = self._network.config
-        own = self._network.embed_tokens
-        self._embed = runtime.embed_tokens if own is None else own
-        self._features = runtime.capture_layer_inputs(config.aux_layer_ids)
-        self._dtype = runtime.dtype
-        self.hidden_size = config.hidden_size
+        self._captured = runtime.capture_layer_inputs(config.aux_layer_ids)
+        self._embed = self._network.embed_tokens or runtime.embed_tokens
         order = torch.arange(config.draft_vocab_size, device=runtime.device)
-        self.token_ids = order + self._network.d2t
-        cache = runtime.allocate_kv(1, config.num_key_value_heads, config.head_dim)
-        self._drafter = FeatureDrafter(runtime, self, cache)
+        super().__init__(
+            runtime,
+            hidden_size=config.hidden_size,
+            token_ids=order + self._network.d2t,
+            num_layers=1,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+        )
 
-    def hidden_size_for(self) -> int:
-        """Width of the hidden states in a draft input: the draft's own, not the target's."""
-        return self.hidden_size
+    def features(self, output: CommittedOutput) -> Tensor:
+        """[R, hidden]: the target's features of all chosen layers, joined to the draft's width."""
+        return self._network.fuse(output.per_node[self._captured])
 
-    def dtype_for(self) -> torch.dtype:
-        """Type of the hidden states in a draft input."""
-        return self._dtype
-
-    def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
-        """See ``FeatureDrafter.extend``."""
-        fused = self._network.fuse(output.per_node[self._features])
-        return self._drafter.extend(batch, output, fused)
-
-    def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
-        """See ``FeatureDrafter.propose``."""
-        return self._drafter.propose(batch, draft_input)
-
-    def step(self, tokens: Tensor, hidden: Tensor, plan: AttentionPlan, cache: KVCache) -> Tensor:
-        """See ``FeatureNetwork.step``."""
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return plan.attend(cache, layer, q, k, v)
-
-        return self._network(self._embed(tokens), hidden, plan.positions, attend)
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: layers.Attend
+    ) -> Tensor:
+        """See ``FeatureDrafter.forward``."""
+        return self._network(self._embed(tokens), hidden, positions, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``FeatureNetwork.logits``."""
+        """See ``FeatureDrafter.logits``: of the draft's own vocabulary."""
         return self._network.logits(hidden)

@@ -1,0 +1,110 @@
+"""The loop in which every draft network is trained, and the rows that it is trained on.
+
+Each recipe (`eagle.py`, `eagle3.py`, …) brings a network and a loss; the target is frozen and
+runs along, so no features are stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from target import learning_rate, load, optimizer_of, rows
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+Loss = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""`tokens [B, L] -> (loss, shares)`: the shares say how many of the target's top tokens each
+drafting step found."""
+
+
+def arguments_of(
+    description: str, *, epochs: int, batch: int, rate: float
+) -> argparse.ArgumentParser:
+    """What every recipe can be told."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, default=epochs)
+    parser.add_argument("--minutes", type=float, default=60.0, help="ends by then at the latest")
+    parser.add_argument("--max-steps", type=int, default=10**9, help="ends by then at the latest")
+    parser.add_argument("--batch", type=int, default=batch, help="rows a step")
+    parser.add_argument("--rate", type=float, default=rate)
+    parser.add_argument("--decay", type=float, default=0.05)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-compile", action="store_true")
+    return parser
+
+
+def training_rows(data: Path, device: str) -> Tensor:
+    """[n, L] int32: what the target wrote, and the corpus cut to rows as long."""
+    made = np.load(data / "generations.npy")
+    tokens, starts = (np.load(data / f"train{end}.npy") for end in ("", "_starts"))
+    corpus = rows(tokens, starts, made.shape[1], seed=0)[:, :-1]
+    print(f"{len(made)} rows of generations, {len(corpus)} of corpus, {made.shape[1]} tokens each")
+    return torch.from_numpy(np.concatenate((made, corpus)).astype(np.int32)).to(device)
+
+
+def load_target(arguments: argparse.Namespace) -> LlamaForCausalLM:
+    """The frozen target, its layers compiled."""
+    torch.set_float32_matmul_precision("high")
+    target = load(arguments.model, arguments.device)
+    if not arguments.no_compile:
+        for layer in target.model.layers:
+            layer.compile()
+    return target
+
+
+def train(
+    arguments: argparse.Namespace,
+    network: nn.Module,
+    data: Tensor,
+    loss_of: Loss,
+    save: Callable[[], None],
+) -> None:
+    """Train for the epochs, minutes or steps that `arguments` allow, whichever end first.
+
+    Args:
+        data: [n, L] int32 rows.
+        loss_of: called under autocast with each batch.
+        save: called with every line printed, so that the last weights are on disk.
+    """
+    device: str = arguments.device
+    print(f"{sum(p.numel() for p in network.parameters() if p.requires_grad)} parameters")
+    optimizer = optimizer_of(network, arguments.rate, arguments.decay, fused=device != "cpu")
+    autocast = torch.autocast(device.split(":")[0], dtype=torch.bfloat16)
+    an_epoch = len(data) // arguments.batch
+    total = min(an_epoch * arguments.epochs, arguments.max_steps)
+    every, start, seen, found = min(250, total), time.monotonic(), 0.0, 0.0
+    for step in range(total):
+        if step % an_epoch == 0:
+            order = torch.randperm(len(data), device=device)
+        at = step % an_epoch * arguments.batch
+        elapsed = (time.monotonic() - start) / 60
+        done = min(1.0, max(step / total, elapsed / arguments.minutes))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, done, arguments.rate, warmup=100)
+        with autocast:
+            loss, share = loss_of(data[order[at : at + arguments.batch]].long())
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seen, found = seen + loss.detach(), found + share
+        if (step + 1) % every == 0 or step + 1 == total or done >= 1.0:
+            count = step % every + 1
+            shares = " ".join(f"{x:.3f}" for x in (found / count).tolist())
+            print(
+                f"step {step + 1} epoch {(step + 1) / an_epoch:.2f} loss {seen.item() / count:.4f} "
+                f"top tokens found {shares} {elapsed:.2f} min",
+                flush=True,
+            )
+            seen, found = 0.0, 0.0
+            save()
+        if done >= 1.0:
+            break

@@ -1,0 +1,233 @@
+"""The multi-token-prediction layers of the target (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+`python multi_layer_eagle.py --data DATA --model MODEL --out WEIGHTS` trains
+`specplug_multi_layer_eagle`'s own network on `generations.py`'s rows and on the corpus. The target
+is frozen and runs along; its embedding and LM head are shared. With `--prompts FILE` the layers
+are then asked how many tokens a step they bring, as `accept_length.py` asks the EAGLE-3 head;
+`--max-steps 0 --prompts FILE` asks the ones that are in WEIGHTS already.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accept_length import accept_length, continuations, noise
+from draft_training import arguments_of, load_target, train, training_rows
+from safetensors.torch import load_file, save_file
+from target import forward, load
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specplug_multi_layer_eagle.network import MTPConfig, MTPNetwork
+
+LAYER_WEIGHT = 0.8  # the loss of layer k = 1, 2, … counts LAYER_WEIGHT ** (k - 1)
+
+
+def configuration(target: LlamaConfig, num_layers: int, intermediate: int) -> MTPConfig:
+    """Layers as wide as the target's."""
+    return MTPConfig(
+        num_layers=num_layers,
+        hidden_size=target.hidden_size,
+        intermediate_size=intermediate,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        rope={"rope_theta": target.rope_parameters["rope_theta"]},
+        max_position_embeddings=target.max_position_embeddings,
+    )
+
+
+def unroll(network: MTPNetwork, embeds: Tensor, hidden: Tensor, head: Tensor) -> Iterator[Tensor]:
+    """Logits [B, L, vocab] of each layer.
+
+    embeds [B, L, hidden] of the text's tokens, hidden [B, L, hidden] what the target's LM head
+    reads, head [vocab, hidden] its weight. Row p of layer k = 1, 2, … reads the tokens up to p + k
+    and the target up to p, and predicts token p + k + 1; the rows behind L - 2 - k mean nothing. As
+    the tokens are the text's own, layer k says what it would draft if the layers before it had
+    drafted what the text says.
+    """
+    batch, length, _ = embeds.shape
+
+    def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[B * L, H, D] each → [B * L, H * D], causal within each row."""
+        query, key, value = (
+            x.unflatten(0, (batch, length)).transpose(1, 2) for x in (query, key, value)
+        )
+        value = value.to(query.dtype)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+
+    rotary = network.rotary(torch.arange(length, device=embeds.device).repeat(batch))
+    hidden = hidden.flatten(0, 1).float()
+    for index in range(network.config.num_layers):
+        ahead = index + 1
+        shifted = F.pad(embeds[:, ahead:], (0, 0, 0, ahead)).flatten(0, 1)
+        hidden = network(index, shifted, hidden, rotary, attend)
+        yield F.linear(network.head_input(index, hidden), head).unflatten(0, (batch, length))
+
+
+def draft_loss(
+    network: MTPNetwork, embeds: Tensor, hidden: Tensor, head: Tensor, wanted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(loss, share of the target's top tokens found [num_layers]).
+
+    wanted [B, L, vocab]: the target's distribution behind each position.
+    """
+    length = embeds.shape[1]
+    total, found = embeds.new_zeros(()), []
+    for index, logits in enumerate(unroll(network, embeds, hidden, head)):
+        goal, logits = wanted[:, 1 + index :], logits[:, : length - 1 - index].float()
+        each = -(goal * logits.log_softmax(-1)).sum(-1)
+        total = total + LAYER_WEIGHT**index * each.mean()
+        found.append((logits.argmax(-1) == goal.argmax(-1)).float().mean().detach())
+    return total, torch.stack(found)
+
+
+def build(config: MTPConfig, target: LlamaForCausalLM) -> MTPNetwork:
+    """New layers: small weights, and the target's final norm before its LM head."""
+    torch.manual_seed(0)
+    network = MTPNetwork(config)
+    for name, parameter in network.named_parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.01 if "o_proj" in name or "down" in name else 0.04)
+        elif "shared_head" in name:
+            parameter.data.copy_(target.model.norm.weight.data)
+    return network
+
+
+def prefixes(first: int, num_layers: int) -> dict[str, str]:
+    """Names in the network → names in the file, of which the decoder layer's have no `block`."""
+    ours = {f"layers.{k}.": f"model.layers.{first + k}." for k in range(num_layers)}
+    return {f"{name}block.": there for name, there in ours.items()} | ours
+
+
+def save(network: MTPNetwork, target: LlamaConfig, out: Path) -> None:
+    """Writes config.json and model.safetensors (bfloat16): behind the target's layers, as
+    DeepSeek-V3 has them."""
+    out.mkdir(parents=True, exist_ok=True)
+    config = network.config
+    keys = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": target.num_hidden_layers,
+        "num_nextn_predict_layers": config.num_layers,
+        "vocab_size": target.vocab_size,
+        "rms_norm_eps": config.rms_norm_eps,
+        **config.rope,
+        "max_position_embeddings": config.max_position_embeddings,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    (out / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
+    names = prefixes(target.num_hidden_layers, config.num_layers)
+    state = {
+        next(there + name.removeprefix(ours) for ours, there in names.items() if ours in name): (
+            value.to(torch.bfloat16).cpu().contiguous()
+        )
+        for name, value in network.state_dict().items()
+    }
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_layers(folder: Path, target: LlamaForCausalLM) -> MTPNetwork:
+    """What `save` wrote, in float32."""
+    keys = json.loads((folder / "config.json").read_text())
+    layers, width = keys["num_nextn_predict_layers"], keys["intermediate_size"]
+    network = MTPNetwork(configuration(target.config, layers, width))
+    tensors = load_file(folder / "model.safetensors")
+    names = prefixes(target.config.num_hidden_layers, layers)
+    state = {
+        name: tensors[next(there + name.removeprefix(o) for o, there in names.items() if o in name)]
+        for name in network.state_dict()
+    }
+    network.load_state_dict(state)
+    return network.float().to(target.device).eval()
+
+
+@torch.no_grad()
+def drafted(
+    model: LlamaForCausalLM, network: MTPNetwork, tokens: Tensor, noises: Tensor | None
+) -> Tensor:
+    """[n, L]: how many tokens of the chain behind token p + 1 are the row's own.
+
+    noises [n, L, vocab]: the layers sample with them; None: they take their top token.
+    """
+    (hidden,) = forward(model, tokens)
+    embeds = model.model.embed_tokens(tokens)
+    going = torch.ones_like(tokens, dtype=torch.bool)
+    result = torch.zeros_like(tokens)
+    for index, scores in enumerate(unroll(network, embeds, hidden, model.lm_head.weight)):
+        if noises is not None:
+            scores[:, : -2 - index] += noises[:, 2 + index :]
+        going &= scores.argmax(-1) == F.pad(tokens[:, 2 + index :], (0, 2 + index), value=-1)
+        result += going
+    return result
+
+
+def evaluate(model: LlamaForCausalLM, network: MTPNetwork, folder: Path, texts: list[str]) -> None:
+    """Prints tokens a step for chains of each depth, 128 new tokens behind each prompt."""
+    new, depths = 128, range(1, network.config.num_layers + 1)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    sizes = [len(p) for p in prompts]
+    print(f"{len(prompts)} prompts, {new} new tokens; num_steps {[*depths]}")
+    noises = noise(len(prompts), max(sizes) + new, model.config.vocab_size, str(model.device))
+    for name, target_noises, draft_noises in (
+        ("greedy", None, None),
+        ("temperature 1, the layers' top token", noises, None),
+        ("temperature 1, the layers sample with the same noise", noises, noises),
+    ):
+        tokens = continuations(model, prompts, new, target_noises)
+        found = drafted(model, network, tokens, draft_noises)
+        means = [accept_length(tokens, found, sizes, new, depth) for depth in depths]
+        print(f"{name}: " + " ".join(f"{mean:.3f}" for mean in means), flush=True)
+
+
+def main() -> None:
+    """Trains, then evaluates if there are prompts."""
+    parser = arguments_of(__doc__, epochs=9, batch=128, rate=2e-3)
+    parser.add_argument("--layers", type=int, default=5, help="the greatest draft depth")
+    parser.add_argument("--intermediate", type=int, default=640)
+    parser.add_argument("--prompts", type=Path, help="held-out prompts to evaluate on")
+    parser.add_argument("--count", type=int, default=256, help="of the prompts")
+    arguments = parser.parse_args()
+    target = load_target(arguments)
+    head = target.lm_head.weight
+
+    if arguments.max_steps:
+        data = training_rows(arguments.data, arguments.device)
+        config = configuration(target.config, arguments.layers, arguments.intermediate)
+        network = build(config, target).to(arguments.device)
+        loss_of_hidden = draft_loss if arguments.no_compile else torch.compile(draft_loss)
+
+        def loss_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                (hidden,) = forward(target, tokens)
+                wanted = F.linear(hidden, head).float().softmax(-1)
+                embeds = target.model.embed_tokens(tokens)
+            return loss_of_hidden(network, embeds, hidden, head, wanted)
+
+        train(
+            arguments, network, data, loss_of, lambda: save(network, target.config, arguments.out)
+        )
+    if arguments.prompts:
+        model = load(arguments.model, arguments.device)
+        lines = arguments.prompts.read_text().splitlines()[: arguments.count]
+        texts = [json.loads(line)["prompt"] for line in lines]
+        evaluate(model, load_layers(arguments.out, model), arguments.model, texts)
+
+
+if __name__ == "__main__":
+    main()

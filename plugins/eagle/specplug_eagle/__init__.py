@@ -1,0 +1,65 @@
+"""EAGLE for specplug: the EAGLE-1 head (arXiv 2401.15077) under EAGLE-2's trees (2406.16858).
+
+Light to import: torch loads with the worker.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specplug import (
+    DEFAULT_MODEL,
+    AlgorithmInfo,
+    Capabilities,
+    Defaults,
+    SpecConfig,
+    hookimpl,
+)
+
+if TYPE_CHECKING:
+    from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime
+    from specplug_eagle.worker import EagleWorker
+
+WEIGHTS = Path(__file__).parent / "weights"
+
+
+class Eagle:
+    """The hooks; the work is ``EagleWorker``'s."""
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(
+            name="EAGLE",
+            summary="EAGLE-2: one layer over the target's last feature, dynamic trees and chains",
+            api_version=1,
+            capabilities=Capabilities(branching=True, draft_model=True),
+            defaults=Defaults(num_steps=5, topk=1, num_draft_tokens=6),
+            paper="https://arxiv.org/abs/2406.16858",
+            weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+        )
+
+    @hookimpl
+    def validate_config(self, config: SpecConfig) -> SpecConfig:
+        return config.fit_feature_draft()
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> EagleWorker:
+        from specplug_eagle.worker import EagleWorker
+
+        return EagleWorker(runtime)
+
+    @hookimpl
+    def build_draft_input(
+        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+    ) -> DraftInput:
+        worker: EagleWorker = runtime.worker
+        return worker.extend(batch, target_output)
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        worker: EagleWorker = runtime.worker
+        return worker.propose(batch, draft_input)
+
+
+algorithm = Eagle()

@@ -1,0 +1,68 @@
+"""EAGLE checkpoints in SafeAILab's layout, and whether they fit the target."""
+
+from __future__ import annotations
+
+from specplug import Checkpoint, CheckpointError, Runtime, layers
+from specplug_eagle.network import EagleConfig, EagleNetwork
+
+
+def load_network(runtime: Runtime) -> EagleNetwork:
+    """Read the run's draft model and put it on the engine's device, ready to serve.
+
+    Raises:
+        CheckpointError: it is missing or incomplete, or was made for another target.
+    """
+    assert runtime.config.draft_model_path is not None
+    checkpoint = Checkpoint.read(runtime.config.draft_model_path)
+    config = network_config(checkpoint, runtime.context_len)
+    _check_fit(checkpoint, config, runtime)
+    own_embedding = "embed_tokens.weight" in {rename(name) for name in checkpoint.tensors}
+    network = EagleNetwork(config, own_embedding=own_embedding).to(runtime.dtype)
+    checkpoint.load_into(network, rename=rename)
+    network = network.to(runtime.device).eval()
+    layers.pack(network)
+    return network
+
+
+def rename(name: str) -> str | None:
+    """SGLang's exports may put ``model.`` before the names; an LM head is the target's own."""
+    name = name.removeprefix("model.")
+    return None if name == "lm_head.weight" else name
+
+
+def network_config(checkpoint: Checkpoint, context_len: int) -> EagleConfig:
+    """The network's sizes from ``config.json``.
+
+    What SafeAILab's configs do not say, the tensors do: whether ``fc`` has a bias (the key
+    ``bias`` is often left out), and whether queries, keys and values have one.
+    """
+    keys = checkpoint.config
+    names = {rename(name) for name in checkpoint.tensors}
+    heads = checkpoint.require("num_attention_heads")
+    hidden_size = checkpoint.require("hidden_size")
+    return EagleConfig(
+        hidden_size=hidden_size,
+        intermediate_size=checkpoint.require("intermediate_size"),
+        num_hidden_layers=keys.get("num_hidden_layers") or 1,
+        num_attention_heads=heads,
+        num_key_value_heads=keys.get("num_key_value_heads") or heads,
+        head_dim=keys.get("head_dim") or hidden_size // heads,
+        vocab_size=checkpoint.require("vocab_size"),
+        rms_norm_eps=keys.get("rms_norm_eps", 1e-6),
+        rope=keys,
+        max_position_embeddings=max(context_len, keys.get("max_position_embeddings") or 0),
+        fc_bias="fc.bias" in names,
+        attention_bias="layers.0.self_attn.q_proj.bias" in names,
+    )
+
+
+def _check_fit(checkpoint: Checkpoint, config: EagleConfig, runtime: Runtime) -> None:
+    for what, mine, target in (
+        ("hidden size", config.hidden_size, runtime.hidden_size),
+        ("vocabulary", config.vocab_size, runtime.vocab_size),
+    ):
+        if mine != target:
+            raise CheckpointError(
+                f"draft model {checkpoint.path} does not fit the target: it was made for a "
+                f"{what} of {mine}, the target's is {target}; use the draft model of this target"
+            )

@@ -1,0 +1,45 @@
+"""The EAGLE drafter: drafts from what the target's LM head reads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specplug import CommittedOutput, FeatureDrafter, Runtime, layers
+from specplug_eagle.checkpoint import load_network
+
+
+class EagleWorker(FeatureDrafter):
+    """The EAGLE-1 network under ``FeatureDrafter``.
+
+    Args:
+        runtime: the engine's.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._network = load_network(runtime)
+        self._captured = runtime.capture_lm_head_input()
+        self._embed = self._network.embed_tokens or runtime.embed_tokens
+        config = self._network.config
+        super().__init__(
+            runtime,
+            hidden_size=config.hidden_size,
+            token_ids=torch.arange(config.vocab_size, device=runtime.device),
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+        )
+
+    def features(self, output: CommittedOutput) -> Tensor:
+        """[R, hidden]: the target's hidden states behind its final norm."""
+        return output.per_node[self._captured]
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: layers.Attend
+    ) -> Tensor:
+        """See ``FeatureDrafter.forward``."""
+        return self._network(self._embed(tokens), hidden, positions, attend)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``FeatureDrafter.logits``; a feature is read by the target's own LM head."""
+        return self._runtime.lm_head(hidden)

@@ -1,0 +1,76 @@
+"""EAGLE generates exactly what NONE generates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specplug import LLM, SamplingParams
+from specplug_eagle import algorithm
+
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=20),
+    "sampled": SamplingParams(max_tokens=20, temperature=0.7, seed=9, top_p=0.9),
+    "penalized": SamplingParams(
+        max_tokens=20, temperature=1.0, seed=9, presence_penalty=0.5, repetition_penalty=1.2
+    ),
+}
+SHAPES = [(1, 1, 2), (1, 4, 5), (2, 1, 3), (3, 4, 8), (4, 3, 12), (2, 2, 2)]
+
+
+@pytest.fixture(scope="session")
+def expected(target: Path, prompts: list[list[int]]) -> dict[str, list[tuple[int, ...]]]:
+    llm = LLM(target, dtype="float64")
+    return {
+        name: [output.token_ids for output in llm.generate(prompts, params)]
+        for name, params in SAMPLINGS.items()
+    }
+
+
+@pytest.mark.parametrize(("topk", "steps", "nodes"), SHAPES)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, None), (16, 8), (3, 5)])
+def test_tokens_are_those_of_none(
+    target: Path,
+    prompts: list[list[int]],
+    expected: dict[str, list[tuple[int, ...]]],
+    write_draft: Callable[..., Path],
+    topk: int,
+    steps: int,
+    nodes: int,
+    overlap: bool,
+    page_size: int,
+    chunk: int | None,
+) -> None:
+    llm = LLM(
+        target,
+        dtype="float64",
+        speculative_algorithm=algorithm,
+        speculative_draft_model_path=write_draft(),
+        speculative_eagle_topk=topk,
+        speculative_num_steps=steps,
+        speculative_num_draft_tokens=nodes,
+        disable_overlap_schedule=not overlap,
+        page_size=page_size,
+        chunked_prefill_size=chunk,
+        max_running_requests=3,
+    )
+    for name, params in SAMPLINGS.items():
+        got = [output.token_ids for output in llm.generate(prompts, params)]
+        assert got == expected[name], name
+    llm.check_pool()
+    # A random draft is right now and then where it samples with the target's noise.
+    assert llm.stats()["mean_accept_length"] > 1.05
+
+
+def test_shipped_weights_draft_for_the_default_model() -> None:
+    prompt = "def read(path):\n    with open(path) as file:\n"
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    plain = LLM().generate(prompt, params)[0]
+    llm = LLM(speculative_algorithm="EAGLE")
+    drafted = llm.generate(prompt, params)[0]
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.text == plain.text
+    assert llm.stats()["mean_accept_length"] > 2
