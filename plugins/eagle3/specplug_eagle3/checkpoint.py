@@ -1,9 +1,8 @@
-"""EAGLE-3 checkpoints in SafeAILab's and SGLang's layouts, and whether they fit the target."""
+"""EAGLE-3 checkpoints as SafeAILab, SGLang and ``speculators`` publish them, and their fit."""
 
 from __future__ import annotations
 
-from typing import Any
-
+import attrs
 import torch
 
 from specplug import Checkpoint, CheckpointError, Runtime, layers
@@ -19,7 +18,7 @@ def load_network(runtime: Runtime) -> Eagle3Network:
         CheckpointError: it is missing or incomplete, or was made for another target.
     """
     assert runtime.config.draft_model_path is not None
-    checkpoint = Checkpoint.read(runtime.config.draft_model_path)
+    checkpoint = flatten_config(Checkpoint.read(runtime.config.draft_model_path))
     config = network_config(checkpoint, runtime.num_layers, runtime.context_len)
     _check_fit(checkpoint, config, runtime)
     own_embedding = "embed_tokens.weight" in {rename(name) for name in checkpoint.tensors}
@@ -32,27 +31,61 @@ def load_network(runtime: Runtime) -> Eagle3Network:
     return network
 
 
-def rename(name: str) -> str:
-    """SGLang's export may put ``model.`` before the layer's names; SafeAILab's does not."""
-    return name.removeprefix("model.")
+def rename(name: str) -> str | None:
+    """The tensors' names in SafeAILab's files, which are the network's.
+
+    SGLang's exports may put ``model.`` before the layer's names, and ``speculators`` calls the
+    layer ``layers.0`` and may save what belongs to the target (``verifier_…``).
+    """
+    name = name.removeprefix("model.")
+    if name.startswith("verifier_"):
+        return None
+    return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+
+
+def flatten_config(checkpoint: Checkpoint) -> Checkpoint:
+    """``config.json`` as SafeAILab has it: all keys at the top.
+
+    SGLang keeps some under ``eagle_config``; ``speculators`` keeps the layer's sizes under
+    ``transformer_layer_config``, counts ``eagle_aux_hidden_state_layer_ids`` by the layers'
+    *inputs*, where SGLang's count their outputs, and means ``norm_before_residual`` where it says
+    nothing.
+
+    Raises:
+        CheckpointError: it is a speculator of another kind, or of several layers.
+    """
+    keys = dict(checkpoint.config)
+    kind = keys.get("speculators_model_type")
+    if kind is None:
+        return attrs.evolve(checkpoint, config={**(keys.get("eagle_config") or {}), **keys})
+    if kind != "eagle3":
+        raise CheckpointError(
+            f"draft model {checkpoint.path}: speculators_model_type {kind!r}; expected 'eagle3'"
+        )
+    layer = checkpoint.require("transformer_layer_config")
+    if layer.get("num_hidden_layers", 1) != 1:
+        raise CheckpointError(
+            f"draft model {checkpoint.path}: {layer['num_hidden_layers']} draft layers; expected 1"
+        )
+    inputs = keys.get("eagle_aux_hidden_state_layer_ids")
+    keys["eagle_aux_hidden_state_layer_ids"] = inputs and [i - 1 for i in inputs]
+    keys.setdefault("norm_before_residual", True)
+    return attrs.evolve(checkpoint, config={**layer, **keys})
 
 
 def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) -> Eagle3Config:
-    """The network's sizes from ``config.json``; what it leaves out comes from the paper's rule.
+    """The network's sizes from a flat ``config.json``; the rest comes from the paper's rule.
 
-    ``eagle_aux_hidden_state_layer_ids`` (SGLang, at the top or under ``eagle_config``) are layers
-    whose *outputs* are fused; the network wants inputs, which are those of the layer behind.
-    Without them: layers 2, L // 2 and L - 3, as in SafeAILab's code.
+    ``eagle_aux_hidden_state_layer_ids`` are layers whose *outputs* are fused; the network wants
+    inputs, which are those of the layer behind. Without them: a low, a middle and a high layer, the
+    inputs of 2, L // 2 and L - 3, as in SafeAILab's code.
     """
     keys = checkpoint.config
     heads = checkpoint.require("num_attention_heads")
     hidden_size = checkpoint.require("hidden_size")
     vocab_size = checkpoint.require("vocab_size")
-    nested: dict[str, Any] = keys.get("eagle_config") or {}
-    layers = keys.get("eagle_aux_hidden_state_layer_ids") or nested.get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
-    inputs = [i + 1 for i in layers] if layers else [2, num_layers // 2, num_layers - 3]
+    outputs = keys.get("eagle_aux_hidden_state_layer_ids")
+    inputs = [i + 1 for i in outputs] if outputs else [2, num_layers // 2, num_layers - 3]
     return Eagle3Config(
         hidden_size=hidden_size,
         intermediate_size=checkpoint.require("intermediate_size"),
@@ -66,6 +99,10 @@ def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) ->
         rope=keys,
         max_position_embeddings=max(context_len, keys.get("max_position_embeddings") or 0),
         aux_layer_ids=tuple(inputs),
+        norm_before_residual=bool(keys.get("norm_before_residual")),
+        norm_before_fc=bool(keys.get("norm_before_fc")),
+        attention_bias=bool(keys.get("attention_bias")),
+        query_key_norm=keys.get("model_type") == "qwen3",
     )
 
 
@@ -79,7 +116,7 @@ def _check_fit(checkpoint: Checkpoint, config: Eagle3Config, runtime: Runtime) -
                 f"draft model {checkpoint.path} does not fit the target: it was made for a "
                 f"{what} of {mine}, the target's is {target}; use the draft model of this target"
             )
-    if any(not 0 <= i < runtime.num_layers for i in config.aux_layer_ids):
+    if any(not 0 <= i <= runtime.num_layers for i in config.aux_layer_ids):
         raise CheckpointError(
             f"draft model {checkpoint.path} does not fit the target: it reads layers "
             f"{list(config.aux_layer_ids)}, the target has {runtime.num_layers}"

@@ -27,6 +27,9 @@ class Eagle3Config:
         aux_layer_ids: the target layers whose *inputs* are fused.
         norm_before_residual: the residual stream begins with the normed hidden state, not with
             the hidden state itself (an option of ``speculators``).
+        norm_before_fc: the features are normed before they are fused (likewise).
+        attention_bias: queries, keys and values have biases.
+        query_key_norm: queries and keys are normed by head (Qwen3).
     """
 
     hidden_size: int
@@ -42,6 +45,9 @@ class Eagle3Config:
     max_position_embeddings: int
     aux_layer_ids: tuple[int, ...]
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    attention_bias: bool = False
+    query_key_norm: bool = False
 
 
 class MidLayer(nn.Module):
@@ -56,6 +62,8 @@ class MidLayer(nn.Module):
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
+            bias=config.attention_bias,
+            norm_eps=eps if config.query_key_norm else None,
         )
         self.mlp = layers.GatedMLP(hidden, config.intermediate_size)
         self.hidden_norm = layers.RMSNorm(hidden, eps)
@@ -81,6 +89,9 @@ class Eagle3Network(nn.Module):
             nn.Embedding(config.vocab_size, config.target_hidden_size) if own_embedding else None
         )
         fused = config.target_hidden_size * len(config.aux_layer_ids)
+        self.input_norm = (
+            layers.RMSNorm(fused, config.rms_norm_eps) if config.norm_before_fc else None
+        )
         self.fc = nn.Linear(fused, config.hidden_size, bias=False)
         self.midlayer = MidLayer(config)
         self.norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -91,7 +102,7 @@ class Eagle3Network(nn.Module):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """[R, len(aux_layer_ids) * target_hidden] target features -> [R, hidden]."""
-        return self.fc(aux)
+        return self.fc(aux if self.input_norm is None else self.input_norm(aux))
 
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: layers.Attend

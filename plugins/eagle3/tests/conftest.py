@@ -60,17 +60,27 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def random_tensors(seed: int = 1) -> dict[str, Tensor]:
+def random_tensors(seed: int = 1, **options: bool) -> dict[str, Tensor]:
     """The state dict of a random draft network, by SafeAILab's names."""
     torch.manual_seed(seed)
-    network = Eagle3Network(
-        Eagle3Config(
-            24, 48, 4, 2, 8, TARGET_HIDDEN, VOCAB, DRAFT_VOCAB, 1e-5, {}, CONTEXT, (1, 2, 3)
-        )
+    config = Eagle3Config(
+        hidden_size=24,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        target_hidden_size=TARGET_HIDDEN,
+        vocab_size=VOCAB,
+        draft_vocab_size=DRAFT_VOCAB,
+        rms_norm_eps=1e-5,
+        rope={},
+        max_position_embeddings=CONTEXT,
+        aux_layer_ids=(1, 2, 3),
+        **options,
     )
     tensors = {
         name: torch.randn(tensor.shape, dtype=torch.float64) * 0.3
-        for name, tensor in network.state_dict().items()
+        for name, tensor in Eagle3Network(config).state_dict().items()
     }
     ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
     tensors["d2t"] = ids - torch.arange(DRAFT_VOCAB)
@@ -93,6 +103,36 @@ def write_draft(tmp_path: Path) -> Callable[..., Path]:
         else:
             save_file(tensors, tmp_path / "model.safetensors")
         return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def write_speculator(tmp_path: Path) -> Callable[..., tuple[Path, dict[str, Tensor]]]:
+    """Write a draft as ``speculators`` does; its folder, and its tensors by SafeAILab's names."""
+
+    def write(*, qwen3: bool = False, norm_before_fc: bool = False, **changes: Any) -> Any:
+        tensors = random_tensors(query_key_norm=qwen3, norm_before_fc=norm_before_fc)
+        top = ("architectures", "draft_vocab_size", "target_hidden_size")
+        layer = {key: value for key, value in CONFIG.items() if key not in top}
+        layer |= {"model_type": "qwen3" if qwen3 else "llama", "attention_bias": False}
+        config = {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.5.0",
+            "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy"},
+            "draft_vocab_size": DRAFT_VOCAB,
+            "target_hidden_size": TARGET_HIDDEN,
+            "norm_before_fc": norm_before_fc,
+            "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+            "transformer_layer_config": layer,
+            **changes,
+        }
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        saved = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
+        saved["verifier_norm.weight"] = torch.ones(TARGET_HIDDEN)  # the target's own
+        save_file(saved, tmp_path / "model.safetensors")
+        return tmp_path, tensors
 
     return write
 

@@ -75,6 +75,33 @@ def test_sglang_layout_loads(target: Path, write_draft: Write, tensors: dict[str
     assert_loaded(llm, {name: t for name, t in tensors.items() if name != "t2d"})
 
 
+def test_speculators_layout_loads(
+    target: Path, write_speculator: Callable[..., tuple[Path, dict[str, Tensor]]]
+) -> None:
+    """The layer under ``layers.0`` and its sizes nested; aux layers counted by their inputs."""
+    draft, tensors = write_speculator()
+    llm = load(target, draft)
+    config = network_of(llm).config
+    assert config.aux_layer_ids == (1, 2, 3)
+    assert config.norm_before_residual
+    assert_loaded(llm, tensors)
+    draft, tensors = write_speculator(qwen3=True, norm_before_fc=True, norm_before_residual=False)
+    llm = load(target, draft)
+    assert not network_of(llm).config.norm_before_residual
+    assert_loaded(llm, tensors)
+
+
+def test_other_speculators_are_refused(
+    target: Path, write_speculator: Callable[..., tuple[Path, dict[str, Tensor]]]
+) -> None:
+    draft, _ = write_speculator(speculators_model_type="medusa")
+    with pytest.raises(CheckpointError, match="speculators_model_type 'medusa'; expected 'eagle3'"):
+        load(target, draft)
+    draft, _ = write_speculator(transformer_layer_config={"num_hidden_layers": 2})
+    with pytest.raises(CheckpointError, match="2 draft layers; expected 1"):
+        load(target, draft)
+
+
 def test_an_embedding_of_its_own_is_used(
     target: Path, write_draft: Write, tensors: dict[str, Tensor]
 ) -> None:

@@ -37,7 +37,9 @@ class Reference:
     def __init__(self, draft: Path, target: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.w = load_file(draft / "model.safetensors")
+        saved = load_file(draft / "model.safetensors")
+        self.w = {name.replace("layers.0.", "midlayer."): t for name, t in saved.items()}
+        self.norm_before_residual = "speculators" in (draft / "config.json").read_text()
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
         self.ids = torch.arange(len(self.w["d2t"])) + self.w["d2t"]
 
@@ -46,6 +48,8 @@ class Reference:
         """[n, hidden] fused features of ``tokens``: outputs of layers 0, 1 and 2."""
         out = self.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
         aux = torch.cat([out.hidden_states[i][0] for i in (1, 2, 3)], dim=-1)
+        if "input_norm.weight" in self.w:
+            aux = self.norm(aux, "input_norm")
         return aux @ self.w["fc.weight"].T
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -72,12 +76,16 @@ class Reference:
             dim=-1,
         )
         q, k, v = (x @ self.w[f"midlayer.self_attn.{p}_proj.weight"].T for p in "qkv")
-        q = self.rotate(q.view(n, HEADS, HEAD_DIM))
-        k = self.rotate(k.view(n, KV_HEADS, HEAD_DIM)).repeat_interleave(HEADS // KV_HEADS, 1)
+        q, k = q.view(n, HEADS, HEAD_DIM), k.view(n, KV_HEADS, HEAD_DIM)
+        if "midlayer.self_attn.q_norm.weight" in self.w:
+            q, k = (self.norm(x, f"midlayer.self_attn.{p}_norm") for x, p in ((q, "q"), (k, "k")))
+        q, k = self.rotate(q), self.rotate(k).repeat_interleave(HEADS // KV_HEADS, 1)
         v = v.view(n, KV_HEADS, HEAD_DIM).repeat_interleave(HEADS // KV_HEADS, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
         scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), float("-inf"))
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(n, -1)
+        if self.norm_before_residual:
+            hidden = self.norm(hidden, "midlayer.hidden_norm")
         hidden = hidden + mixed @ self.w["midlayer.self_attn.o_proj.weight"].T
         y = self.norm(hidden, "midlayer.post_attention_layernorm")
         gate, up = (y @ self.w[f"midlayer.mlp.{p}_proj.weight"].T for p in ("gate", "up"))
@@ -155,6 +163,20 @@ def test_chain_is_that_of_the_plain_network(
         committed = tokens[: root + 1]
         assert drafted[0] == committed[-1]
         assert drafted[1:] == reference.chain(committed, 4)
+
+
+@pytest.mark.parametrize("options", [{}, {"qwen3": True}, {"norm_before_fc": True}], ids=str)
+def test_a_speculator_is_that_of_the_plain_network(
+    target: Path,
+    prompts: list[list[int]],
+    write_speculator: Callable[..., tuple[Path, dict[str, Tensor]]],
+    options: dict[str, bool],
+) -> None:
+    draft, _ = write_speculator(**options)
+    spy, tokens = run(target, draft, prompts[2], speculative_num_steps=3)
+    reference = Reference(draft, target)
+    for root, drafted, _ in spy.drafts:
+        assert drafted[1:] == reference.chain(tokens[: root + 1], 3)
 
 
 @pytest.mark.parametrize(("topk", "steps", "nodes"), [(2, 3, 6), (3, 2, 7), (3, 1, 3)])
