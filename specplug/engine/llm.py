@@ -130,6 +130,7 @@ class LLM:
             max_running_requests=max_running_requests,
             chunked_prefill_size=chunked_prefill_size,
             columns=config.num_steps + 1,
+            num_draft_tokens=config.num_draft_tokens,
             reserve=max(config.num_draft_tokens, config.num_draft_slots, config.num_steps + 1),
             steps_in_flight=1 if disable_overlap_schedule else 2,
         )
@@ -360,7 +361,7 @@ class LLM:
             detokenizer=make_detokenizer(self._backend_tokenizer, params),
             needs=params.needs,
         )
-        pool, need = self._engine.scheduler.pool, self._limits.most_slots(request)
+        pool, need = self._engine.scheduler.pool, request.most_tokens
         if pool.pages_for(need) > pool.num_pages - 1:
             raise UsageError(
                 f"the prompt's {len(ids)} tokens and max_tokens={request.max_tokens} need {need} "

@@ -11,7 +11,9 @@ from specplug.engine.request import Request
 class PagePool:
     """Hands out pages of ``page_size`` slots. Page 0 is padding and is never handed out.
 
-    A request's worst case is kept for it from admission on (``admit``), so growing never fails.
+    What a request needs without any draft is kept for it from its admission on (``admit``), so that
+    it can always go on. More, for the nodes of a draft, it gets while there are pages that are kept
+    for nobody.
 
     Args:
         num_pages: pages, page 0 included.
@@ -50,23 +52,21 @@ class PagePool:
         return True
 
     def grow(self, request: Request, num_tokens: int) -> list[int]:
-        """Give an admitted request pages for ``num_tokens``; the new pages."""
-        missing = self.pages_for(num_tokens) - len(request.pages)
-        if missing <= 0:
-            return []
-        assert len(request.pages) + missing <= request.page_budget, (
-            request.request_id,
-            num_tokens,
-            request.page_budget,
-        )
-        pages = [self._free.popleft() for _ in range(missing)]
+        """Give an admitted request pages for ``num_tokens``; the new pages.
+
+        Pages within its budget are always there; of those beyond it, as many as are available.
+        """
+        missing = max(0, self.pages_for(num_tokens) - len(request.pages))
+        owed = min(missing, max(0, request.page_budget - len(request.pages)))
+        extra = min(missing - owed, self.num_available)
+        pages = [self._free.popleft() for _ in range(owed + extra)]
         request.pages += pages
-        self._kept -= missing
+        self._kept -= owed
         return pages
 
     def release(self, request: Request) -> None:
         """Take back a request's pages and what was kept for it."""
-        self._kept -= request.page_budget - len(request.pages)
+        self._kept -= _kept_for(request)
         self._free.extend(request.pages)
         request.pages = []
         request.page_budget = 0
@@ -76,5 +76,10 @@ class PagePool:
         requests = list(owners)
         pages = [*self._free, *(page for request in requests for page in request.pages)]
         assert sorted(pages) == list(range(1, self.num_pages)), "a KV page leaked or has two owners"
-        kept = sum(request.page_budget - len(request.pages) for request in requests)
+        kept = sum(_kept_for(request) for request in requests)
         assert kept == self._kept, (kept, self._kept)
+
+
+def _kept_for(request: Request) -> int:
+    """Pages that it does not own yet and may not be refused."""
+    return max(0, request.page_budget - len(request.pages))

@@ -30,7 +30,7 @@ class Request:
         seed: of its noise.
         row: its row in the request table; 0 while it has none.
         pages: KV pages it owns, in the order of its positions.
-        page_budget: pages it may come to own; they are kept for it from its admission on.
+        page_budget: pages it needs without drafts; they are kept for it from its admission on.
         prefilled: prompt tokens whose prefill has been launched.
         kv_bound: the most tokens whose KV can be committed when all launched steps are done.
         in_flight: launched steps whose results are not processed.
@@ -66,6 +66,17 @@ class Request:
     def finished(self) -> bool:
         """Whether it has ended (steps in flight may still hold its pages)."""
         return self.status is RequestStatus.FINISHED
+
+    @property
+    def most_tokens(self) -> int:
+        """Its prompt and all that it may generate."""
+        return len(self.prompt_token_ids) + self.max_tokens
+
+    @property
+    def last_root(self) -> int:
+        """The position of the last root whose step can add a token; what is launched behind it
+        was launched before the end was known, and means nothing."""
+        return self.most_tokens - 2
 
     @property
     def may_decode(self) -> bool:

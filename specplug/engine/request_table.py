@@ -10,6 +10,9 @@ from specplug.engine.request import Request
 class RequestTable:
     """Rows of slots, on the device. Row 0 is padding, all of whose slots are slot 0.
 
+    A position for which a request has no page has slot 0 too: a draft model may write and read
+    there, and what it makes of it is a worse draft, never another request's.
+
     Args:
         num_rows: rows, row 0 included.
         width: most positions a request may need, slots of drafts behind its end included.
@@ -29,6 +32,7 @@ class RequestTable:
     def take(self, request: Request) -> None:
         """Give a request a row."""
         request.row = self._free.pop()
+        self.slots[request.row] = 0
 
     def give_back(self, request: Request) -> None:
         """Take its row from a request."""

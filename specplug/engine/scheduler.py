@@ -20,20 +20,17 @@ class SchedulerConfig:
         max_running_requests: most requests that have a row at a time.
         chunked_prefill_size: most prompt tokens a step; None: no limit.
         columns: C, the most tokens that a decode step commits for a request.
-        reserve: slots behind its committed length that a decode step may write.
+        num_draft_tokens: N, the most nodes that a decode step verifies for a request.
+        reserve: slots behind its committed length that a decode step would write, N or more.
         steps_in_flight: steps launched before the first one's results are processed.
     """
 
     max_running_requests: int
     chunked_prefill_size: int | None
     columns: int
+    num_draft_tokens: int
     reserve: int
     steps_in_flight: int
-
-    def most_slots(self, request: Request) -> int:
-        """Positions that a request can need in its whole life."""
-        overshoot = self.steps_in_flight * self.columns + self.reserve
-        return len(request.prompt_token_ids) + request.max_tokens + overshoot
 
 
 @attrs.frozen(kw_only=True)
@@ -69,9 +66,15 @@ class Prefill:
 
 @attrs.frozen(kw_only=True)
 class Decode:
-    """Requests that take one decode step, and the slots that any of them may reach."""
+    """Requests that take one decode step.
+
+    Attributes:
+        room: for each, the most nodes that have slots of their own; 1 to N.
+        max_slots: slots that any of them may reach.
+    """
 
     requests: tuple[Request, ...]
+    room: tuple[int, ...]
     max_slots: int
 
 
@@ -126,7 +129,7 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         if len(self.running) >= self.config.max_running_requests or not self.table.num_free:
             return False
-        if not self.pool.admit(request, self.config.most_slots(request)):
+        if not self.pool.admit(request, request.most_tokens):
             return False
         self.table.take(request)
         self.running.append(request)
@@ -147,21 +150,29 @@ class Scheduler:
         requests = tuple(r for r in self.running if r.may_decode)
         if not requests:
             return None
-        max_slots = 0
+        room, max_slots = [], 0
         for request in requests:
             slots = request.kv_bound + self.config.reserve
             self._grow(request, slots)
+            room.append(self._room(request))
             request.kv_bound += self.config.columns
             request.in_flight += 1
             max_slots = max(max_slots, slots)
-        return Decode(requests=requests, max_slots=max_slots)
+        return Decode(requests=requests, room=tuple(room), max_slots=max_slots)
+
+    def _room(self, request: Request) -> int:
+        """Nodes that fit into a request's pages behind what may be committed by then."""
+        behind = min(request.kv_bound, request.last_root)
+        own = len(request.pages) * self.pool.page_size - behind
+        assert own >= 1, (request.request_id, behind, len(request.pages))
+        return min(own, self.config.num_draft_tokens)
 
     def _grow(self, request: Request, num_slots: int) -> None:
         if len(request.pages) * self.pool.page_size >= num_slots:
             return
         # Some tokens ahead, so that small pages are not asked for one by one.
-        most = request.page_budget * self.pool.page_size
-        pages = self.pool.grow(request, min(num_slots + 32, most))
+        owed = request.page_budget * self.pool.page_size
+        pages = self.pool.grow(request, max(num_slots, min(num_slots + 32, owed)))
         self.table.write(request, pages)
 
     def processed(self, request: Request, committed: int | None) -> None:

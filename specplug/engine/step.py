@@ -127,9 +127,11 @@ class StepRunner:
         requests, runtime = scheduled.requests, self._runtime
         runtime.max_slots = scheduled.max_slots
         batch = self._batch(ForwardMode.DECODE, requests)
+        batch.room = scheduled.room
         batch.seq_lens, draft_input = self._future_map.resolve(batch.rows)
         draft = self._hooks.propose(runtime=runtime, batch=batch, draft_input=draft_input)
         self._check(draft, batch)
+        draft = draft.narrow(batch.room)
         clock.lap("propose")
         output = self._verify_pass(batch, draft)
         clock.lap("target")

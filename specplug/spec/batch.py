@@ -44,6 +44,8 @@ class Batch:
         chunk_widths: prompt tokens of each request in this prefill, known on the host.
         chunk_ends: of each request's prompt, how much is prefilled when this chunk is.
         last_chunk: for each request of a prefill, whether the chunk ends its prompt.
+        room: for each request of a decode step, the most nodes for which the KV pool has slots, 1
+            to N. A wider draft is cut to it; one that knows may choose better what to leave out.
         greedy: whether every request takes the most likely token, so that no noise is needed.
         attention: the target pass's plan; a draft model reuses it on a prefill.
     """
@@ -55,6 +57,7 @@ class Batch:
     chunk_widths: tuple[int, ...] = ()
     chunk_ends: tuple[int, ...] = ()
     last_chunk: tuple[bool, ...] = ()
+    room: tuple[int, ...] = ()
     greedy: bool = True
     attention: AttentionPlan | None = None
 

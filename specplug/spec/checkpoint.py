@@ -23,11 +23,24 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
 
     @classmethod
-    def read(cls, path: Path) -> Checkpoint:
+    def read(cls, path: Path, *, keep: Callable[[str], bool] = lambda name: True) -> Checkpoint:
         """Read ``config.json`` and all ``*.safetensors`` (else ``*.bin``) of a folder, on the CPU.
+
+        Args:
+            keep: which tensors are wanted, by name. The others of a safetensors file are not read,
+                so a draft inside its target's checkpoint costs no more than its own size.
 
         Raises:
             CheckpointError: the folder, its config or its weights are missing or unreadable.
+        """
+        return cls(path, cls.read_config(path), _read_tensors(path, keep))
+
+    @staticmethod
+    def read_config(path: Path) -> Mapping[str, Any]:
+        """``config.json`` of a folder, and nothing else of it.
+
+        Raises:
+            CheckpointError: the folder or its config is missing or unreadable.
         """
         if not path.is_dir():
             raise CheckpointError(
@@ -42,7 +55,7 @@ class Checkpoint:
             raise CheckpointError(f"{config_file}: not JSON ({error})") from error
         if not isinstance(config, dict):
             raise CheckpointError(f"{config_file}: expected a JSON object")
-        return cls(path, config, _read_tensors(path))
+        return config
 
     def require(self, key: str) -> Any:
         """A key of ``config.json``.
@@ -89,9 +102,8 @@ class Checkpoint:
         module.load_state_dict(found, strict=False)
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def _read_tensors(path: Path, keep: Callable[[str], bool]) -> dict[str, Tensor]:
+    from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, Tensor] = {}
     files = sorted(path.glob("*.safetensors"))
@@ -100,9 +112,11 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"draft model {path}: it has no *.safetensors and no *.bin")
     try:
         for file in files:
-            tensors.update(load_file(file))
+            with safe_open(file, framework="pt") as stored:
+                tensors.update({n: stored.get_tensor(n) for n in stored.keys() if keep(n)})  # noqa: SIM118
         for file in pickles if not files else ():
-            tensors.update(torch.load(file, map_location="cpu", weights_only=True))
+            pickled = torch.load(file, map_location="cpu", weights_only=True)
+            tensors.update({n: tensor for n, tensor in pickled.items() if keep(n)})
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error})") from error
     return tensors

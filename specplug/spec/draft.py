@@ -141,6 +141,28 @@ class Draft:
         """[bs·N, …] rows in the padded order -> [T, …] in the flat order."""
         return padded if self.padding is None else padded[self.padding.flat_index]
 
+    def narrow(self, room: Sequence[int]) -> Draft:
+        """This draft with at most ``room[b]`` nodes, at least 1, of each request: the first ones.
+
+        Parents stand before their children, so what is left of a tree is a tree.
+        """
+        widths = self.widths or (self.width,) * len(room)
+        if all(width <= most for width, most in zip(widths, room, strict=True)):
+            return self
+        cut = tuple(min(width, most) for width, most in zip(widths, room, strict=True))
+        width = max(cut)
+        tokens = self.tokens[:, :width].contiguous()
+        if self.parents is None:
+            return Draft.chain(tokens, cut)
+        return Draft(
+            tokens=tokens,
+            parents=self.parents[:, :width],
+            widths=_ragged(cut, width),
+            depth=min(self.depth, width - 1),
+            mask=self.mask[:, :width, :width],
+            depths=self.depths[:, :width],
+        )._checked()
+
     def _checked(self) -> Draft:
         bs, width = self.tokens.shape
         assert self.tokens.dtype == torch.int64, self.tokens.dtype

@@ -72,6 +72,7 @@ class Scripted:
         self._random = random.Random(seed)
         self.fail_next_propose: Exception | None = None
         self.finished: list[str] = []
+        self.widths: dict[Tokens, list[int]] = {}
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:
@@ -150,6 +151,13 @@ class Scripted:
             above = torch.tensor(parents, device=runtime.device)
             return Draft.tree(nodes_of_all, above, steps, widths)
         return Draft.chain(nodes_of_all, widths)
+
+    @hookimpl
+    def verify(self, batch: Batch, draft: Draft) -> None:
+        """Notes how wide each draft is when it is verified; the core verifies."""
+        widths = draft.widths or (draft.width,) * batch.size
+        for request, width in zip(batch.requests, widths, strict=True):
+            self.widths.setdefault(tuple(request.prompt_token_ids), []).append(width)
 
     @hookimpl
     def on_request_finished(self, report: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Case:
     overlap: bool
     chunk: int | None
     rows: int
+    spare: int | None
     tree: bool
     num_steps: int
     num_draft_tokens: int
@@ -35,8 +36,11 @@ class Case:
     ragged: bool
     seed: int
 
-    def engine(self) -> dict[str, Any]:
+    def engine(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        needs = [len(p) + most for p, most in zip(prompts, self.max_tokens, strict=False)]
         return {
+            # From just enough for the longest request, without any draft, upwards.
+            "max_total_tokens": None if self.spare is None else max(needs) + self.spare,
             "dtype": "float64",
             "page_size": self.page_size,
             "chunked_prefill_size": self.chunk,
@@ -60,10 +64,11 @@ def cases(draw: Callable[..., Any]) -> Case:
         kinds=of_batch(each),
         max_tokens=of_batch(st.sampled_from([1, 2, 9, MAX_TOKENS, MAX_TOKENS])),
         logprobs=of_batch(st.sampled_from([None, 0, 3])),
-        page_size=draw(st.sampled_from([1, 3, 16])),
+        page_size=draw(st.sampled_from([1, 3, 4, 16, 64])),
         overlap=draw(st.booleans()),
         chunk=draw(st.sampled_from([None, 5, 16])),
         rows=draw(st.sampled_from([batch, max(1, batch // 2)])),
+        spare=draw(st.sampled_from([None, 0, 1, 7, 40])),
         tree=tree,
         num_steps=num_steps,
         num_draft_tokens=draw(st.integers(1, 9 if tree else num_steps + 1)),
@@ -120,19 +125,19 @@ def test_scripted_drafts_never_change_the_output(
         ragged=case.ragged,
         seed=case.seed,
     )
+    prompts = reference.prompts[: len(case.kinds)]
     with LLM(
         tiny_model,
         speculative_algorithm=algorithm,
         speculative_num_steps=case.num_steps,
         speculative_num_draft_tokens=case.num_draft_tokens,
-        **case.engine(),
+        **case.engine(prompts),
     ) as llm:
-        prompts = reference.prompts[: len(case.kinds)]
         outputs = llm.generate(prompts, _params(case, reference))
         llm.check_pool()
         assert llm.effective_config["num_draft_tokens"] == case.num_draft_tokens
     _check(case, reference, outputs)
-    if case.right == 1.0 and not case.tree and not case.ragged:
+    if case.right == 1.0 and not case.tree and not case.ragged and case.spare is None:
         most = min(case.num_draft_tokens, case.num_steps + 1)
         for output in outputs:
             assert all(count == most for count in output.accept_lens[:-1])
@@ -143,12 +148,37 @@ def test_scripted_drafts_never_change_the_output(
 def test_plain_decoding_does_not_depend_on_the_schedule(
     case: Case, tiny_model: Path, reference: Any
 ) -> None:
-    with LLM(tiny_model, **case.engine()) as llm:
-        prompts = reference.prompts[: len(case.kinds)]
+    prompts = reference.prompts[: len(case.kinds)]
+    with LLM(tiny_model, **case.engine(prompts)) as llm:
         outputs = llm.generate(prompts, _params(case, reference))
         llm.check_pool()
     _check(case, reference, outputs)
     assert all(set(output.accept_lens) <= {1} for output in outputs)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_a_draft_shrinks_where_the_pool_is_short(
+    tree: bool, overlap: bool, tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    """A pool that just holds one request ends every one, with narrower and narrower drafts."""
+    prompts, params = reference.prompts, reference.params["greedy"]
+    algorithm = scripted(reference.tokens(["greedy"] * 7), tree=tree, right=0.2)
+    with LLM(
+        tiny_model,
+        dtype="float64",
+        page_size=1,
+        max_total_tokens=max(len(prompt) for prompt in prompts) + MAX_TOKENS,
+        speculative_algorithm=algorithm,
+        disable_overlap_schedule=not overlap,
+    ) as llm:
+        outputs = llm.generate(prompts, params)
+        llm.check_pool()
+        plain = [output.token_ids for output in reference.outputs["greedy"]]
+        assert [output.token_ids for output in outputs] == plain
+    widths = algorithm.widths[prompts[-1]]
+    assert max(widths) == 5, "there is room for a whole draft at first"
+    assert widths[-1] < 5, "and none at the pool's end"
 
 
 def test_streams_give_the_same_tokens_as_generate(

@@ -44,11 +44,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_running_requests=rows,
             chunked_prefill_size=chunk,
             columns=columns,
+            num_draft_tokens=columns + 1,
             reserve=columns + 2,
             steps_in_flight=in_flight,
         )
         longest = 20 + 12 + in_flight * columns + config.reserve
-        pages = -(-(longest + slack) // page_size) + 1
+        pages = -(-(20 + 12 + slack) // page_size) + 1
         table = RequestTable(rows + 1, longest, page_size, torch.device("cpu"))
         self.scheduler = Scheduler(config, PagePool(pages, page_size), table)
         self.launched: list[Prefill | Decode] = []
@@ -98,20 +99,26 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_decode(self, scheduled: Decode) -> None:
         config = self.scheduler.config
-        for request in scheduled.requests:
-            # However much the steps in flight accept, this one's nodes have slots.
+        for request, room in zip(scheduled.requests, scheduled.room, strict=True):
+            # However much the steps in flight accept, this one's nodes have slots of their own,
+            # unless the request has ended by then.
             steps = [s for s in self.launched[:-1] if isinstance(s, Decode)]
             most = self.lengths[request.request_id]
             most += config.columns * sum(request in s.requests for s in steps)
             assert scheduled.max_slots >= most + config.reserve
-            self._check_slots(request, most + config.reserve)
+            assert 1 <= room <= config.num_draft_tokens
+            self._check_slots(request, min(most, request.last_root) + room)
+            if self.scheduler.pool.num_available > 0:
+                assert room == config.num_draft_tokens
 
     def _check_slots(self, request: Request, count: int) -> None:
         """The first ``count`` positions of a request have slots of its own pages, in order."""
         size = self.scheduler.pool.page_size
         expected = [page * size + i for page in request.pages for i in range(size)][:count]
         assert len(expected) == count
-        assert self.scheduler.table.slots[request.row, :count].tolist() == expected
+        slots = self.scheduler.table.slots[request.row]
+        assert slots[:count].tolist() == expected
+        assert not slots[len(request.pages) * size :].any(), "slots of pages it does not own"
 
     @precondition(lambda self: self.launched)
     @rule(count=st.integers(0, 59))
@@ -215,8 +222,9 @@ def test_a_pool_keeps_what_it_has_promised() -> None:
     assert pool.admit(other, 4)
     assert len(pool.grow(one, 12)) == 3
     assert pool.grow(one, 12) == []
-    with pytest.raises(AssertionError):
-        pool.grow(one, 13)
-    pool.release(one)
+    assert pool.grow(one, 13) == [], "the last page is kept for the other"
+    assert len(pool.grow(other, 8)) == 1, "one of its own, none for the rest"
     pool.release(other)
+    assert len(pool.grow(one, 40)) == 1, "what is kept for nobody"
+    pool.release(one)
     assert (pool.num_free, pool.num_available) == (4, 4)
