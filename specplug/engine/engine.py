@@ -109,14 +109,17 @@ class Engine:
         tokens, accept_lens = result.tokens.tolist(), result.accept_lens.tolist()
         logprobs = {name: tensor.tolist() for name, tensor in result.logprobs.items()}
         if isinstance(result.scheduled, Prefill):
-            kept = self._process_prefill(result.scheduled, tokens, logprobs)
+            kept = self._process_prefill(result, tokens, logprobs)
+            self.statistics.count_prefill(result.seconds)
         else:
-            kept = self._process_decode(result.scheduled, tokens, accept_lens, logprobs)
+            kept = self._process_decode(result, tokens, accept_lens, logprobs)
             counted = [i for i, tokens_kept in enumerate(kept) if tokens_kept]
             self.statistics.count_decode(
-                [result.widths[i] for i in counted], [accept_lens[i] for i in counted]
+                [result.widths[i] for i in counted],
+                [accept_lens[i] for i in counted],
+                depth=len(tokens[0]) - 1,
+                seconds=result.seconds,
             )
-        self.statistics.seconds.update(result.seconds)
         requests = result.scheduled.requests
         self._hooks.on_step(
             runtime=self._runtime,
@@ -131,11 +134,15 @@ class Engine:
         return list(requests)
 
     def _process_prefill(
-        self, scheduled: Prefill, tokens: list[list[int]], logprobs: dict[str, Any]
+        self, result: StepResult, tokens: list[list[int]], logprobs: dict[str, Any]
     ) -> list[int]:
-        kept = []
-        for i, chunk in enumerate(scheduled.chunks):
+        assert isinstance(result.scheduled, Prefill)
+        kept, end = [], 0
+        for i, chunk in enumerate(result.scheduled.chunks):
             request = chunk.request
+            start, end = end, end + result.widths[i]
+            if result.routed_experts is not None:
+                request.append_experts(result.routed_experts[start:end])
             self.statistics.prompt_tokens += chunk.end - chunk.start
             count = self._append(request, tokens[i], logprobs, i) if chunk.is_last else 0
             kept.append(count)
@@ -146,15 +153,18 @@ class Engine:
 
     def _process_decode(
         self,
-        scheduled: Decode,
+        result: StepResult,
         tokens: list[list[int]],
         accept_lens: list[int],
         logprobs: dict[str, Any],
     ) -> list[int]:
         columns = len(tokens[0])
         kept = []
-        for i, request in enumerate(scheduled.requests):
+        for i, request in enumerate(result.scheduled.requests):
             count = self._append(request, tokens[i][: accept_lens[i]], logprobs, i * columns)
+            if count and result.routed_experts is not None:
+                row = i * columns
+                request.append_experts(result.routed_experts[row : row + count])
             if count:
                 request.accept_lens.append(count)
                 if request.finished:

@@ -344,6 +344,11 @@ class LLM:
             raise UsageError(
                 f"stop={params.stop!r} needs a tokenizer; the model has none: use stop_token_ids"
             )
+        if params.return_routed_experts and not self._runner.captures.num_routers:
+            raise UsageError(
+                "return_routed_experts=True: the target is no mixture of experts, or transformers "
+                "does not say which of its modules route; leave it out"
+            )
         if (params.logprobs or 0) > self._runner.vocab_size:
             raise UsageError(
                 f"logprobs={params.logprobs}: expected at most the vocabulary's "

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from specplug.engine.attention import IMPLEMENTATION, PagedPlan, TargetPass, register
+from specplug.engine.captures import Captures
 from specplug.engine.kv_cache import KVShape
 from specplug.engine.lean_modules import fuse_norms, pack_weights, shorten_calls
-from specplug.errors import CheckpointError, UsageError
+from specplug.errors import CheckpointError
 from specplug.spec.runtime import KVCache
-
-AUX_HIDDEN_STATES = "aux_hidden_states"
-LM_HEAD_INPUT = "lm_head_input"
 
 
 class ModelRunner:
@@ -37,7 +35,10 @@ class ModelRunner:
         fuse_norms(self.model)
         if device.type == "cpu":
             pack_weights(self.model)
-        shorten_calls(self.model, keep=(*self._layers, self.model.get_decoder()))
+        self.captures = Captures(self.model)
+        if self.captures.num_routers and self.model.dtype is torch.float64:
+            self.model.set_experts_implementation("eager")  # grouped products know no float64
+        shorten_calls(self.model, keep=self.captures.hooked)
         self.dtype: torch.dtype = self.model.dtype
         config = self.model.config.get_text_config()
         self.config: Any = config
@@ -52,10 +53,6 @@ class ModelRunner:
             getattr(config, "head_dim", None) or self.hidden_size // heads,
         )
         self.cache = KVCache([], [])
-        self._captured: dict[int, Tensor] = {}
-        self._layer_ids: tuple[int, ...] = ()
-        self._lm_head_input: Tensor | None = None
-        self._keeps_lm_head_input = False
 
     @property
     def embed_tokens(self) -> nn.Module:
@@ -74,41 +71,12 @@ class ModelRunner:
         """Of the target, tied ones once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    @property
-    def _layers(self) -> nn.ModuleList:
-        """The decoder layers, which models name ``layers``, ``h``, …"""
-        children = self.model.get_decoder().children()
-        layers: nn.ModuleList = next(c for c in children if isinstance(c, nn.ModuleList))
-        return layers
-
-    def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
-        """Keep the hidden states before these decoder layers on every pass; the number of layers
-        stands for those behind the last one."""
-        layers = self._layers
-        assert len(layers) == self.num_layers, (len(layers), self.num_layers)
-        for layer_id in layer_ids:
-            if not 0 <= layer_id <= len(layers):
-                raise UsageError(
-                    f"layer {layer_id} of the target: it has layers 0 to {len(layers) - 1}; "
-                    "the draft model was made for another target"
-                )
-            if layer_id == len(layers):
-                layers[-1].register_forward_hook(self._keep_output(layer_id))
-            else:
-                keep = self._keep_input(layer_id)
-                layers[layer_id].register_forward_pre_hook(keep, with_kwargs=True)
-        self._layer_ids = layer_ids
-        return AUX_HIDDEN_STATES
-
-    def capture_lm_head_input(self) -> str:
-        """Keep what leaves the final norm on every pass."""
-        if not self._keeps_lm_head_input:
-            self.model.get_decoder().register_forward_hook(self._keep_lm_head_input)
-            self._keeps_lm_head_input = True
-        return LM_HEAD_INPUT
-
     def forward(
-        self, token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | None = None
+        self,
+        token_ids: Tensor,
+        plan: PagedPlan,
+        logits_rows: Tensor | None = None,
+        routed_experts: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """One pass.
 
@@ -116,6 +84,7 @@ class ModelRunner:
             token_ids: [R] int64.
             plan: where they stand and what they see.
             logits_rows: [M] int64 rows whose logits are wanted; None: all.
+            routed_experts: whether each row's experts are wanted.
 
         Returns:
             Logits [M, V], and the captured outputs by name, leading size R.
@@ -127,28 +96,7 @@ class ModelRunner:
             logits_to_keep=0 if logits_rows is None else logits_rows,
             target_pass=TargetPass(plan, self.cache),
         )
-        per_node = {}
-        if self._layer_ids:
-            captured = [self._captured[i].squeeze(0) for i in self._layer_ids]
-            per_node[AUX_HIDDEN_STATES] = torch.cat(captured, dim=-1)
-        if self._lm_head_input is not None:
-            per_node[LM_HEAD_INPUT] = self._lm_head_input.squeeze(0)
-        return out.logits.squeeze(0), per_node
-
-    def _keep_input(self, layer_id: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._captured[layer_id] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
-    def _keep_output(self, layer_id: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    def _keep_lm_head_input(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._lm_head_input = output[0]  # transformers' outputs begin with the hidden states
+        return out.logits.squeeze(0), self.captures.collect(routed_experts)
 
 
 def _load(path: str, dtype: torch.dtype | None) -> Any:

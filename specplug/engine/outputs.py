@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import attrs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @attrs.frozen(kw_only=True)
@@ -34,6 +39,9 @@ class RequestOutput:
         finish_reason: "stop", "length", "abort", or "error"; None while it runs.
         stop_reason: the stop string or stop token that ended it, if one did.
         accept_lens: tokens kept at each decode step; all ones without speculation.
+        routed_experts: [tokens - 1, layers, experts a token] int64, the experts of every prompt and
+            output token but the last, which the target never read; when the request has ended, and
+            if asked for.
         error: what went wrong, with ``finish_reason`` "error".
         delta: ``LLM.stream`` only: the text that came since this request's last output.
     """
@@ -47,6 +55,7 @@ class RequestOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     accept_lens: tuple[int, ...] = ()
+    routed_experts: Tensor | None = attrs.field(default=None, eq=False)
     error: str | None = None
     delta: str = ""
 

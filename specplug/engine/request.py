@@ -6,6 +6,8 @@ import enum
 from typing import Any
 
 import attrs
+import torch
+from torch import Tensor
 
 from specplug.engine.detokenizer import Detokenizer
 from specplug.engine.outputs import Logprob, RequestOutput
@@ -57,6 +59,7 @@ class Request:
     output_token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[dict[int, Logprob]] = attrs.field(factory=list)
     accept_lens: list[int] = attrs.field(factory=list)
+    routed_experts: list[Tensor] = attrs.field(factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -101,6 +104,11 @@ class Request:
             elif len(self.output_token_ids) >= self.max_tokens:
                 self.finish("length")
 
+    def append_experts(self, experts: Tensor) -> None:
+        """Take the experts [tokens, layers, experts a token] of tokens that the target has read."""
+        if self.params.return_routed_experts:
+            self.routed_experts.append(experts)
+
     def finish(self, reason: str) -> None:
         """End; what the detokenizer held back is text now."""
         self.status = RequestStatus.FINISHED
@@ -130,9 +138,13 @@ class Request:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             accept_lens=tuple(self.accept_lens),
+            routed_experts=self._all_experts() if self.finished else None,
             error=self.error,
             delta=delta,
         )
+
+    def _all_experts(self) -> Tensor | None:
+        return torch.cat(self.routed_experts) if self.routed_experts else None
 
 
 def make_detokenizer(tokenizer: Any | None, params: SamplingParams) -> Detokenizer | None:

@@ -55,11 +55,11 @@ class EngineRuntime:
 
     def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
         """See ``Runtime``."""
-        return self._runner.capture_layer_inputs(layer_ids)
+        return self._runner.captures.keep_layer_inputs(layer_ids)
 
     def capture_lm_head_input(self) -> str:
         """See ``Runtime``."""
-        return self._runner.capture_lm_head_input()
+        return self._runner.captures.keep_lm_head_input()
 
     def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
         """See ``Runtime``."""

@@ -13,7 +13,7 @@ from specplug.errors import UsageError
 
 
 class Needs(enum.IntFlag):
-    """What the sampler must do for a request; a batch does the union of its requests' needs."""
+    """What a step must do for a request; a batch does the union of its requests' needs."""
 
     NOTHING = 0
     NOISE = 1
@@ -21,6 +21,7 @@ class Needs(enum.IntFlag):
     PENALTIES = 4
     BIAS = 8
     LOGPROBS = 16
+    EXPERTS = 32
 
 
 def _within(low: float, high: float, why: str, *, low_open: bool = False) -> Callable[..., None]:
@@ -86,6 +87,8 @@ class SamplingParams:
         ignore_eos: go on after the end-of-sequence token.
         logprobs: give the log-probabilities of this many top tokens, and of the chosen one.
         skip_special_tokens: leave special tokens out of the text.
+        return_routed_experts: give the experts that a mixture-of-experts target routed each token
+            to.
     """
 
     max_tokens: int | None = attrs.field(
@@ -117,6 +120,7 @@ class SamplingParams:
         default=None, validator=_integer(0, "an integer of at least 0, or None", optional=True)
     )
     skip_special_tokens: bool = True
+    return_routed_experts: bool = False
 
     @temperature.validator
     def _finite(self, attribute: attrs.Attribute[float], value: float) -> None:
@@ -149,7 +153,7 @@ class SamplingParams:
 
     @property
     def needs(self) -> Needs:
-        """What the sampler must do beyond taking the greatest logit."""
+        """What must be done beyond taking the greatest logit."""
         needs = Needs.NOTHING
         if not self.greedy:
             needs |= Needs.NOISE
@@ -162,4 +166,6 @@ class SamplingParams:
             needs |= Needs.BIAS
         if self.logprobs is not None:
             needs |= Needs.LOGPROBS
+        if self.return_routed_experts:
+            needs |= Needs.EXPERTS
         return needs

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from specplug.engine.captures import ROUTED_EXPERTS
 from specplug.engine.kv_cache import move_slots
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.request import Request
@@ -38,6 +39,8 @@ class StepResult:
         tokens: [bs, C] int64 on the host, the target's tokens along each accepted path.
         accept_lens: [bs] int64 on the host.
         logprobs: the ``top_logprobs`` tensors of those tokens, [bs * C, …]; empty if not wanted.
+        routed_experts: [rows, layers, experts a token] of the same rows, on a prefill of all its
+            prompt tokens; None if not wanted.
         widths: nodes verified for each request; prompt tokens on a prefill.
         seconds: host time by part.
     """
@@ -46,6 +49,7 @@ class StepResult:
     tokens: Tensor
     accept_lens: Tensor
     logprobs: dict[str, Tensor]
+    routed_experts: Tensor | None
     widths: tuple[int, ...]
     seconds: dict[str, float]
     ready: torch.cuda.Event | None = None
@@ -104,7 +108,8 @@ class StepRunner:
         tokens = self._upload([token for chunk in chunks for token in chunk.tokens])
         accept_lens = self._upload(list(widths))
         last_rows = accept_lens.cumsum(0) - 1
-        logits, per_node = self._runner.forward(tokens, plan, last_rows)
+        wants_experts = bool(_needs(scheduled.requests) & Needs.EXPERTS)
+        logits, per_node = self._runner.forward(tokens, plan, last_rows, wants_experts)
         clock.lap("target")
         ends = batch.seq_lens + accept_lens
         predict = self._sample(scheduled.requests, batch.rows, ends, logits, None)
@@ -120,7 +125,8 @@ class StepRunner:
         self._extend(batch, output, ends)
         clock.lap("extend")
         ones = torch.ones_like(predict)
-        return self._result(scheduled, predict.unsqueeze(1), ones, logprobs, widths, clock)
+        wanted = {**logprobs, **_experts(per_node)}
+        return self._result(scheduled, predict.unsqueeze(1), ones, wanted, widths, clock)
 
     def _decode(self, scheduled: Decode) -> StepResult:
         clock = _Clock()
@@ -144,9 +150,10 @@ class StepRunner:
         self._extend(batch, committed, batch.seq_lens + verified.accept_lens)
         clock.lap("extend")
         tokens = committed.tokens.view(batch.size, -1)
-        logprobs = {n: committed.per_node[n] for n in _LOGPROB_NAMES if n in committed.per_node}
+        wanted = {n: committed.per_node[n] for n in _LOGPROB_NAMES if n in committed.per_node}
+        wanted |= _experts(committed.per_node)
         widths = draft.widths or (draft.width,) * batch.size
-        return self._result(scheduled, tokens, verified.accept_lens, logprobs, widths, clock)
+        return self._result(scheduled, tokens, verified.accept_lens, wanted, widths, clock)
 
     def _check(self, draft: Draft, batch: Batch) -> None:
         """Refuse a draft that would write behind the slots that are kept for it."""
@@ -172,7 +179,10 @@ class StepRunner:
             padding=draft.padding,
         )
         batch.attention = plan
-        logits, per_node = self._runner.forward(draft.flatten(draft.tokens), plan)
+        wants_experts = bool(_needs(batch.requests) & Needs.EXPERTS)
+        logits, per_node = self._runner.forward(
+            draft.flatten(draft.tokens), plan, routed_experts=wants_experts
+        )
         rows = batch.rows[draft.batch_index]
         requests = batch.requests
         predict = self._sample(requests, rows, plan.positions + 1, logits, draft)
@@ -246,21 +256,22 @@ class StepRunner:
         scheduled: Prefill | Decode,
         tokens: Tensor,
         accept_lens: Tensor,
-        logprobs: dict[str, Tensor],
+        wanted: dict[str, Tensor],
         widths: tuple[int, ...],
         clock: _Clock,
     ) -> StepResult:
         ready = None
         if self._runtime.device.type == "cuda":
             tokens, accept_lens = _to_host(tokens), _to_host(accept_lens)
-            logprobs = {name: _to_host(tensor) for name, tensor in logprobs.items()}
+            wanted = {name: _to_host(tensor) for name, tensor in wanted.items()}
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         return StepResult(
             scheduled=scheduled,
             tokens=tokens,
             accept_lens=accept_lens,
-            logprobs=logprobs,
+            routed_experts=wanted.pop(ROUTED_EXPERTS, None),
+            logprobs=wanted,
             widths=widths,
             seconds=clock.seconds,
             ready=ready,
@@ -285,6 +296,10 @@ def _needs(requests: Sequence[Any]) -> Needs:
     for request in requests:
         needs |= request.needs
     return needs
+
+
+def _experts(per_node: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: per_node[n] for n in (ROUTED_EXPERTS,) if n in per_node}
 
 
 def _to_host(tensor: Tensor) -> Tensor:

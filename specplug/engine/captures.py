@@ -1,0 +1,113 @@
+"""What the target puts out beside its logits, kept by hooks while a pass runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specplug.errors import UsageError
+
+AUX_HIDDEN_STATES = "aux_hidden_states"
+LM_HEAD_INPUT = "lm_head_input"
+ROUTED_EXPERTS = "routed_experts"
+
+
+class Captures:
+    """Hooks on a transformers model.
+
+    Args:
+        model: a causal LM.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._decoder: nn.Module = model.get_decoder()
+        children = self._decoder.children()
+        # Models name their layers ``layers``, ``h``, …
+        self.layers: nn.ModuleList = next(c for c in children if isinstance(c, nn.ModuleList))
+        self._routers = _routers(model)
+        self._layer_ids: tuple[int, ...] = ()
+        self._aux: dict[int, Tensor] = {}
+        self._lm_head_input: Tensor | None = None
+        self._experts: list[Tensor] = []
+        for router in self._routers:
+            router.register_forward_hook(self._keep_experts)
+
+    @property
+    def hooked(self) -> tuple[nn.Module, ...]:
+        """The modules that hooks may be on: all others may be called without looking for any."""
+        return (self._decoder, *self.layers, *self._routers)
+
+    @property
+    def num_routers(self) -> int:
+        """Layers that route their tokens to experts; 0 for a dense model."""
+        return len(self._routers)
+
+    def keep_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
+        """Keep the hidden states before these decoder layers on every pass; the number of layers
+        stands for those behind the last one.
+
+        Raises:
+            UsageError: there is no such layer.
+        """
+        last = len(self.layers)
+        for layer_id in layer_ids:
+            if not 0 <= layer_id <= last:
+                raise UsageError(
+                    f"layer {layer_id} of the target: it has layers 0 to {last - 1}; "
+                    "the draft model was made for another target"
+                )
+            if layer_id == last:
+                self.layers[-1].register_forward_hook(self._keep_last_output)
+            else:
+                keep = self._keep_input(layer_id)
+                self.layers[layer_id].register_forward_pre_hook(keep, with_kwargs=True)
+        self._layer_ids = layer_ids
+        return AUX_HIDDEN_STATES
+
+    def keep_lm_head_input(self) -> str:
+        """Keep what leaves the final norm on every pass."""
+        self._decoder.register_forward_hook(self._keep_lm_head_input)
+        return LM_HEAD_INPUT
+
+    def collect(self, routed_experts: bool) -> dict[str, Tensor]:
+        """What the last pass left, by name, leading size R.
+
+        Args:
+            routed_experts: give ``routed_experts`` too: [R, routers, experts a token] int64, the
+                experts that each token was routed to, layer by layer.
+        """
+        kept = {}
+        if self._layer_ids:
+            states = [self._aux[i].squeeze(0) for i in self._layer_ids]
+            kept[AUX_HIDDEN_STATES] = torch.cat(states, dim=-1)
+        if self._lm_head_input is not None:
+            kept[LM_HEAD_INPUT] = self._lm_head_input.squeeze(0)
+        if routed_experts:
+            kept[ROUTED_EXPERTS] = torch.stack(self._experts, dim=1)
+        self._experts.clear()
+        return kept
+
+    def _keep_input(self, layer_id: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._aux[layer_id] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def _keep_last_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._aux[len(self.layers)] = output[0] if isinstance(output, tuple) else output
+
+    def _keep_lm_head_input(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._lm_head_input = output[0]  # transformers' outputs begin with the hidden states
+
+    def _keep_experts(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._experts.append(next(t for t in output if not t.is_floating_point()))
+
+
+def _routers(model: Any) -> list[nn.Module]:
+    """The routers of a mixture of experts, in the order of their layers; transformers says which
+    class records ``router_logits``, and a router's output ends with the experts' numbers."""
+    recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    cls = getattr(recorder, "target_class", None)
+    return [] if cls is None else [m for m in model.modules() if isinstance(m, cls)]

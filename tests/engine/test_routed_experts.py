@@ -1,0 +1,114 @@
+"""The experts of a mixture-of-experts target come back token by token, whatever was drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specplug import LLM, SamplingParams, UsageError
+
+PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 4, 11, 23)]
+PARAMS = [
+    SamplingParams(max_tokens=20, temperature=t, seed=i, return_routed_experts=True)
+    for i, t in enumerate((0.0, 0.8, 0.0, 0.8))
+]
+
+
+@pytest.fixture(scope="session")
+def moe_model(build_model: Callable[..., Path]) -> Path:
+    """Three layers of Qwen3-MoE, the middle one dense; two of five experts a token."""
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=5,
+        num_experts_per_tok=2,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+        max_position_embeddings=96,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return build_model(config)
+
+
+@pytest.fixture(scope="session")
+def expected(moe_model: Path) -> list[tuple[tuple[int, ...], Tensor]]:
+    """NONE's tokens, and the experts that transformers' own forward routes them to."""
+    from transformers import AutoModelForCausalLM
+
+    with LLM(moe_model, dtype="float64", disable_overlap_schedule=True) as llm:
+        outputs = [
+            llm.generate([prompt], params)[0]
+            for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+        ]
+    model = AutoModelForCausalLM.from_pretrained(
+        moe_model, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
+    found = []
+    for output in outputs:
+        ids = torch.tensor([[*output.prompt_token_ids, *output.token_ids][:-1]])
+        with torch.inference_mode():
+            logits = model(ids, output_router_logits=True, use_cache=False).router_logits
+        experts = torch.stack([layer.topk(2, dim=-1).indices for layer in logits], dim=1)
+        found.append((output.token_ids, experts))
+    return found
+
+
+def check(outputs: Any, expected: list[tuple[tuple[int, ...], Tensor]]) -> None:
+    for output, (tokens, experts) in zip(outputs, expected, strict=True):
+        assert output.token_ids == tokens
+        assert output.routed_experts.shape == (len(output.prompt_token_ids) + 19, 2, 2)
+        assert torch.equal(output.routed_experts.sort(-1).values, experts.sort(-1).values)
+
+
+def test_plain_decoding(moe_model: Path, expected: Any) -> None:
+    with LLM(moe_model, dtype="float64", chunked_prefill_size=5) as llm:
+        check(llm.generate(PROMPTS, PARAMS), expected)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_rejected_nodes_leave_no_experts(
+    moe_model: Path, expected: Any, scripted: Any, tree: bool, page_size: int, overlap: bool
+) -> None:
+    known = {prompt: tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=True)}
+    with LLM(
+        moe_model,
+        dtype="float64",
+        speculative_algorithm=scripted(known, tree=tree, right=0.7, ragged=True),
+        speculative_num_draft_tokens=8 if tree else 5,
+        page_size=page_size,
+        chunked_prefill_size=8,
+        disable_overlap_schedule=not overlap,
+    ) as llm:
+        check(llm.generate(PROMPTS, PARAMS), expected)
+        llm.check_pool()
+
+
+def test_only_who_asks_gets_them(moe_model: Path, expected: Any) -> None:
+    silent = SamplingParams(max_tokens=20)
+    with LLM(moe_model, dtype="float64") as llm:
+        first, other = llm.generate([PROMPTS[0], PROMPTS[2]], [PARAMS[0], silent])
+    assert torch.equal(first.routed_experts.sort(-1).values, expected[0][1].sort(-1).values)
+    assert other.routed_experts is None
+    assert other.token_ids == expected[2][0]
+
+
+def test_a_dense_target_has_none(tiny_model: Path) -> None:
+    with LLM(tiny_model) as llm, pytest.raises(UsageError, match="no mixture of experts"):
+        llm.generate([(1, 2)], SamplingParams(return_routed_experts=True))
