@@ -1,12 +1,15 @@
 """Token identity of every installed algorithm with NONE, on held-out prompts, in float32.
 
-    python benchmarks/exactness.py --prompts 200 --max-tokens 128 --jobs 2
+    python benchmarks/exactness.py --jobs 2            # the whole matrix
+    python benchmarks/exactness.py --quick             # settings that hold every pair of values
 
-Each algorithm runs at batch 1 and 8, page sizes 1 and 16, overlap on and off, prefill in chunks of
-16, greedy and at temperature 1 with a seed. The reference is NONE at batch 1, unchunked, without
+Each algorithm runs greedily and at temperature 0.8 with seeds, at batch 1 and 7, page sizes 1 and
+16, overlap on and off, prefill unchunked and in chunks of 8, with 1 and 4 drafting steps and, where
+it branches, with chains and trees of topk 4. The reference is NONE at batch 1, unchunked, without
 overlap. Where a token differs, the position is computed again in float64, and the row says how far
 apart the two best tokens were: a forward over N rows rounds otherwise than one over a single row,
-so a gap of the size of float32's rounding is a tie. Exits non-zero if anything else differs.
+so a gap of the size of float32's rounding is a tie. Exits non-zero if anything else differs, or if
+a page of the KV pool is lost.
 """
 
 from __future__ import annotations
@@ -17,15 +20,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-PROMPTS = Path(__file__).parent / "prompts" / "held_out.jsonl"
-SAMPLINGS = {"greedy": 0.0, "temperature 1": 1.0}
+from specplug.bench.dataset import HELD_OUT as PROMPTS
+from specplug.registry import Registry
+
+SAMPLINGS = {"greedy": 0.0, "temperature 0.8": 0.8}
 TIE = 1e-4
 """Greatest gap, in float64 log-probability, that float32 rounding over 24 layers may close."""
 
@@ -41,6 +46,14 @@ class Setting:
     overlap: bool = False
     chunk: int | None = None
     topk: int | None = None
+    num_steps: int | None = None
+
+    def __str__(self) -> str:
+        draft = "" if self.num_steps is None else f" topk {self.topk} steps {self.num_steps}"
+        return (
+            f"{self.algorithm} {self.sampling} batch {self.batch} page {self.page_size} "
+            f"overlap {'on' if self.overlap else 'off'} chunk {self.chunk}{draft}"
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -70,19 +83,47 @@ class Difference:
         return self.gap < TIE
 
 
-def matrix(algorithms: Sequence[str]) -> Iterator[Setting]:
+def matrix(registry: Registry, algorithms: Sequence[str]) -> list[Setting]:
     """Every setting but the references."""
-    for algorithm, sampling, batch, page_size, overlap in itertools.product(
-        algorithms, SAMPLINGS, (1, 8), (1, 16), (True, False)
-    ):
-        yield Setting(
-            algorithm=algorithm,
-            sampling=sampling,
-            batch=batch,
-            page_size=page_size,
-            overlap=overlap,
-            chunk=16,
-        )
+    settings = []
+    for algorithm in algorithms:
+        info = registry.select(algorithm).info
+        settings += [
+            Setting(
+                algorithm=algorithm,
+                sampling=sampling,
+                batch=batch,
+                page_size=page_size,
+                overlap=overlap,
+                chunk=chunk,
+                topk=topk,
+                num_steps=num_steps,
+            )
+            for sampling, batch, page_size, overlap, chunk, topk, num_steps in itertools.product(
+                SAMPLINGS,
+                (1, 7),
+                (1, 16),
+                (True, False),
+                (None, 8),
+                (1, 4) if info.capabilities.branching else (1,),
+                (1, 4) if info.defaults.num_draft_tokens != 1 else (1,),
+            )
+        ]
+    return settings
+
+
+def covering(settings: Sequence[Setting]) -> list[Setting]:
+    """A few of these settings, with every pair of values that two axes of them take together."""
+
+    def pairs(setting: Setting) -> set[Any]:
+        return set(itertools.combinations(attrs.asdict(setting).items(), 2))
+
+    chosen, missing = [], set().union(*map(pairs, settings))
+    while missing:
+        best = max(settings, key=lambda setting: len(pairs(setting) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
 
 
 def run(setting: Setting, prompts: Sequence[str], max_tokens: int) -> Run:
@@ -98,6 +139,7 @@ def run(setting: Setting, prompts: Sequence[str], max_tokens: int) -> Run:
         device="cpu",
         speculative_algorithm=setting.algorithm,
         speculative_eagle_topk=setting.topk,
+        speculative_num_steps=setting.num_steps,
         max_running_requests=setting.batch,
         page_size=setting.page_size,
         disable_overlap_schedule=not setting.overlap,
@@ -159,7 +201,8 @@ class Judge:
             scores = self._model(torch.tensor([context])).logits[0, -1]
         if SAMPLINGS[sampling] > 0:
             where = torch.tensor([len(context)])
-            scores = scores + gumbel(torch.tensor([index]), where, torch.arange(len(scores)))[0]
+            noise = gumbel(torch.tensor([index]), where, torch.arange(len(scores)))[0]
+            scores = scores / SAMPLINGS[sampling] + noise
         best = scores.topk(2).values
         pair = scores[expected[at]] - scores[got[at]]
         gap = max(float(best[0] - best[1]), abs(float(pair)))
@@ -168,21 +211,24 @@ class Judge:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--prompts", type=int, default=28)
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--quick", action="store_true", help="a covering part of the matrix")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--algorithms", nargs="*", help="default: all that are installed")
     parser.add_argument("--json", type=Path, help="write every row here")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
 
-    from specplug.registry import Registry
-
-    algorithms = arguments.algorithms or Registry().names()
+    registry = Registry()
+    algorithms = arguments.algorithms or registry.names()
     lines = PROMPTS.read_text().splitlines()[: arguments.prompts]
     prompts = [json.loads(line)["prompt"] for line in lines]
     references = [Setting(algorithm="NONE", sampling=sampling) for sampling in SAMPLINGS]
-    settings = sorted(matrix(algorithms), key=lambda setting: setting.batch)
+    settings = matrix(registry, algorithms)
+    if arguments.quick:
+        settings = [s for a in algorithms for s in covering(matrix(registry, [a]))]
+    settings.sort(key=lambda setting: setting.batch)  # the slow ones first
     rows, failed = [], False
     with ProcessPoolExecutor(arguments.jobs) as pool:
         futures = [
@@ -217,14 +263,8 @@ def _row(done: Run, differences: Sequence[Difference]) -> dict[str, Any]:
 
 
 def _print_row(done: Run, differences: Sequence[Difference]) -> None:
-    setting = done.setting
-    where = (
-        f"{setting.algorithm:8} {setting.sampling:14} batch {setting.batch} "
-        f"page {setting.page_size:2} overlap {'on ' if setting.overlap else 'off'} "
-        f"chunk {setting.chunk}"
-    )
     verdict = "identical" if not differences else f"{len(differences)} prompts differ"
-    print(f"{where}  accept {done.mean_accept_length:.3f}  {done.seconds:6.1f} s  {verdict}")
+    print(f"{done.setting}: accept {done.mean_accept_length:.3f}  {done.seconds:6.1f} s  {verdict}")
     for d in differences:
         kind = "a tie" if d.is_tie else "NOT a tie"
         print(

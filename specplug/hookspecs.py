@@ -158,7 +158,9 @@ def fixup_idle(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft
 def supports_target_verify_for_draft() -> bool | None:
     """Whether the draft model's pass has the shape of a target verify, for the graph runner.
 
-    None: False.
+    Called once, before ``create_worker``. True: one pass over the same number of nodes for every
+    request, so a pass given to ``runtime.record_draft`` is recorded as the target's verify is.
+    None: False; drafts that go token by token run as they are.
     """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -53,6 +54,24 @@ class PagedPlan:
     mask: Tensor | None
     padding: Padding | None = None
     _bias: dict[tuple[int | None, int], Tensor] = attrs.field(factory=dict, init=False)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that a plan without padding consists of on the device."""
+        mask = [] if self.mask is None else [self.mask]
+        return [self.positions, self.slots, self.table, self.starts, *mask]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> PagedPlan:
+        """The same plan with other ``tensors`` of the same shapes."""
+        positions, slots, table, starts, *mask = tensors
+        return attrs.evolve(
+            self,
+            positions=positions,
+            slots=slots,
+            table=table,
+            starts=starts,
+            mask=mask[0] if mask else None,
+        )
 
     def attend(
         self,

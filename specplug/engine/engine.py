@@ -54,6 +54,11 @@ class Engine:
         """Whether another ``step`` is needed."""
         return self.scheduler.has_work or bool(self._launched)
 
+    @property
+    def cuda_graph(self) -> str:
+        """Whether passes are replayed as CUDA graphs: "on", or "off" and why."""
+        return self._runtime.cuda_graph
+
     def add(self, request: Request) -> None:
         """Queue a request."""
         self.scheduler.add(request)

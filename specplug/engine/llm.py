@@ -56,6 +56,7 @@ class LLM:
         max_total_tokens: slots of the KV pool; None: what fits a memory budget.
         max_model_len: context length; None: the model's.
         disable_overlap_schedule: process each step's results before the next step is launched.
+        disable_cuda_graph: do not record passes as CUDA graphs (on the CPU there are none).
         num_threads: torch's threads on the CPU, which are the whole process's. None: one for a
             model of under 50 million parameters, whose operations are too short to share (two
             threads on busy cores then wait for one another), else torch's own choice.
@@ -85,6 +86,7 @@ class LLM:
         max_total_tokens: int | None = None,
         max_model_len: int | None = None,
         disable_overlap_schedule: bool = False,
+        disable_cuda_graph: bool = False,
         num_threads: int | None = None,
     ) -> None:
         for name, value, optional in (
@@ -120,7 +122,14 @@ class LLM:
             _set_threads(num_threads, self._runner.num_parameters)
         self.tokenizer = _load_tokenizer(tokenizer, path)
         self.context_len = min(max_model_len or self._runner.context_len, self._runner.context_len)
-        runtime = EngineRuntime(config, self._runner, self.context_len, max_running_requests)
+        runtime = EngineRuntime(
+            config,
+            self._runner,
+            self.context_len,
+            max_running_requests,
+            graphs=where.type == "cuda" and not disable_cuda_graph,
+            draft_verifies=self._hooks.supports_target_verify_for_draft(),
+        )
         runtime.worker = self._hooks.create_worker(runtime=runtime)
         self._eos = _eos_token_ids(self._runner)
         self._seed = seed
@@ -218,6 +227,7 @@ class LLM:
         return {
             **config,
             "overlap": self._limits.steps_in_flight > 1,
+            "cuda_graph": self._engine.cuda_graph,
             "chunked_prefill_size": self._limits.chunked_prefill_size,
             "max_running_requests": self._limits.max_running_requests,
             "page_size": pool.page_size,

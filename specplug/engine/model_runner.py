@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from specplug.engine.attention import IMPLEMENTATION, PagedPlan, TargetPass, register
 from specplug.engine.captures import Captures
+from specplug.engine.graph_runner import GraphRunner
 from specplug.engine.kv_cache import KVShape
 from specplug.engine.lean_modules import fuse_norms, pack_weights, shorten_calls
 from specplug.errors import CheckpointError
@@ -53,6 +56,10 @@ class ModelRunner:
             getattr(config, "head_dim", None) or self.hidden_size // heads,
         )
         self.cache = KVCache([], [])
+        self._verify: dict[bool, Callable[[Tensor, PagedPlan], Any]] = {
+            wanted: partial(self._forward, logits_rows=0, routed_experts=wanted)
+            for wanted in (False, True)
+        }
 
     @property
     def embed_tokens(self) -> nn.Module:
@@ -71,29 +78,47 @@ class ModelRunner:
         """Of the target, tied ones once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        plan: PagedPlan,
-        logits_rows: Tensor | None = None,
-        routed_experts: bool = False,
+    def record_graphs(self) -> None:
+        """Replay ``verify``'s passes as CUDA graphs from now on."""
+        self._verify = {wanted: GraphRunner(self._verify[wanted]) for wanted in (False, True)}
+
+    @property
+    def graph_failure(self) -> str | None:
+        """Why passes are not recorded, if that was tried and failed."""
+        runners = [r for r in self._verify.values() if isinstance(r, GraphRunner)]
+        return next((r.failure for r in runners if r.failure is not None), None)
+
+    def prefill(
+        self, token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor, routed_experts: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """One pass.
+        """A pass over prompt tokens.
 
         Args:
             token_ids: [R] int64.
             plan: where they stand and what they see.
-            logits_rows: [M] int64 rows whose logits are wanted; None: all.
+            logits_rows: [M] int64 rows whose logits are wanted.
             routed_experts: whether each row's experts are wanted.
 
         Returns:
             Logits [M, V], and the captured outputs by name, leading size R.
         """
+        return self._forward(token_ids, plan, logits_rows, routed_experts)
+
+    def verify(
+        self, token_ids: Tensor, plan: PagedPlan, routed_experts: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """A pass over the nodes of a draft: as ``prefill``, with the logits of all rows."""
+        outputs: tuple[Tensor, dict[str, Tensor]] = self._verify[routed_experts](token_ids, plan)
+        return outputs
+
+    def _forward(
+        self, token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | int, routed_experts: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         out = self.model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=plan.positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=0 if logits_rows is None else logits_rows,
+            logits_to_keep=logits_rows,
             target_pass=TargetPass(plan, self.cache),
         )
         return out.logits.squeeze(0), self.captures.collect(routed_experts)

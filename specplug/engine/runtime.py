@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specplug.algorithm import SpecConfig
 from specplug.engine.attention import LENGTH_STEP, PagedPlan, make_plan, round_up
+from specplug.engine.graph_runner import GraphRunner
 from specplug.engine.kv_cache import KVShape, fill_cache
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.request_table import RequestTable
@@ -18,12 +19,30 @@ from specplug.spec.batch import Batch
 from specplug.spec.padding import Padding
 from specplug.spec.runtime import KVCache, RankInfo
 
+_SHORTEST_GRAPH = 256
+"""Key length of the smallest graphs."""
+
 
 class EngineRuntime:
-    """Implements ``specplug.spec.runtime.Runtime`` over the target, its cache and the sampler."""
+    """Implements ``specplug.spec.runtime.Runtime`` over the target, its cache and the sampler.
+
+    Args:
+        config, context_len, max_running_requests: of the run.
+        runner: the target.
+        graphs: whether passes are recorded as CUDA graphs.
+        draft_verifies: whether the draft's pass has the shape of a target verify, as the
+            algorithm's ``supports_target_verify_for_draft`` says.
+    """
 
     def __init__(
-        self, config: SpecConfig, runner: ModelRunner, context_len: int, max_running_requests: int
+        self,
+        config: SpecConfig,
+        runner: ModelRunner,
+        context_len: int,
+        max_running_requests: int,
+        *,
+        graphs: bool = False,
+        draft_verifies: bool = False,
     ) -> None:
         self.config = config
         self.device = runner.device
@@ -42,6 +61,11 @@ class EngineRuntime:
         self._runner = runner
         self._draft_caches: list[tuple[KVCache, KVShape]] = []
         self._pools: list[Tensor] = []
+        self._graphs = graphs
+        self._draft_runners: list[GraphRunner] = []
+        self.draft_verifies = draft_verifies
+        if graphs:
+            runner.record_graphs()
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         """See ``Runtime``."""
@@ -99,10 +123,34 @@ class EngineRuntime:
             rows,
             starts,
             width,
-            min(round_up(self.max_slots), self.table.slots.shape[1]),
+            self._key_length(),
             last_position=self.context_len - 1,
             **layout,
         )
+
+    def _key_length(self) -> int:
+        """Slots a request whose keys a pass looks at: all that are in use, in few sizes."""
+        used = self.max_slots
+        if self._graphs:  # each size is a graph of its own
+            used = max(_SHORTEST_GRAPH, 1 << (used - 1).bit_length())
+        return min(round_up(used), self.table.slots.shape[1])
+
+    def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """See ``Runtime``."""
+        if not (self._graphs and self.draft_verifies):
+            return forward
+        runner = GraphRunner(forward)
+        self._draft_runners.append(runner)
+        return runner
+
+    @property
+    def cuda_graph(self) -> str:
+        """Whether passes are replayed as graphs, and why not."""
+        if not self._graphs:
+            return "off"
+        failures = [self._runner.graph_failure, *(r.failure for r in self._draft_runners)]
+        failed = next((f for f in failures if f is not None), None)
+        return "on" if failed is None else f"off: {failed}"
 
     def temperatures(self, batch: Batch) -> Tensor:
         """See ``Runtime``."""

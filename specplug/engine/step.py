@@ -109,7 +109,7 @@ class StepRunner:
         accept_lens = self._upload(list(widths))
         last_rows = accept_lens.cumsum(0) - 1
         wants_experts = bool(_needs(scheduled.requests) & Needs.EXPERTS)
-        logits, per_node = self._runner.forward(tokens, plan, last_rows, wants_experts)
+        logits, per_node = self._runner.prefill(tokens, plan, last_rows, wants_experts)
         clock.lap("target")
         ends = batch.seq_lens + accept_lens
         predict = self._sample(scheduled.requests, batch.rows, ends, logits, None)
@@ -180,9 +180,8 @@ class StepRunner:
         )
         batch.attention = plan
         wants_experts = bool(_needs(batch.requests) & Needs.EXPERTS)
-        logits, per_node = self._runner.forward(
-            draft.flatten(draft.tokens), plan, routed_experts=wants_experts
-        )
+        nodes = draft.flatten(draft.tokens)
+        logits, per_node = self._runner.verify(nodes, plan, wants_experts)
         rows = batch.rows[draft.batch_index]
         requests = batch.requests
         predict = self._sample(requests, rows, plan.positions + 1, logits, draft)

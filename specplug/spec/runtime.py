@@ -6,7 +6,7 @@ them could give.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -145,6 +145,19 @@ class Runtime(Protocol):
             positions: [bs, width] int64 absolute positions; ``starts + offset + i`` if None.
             mask: [bs or 1, width, offset + width] bool over the slots from ``starts`` on; only
                 with ``offset`` >= 0. All true: the rows see one another, as in block diffusion.
+        """
+
+    def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward``, recorded and replayed where the host can: as a CUDA graph, for example.
+
+        Call it in ``create_worker`` and use what it returns. The host records it if
+        ``supports_target_verify_for_draft`` says that this pass has the shape of a target verify,
+        the same rows for every request; otherwise it comes back as it is.
+
+        Args:
+            forward: takes tensors and ``AttentionPlan`` and returns tensors, by operations of the
+                device alone, the same ones for all arguments of the same shapes. What it returns
+                is overwritten by its next call.
         """
 
     def temperatures(self, batch: Batch) -> Tensor:

@@ -52,13 +52,19 @@ def test_an_idle_step_and_prefills():
 @pytest.mark.parametrize("tree", [False, True])
 def test_a_run(tiny_model: Path, reference: Any, scripted: Any, tree: bool) -> None:
     algorithm = scripted(reference.tokens(["greedy"] * 7), tree=tree, right=0.7, ragged=not tree)
-    with LLM(tiny_model, dtype="float64", speculative_algorithm=algorithm) as llm:
+    nodes = 9 if tree else 5
+    with LLM(
+        tiny_model,
+        dtype="float64",
+        speculative_algorithm=algorithm,
+        speculative_num_draft_tokens=nodes,
+    ) as llm:
         outputs = llm.generate(reference.prompts, SamplingParams(max_tokens=20))
         first = llm.stats()
         llm.reset_stats()
         assert llm.stats() == Statistics().as_dict()
     drafted, accepted = first["drafted_by_position"], first["accepted_by_position"]
-    assert len(drafted) == 4
+    assert len(drafted) == 4, "a tree of 9 nodes too"
     assert drafted == sorted(drafted, reverse=True)
     assert all(a <= d <= first["verifications"] for a, d in zip(accepted, drafted, strict=True))
     assert sum(accepted) + first["verifications"] == first["accepted"]

@@ -1,0 +1,66 @@
+"""Every installed algorithm gives NONE's tokens: a part of ``benchmarks/exactness.py``'s matrix."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from specplug.registry import Registry
+
+MAX_TOKENS = 20
+
+
+def _load() -> ModuleType:
+    path = Path(__file__).parent.parent / "benchmarks" / "exactness.py"
+    spec = importlib.util.spec_from_file_location("benchmark_exactness", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+exactness = _load()
+REGISTRY = Registry()
+SETTINGS = [
+    setting
+    for name in REGISTRY.names()
+    for setting in exactness.covering(exactness.matrix(REGISTRY, [name]))
+]
+
+
+@cache
+def prompts() -> list[str]:
+    lines = exactness.PROMPTS.read_text().splitlines()[:7]
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+@cache
+def expected(sampling: str) -> list[tuple[int, ...]]:
+    setting = exactness.Setting(algorithm="NONE", sampling=sampling)
+    tokens: list[tuple[int, ...]] = exactness.run(setting, prompts(), MAX_TOKENS).tokens
+    return tokens
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_tokens_are_those_of_none(setting: object) -> None:
+    done = exactness.run(setting, prompts(), MAX_TOKENS)
+    assert done.tokens == expected(done.setting.sampling)
+
+
+def test_a_covering_part_holds_every_pair_of_values() -> None:
+    """Of seven axes of two values, all 84 pairs, in a few settings."""
+    settings = exactness.matrix(REGISTRY, ["NGRAM"])
+    part = exactness.covering(settings)
+    assert len(part) < 12
+    for first in ("sampling", "batch", "page_size", "overlap", "chunk", "topk", "num_steps"):
+        for second in ("sampling", "batch", "page_size", "overlap", "chunk", "topk", "num_steps"):
+            pairs = {(getattr(s, first), getattr(s, second)) for s in settings}
+            assert pairs == {(getattr(s, first), getattr(s, second)) for s in part}
