@@ -139,7 +139,9 @@ def verify(  # type: ignore[empty-body]
 
     Called each decode step with ``target_output.predict`` [T], the target's token after each node
     (sampling, penalties and masks already applied along the node's own path). None: the core's
-    tree verify, which is exact. A replacement must accept a node only if its token is what
+    tree verify, which is exact. An implementation may add tensors of leading size T to
+    ``target_output.per_node`` before it returns None: they are compacted with all others and come
+    to ``build_draft_input``. A replacement must accept a node only if its token is what
     ``predict`` says at its parent, or the output is no longer that of the target.
     """
 

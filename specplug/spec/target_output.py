@@ -19,13 +19,13 @@ class TargetOutput:
         predict: [T] int64, the token that the target generates after each node.
         logits: [T, V], as they left the model.
         per_node: named tensors of leading size T: everything the target put out for each node
-            (hidden states, log-probabilities, routed experts, …). Compaction walks this
-            container, so that no output can be forgotten.
+            (hidden states, log-probabilities, routed experts, …), and what a plugin adds.
+            Compaction walks this container, so that no output can be forgotten.
     """
 
     predict: Tensor
     logits: Tensor
-    per_node: Mapping[str, Tensor] = attrs.field(factory=dict)
+    per_node: dict[str, Tensor] = attrs.field(factory=dict)
 
 
 @attrs.define(eq=False, kw_only=True)

@@ -213,3 +213,36 @@ def test_temperatures_and_noise_are_those_of_the_requests(
     ) as llm:
         llm.generate(reference.prompts, [reference.params[k][i] for i, k in enumerate(kinds)])
     assert algorithm.looked > 20
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_what_a_plugin_adds_to_the_nodes_is_compacted(
+    tree: bool, tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    class Adds(scripted):  # type: ignore[misc]
+        compared = 0
+
+        @hookimpl
+        def verify(self, batch: Batch, draft: Draft, target_output: TargetOutput) -> None:
+            nodes = draft.flatten(draft.tokens)
+            target_output.per_node["own"] = torch.stack((nodes, nodes * 2), dim=1)
+
+        @hookimpl
+        def build_draft_input(
+            self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+        ) -> DraftInput:
+            if not batch.is_prefill:
+                # The node at a row is the token that the row before it predicted.
+                own = target_output.per_node["own"].view(batch.size, -1, 2)
+                tokens = target_output.tokens.view(batch.size, -1)
+                for b, count in enumerate(target_output.accept_lens.tolist()):
+                    assert own[b, 1:count, 0].tolist() == tokens[b, : count - 1].tolist()
+                    assert torch.equal(own[b, :, 1], own[b, :, 0] * 2)
+                    self.compared += count - 1
+            made: DraftInput = super().build_draft_input(runtime, batch, target_output)
+            return made
+
+    algorithm = Adds(reference.tokens(["greedy"] * 7), tree=tree, right=0.8, ragged=True)
+    with LLM(tiny_model, dtype="float64", speculative_algorithm=algorithm) as llm:
+        llm.generate(reference.prompts, reference.params["greedy"])
+    assert algorithm.compared > 20
