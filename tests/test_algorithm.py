@@ -66,6 +66,33 @@ def test_a_draft_path_without_a_draft_model_is_refused() -> None:
         SpecConfig.resolve(info(), draft_model_path=Path("typed"))
 
 
+@pytest.mark.parametrize(
+    ("typed", "fitted", "slots"),
+    [
+        ((3, 1, 4), (3, 1, 4), 0),
+        ((3, 1, 9), (3, 1, 4), 0),
+        ((5, 1, 3), (2, 1, 3), 0),
+        ((5, 1, 1), (5, 1, 1), 0),
+        ((1, 1, 2), (1, 1, 2), 0),
+        ((4, 3, 12), (4, 3, 12), 9),
+        ((2, 3, 99), (2, 3, 13), 3),
+        ((1, 4, 99), (1, 4, 5), 4),
+        ((1, 2, 2), (1, 2, 2), 2),
+    ],
+)
+def test_a_feature_drafter_gets_what_it_can_use(
+    typed: tuple[int, int, int], fitted: tuple[int, int, int], slots: int
+) -> None:
+    config = SpecConfig(
+        algorithm="X", num_steps=typed[0], topk=typed[1], num_draft_tokens=typed[2]
+    ).fit_feature_draft()
+    assert shape(config) == fitted
+    assert config.num_draft_slots == slots
+    assert bool(config.adjustments) == (typed != fitted)
+    with pytest.raises(UsageError, match="num_draft_tokens=1: expected at least 2 with topk=2"):
+        SpecConfig(algorithm="X", topk=2, num_draft_tokens=1).fit_feature_draft()
+
+
 def test_adjustments_keep_their_reasons() -> None:
     config = SpecConfig.resolve(info()).adjust("because", num_steps=1).adjust("too", topk=1)
     assert config.adjustments == ("because", "too")

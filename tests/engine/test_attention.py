@@ -173,6 +173,61 @@ def test_rows_behind_an_offset_see_the_slots_that_their_mask_says(offset: int) -
         torch.testing.assert_close(found[i], expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("starts", [(9, 4), (1, 0), (2, 11)], ids=str)
+def test_rows_before_the_committed_length_are_written_again(starts: tuple[int, int]) -> None:
+    """A negative offset, ragged widths, and rows before position 0, which are padding."""
+    generator = torch.Generator().manual_seed(0)
+    offset, widths = -3, (5, 4)
+    slots = torch.randperm(60)[:40].view(2, 20) + 1
+    table = torch.cat((torch.zeros(1, 20, dtype=torch.int64), slots))
+    pool = torch.randn(61, 2, KV_HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
+    cache = KVCache([pool[:, 0].clone()], [pool[:, 1].clone()])
+    rows = sum(widths)
+    q = torch.randn(rows, HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
+    kv = torch.randn(2, rows, KV_HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
+    plan = make_plan(
+        table,
+        torch.tensor([1, 2]),
+        torch.tensor(starts),
+        max(widths),
+        20,
+        last_position=100,
+        offset=offset,
+        padding=Padding.of(widths, max(widths), CPU),
+    )
+    found = plan.attend(cache, 0, q, kv[0], kv[1])
+    row = 0
+    for b, (start, width) in enumerate(zip(starts, widths, strict=True)):
+        for position in range(start + offset, start + offset + width):
+            if position < 0:
+                assert int(plan.slots[row]) == 0
+            else:
+                own = slots[b, : position + 1]
+                expected = _one_row(q[row], cache.keys[0][own], cache.values[0][own], None)
+                torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-12)
+                assert int(plan.slots[row]) == int(slots[b, position])
+                assert torch.equal(cache.keys[0][slots[b, position]], kv[0][row])
+            assert int(plan.positions[row]) == max(position, 0)
+            row += 1
+
+
+def test_a_context_that_was_only_written_is_seen() -> None:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.arange(40).view(2, 20)
+    cache = KVCache(*([torch.zeros(40, KV_HEADS, HEAD_DIM, dtype=torch.float64)] for _ in "kv"))
+    kv = torch.randn(2, 6, KV_HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
+    row, zero = torch.tensor([1]), torch.tensor([0])
+    context = make_plan(table, row, zero, 4, 20, last_position=100)
+    context.write(cache, 0, kv[0, :4], kv[1, :4])
+    block = torch.ones(1, 2, 2, dtype=torch.bool)  # two rows that see one another
+    plan = make_plan(table, row, zero + 4, 2, 20, last_position=100, mask=block)
+    q = torch.randn(2, HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
+    found = plan.attend(cache, 0, q, kv[0, 4:], kv[1, 4:])
+    for i in range(2):
+        expected = _one_row(q[i], kv[0], kv[1], None)
+        torch.testing.assert_close(found[i], expected, rtol=0, atol=1e-12)
+
+
 def test_positions_stop_at_the_end_of_the_context() -> None:
     table = torch.arange(40).view(2, 20)
     plan = make_plan(table, torch.tensor([1]), torch.tensor([6]), 4, 20, last_position=7)

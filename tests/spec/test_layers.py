@@ -1,0 +1,90 @@
+"""The layers of draft networks are those of transformers' models, packed or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specplug import layers
+
+H, HEADS, KV_HEADS, D, ROWS = 32, 4, 2, 8, 7
+
+
+def fill(module: nn.Module) -> None:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {},
+        {"rope_theta": 5e5},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    ],
+    ids=str,
+)
+def test_rotary_is_that_of_transformers(scaling: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    shape = {"hidden_size": D * HEADS, "num_attention_heads": HEADS, "head_dim": D}
+    config = LlamaConfig(**shape, max_position_embeddings=64, **scaling)
+    positions = torch.tensor([0, 1, 5, 63, 7])
+    q = torch.randn(len(positions), HEADS, D)
+    cos, sin = LlamaRotaryEmbedding(config)(q, positions.unsqueeze(0))
+    expected, _ = apply_rotary_pos_emb(*[q.transpose(0, 1).unsqueeze(0)] * 2, cos, sin)
+    rotary = layers.Rotary({"max_position_embeddings": 64, **scaling}, D, 64)
+    found = layers.rotate(q, *rotary(positions))
+    torch.testing.assert_close(found, expected.squeeze(0).transpose(0, 1))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norm_eps", [None, 1e-5])
+def test_packing_changes_nothing(bias: bool, norm_eps: float | None) -> None:
+    projection = layers.QKVProjection(2 * H, H, HEADS, KV_HEADS, D, bias=bias, norm_eps=norm_eps)
+    mlp = layers.GatedMLP(H, 48, bias=bias)
+    network = nn.ModuleList([projection, mlp]).to(torch.float64)
+    fill(network)
+    x, y = torch.randn(ROWS, 2 * H).double(), torch.randn(ROWS, H).double()
+    cos, sin = layers.Rotary({}, D, ROWS).to(torch.float64)(torch.arange(ROWS))
+
+    def results() -> list[Tensor]:
+        return [*projection.qkv(x, cos, sin), mlp(y)]
+
+    plain = results()
+    assert [t.shape for t in plain[:3]] == [(ROWS, n, D) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    for found, expected in zip(projection.kv(x, cos, sin), plain[1:3], strict=True):
+        assert torch.equal(found, expected)
+    layers.pack(network)
+    for found, expected in zip(results(), plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_feed_forward_and_norm_are_those_of_llama() -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+    ours = layers.GatedMLP(H, 48), layers.RMSNorm(H, 1e-5)
+    theirs = LlamaMLP(LlamaConfig(hidden_size=H, intermediate_size=48)), LlamaRMSNorm(H, 1e-5)
+    for mine, other in zip(ours, theirs, strict=True):
+        fill(other)
+        mine.load_state_dict(other.state_dict())
+        x = torch.randn(ROWS, H)
+        torch.testing.assert_close(mine(x), other(x))
