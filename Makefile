@@ -25,6 +25,7 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/list_startup.py
+	$(BIN)/specplug bench --output build/bench
 	$(BIN)/python benchmarks/speed.py
 
 clean:

@@ -23,6 +23,7 @@ COMMANDS = {
     "list": "specplug.cli.list:list_algorithms",
     "info": "specplug.cli.info:info",
     "generate": "specplug.cli.generate:generate",
+    "bench": "specplug.cli.bench:bench",
     "doctor": "specplug.cli.doctor:doctor",
 }
 """Sub-command -> the module and the click command in it."""
@@ -119,7 +120,7 @@ def _exit(call: Callable[[], Any]) -> NoReturn:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "specplug"
         hint = f" ({path} --help)" if isinstance(error, click.UsageError) else ""
-        _say("error", f"{error.format_message()}{hint}")
+        say("error", f"{error.format_message()}{hint}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # Python flushes standard output once more when it ends.
@@ -130,7 +131,7 @@ def _exit(call: Callable[[], Any]) -> NoReturn:
             raise
         ours = isinstance(error, SpecplugError)
         hint = "" if ours else " (this should not happen; SPECPLUG_DEBUG=1 shows where)"
-        _say("error", f"{error if ours else error_line(error)}{hint}")
+        say("error", f"{error if ours else error_line(error)}{hint}")
         sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
@@ -139,13 +140,14 @@ def _warning_shower() -> Callable[..., None]:
 
     def shower(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
         if issubclass(category, PluginWarning):
-            _say("warning", str(message))
+            say("warning", str(message))
         else:
             show(message, category, *place, **more)
 
     return shower
 
 
-def _say(kind: str, message: str) -> None:
+def say(kind: str, message: str) -> None:
+    """An error or a warning as one line on standard error."""
     label = click.style(f"{kind}:", fg="red" if kind == "error" else "yellow", bold=True)
     click.echo(f"{label} {' '.join(message.splitlines())}", err=True)

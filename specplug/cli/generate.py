@@ -6,14 +6,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
 
-from specplug.algorithm import DEFAULT_MODEL, SpecConfig
+from specplug.cli.loading import load
+from specplug.cli.options import ENGINE, SAMPLING, check_speculation, chosen
 from specplug.errors import SpecplugError, UsageError
 from specplug.registry import Registry
 
@@ -22,143 +22,6 @@ if TYPE_CHECKING:
     from specplug.engine.outputs import RequestOutput
     from specplug.engine.sampling_params import SamplingParams
 
-
-def _no_limit(ctx: click.Context, option: click.Parameter, value: int) -> int | None:
-    if value == -1:
-        return None
-    if value < 1:
-        raise click.BadParameter(f"{value} is neither at least 1 nor -1 (no limit).")
-    return value
-
-
-COUNT = click.IntRange(min=1)
-
-ENGINE = (
-    click.Option(
-        ["--model"],
-        default=DEFAULT_MODEL,
-        show_default=True,
-        help="Folder or hub id of a causal language model of transformers.",
-    ),
-    click.Option(
-        ["--speculative-algorithm"],
-        default="NONE",
-        show_default=True,
-        help="An installed algorithm (specplug list).",
-    ),
-    click.Option(["--speculative-draft-model-path"], help="Folder of its draft weights."),
-    click.Option(["--speculative-num-steps"], type=COUNT, help="Draft depth S."),
-    click.Option(["--speculative-eagle-topk"], type=COUNT, help="Branches K kept a step."),
-    click.Option(
-        ["--speculative-num-draft-tokens"],
-        type=COUNT,
-        help="Tokens N that the target verifies a step, root included.",
-    ),
-    click.Option(
-        ["--page-size"], type=COUNT, default=16, show_default=True, help="Tokens a KV page."
-    ),
-    click.Option(
-        ["--chunked-prefill-size"],
-        type=int,
-        default=512,
-        show_default=True,
-        callback=_no_limit,
-        help="Most prompt tokens a step; -1: no limit.",
-    ),
-    click.Option(
-        ["--max-running-requests"],
-        type=COUNT,
-        default=8,
-        show_default=True,
-        help="Most prompts that run at a time.",
-    ),
-    click.Option(
-        ["--max-total-tokens"],
-        type=COUNT,
-        help="Slots of the KV pool.  [default: what fits a memory budget]",
-    ),
-    click.Option(
-        ["--disable-overlap-schedule"],
-        is_flag=True,
-        help="Process a step's results before the next step is launched.",
-    ),
-    click.Option(
-        ["--seed"],
-        type=click.IntRange(0, 2**32 - 1),
-        default=0,
-        show_default=True,
-        help="Of the sampling noise; each prompt derives its own from it.",
-    ),
-    click.Option(
-        ["--dtype"],
-        type=click.Choice(["auto", "float32", "bfloat16", "float16", "float64"]),
-        default="auto",
-        show_default=True,
-        help="Of weights and activations; auto: float32 on the CPU, else the checkpoint's.",
-    ),
-    click.Option(["--device"], help="cpu, cuda or cuda:N.  [default: CUDA if there is one]"),
-)
-"""Options that are arguments of ``LLM``, under the same names and with the same defaults."""
-
-SAMPLING = (
-    click.Option(
-        ["--temperature"], type=float, default=0.0, show_default=True, help="0 is greedy."
-    ),
-    click.Option(
-        ["--top-p"],
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="Keep the smallest set of tokens that is this likely.",
-    ),
-    click.Option(
-        ["--top-k"],
-        type=int,
-        default=0,
-        show_default=True,
-        help="Keep this many tokens; 0 or -1: all.",
-    ),
-    click.Option(
-        ["--min-p"],
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="Keep tokens this likely relative to the most likely one.",
-    ),
-    click.Option(
-        ["--repetition-penalty"],
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="On tokens of prompt and output; 1: none.",
-    ),
-    click.Option(
-        ["--presence-penalty"],
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="On tokens of the output, once.",
-    ),
-    click.Option(
-        ["--frequency-penalty"],
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="On tokens of the output, for each time.",
-    ),
-    click.Option(
-        ["--max-new-tokens", "max_tokens"],
-        type=COUNT,
-        default=128,
-        show_default=True,
-        help="Most tokens to generate for a prompt.",
-    ),
-    click.Option(
-        ["--stop"], multiple=True, help="String that ends the output; may be given many times."
-    ),
-    click.Option(["--ignore-eos"], is_flag=True, help="Go on after the end-of-sequence token."),
-)
-"""Options that are arguments of ``SamplingParams``."""
 
 SOURCES = (
     click.Option(
@@ -224,12 +87,13 @@ def generate(**options: Any) -> None:
     """
     from specplug.engine.sampling_params import SamplingParams
 
-    engine, as_json = _chosen(ENGINE, options), options["as_json"]
-    params = SamplingParams(**_chosen(SAMPLING, options))
-    _check_algorithm(engine)
+    engine, as_json = chosen(ENGINE, options), options["as_json"]
+    params = SamplingParams(**chosen(SAMPLING, options))
+    selected = Registry().select(engine["speculative_algorithm"])
+    check_speculation(selected.info, engine)
     prompts = _read_prompts(options["prompts"], options["prompt_file"])
     started = time.perf_counter()
-    with _load(engine) as llm:
+    with load(engine) as llm:
         loaded = time.perf_counter()
         if len(prompts) == 1 and not as_json:
             outputs = [_stream(llm, prompts[0], params)]
@@ -246,26 +110,6 @@ def generate(**options: Any) -> None:
     if len(prompts) > 1:
         _print_completions(outputs)
     _print_statistics(run)
-
-
-def _chosen(group: Sequence[click.Option], options: Mapping[str, Any]) -> dict[str, Any]:
-    names = [option.name for option in group if option.name]
-    return {name: options[name] for name in names}
-
-
-def _check_algorithm(engine: Mapping[str, Any]) -> None:
-    """Refuse at once what ``LLM`` would refuse after torch has loaded."""
-    selected = Registry().select(engine["speculative_algorithm"])
-    typed = engine["speculative_draft_model_path"]
-    # Whether weights are shipped depends on the model: that is for LLM to say.
-    untold = Path(".") if selected.info.capabilities.draft_model else None
-    SpecConfig.resolve(
-        selected.info,
-        num_steps=engine["speculative_num_steps"],
-        topk=engine["speculative_eagle_topk"],
-        num_draft_tokens=engine["speculative_num_draft_tokens"],
-        draft_model_path=Path(typed) if typed else untold,
-    )
 
 
 def _read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
@@ -303,34 +147,6 @@ def _decode(what: str, data: bytes) -> str:
         raise UsageError(
             f"{what} is not UTF-8 (byte {error.start}); expected UTF-8 text"
         ) from error
-
-
-def _load(engine: Mapping[str, Any]) -> LLM:
-    with _status(f"loading {engine['model']}"):
-        from specplug.engine.llm import LLM
-
-        _silence()
-        return LLM(**engine)
-
-
-def _silence() -> None:
-    """No warnings or progress bars of the libraries that load models: errors say what matters."""
-    for library in ("transformers", "huggingface_hub"):
-        import_module(f"{library}.utils.logging").set_verbosity_error()
-    import_module("transformers.utils.logging").disable_progress_bar()
-
-
-@contextmanager
-def _status(message: str) -> Iterator[None]:
-    """A spinner on standard error, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    with Console(stderr=True).status(Text(message)):
-        yield
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Algorithms measured beside plain decoding: what ``specplug bench`` does, without its options."""

@@ -1,0 +1,126 @@
+"""What takes part: an algorithm under speculation settings. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from specplug.contract import nearest
+from specplug.errors import UsageError
+
+BASELINE = "NONE"
+EVERY = "all"
+SETTINGS = {
+    "steps": "speculative_num_steps",
+    "topk": "speculative_eagle_topk",
+    "tokens": "speculative_num_draft_tokens",
+    "draft": "speculative_draft_model_path",
+}
+"""Setting in ``NAME:setting=value`` -> argument of ``LLM``."""
+
+
+@attrs.frozen
+class Contender:
+    """An algorithm under settings of its own.
+
+    Attributes:
+        algorithm: its name.
+        own: the speculation settings in its label, as arguments of ``LLM``.
+        named: whether the user typed its name, so that it must not be left out.
+        arguments: of ``LLM``: ``own``, and the speculation settings that are typed for all.
+    """
+
+    algorithm: str
+    own: Mapping[str, Any] = attrs.field(factory=dict)
+    named: bool = attrs.field(default=False, eq=False)
+    arguments: Mapping[str, Any] = attrs.field(factory=dict, eq=False)
+
+    @property
+    def label(self) -> str:
+        """As the user types it; no two contenders have the same."""
+        own = [f"{key}={self.own[name]}" for key, name in SETTINGS.items() if name in self.own]
+        return ":".join(filter(None, (self.algorithm, ",".join(own))))
+
+    def with_common(self, common: Mapping[str, Any]) -> Contender:
+        """This contender, under what is typed for all too, where it has no setting of its own."""
+        settings = {} if self.is_baseline else {**common, **self.own}
+        return attrs.evolve(self, arguments=settings)
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the others are compared with it."""
+        return self.algorithm == BASELINE
+
+
+def parse_contenders(texts: Sequence[str], installed: Sequence[str]) -> list[Contender]:
+    """The baseline, then what ``texts`` name, each once.
+
+    Args:
+        texts: ``A,B:steps=5,topk=4,C`` or ``all``; a part with ``=`` and without a name is one
+            more setting of the name before it.
+        installed: what ``all`` stands for.
+
+    Raises:
+        UsageError: a setting or its value cannot be used, or nothing is named.
+    """
+    found = [Contender(BASELINE, named=True)]
+    specs = [spec for text in texts for spec in _specs(text)]
+    if not specs:
+        raise UsageError(f"no algorithm was named; expected {EVERY}, or names as in A,B:steps=5,C")
+    for name, settings in specs:
+        if name.lower() == EVERY:
+            if settings:
+                raise UsageError(
+                    f"{EVERY}:{settings[0]}: expected {EVERY} alone; --speculative-num-steps and "
+                    "the like are for all algorithms"
+                )
+            found += [Contender(each) for each in installed]
+        else:
+            found.append(_named(name, settings))
+    # One that is named stays named, whether or not ``all`` brings it too.
+    named = [contender for contender in found if contender.named]
+    return [
+        attrs.evolve(contender, named=contender in named)
+        for number, contender in enumerate(found)
+        if contender not in found[:number]
+    ]
+
+
+def _specs(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Each name and its settings."""
+    name, settings = "", list[str]()
+    for part in filter(None, map(str.strip, text.split(","))):
+        if re.match(r"\w+\s*=", part):
+            if not name:
+                raise UsageError(f"{part!r} stands before any algorithm; expected NAME:{part}")
+            settings.append(part)
+            continue
+        if name:
+            yield name, settings
+        name, _, first = (piece.strip() for piece in part.partition(":"))
+        settings = [first] if first else []
+    if name:
+        yield name, settings
+
+
+def _named(name: str, settings: Sequence[str]) -> Contender:
+    algorithm = name.upper()
+    if algorithm == BASELINE and settings:
+        raise UsageError(f"{BASELINE}:{settings[0]}: plain decoding has no settings; leave it out")
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, _, value = (piece.strip() for piece in setting.partition("="))
+        if key not in SETTINGS:
+            near = nearest(key, SETTINGS)
+            meant = f"did you mean {near}? " if near else ""
+            known = ", ".join(f"{known}=…" for known in SETTINGS)
+            raise UsageError(f"{algorithm}:{setting}: {meant}expected {known}")
+        if key != "draft" and not (re.fullmatch("[0-9]+", value) and int(value)):
+            raise UsageError(f"{algorithm}:{setting}: expected an integer of at least 1")
+        if not value:
+            raise UsageError(f"{algorithm}:{setting}: expected the folder of draft weights")
+        values[SETTINGS[key]] = value if key == "draft" else int(value)
+    return Contender(algorithm, values, named=True)

@@ -1,0 +1,228 @@
+"""Contenders taking turns on the same prompts, in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+
+from specplug.bench.contender import Contender
+from specplug.bench.dataset import Deal, Prompt
+from specplug.contract import PLUGIN_FAILURES, error_line
+from specplug.engine.llm import LLM
+from specplug.engine.outputs import RequestOutput
+from specplug.engine.sampling_params import SamplingParams
+from specplug.errors import SpecplugError, UsageError
+
+Tokens = tuple[int, ...]
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """One contender's pass over one round's prompts.
+
+    Attributes:
+        seconds: wall time from the first prompt handed in to the last token handed out.
+        outputs: the tokens generated for each prompt, in the prompts' order.
+        statistics: ``LLM.stats()`` of this pass alone.
+    """
+
+    seconds: float
+    outputs: tuple[Tokens, ...]
+    statistics: Mapping[str, Any]
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated for all prompts."""
+        return sum(map(len, self.outputs))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all prompts, their prefill included."""
+        return self.output_tokens / self.seconds
+
+
+@attrs.define(kw_only=True)
+class Series:
+    """All runs of one contender at one batch size.
+
+    Attributes:
+        contender: whose.
+        batch_size: prompts that ran together.
+        config: ``LLM.effective_config``; empty if it could not be loaded.
+        runs: one a round.
+        problem: why it ended early; empty if all is well.
+        skipped: it ended before anything was measured, and nobody had named it.
+    """
+
+    contender: Contender
+    batch_size: int
+    config: Mapping[str, Any] = attrs.field(factory=dict)
+    runs: list[Run] = attrs.field(factory=list)
+    problem: str = ""
+    skipped: bool = False
+
+
+@attrs.define(kw_only=True)
+class Observer:
+    """Who is told how far a benchmark is.
+
+    Attributes:
+        say: called with what comes next.
+        advance: called when this many more prompts are done, outside of what is timed.
+        waiting: called at each prompt's end, inside of what is timed: must cost nothing.
+    """
+
+    say: Callable[[str], None] = lambda text: None
+    advance: Callable[[int], None] = lambda count: None
+    waiting: Callable[[RequestOutput], None] | None = None
+
+
+def measure(
+    contenders: Sequence[Contender],
+    batch_size: int,
+    deal: Deal,
+    params: SamplingParams,
+    shared: Mapping[str, Any],
+    observer: Observer,
+) -> list[Series]:
+    """Load all contenders, warm each up, and let them take turns; the first is the baseline.
+
+    In a round every contender runs the same prompts, and each round another one begins, so that
+    what else the machine does falls on all of them alike.
+
+    Args:
+        params: of every prompt.
+        shared: arguments of ``LLM`` that are the same for all contenders.
+
+    Raises:
+        SpecplugError: the baseline, or a contender that was named, cannot be loaded; or the
+            baseline or a prompt fails.
+    """
+    with ExitStack() as stack:
+        entrants = [Entrant(c, batch_size, params, shared) for c in contenders]
+        for entrant in entrants:
+            observer.say(f"loading {entrant.label}")
+            stack.callback(entrant.close)
+            entrant.load()
+            if entrant.contender.is_baseline:
+                entrant.check_prompts(deal)
+        loaded = [entrant for entrant in entrants if not entrant.series.skipped]
+        observer.advance((len(entrants) - len(loaded)) * deal.num_prompts)
+        for entrant in loaded:
+            observer.say(f"warming up {entrant.label}")
+            entrant.run([deal.warm_up], observer.waiting)
+            entrant.forget()
+            observer.advance(len(deal.warm_up))
+        for number, batches in enumerate(deal.rounds):
+            first = number % len(loaded)
+            for entrant in loaded[first:] + loaded[:first]:
+                observer.say(f"round {number + 1} of {len(deal.rounds)}: {entrant.label}")
+                entrant.run(batches, observer.waiting)
+                observer.advance(sum(map(len, batches)))
+        return [entrant.series for entrant in entrants]
+
+
+class Entrant:
+    """A contender with its engine.
+
+    Args:
+        contender: which.
+        batch_size: prompts that run together.
+        params: of every prompt.
+        shared: arguments of ``LLM``.
+    """
+
+    def __init__(
+        self,
+        contender: Contender,
+        batch_size: int,
+        params: SamplingParams,
+        shared: Mapping[str, Any],
+    ) -> None:
+        self.contender = contender
+        self.label = f"{contender.label}, batch {batch_size}"
+        self.series = Series(contender=contender, batch_size=batch_size)
+        self._arguments = {
+            **shared,
+            **contender.arguments,
+            "max_running_requests": batch_size,
+        }
+        self._params = params
+        self._llm: LLM | None = None
+
+    def load(self) -> None:
+        """Make the engine; one that nobody named may fail."""
+        try:
+            self._llm = LLM(speculative_algorithm=self.contender.algorithm, **self._arguments)
+        except PLUGIN_FAILURES as error:
+            if self.contender.named:
+                raise
+            self._fail(error)
+            self.series.skipped = True
+        else:
+            self.series.config = self._llm.effective_config
+
+    def check_prompts(self, deal: Deal) -> None:
+        """Refuse a prompt that is too long before anything is measured."""
+        assert self._llm is not None
+        tokenizer, limit = self._llm.tokenizer, self._llm.context_len - 1
+        batches = [deal.warm_up, *(batch for batches in deal.rounds for batch in batches)]
+        for prompt in (prompt for batch in batches for prompt in batch):
+            if not isinstance(prompt.content, str):
+                count = len(prompt.content)
+            elif tokenizer is not None:
+                count = len(tokenizer(prompt.content)["input_ids"])
+            else:
+                raise UsageError(
+                    "the model has no tokenizer; expected a --dataset whose prompts are lists of "
+                    "token ids"
+                )
+            if count > limit:
+                raise UsageError(
+                    f"dataset line {prompt.line}: the prompt has {count} tokens; expected at most "
+                    f"{limit}, since the context is {limit + 1}"
+                )
+
+    def run(
+        self,
+        batches: Sequence[Sequence[Prompt]],
+        on_finished: Callable[[RequestOutput], None] | None,
+    ) -> None:
+        """Complete prompts, batch by batch, and keep what came and how long it took."""
+        if self._llm is None:
+            return
+        outputs: list[RequestOutput] = []
+        self._llm.reset_stats()
+        started = time.perf_counter()
+        try:
+            for batch in batches:
+                contents = [prompt.content for prompt in batch]
+                outputs += self._llm.generate(contents, self._params, on_finished=on_finished)
+        except PLUGIN_FAILURES as error:
+            if self.contender.is_baseline:
+                raise
+            self._fail(error)
+            return
+        seconds = time.perf_counter() - started
+        tokens = tuple(tuple(output.token_ids) for output in outputs)
+        run = Run(seconds=seconds, outputs=tokens, statistics=self._llm.stats())
+        self.series.runs.append(run)
+
+    def forget(self) -> None:
+        """Take the warm-up out of what was measured."""
+        self.series.runs.clear()
+
+    def close(self) -> None:
+        """Free the engine."""
+        if self._llm is not None:
+            self._llm.close()
+            self._llm = None
+
+    def _fail(self, error: BaseException) -> None:
+        known = isinstance(error, SpecplugError)
+        self.series.problem = str(error) if known else error_line(error)
+        self.close()

@@ -1,0 +1,287 @@
+"""A benchmark's report as plots. matplotlib is imported with this module.
+
+An algorithm has one colour and one marker in all of them. The colours are Okabe and Ito's (their
+yellow and black left out) and an indigo, which people of every colour vision tell apart; the parts
+of the time are tints of them, told apart by lightness alone.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from specplug.bench.report import PARTS, Report, Summary
+from specplug.bench.tables import caption
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288")
+MARKERS = "osD^v<>p"
+BASELINE_COLOR = "#6E6E6E"
+TINTS = {"draft": 1.0, "verify": 0.55, "prefill": 0.3, "other": 0.12}
+"""Share of the algorithm's colour in each part's; the rest is white."""
+
+DRAFTS = "S draft steps, K branches kept a step (topk), N tokens verified a step"
+POSITIONS = (
+    "position 1 follows the last token that is sure; a position is accepted with all before it; "
+    "drafts that end earlier do not count"
+)
+SPLIT = (
+    "draft: proposing, feeding the draft model; verify: the target's forward, acceptance; prefill: "
+    "reading the prompts; other: scheduling, detokenizing, waiting"
+)
+
+INK, FAINT = "#1A1A1A", "#5C5C5C"
+PLATE = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+"""Behind text, so that no line crosses it."""
+
+WIDTH, DPI = 8.5, 160
+"""Of every plot: inches, and dots an inch."""
+
+STYLE: Any = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": "#BBBBBB",
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.axisbelow": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.8,
+    "xtick.color": FAINT,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+}
+
+Color = tuple[float, float, float]
+
+
+def save(report: Report, folder: Path) -> None:
+    """Write all of ``PLOTS``."""
+    for name, draw in PLOTS.items():
+        with rc_context(STYLE):
+            draw(report).savefig(folder / name, dpi=DPI)
+
+
+def draw_speed_up(report: Report) -> Figure:
+    """A bar for each contender and batch size: its speed-up, and tokens a second behind it."""
+    figure, panels = _rows(report, "How much faster than plain decoding", sharex=True)
+    most = max(summary.speed_up.high for summary in report.summaries)
+    for axes, size in zip(panels, report.batch_sizes, strict=True):
+        summaries = _ordered(report, size)
+        for y, summary in enumerate(summaries):
+            ratio, rate = summary.speed_up, summary.tokens_per_second.median
+            axes.barh(y, ratio.median, height=0.62, color=_color(report, summary))
+            reach = ratio.median
+            if ratio.high > ratio.low:
+                axes.hlines(y, ratio.low, ratio.high, color=INK, linewidth=1.4)
+                ends = [ratio.low, ratio.high]
+                axes.plot(ends, [y, y], "|", color=INK, markersize=7, markeredgewidth=1.4)
+                reach = max(reach, ratio.high)
+            value = f"{ratio.median:.2f}×"
+            said = axes.annotate(
+                value, (reach, y), (6, 0), textcoords="offset points", va="center", weight="bold",
+                bbox=PLATE,
+            )  # fmt: skip
+            axes.annotate(
+                f" {rate:,.0f} tokens/s", (1, 0.5), xycoords=said, va="center", color=FAINT,
+                bbox=PLATE,
+            )  # fmt: skip
+        axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+        axes.set_xlim(0, most * 1.36)
+        axes.grid(axis="x")
+        _name_rows(axes, summaries)
+    rounds = report.settings["rounds"]
+    spread = ", whiskers: the middle half" if rounds > 1 else ""
+    panels[-1].set_xlabel(
+        f"speed-up over NONE, median of {rounds} rounds (1 = plain decoding{spread})"
+    )
+    return figure
+
+
+def draw_time_split(report: Report) -> Figure:
+    """A bar for each contender and batch size: the time an output token takes, by part."""
+    figure, panels = _rows(report, "Where the time goes", SPLIT, sharex=False)
+    for axes, size in zip(panels, report.batch_sizes, strict=True):
+        summaries = _ordered(report, size)
+        lengths = [1000 * s.time.wall / s.output_tokens for s in summaries]
+        most = max(lengths)
+        for y, (summary, length) in enumerate(zip(summaries, lengths, strict=True)):
+            left, base = 0.0, _color(report, summary)
+            for part, share in summary.time.shares().items():
+                color = _tint(base, TINTS[part])
+                width = share * length
+                axes.barh(y, width, left=left, height=0.62, color=color, edgecolor="white")
+                if width > 0.055 * most:
+                    ink = _legible_on(color)
+                    where = left + width / 2, y
+                    axes.annotate(
+                        f"{100 * share:.0f}%", where, ha="center", va="center", color=ink, size=8.5
+                    )
+                left += width
+            axes.annotate(
+                f"{length:.2f} ms",
+                (left, y),
+                (6, 0),
+                textcoords="offset points",
+                va="center",
+                weight="bold",
+                bbox=PLATE,
+            )
+        axes.set_xlim(0, most * 1.15)
+        axes.grid(axis="x")
+        _name_rows(axes, summaries)
+    clock = ", by the host's clock" if report.machine["gpu"] else ""
+    panels[-1].set_xlabel(f"wall time an output token, all prompts of a batch together (ms{clock})")
+    grey = to_rgb("#3C3C3C")
+    handles = [Patch(facecolor=_tint(grey, TINTS[part]), label=part) for part in PARTS]
+    handles[-1].set_edgecolor("#BBBBBB")
+    panels[0].legend(
+        handles=handles, ncols=len(PARTS), loc="lower right", bbox_to_anchor=(1, 1.0), borderpad=0
+    )
+    return figure
+
+
+def draw_acceptance(report: Report) -> Figure:
+    """A line for each contender that drafts: how often each draft position is accepted."""
+    sizes = report.batch_sizes
+    columns = min(2, len(sizes))
+    rows = -(-len(sizes) // columns)
+    figure = _figure(report, 1.2 + 3.4 * rows, "How often a drafted token is accepted", POSITIONS)
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True, sharex=True).flatten()
+    for axes in grid[len(sizes) :]:
+        axes.set_visible(False)
+    for number, (axes, size) in enumerate(zip(grid, sizes, strict=False)):
+        drafting = [summary for summary in report.of(size) if summary.drafted]
+        for summary in drafting:
+            positions = range(1, len(summary.drafted) + 1)
+            color = _color(report, summary)
+            marker = _marker(report, summary)
+            axes.plot(
+                positions, summary.acceptance, f"{marker}-", color=color, markersize=6.5,
+                markeredgecolor="white", linewidth=2, label=_name(report, summary), clip_on=False,
+            )  # fmt: skip
+        axes.set_title(f"batch size {size}")
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.xaxis.set_tick_params(labelbottom=True)
+        axes.set_xlabel("draft position")
+        if number % columns == 0:
+            axes.set_ylabel("accepted, of drafts that reach it")
+        axes.grid()
+        if not drafting:
+            axes.text(0.5, 0.5, "nothing was drafted", ha="center", color=FAINT)
+    lines = {line.get_label(): line for axes in grid for line in axes.get_lines()}
+    if lines:
+        figure.legend(handles=list(lines.values()), loc="outside right upper", fontsize=9)
+    return figure
+
+
+PLOTS: dict[str, Callable[[Report], Figure]] = {
+    "speedup.png": draw_speed_up,
+    "acceptance.png": draw_acceptance,
+    "time_split.png": draw_time_split,
+}
+"""File name -> what draws it."""
+
+
+def _rows(report: Report, title: str, *remarks: str, sharex: bool) -> tuple[Figure, Sequence[Axes]]:
+    """A panel for each batch size, one below the other, as high as its bars need."""
+    counts = [len(report.of(size)) for size in report.batch_sizes]
+    height = 1.3 + sum((0.5 if sharex else 0.65) + 0.48 * count for count in counts)
+    figure = _figure(report, height, title, DRAFTS, *remarks)
+    grid = figure.subplots(
+        len(counts), 1, squeeze=False, sharex=sharex, gridspec_kw={"height_ratios": counts}
+    )
+    panels = list(grid[:, 0])
+    for axes, size in zip(panels, report.batch_sizes, strict=True):
+        axes.set_title(f"batch size {size}")
+    return figure, panels
+
+
+def _figure(report: Report, height: float, title: str, *remarks: str) -> Figure:
+    """An empty figure with its title above and the settings below."""
+    lines = [line for part in (*remarks, *caption(report)) for line in textwrap.wrap(part, 146)]
+    figure = Figure(figsize=(WIDTH, height + 0.16 * len(lines)))
+    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.07)
+    figure.suptitle(title, x=0.012, ha="left", size=14, weight="bold")
+    figure.supxlabel("\n".join(lines), x=0.012, ha="left", size=7.5, color=FAINT, linespacing=1.4)
+    return figure
+
+
+def _ordered(report: Report, batch_size: int) -> list[Summary]:
+    """The contenders of a batch size in one order for all panels: the first size's."""
+    order = [summary.label for summary in report.of(report.batch_sizes[0])]
+    known = {label: place for place, label in enumerate(order)}
+    return sorted(report.of(batch_size), key=lambda s: known.get(s.label, len(known)))
+
+
+def _name_rows(axes: Axes, summaries: Sequence[Summary]) -> None:
+    """Names of the contenders, the first on top, and in small print what they draft."""
+    axes.set_yticks(
+        range(len(summaries)), [f"{summary.series.contender.algorithm}\n" for summary in summaries]
+    )
+    axes.set_ylim(len(summaries) - 0.45, -0.55)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    for y, summary in enumerate(summaries):
+        axes.annotate(
+            _shape(summary), (0, y), (-3.5, -8), xycoords=axes.get_yaxis_transform(),
+            textcoords="offset points", ha="right", va="center", size=7.5, color=FAINT,
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def _shape(summary: Summary) -> str:
+    """What a contender drafts, and from which folder if it has one of its own."""
+    contender, config = summary.series.contender, summary.series.config
+    if contender.is_baseline:
+        return "one token a step"
+    folder = contender.own.get("speculative_draft_model_path")
+    shape = f"S {config['num_steps']} · K {config['topk']} · N {config['num_draft_tokens']}"
+    return f"{Path(folder).name[-24:]} · {shape}" if folder else shape
+
+
+def _name(report: Report, summary: Summary) -> str:
+    """A contender's algorithm, and its shape where another has the same algorithm."""
+    algorithm = summary.series.contender.algorithm
+    same = {s.label for s in report.summaries if s.series.contender.algorithm == algorithm}
+    return f"{algorithm}\n{_shape(summary)}" if len(same) > 1 else algorithm
+
+
+def _place(report: Report, summary: Summary) -> int:
+    """A contender's number in the order of their names, the same in every plot."""
+    labels = {s.label for s in report.summaries if not s.series.contender.is_baseline}
+    return sorted(labels).index(summary.label)
+
+
+def _color(report: Report, summary: Summary) -> Color:
+    if summary.series.contender.is_baseline:
+        return to_rgb(BASELINE_COLOR)
+    return to_rgb(COLORS[_place(report, summary) % len(COLORS)])
+
+
+def _marker(report: Report, summary: Summary) -> str:
+    return MARKERS[_place(report, summary) % len(MARKERS)]
+
+
+def _tint(color: Color, share: float) -> Color:
+    red, green, blue = (1 - share * (1 - channel) for channel in color)
+    return red, green, blue
+
+
+def _legible_on(color: Color) -> str:
+    red, green, blue = color
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else INK

@@ -1,0 +1,314 @@
+"""``specplug bench``: algorithms beside plain decoding. torch loads inside the command."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specplug.bench.contender import EVERY, SETTINGS, Contender, parse_contenders
+from specplug.bench.dataset import HELD_OUT, Deal, deal, read_prompts
+from specplug.cli import say
+from specplug.cli.loading import silence
+from specplug.cli.options import COUNT, ENGINE, SAMPLING, check_speculation, chosen
+from specplug.cli.table import print_table
+from specplug.errors import SpecplugError, UsageError
+from specplug.registry import Registry
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from specplug.bench.measurement import Observer
+    from specplug.bench.report import Report, Summary
+    from specplug.engine.sampling_params import SamplingParams
+
+REFRESH_SECONDS = 1.0
+"""Between two drawings of the progress bar while something is measured."""
+
+
+def _batch_sizes(ctx: click.Context, option: click.Parameter, value: str) -> list[int]:
+    parts = [part.strip() for part in value.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+        raise click.BadParameter(f"{value!r} is no list of integers of at least 1, as in 1,8.")
+    return sorted({int(part) for part in parts})
+
+
+MEASUREMENT = (
+    click.Option(
+        ["--speculative-algorithms"],
+        multiple=True,
+        default=(EVERY,),
+        show_default=True,
+        metavar="A,B,…",
+        help="Installed algorithms, or all; NONE always runs. One under settings of its own: "
+        "EAGLE3:steps=7,topk=4,tokens=16 (also draft=FOLDER).",
+    ),
+    click.Option(
+        ["--batch-sizes"],
+        default="1,8",
+        show_default=True,
+        callback=_batch_sizes,
+        metavar="B,…",
+        help="Prompts that run together.",
+    ),
+    click.Option(
+        ["--dataset"],
+        type=click.Path(dir_okay=False, path_type=Path),
+        help='JSON Lines, {"prompt": …} each.  [default: Python that tiny-code never saw]',
+    ),
+    click.Option(["--rounds"], type=COUNT, default=5, show_default=True, help="Rounds measured."),
+    click.Option(
+        ["--num-prompts"],
+        type=COUNT,
+        help="Prompts in a round; each round has others.  [default: the batch size, at least 4]",
+    ),
+    click.Option(
+        ["--output"],
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Folder for bench.json, speedup.png, acceptance.png and time_split.png.",
+    ),
+    click.Option(["--json", "as_json"], is_flag=True, help="Print JSON instead of the tables."),
+)
+
+SPECULATION = tuple(option for option in ENGINE if option.name in SETTINGS.values())
+"""Arguments of ``LLM`` for all contenders but the baseline; a contender's own go before them."""
+
+_OURS = "speculative_algorithm", "max_running_requests"
+SHARED = tuple(
+    option for option in ENGINE if option not in SPECULATION and option.name not in _OURS
+)
+"""Arguments of ``LLM`` that are the same for all contenders."""
+
+
+@click.command(params=[*MEASUREMENT, *SPECULATION, *SHARED, *SAMPLING])
+@click.pass_context
+def bench(ctx: click.Context, /, **options: Any) -> None:
+    """Measure algorithms beside plain decoding.
+
+    They take turns on the same prompts in one process, each loaded once and warmed up. Their
+    outputs are compared with those of NONE: exits with 1 if any differs, as rounding in bfloat16 on
+    a GPU can make it do.
+    """
+    contenders, problems = _contenders(options)
+    prompts = read_prompts(options["dataset"] or HELD_OUT)
+    deals = {
+        size: deal(prompts, size, options["rounds"], options["num_prompts"])
+        for size in options["batch_sizes"]
+    }
+    _prepare(options["output"])
+    from specplug.engine.sampling_params import SamplingParams
+
+    params = SamplingParams(**chosen(SAMPLING, options))
+    report = _measure(contenders, problems, deals, params, options)
+    if options["as_json"]:
+        import json
+
+        click.echo(json.dumps(report.as_mapping(), indent=2))
+    else:
+        _print(report)
+    _tell(report)
+    if options["output"] is not None:
+        _write(report, options["output"])
+    ctx.exit(0 if report.sound else 1)
+
+
+def _contenders(options: Mapping[str, Any]) -> tuple[list[Contender], list[dict[str, Any]]]:
+    """Who takes part, and who cannot; one that was named must."""
+    registry = Registry()
+    enabled = dict.fromkeys(entry.name for entry in registry.entries() if not entry.disabled)
+    common = {k: v for k, v in chosen(SPECULATION, options).items() if v is not None}
+    found, problems = [], []
+    for contender in parse_contenders(options["speculative_algorithms"], list(enabled)):
+        try:
+            found.append(_fitted(contender, registry, common))
+        except SpecplugError as error:
+            if contender.named:
+                raise
+            problem = {"contender": contender.label, "batch_size": None, "skipped": True}
+            problems.append({**problem, "reason": str(error)})
+    return found, problems
+
+
+def _fitted(contender: Contender, registry: Registry, common: Mapping[str, Any]) -> Contender:
+    """A contender under its settings, if it can run like that."""
+    info = registry.select(contender.algorithm).info
+    fitting = dict(common)
+    if not info.capabilities.draft_model:
+        fitting.pop("speculative_draft_model_path", None)
+    fitted = contender.with_common(fitting)
+    check_speculation(info, fitted.arguments)
+    return fitted
+
+
+def _prepare(output: Path | None) -> None:
+    """Refuse before anything runs what would fail at its end."""
+    if output is None:
+        return
+    if find_spec("matplotlib") is None:
+        raise SpecplugError(
+            '--output draws plots, which needs matplotlib: pip install "specplug[bench]"'
+        )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        writable = os.access(output, os.W_OK | os.X_OK)
+    except OSError as error:
+        why = error.strerror or error
+        raise UsageError(f"--output {str(output)!r} cannot be made: {why}") from error
+    if not writable:
+        raise UsageError(f"--output {str(output)!r}: nothing may be written there")
+
+
+def _measure(
+    contenders: Sequence[Contender],
+    problems: Sequence[Mapping[str, Any]],
+    deals: Mapping[int, Deal],
+    params: SamplingParams,
+    options: Mapping[str, Any],
+) -> Report:
+    """Measure at each batch size in turn."""
+    from specplug.bench.measurement import measure
+    from specplug.bench.report import summarize
+
+    silence()
+    shared = chosen(SHARED, options)
+    summaries, told = [], list(problems)
+    count = len(contenders) * sum(deal.num_prompts for deal in deals.values())
+    with _progress(count) as observer:
+        for size, dealt in deals.items():
+            left = [c for c in contenders if c.label not in {p["contender"] for p in told}]
+            complete, failed = summarize(measure(left, size, dealt, params, shared, observer))
+            summaries += complete
+            told += failed
+    return _report(summaries, told, deals, options)
+
+
+def _report(
+    summaries: Sequence[Summary],
+    problems: Sequence[Mapping[str, Any]],
+    deals: Mapping[int, Deal],
+    options: Mapping[str, Any],
+) -> Report:
+    from specplug.bench.machine import describe_machine, versions
+    from specplug.bench.report import Report
+
+    config = summaries[0].series.config
+    names = {summary.series.contender.algorithm for summary in summaries}
+    plugins = [entry.distribution for entry in Registry().entries() if entry.name in names]
+    settings = {
+        "model": options["model"],
+        "dtype": config["dtype"],
+        "device": config["device"],
+        "dataset": "the built-in set" if options["dataset"] is None else str(options["dataset"]),
+        "rounds": options["rounds"],
+        "batch_sizes": list(deals),
+        "num_prompts": [deal.num_prompts_per_round for deal in deals.values()],
+        "engine": chosen([*SPECULATION, *SHARED], options),
+        "sampling": chosen(SAMPLING, options),
+    }
+    again = [str(size) for size, deal in deals.items() if deal.comes_again]
+    notes = [
+        f"at batch {' and '.join(again)} prompts came more than once: an algorithm that learns "
+        "from earlier requests looks better than it is; use a larger dataset or fewer rounds"
+    ]
+    return Report(
+        summaries=summaries,
+        problems=problems,
+        settings=settings,
+        machine=describe_machine(config["device"]),
+        versions=versions(["specplug", "torch", "transformers", *plugins]),
+        notes=notes if again else [],
+    )
+
+
+@contextmanager
+def _progress(count: int) -> Iterator[Observer]:
+    """A progress bar on standard error, if that is a terminal.
+
+    It is drawn between what is timed, and in there at most once in ``REFRESH_SECONDS``.
+    """
+    from specplug.bench.measurement import Observer
+
+    if not sys.stderr.isatty():
+        yield Observer()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = BarColumn(), TextColumn("{task.percentage:3.0f}%"), TimeRemainingColumn()
+    bar = Progress(
+        *columns,
+        TextColumn("{task.description}", markup=False),
+        console=Console(stderr=True),
+        auto_refresh=False,
+        speed_estimate_period=3600,
+        transient=True,
+    )
+    with bar:
+        yield _bar_observer(bar, bar.add_task("", total=count))
+
+
+def _bar_observer(bar: Progress, task: TaskID) -> Observer:
+    from specplug.bench.measurement import Observer
+
+    drawn = time.monotonic()
+
+    def show(text: str) -> None:
+        nonlocal drawn
+        bar.update(task, description=text, refresh=True)
+        drawn = time.monotonic()
+
+    def waiting(output: object) -> None:
+        nonlocal drawn
+        if time.monotonic() - drawn > REFRESH_SECONDS:
+            bar.refresh()
+            drawn = time.monotonic()
+
+    return Observer(say=show, advance=lambda n: bar.advance(task, n), waiting=waiting)
+
+
+def _print(report: Report) -> None:
+    from specplug.bench.tables import caption, legend, tables
+
+    for table in tables(report):
+        print_table(table.columns, table.rows, table.right)
+        click.echo()
+    for line in (*caption(report), *legend(report)):
+        click.secho(line, dim=True)
+
+
+def _tell(report: Report) -> None:
+    """What is wrong, or must be known, on standard error, a line each."""
+    from specplug.bench.tables import differences
+
+    for problem in report.problems:
+        size = problem["batch_size"]
+        where = "" if size is None else f", batch {size}"
+        what = "left out" if problem["skipped"] else "failed"
+        kind = "warning" if problem["skipped"] else "error"
+        say(kind, f"{problem['contender']}{where}: {what}: {problem['reason']}")
+    for line in report.notes:
+        say("warning", line)
+    for line in differences(report):
+        say("error", line)
+
+
+def _write(report: Report, folder: Path) -> None:
+    import json
+
+    from specplug.bench.plots import PLOTS, save
+
+    try:
+        text = json.dumps(report.as_mapping(), indent=2)
+        (folder / "bench.json").write_text(text + "\n", encoding="utf-8")
+        save(report, folder)
+    except OSError as error:
+        why = error.strerror or error
+        raise SpecplugError(f"--output {str(folder)!r} cannot be written: {why}") from error
+    click.secho(f"written to {folder}: bench.json, {', '.join(PLOTS)}", dim=True, err=True)

@@ -1,0 +1,41 @@
+"""Loads a model for a command. torch is imported when that is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specplug.engine.llm import LLM
+
+
+def load(engine: Mapping[str, Any]) -> LLM:
+    """Make an ``LLM`` from its arguments, with a spinner on standard error meanwhile."""
+    with _status(f"loading {engine['model']}"):
+        from specplug.engine.llm import LLM
+
+        silence()
+        return LLM(**engine)
+
+
+def silence() -> None:
+    """No warnings or progress bars of the libraries that load models: errors say what matters."""
+    for library in ("transformers", "huggingface_hub"):
+        import_module(f"{library}.utils.logging").set_verbosity_error()
+    import_module("transformers.utils.logging").disable_progress_bar()
+
+
+@contextmanager
+def _status(message: str) -> Iterator[None]:
+    """A spinner on standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status(Text(message)):
+        yield

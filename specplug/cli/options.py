@@ -1,0 +1,185 @@
+"""Options that commands share: what is told to ``LLM`` and to ``SamplingParams``. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specplug.algorithm import DEFAULT_MODEL, AlgorithmInfo, SpecConfig
+
+
+def _no_limit(ctx: click.Context, option: click.Parameter, value: int) -> int | None:
+    if value == -1:
+        return None
+    if value < 1:
+        raise click.BadParameter(f"{value} is neither at least 1 nor -1 (no limit).")
+    return value
+
+
+COUNT = click.IntRange(min=1)
+
+ENGINE = (
+    click.Option(
+        ["--model"],
+        default=DEFAULT_MODEL,
+        show_default=True,
+        help="Folder or hub id of a causal language model of transformers.",
+    ),
+    click.Option(
+        ["--speculative-algorithm"],
+        default="NONE",
+        show_default=True,
+        help="An installed algorithm (specplug list).",
+    ),
+    click.Option(["--speculative-draft-model-path"], help="Folder of its draft weights."),
+    click.Option(["--speculative-num-steps"], type=COUNT, help="Draft depth S."),
+    click.Option(["--speculative-eagle-topk"], type=COUNT, help="Branches K kept a step."),
+    click.Option(
+        ["--speculative-num-draft-tokens"],
+        type=COUNT,
+        help="Tokens N that the target verifies a step, root included.",
+    ),
+    click.Option(
+        ["--page-size"], type=COUNT, default=16, show_default=True, help="Tokens a KV page."
+    ),
+    click.Option(
+        ["--chunked-prefill-size"],
+        type=int,
+        default=512,
+        show_default=True,
+        callback=_no_limit,
+        help="Most prompt tokens a step; -1: no limit.",
+    ),
+    click.Option(
+        ["--max-running-requests"],
+        type=COUNT,
+        default=8,
+        show_default=True,
+        help="Most prompts that run at a time.",
+    ),
+    click.Option(
+        ["--max-total-tokens"],
+        type=COUNT,
+        help="Slots of the KV pool.  [default: what fits a memory budget]",
+    ),
+    click.Option(
+        ["--disable-overlap-schedule"],
+        is_flag=True,
+        help="Process a step's results before the next step is launched.",
+    ),
+    click.Option(
+        ["--disable-cuda-graph"],
+        is_flag=True,
+        help="Do not record passes as CUDA graphs.",
+    ),
+    click.Option(
+        ["--seed"],
+        type=click.IntRange(0, 2**32 - 1),
+        default=0,
+        show_default=True,
+        help="Of the sampling noise; each prompt derives its own from it.",
+    ),
+    click.Option(
+        ["--dtype"],
+        type=click.Choice(["auto", "float32", "bfloat16", "float16", "float64"]),
+        default="auto",
+        show_default=True,
+        help="Of weights and activations; auto: float32 on the CPU, else the checkpoint's.",
+    ),
+    click.Option(["--device"], help="cpu, cuda or cuda:N.  [default: CUDA if there is one]"),
+    click.Option(
+        ["--num-threads"],
+        type=COUNT,
+        help="torch's on the CPU.  [default: one for a small model, else torch's choice]",
+    ),
+)
+"""Options that are arguments of ``LLM``, under the same names and with the same defaults."""
+
+SAMPLING = (
+    click.Option(
+        ["--temperature"], type=float, default=0.0, show_default=True, help="0 is greedy."
+    ),
+    click.Option(
+        ["--top-p"],
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Keep the smallest set of tokens that is this likely.",
+    ),
+    click.Option(
+        ["--top-k"],
+        type=int,
+        default=0,
+        show_default=True,
+        help="Keep this many tokens; 0 or -1: all.",
+    ),
+    click.Option(
+        ["--min-p"],
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Keep tokens this likely relative to the most likely one.",
+    ),
+    click.Option(
+        ["--repetition-penalty"],
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="On tokens of prompt and output; 1: none.",
+    ),
+    click.Option(
+        ["--presence-penalty"],
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="On tokens of the output, once.",
+    ),
+    click.Option(
+        ["--frequency-penalty"],
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="On tokens of the output, for each time.",
+    ),
+    click.Option(
+        ["--max-new-tokens", "max_tokens"],
+        type=COUNT,
+        default=128,
+        show_default=True,
+        help="Most tokens to generate for a prompt.",
+    ),
+    click.Option(
+        ["--stop"], multiple=True, help="String that ends the output; may be given many times."
+    ),
+    click.Option(["--ignore-eos"], is_flag=True, help="Go on after the end-of-sequence token."),
+)
+"""Options that are arguments of ``SamplingParams``."""
+
+
+def chosen(group: Sequence[click.Parameter], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the options of ``group``, by name."""
+    return {option.name: options[option.name] for option in group if option.name}
+
+
+def check_speculation(info: AlgorithmInfo, engine: Mapping[str, Any]) -> None:
+    """Refuse at once what ``LLM`` would refuse after torch has loaded.
+
+    Args:
+        engine: arguments of ``LLM``; those that are missing have their defaults.
+
+    Raises:
+        UsageError: the algorithm cannot run with these settings.
+    """
+    typed = engine.get("speculative_draft_model_path")
+    # Whether weights are shipped depends on the model: that is for LLM to say.
+    untold = Path(".") if info.capabilities.draft_model else None
+    SpecConfig.resolve(
+        info,
+        num_steps=engine.get("speculative_num_steps"),
+        topk=engine.get("speculative_eagle_topk"),
+        num_draft_tokens=engine.get("speculative_num_draft_tokens"),
+        draft_model_path=Path(typed) if typed else untold,
+    )

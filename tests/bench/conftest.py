@@ -1,0 +1,96 @@
+"""Reports made of invented figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from specplug.bench.contender import parse_contenders
+from specplug.bench.measurement import Run, Series
+from specplug.bench.report import Report, summarize
+
+MakeSeries = Callable[..., list[Series]]
+
+
+def _run(seconds: float, outputs: Sequence[Sequence[int]], drafted: Sequence[int]) -> Run:
+    accepted = [count // 2 for count in drafted]
+    statistics: dict[str, Any] = {
+        "accepted": 10 + sum(accepted),
+        "verifications": 10,
+        "drafted_by_position": list(drafted),
+        "accepted_by_position": accepted,
+        "seconds": {
+            "propose": 0.2 * seconds,
+            "target": 0.3 * seconds,
+            "verify": 0.1 * seconds,
+            "extend": 0.1 * seconds,
+        },
+        "prefill_seconds": 0.2 * seconds,
+    }
+    return Run(seconds=seconds, outputs=tuple(map(tuple, outputs)), statistics=statistics)
+
+
+@pytest.fixture
+def make_series() -> MakeSeries:
+    """``make_series(spec, {label: seconds of each round}, batch_size, outputs=…, drafted=…)``."""
+
+    def make(
+        spec: str,
+        seconds: dict[str, Sequence[float]],
+        batch_size: int = 1,
+        outputs: dict[str, Sequence[Sequence[int]]] | None = None,
+        drafted: Sequence[int] = (10, 8, 4),
+    ) -> list[Series]:
+        config = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}
+        same = [[1, 2, 3, 4]] * batch_size
+        return [
+            Series(
+                contender=contender,
+                batch_size=batch_size,
+                config=config,
+                runs=[
+                    _run(
+                        s,
+                        (outputs or {}).get(contender.label, same),
+                        () if contender.is_baseline else drafted,
+                    )
+                    for s in seconds[contender.label]
+                ],
+            )
+            for contender in parse_contenders([spec], [])
+        ]
+
+    return make
+
+
+@pytest.fixture
+def make_report() -> Callable[..., Report]:
+    """A report of the series of each batch size."""
+
+    def make(*sizes: list[Series], **changes: Any) -> Report:
+        summaries, problems = [], []
+        for series in sizes:
+            complete, failed = summarize(series)
+            summaries += complete
+            problems += failed
+        settings = {
+            "model": "tiny-code",
+            "dtype": "float32",
+            "dataset": "the built-in set",
+            "rounds": len(sizes[0][0].runs),
+            "num_prompts": [4] * len(sizes),
+            "engine": {"seed": 0, "page_size": 16},
+            "sampling": {"temperature": 0.0, "max_tokens": 4},
+        }
+        given = {
+            "summaries": summaries,
+            "problems": problems,
+            "settings": settings,
+            "machine": {"cpu": "a processor", "threads": 1, "gpu": None},
+            "versions": {"python": "3.11", "specplug": "0.1.0"},
+        }
+        return Report(**{**given, **changes})
+
+    return make

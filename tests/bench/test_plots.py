@@ -1,0 +1,116 @@
+"""The plots: real images, one colour for an algorithm, nothing outside of its figure."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+from matplotlib.text import Text
+
+from specplug.bench.plots import COLORS, DPI, PLOTS, STYLE, WIDTH, save
+
+SPEC = "A,B:steps=3,topk=2,tokens=9,B:draft=some/where/else,C"
+SECONDS = {
+    "NONE": [4.0, 4.2],
+    "A": [2.0, 2.6],
+    "B:steps=3,topk=2,tokens=9": [1.0, 1.1],
+    "B:draft=some/where/else": [1.5, 1.0],
+    "C": [6.0, 5.0],
+}
+
+
+@pytest.fixture
+def report(make_series, make_report):
+    made = make_report(make_series(SPEC, SECONDS), make_series(SPEC, SECONDS, batch_size=8))
+    return attrs.evolve(made, settings={**made.settings, "model": f"/{'folder/' * 15}model"})
+
+
+@pytest.fixture
+def figures(report):
+    with rc_context(STYLE):
+        drawn = {name: draw(report) for name, draw in PLOTS.items()}
+        for figure in drawn.values():
+            FigureCanvasAgg(figure).draw()
+        yield drawn
+
+
+def test_they_are_images_of_the_size_that_was_asked_for(report, tmp_path):
+    save(report, tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == set(PLOTS)
+    for file in tmp_path.iterdir():
+        image = imread(file)
+        assert image.shape[1] == WIDTH * DPI
+        assert 500 < image.shape[0] < 2500
+        assert 0.02 < (image[..., :3].min(-1) < 0.9).mean() < 0.7, "neither empty nor full"
+
+
+def test_more_contenders_make_higher_bars_plots(report, make_series, make_report):
+    small = make_report(make_series("A", SECONDS))
+    for name in ("speedup.png", "time_split.png"):
+        assert PLOTS[name](small).get_figheight() < PLOTS[name](report).get_figheight() / 2
+
+
+def rgb(color):
+    return tuple(round(channel, 9) for channel in to_rgb(color))
+
+
+def bar_colors(figure):
+    return [
+        {rgb(patch.get_facecolor()) for patch in axes.patches if patch.get_width()}
+        for axes in figure.axes
+    ]
+
+
+def test_an_algorithm_has_one_colour_everywhere(figures):
+    expected = {rgb(color) for color in COLORS[:4]}
+    for colors in bar_colors(figures["speedup.png"]):
+        assert colors == {*expected, rgb("#6E6E6E")}
+    lines = [line for axes in figures["acceptance.png"].axes for line in axes.get_lines()]
+    by_label = {line.get_label(): rgb(line.get_color()) for line in lines}
+    assert len(lines) == 8
+    assert set(by_label.values()) == expected
+    assert len({line.get_marker() for line in lines}) == 4
+    bars = figures["speedup.png"].axes[0]
+    rows = [label.get_text().strip() for label in bars.get_yticklabels()]
+    assert rows == ["NONE", "B", "B", "A", "C"], "the fastest first, under the baseline"
+    assert rgb(bars.patches[3].get_facecolor()) == by_label["A"]
+    for colors in bar_colors(figures["time_split.png"]):
+        assert expected < colors
+
+
+def test_two_of_one_algorithm_are_told_apart(figures):
+    labels = [text.get_text() for text in figures["acceptance.png"].legends[0].get_texts()]
+    assert sorted(labels) == ["A", "B\nS 3 · K 1 · N 4", "B\nelse · S 3 · K 1 · N 4", "C"]
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_axes_have_units_and_no_text_is_cut_off(figures, name):
+    figure = figures[name]
+    assert any(word in figure.axes[-1].get_xlabel() for word in ("median", "(ms", "position"))
+    assert "/model, float32, on a processor" in figure.get_supxlabel().replace("\n", " ")
+    ticks = {label for axes in figure.axes for label in axes.get_xticklabels()}  # some not drawn
+    for text in set(figure.findobj(Text)) - ticks:
+        if text.get_text() and text.get_visible():
+            box = text.get_window_extent()
+            assert box.x0 >= -1, text
+            assert box.y0 >= -1, text
+            assert box.x1 <= figure.bbox.width + 1, text
+            assert box.y1 <= figure.bbox.height + 1, text
+
+
+def test_the_whole_bar_is_the_time_a_token_takes(figures, report):
+    axes = figures["time_split.png"].axes[0]
+    none = report.summaries[0]
+    ends = [patch.get_x() + patch.get_width() for patch in axes.patches if patch.get_y() < 0]
+    assert max(ends) == pytest.approx(1000 * none.time.wall / none.output_tokens)
+
+
+def test_the_baseline_alone(make_series, make_report, tmp_path):
+    save(make_report(make_series("NONE", {"NONE": [1.0]})), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
