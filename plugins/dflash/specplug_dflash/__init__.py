@@ -1,0 +1,77 @@
+"""DFlash for specplug (arXiv 2602.06036). Light to import: torch loads with the worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specplug import (
+    DEFAULT_MODEL,
+    AlgorithmInfo,
+    Capabilities,
+    Defaults,
+    SpecConfig,
+    hookimpl,
+)
+from specplug_dflash.config import read_config
+
+if TYPE_CHECKING:
+    from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime
+    from specplug_dflash.worker import DFlashWorker
+
+WEIGHTS = Path(__file__).parent / "weights"
+
+
+class DFlash:
+    """The hooks; the work is ``DFlashWorker``'s."""
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(
+            name="DFLASH",
+            summary="DFlash: block diffusion, a whole block drafted in one non-causal pass",
+            api_version=1,
+            capabilities=Capabilities(draft_model=True),
+            defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
+            paper="https://arxiv.org/abs/2602.06036",
+            weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+        )
+
+    @hookimpl
+    def validate_config(self, config: SpecConfig) -> SpecConfig:
+        """A block has the bonus token and at most ``block_size - 1`` drafted ones."""
+        assert config.draft_model_path is not None
+        most = read_config(config.draft_model_path).block_size - 1
+        if config.num_steps > most:
+            reason = (
+                f"num_steps {config.num_steps} -> {most}: "
+                f"the draft model was trained for blocks of {most + 1} tokens"
+            )
+            config = config.adjust(reason, num_steps=most)
+        return config.fit_feature_draft()
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> DFlashWorker:
+        from specplug_dflash.worker import DFlashWorker
+
+        return DFlashWorker(runtime)
+
+    @hookimpl
+    def build_draft_input(
+        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+    ) -> DraftInput:
+        worker: DFlashWorker = runtime.worker
+        return worker.extend(batch, target_output)
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        worker: DFlashWorker = runtime.worker
+        return worker.propose(batch, draft_input)
+
+    @hookimpl
+    def supports_target_verify_for_draft(self) -> bool:
+        """Yes: the draft's pass is over N rows a request, as the target's verify is."""
+        return True
+
+
+algorithm = DFlash()

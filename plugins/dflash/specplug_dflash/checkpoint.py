@@ -1,0 +1,77 @@
+"""DFlash checkpoints in z-lab's and ``speculators``' layouts, and whether they fit the target."""
+
+from __future__ import annotations
+
+import torch
+
+from specplug import Checkpoint, CheckpointError, Runtime
+from specplug_dflash.config import DFlashConfig, read_config
+from specplug_dflash.network import DFlashNetwork
+
+
+def load_network(runtime: Runtime) -> DFlashNetwork:
+    """Read the run's draft model and put it on the engine's device, ready to serve.
+
+    Raises:
+        CheckpointError: it is missing or incomplete, or was made for another target.
+    """
+    path = runtime.config.draft_model_path
+    assert path is not None
+    config = read_config(path)
+    checkpoint = Checkpoint.read(path)
+    _check_fit(checkpoint, config, runtime)
+    names = {rename(name) for name in checkpoint.tensors}
+    reduced = config.draft_vocab_size != config.vocab_size
+    network = DFlashNetwork(
+        config,
+        runtime.context_len,
+        own_embedding="embed_tokens.weight" in names,
+        own_head=reduced or "lm_head.weight" in names,
+    ).to(runtime.dtype)
+    optional = frozenset({"t2d"}) if reduced else frozenset({"t2d", "d2t"})
+    checkpoint.load_into(network, rename=rename, optional=optional)
+    _check_vocabulary(checkpoint, network)
+    network = network.to(runtime.device).eval()
+    network.pack()
+    return network
+
+
+def rename(name: str) -> str | None:
+    """Some exports put ``model.`` before a name; ``speculators`` may keep copies of the target's
+    own norm and head, which only its training reads."""
+    return None if name.startswith("verifier_") else name.removeprefix("model.")
+
+
+def _check_fit(checkpoint: Checkpoint, config: DFlashConfig, runtime: Runtime) -> None:
+    for what, mine, target in (
+        ("hidden size", config.target_hidden_size, runtime.hidden_size),
+        ("vocabulary", config.vocab_size, runtime.vocab_size),
+        ("depth", config.num_target_layers or runtime.num_layers, runtime.num_layers),
+    ):
+        if mine != target:
+            raise CheckpointError(
+                f"draft model {checkpoint.path} does not fit the target: it was made for a "
+                f"{what} of {mine}, the target's is {target}; use the draft model of this target"
+            )
+    if any(not 0 <= i <= runtime.num_layers for i in config.feature_layers):
+        raise CheckpointError(
+            f"draft model {checkpoint.path} does not fit the target: it reads what leaves layers "
+            f"{[i - 1 for i in config.feature_layers]}, the target has {runtime.num_layers}"
+        )
+    if config.sliding_window is not None and config.sliding_window < runtime.context_len:
+        raise CheckpointError(
+            f"draft model {checkpoint.path} looks back {config.sliding_window} positions, the "
+            f"context is {runtime.context_len} long: sliding windows are not supported; use a "
+            f"context_len of at most {config.sliding_window}"
+        )
+
+
+def _check_vocabulary(checkpoint: Checkpoint, network: DFlashNetwork) -> None:
+    if network.lm_head is None:
+        return
+    ids = torch.arange(network.config.draft_vocab_size) + network.d2t
+    if bool((ids < 0).any() | (ids >= network.config.vocab_size).any()):
+        raise CheckpointError(
+            f"draft model {checkpoint.path}: d2t points outside the vocabulary of "
+            f"{network.config.vocab_size} tokens; expected offsets, target id = draft id + d2t"
+        )

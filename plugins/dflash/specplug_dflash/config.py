@@ -1,0 +1,193 @@
+"""What a DFlash checkpoint's ``config.json`` says, in either published layout. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from specplug import CheckpointError
+
+# Options of the formats under which a block means something else than here.
+_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "sample_from_anchor": (None, False),
+    "shift_label": (None, False),
+    "projector_type": (None, "dflash"),
+    "input_embedding_scale": (None, 1),
+    "output_multiplier": (None, 1),
+    "final_logit_softcapping": (None, 0),
+    "hidden_act": (None, "silu"),
+}
+
+
+@attrs.frozen(kw_only=True)
+class DFlashConfig:
+    """Sizes of a draft network, and what it was trained for.
+
+    Attributes:
+        hidden_size: of the draft's layers; also the width of the embedding and of the LM head.
+        target_hidden_size: width of each of the target's features.
+        vocab_size, draft_vocab_size: of the target, and of the draft's LM head.
+        attention_bias: whether all four projections of an attention layer have biases.
+        rope: the keys that ``layers.Rotary`` reads.
+        block_size: rows of a block, the bonus token's included: the most that one pass drafts is
+            one less.
+        mask_token_id: target id whose embedding stands for "to be drafted".
+        feature_layers: the target layers whose *inputs* are fused.
+        causal: for each draft layer, whether the rows of a block see only those before them.
+        sliding_window: positions that some layer looks back at most; None: all.
+        num_target_layers: of the target that it was made for, where the checkpoint says so.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    rope: Mapping[str, Any] = attrs.field(factory=dict)
+    block_size: int
+    mask_token_id: int
+    feature_layers: tuple[int, ...]
+    causal: tuple[bool, ...]
+    sliding_window: int | None = None
+    num_target_layers: int | None = None
+
+
+def read_config(path: Path) -> DFlashConfig:
+    """Read ``path / "config.json"``.
+
+    Raises:
+        CheckpointError: it is missing, unreadable, incomplete, or asks for what is not supported.
+    """
+    file = path / "config.json"
+    try:
+        keys = json.loads(file.read_text())
+    except OSError as error:
+        raise CheckpointError(
+            f"draft model {path}: cannot read its config.json ({error.strerror})"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not JSON ({error})") from error
+    if not isinstance(keys, dict):
+        raise CheckpointError(f"{file}: expected a JSON object")
+    return parse_config(keys, file)
+
+
+def parse_config(keys: Mapping[str, Any], file: Path) -> DFlashConfig:
+    """``config.json`` of z-lab's layout or of ``speculators``'.
+
+    z-lab keeps the decoder's sizes at the top and what belongs to DFlash at the top or under
+    ``dflash_config``; ``speculators`` keeps the sizes under ``transformer_layer_config``.
+
+    Args:
+        file: where the keys are from, for messages.
+
+    Raises:
+        CheckpointError: see ``read_config``.
+    """
+    keys = _flatten(keys)
+
+    def require(key: str) -> Any:
+        if keys.get(key) is None:
+            raise CheckpointError(f"{file}: {key!r} is missing")
+        return keys[key]
+
+    for key, accepted in _UNSUPPORTED.items():
+        if keys.get(key) not in accepted:
+            raise CheckpointError(
+                f"{file}: {key}={keys[key]!r} is not supported, expected {accepted[-1]!r}"
+            )
+    heads, hidden, vocab = (
+        require(k) for k in ("num_attention_heads", "hidden_size", "vocab_size")
+    )
+    config = DFlashConfig(
+        hidden_size=hidden,
+        intermediate_size=require("intermediate_size"),
+        num_hidden_layers=require("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=keys.get("num_key_value_heads") or heads,
+        head_dim=keys.get("head_dim") or hidden // heads,
+        target_hidden_size=keys.get("target_hidden_size") or hidden,
+        vocab_size=vocab,
+        draft_vocab_size=keys.get("draft_vocab_size") or vocab,
+        rms_norm_eps=keys.get("rms_norm_eps") or 1e-6,
+        attention_bias=bool(keys.get("attention_bias")),
+        rope=keys,
+        block_size=require("block_size"),
+        mask_token_id=require("mask_token_id"),
+        feature_layers=_feature_layers(keys, file),
+        causal=_causal(keys, file),
+        sliding_window=_sliding_window(keys),
+        num_target_layers=keys.get("num_target_layers"),
+    )
+    _check(config, file)
+    return config
+
+
+def _flatten(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """All keys side by side. The outer ones of ``speculators`` win where both say something."""
+    decoder = keys.get("transformer_layer_config") or {}
+    outer = {key: value for key, value in keys.items() if value is not None}
+    return {**decoder, **outer, **(keys.get("dflash_config") or {})}
+
+
+def _feature_layers(keys: Mapping[str, Any], file: Path) -> tuple[int, ...]:
+    """The layers whose inputs are fused.
+
+    ``speculators`` counts them so. z-lab's ``target_layer_ids`` are layers whose *outputs* are
+    fused; without them they are spread evenly from layer 1 to the third last, one a draft layer.
+    """
+    inputs = keys.get("aux_hidden_state_layer_ids")
+    if inputs:
+        return tuple(inputs)
+    outputs = keys.get("target_layer_ids")
+    if not outputs:
+        depth, count = keys.get("num_target_layers"), keys.get("num_hidden_layers")
+        if depth is None or count is None:
+            raise CheckpointError(f"{file}: 'target_layer_ids' is missing")
+        spread = (1 + i * (depth - 4) / (count - 1) for i in range(count))
+        outputs = [depth // 2] if count == 1 else [round(layer) for layer in spread]
+    return tuple(layer + 1 for layer in outputs)
+
+
+def _causal(keys: Mapping[str, Any], file: Path) -> tuple[bool, ...]:
+    """For each layer: those with a sliding window are causal, unless the checkpoint says else."""
+    count = keys.get("num_hidden_layers") or 0
+    kinds = keys.get("layer_types") or ["full_attention"] * count
+    if len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise CheckpointError(
+            f"{file}: layer_types={kinds!r}, expected one for each of {count} layers, "
+            "full_attention or sliding_attention"
+        )
+    if keys.get("is_causal") is not None:
+        return (bool(keys["is_causal"]),) * count
+    if keys.get("sliding_window_non_causal"):
+        return (False,) * count
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def _sliding_window(keys: Mapping[str, Any]) -> int | None:
+    sliding = "sliding_attention" in (keys.get("layer_types") or ())
+    return keys.get("sliding_window") if sliding else None
+
+
+def _check(config: DFlashConfig, file: Path) -> None:
+    if config.block_size < 2:
+        raise CheckpointError(
+            f"{file}: block_size={config.block_size}, expected at least 2: the bonus token and one "
+            "to be drafted"
+        )
+    if not 0 <= config.mask_token_id < config.vocab_size:
+        raise CheckpointError(
+            f"{file}: mask_token_id={config.mask_token_id}, expected an id of the vocabulary of "
+            f"{config.vocab_size} tokens"
+        )

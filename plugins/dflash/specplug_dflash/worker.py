@@ -1,0 +1,91 @@
+"""The DFlash drafter: writes the target's features to the draft's cache, drafts blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specplug import (
+    AttentionPlan,
+    Batch,
+    CommittedOutput,
+    Draft,
+    DraftInput,
+    Runtime,
+    couple,
+)
+from specplug_dflash.checkpoint import load_network
+
+
+class DFlashWorker:
+    """Draft weights and draft KV cache. Nothing is carried from step to step but the cache.
+
+    Args:
+        runtime: the engine's.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._network = network = load_network(runtime)
+        config = network.config
+        own_embedding, own_head = network.embed_tokens, network.lm_head
+        self._embed = runtime.embed_tokens if own_embedding is None else own_embedding
+        self._lm_head = runtime.lm_head if own_head is None else own_head
+        self._token_ids = torch.arange(config.draft_vocab_size, device=runtime.device)
+        if own_head is not None:
+            self._token_ids += network.d2t
+        self._features = runtime.capture_layer_inputs(config.feature_layers)
+        self._cache = runtime.allocate_kv(
+            config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        )
+        self._width = runtime.config.num_draft_tokens
+        device, width = runtime.device, self._width
+        self._masks = torch.full((1, width - 1), config.mask_token_id, device=device)
+        self._ahead = torch.arange(1, width, device=device)
+        all_seen = torch.ones(1, width, width, dtype=torch.bool, device=device)
+        # What the rows of a block see of it, for each kind of layer there is: causal or not.
+        self._block_masks = {
+            causal: None if causal else all_seen for causal in sorted(set(config.causal))
+        }
+        self._draft = runtime.record_draft(self._logits)
+
+    def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
+        """Write the keys and values of the committed rows to the draft's cache."""
+        if self._width > 1:
+            plan = batch.attention
+            if not batch.is_prefill:
+                width = output.tokens.shape[0] // batch.size
+                plan = self._runtime.plan_attention(batch, batch.seq_lens, width)
+            assert plan is not None
+            context = self._network.fuse(output.per_node[self._features])
+            for layer, (k, v) in enumerate(self._network.context_kv(context, plan.positions)):
+                plan.write(self._cache, layer, k, v)
+        return DraftInput(bonus_tokens=output.bonus_tokens)
+
+    def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
+        """A chain for each request, of one block, in one pass."""
+        root = draft_input.bonus_tokens.unsqueeze(1)
+        if self._width == 1:
+            return Draft.chain(root)
+        block = torch.cat((root, self._masks.expand(batch.size, -1)), dim=1)
+        plans = [
+            self._runtime.plan_attention(batch, batch.seq_lens, self._width, mask=mask)
+            for mask in self._block_masks.values()
+        ]
+        logits = self._draft(block, *plans)
+        positions = batch.seq_lens.unsqueeze(1) + self._ahead
+        scores = couple(self._runtime, batch, logits, positions, self._token_ids)
+        drafted = self._token_ids[scores.argmax(-1)].view(batch.size, -1)
+        return Draft.chain(torch.cat((root, drafted), dim=1))
+
+    def _logits(self, block: Tensor, *plans: AttentionPlan) -> Tensor:
+        """[bs, N] token ids -> [bs * (N - 1), V_draft]; a plan for each of ``_block_masks``."""
+        kinds = dict(zip(self._block_masks, plans, strict=True))
+        of_layer = [kinds[causal] for causal in self._network.config.causal]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return of_layer[layer].attend(self._cache, layer, q, k, v)
+
+        hidden: Tensor = self._network(self._embed(block.flatten()), plans[0].positions, attend)
+        drafted = hidden.view(*block.shape, -1)[:, 1:].flatten(0, 1)
+        return self._lm_head(self._network.norm(drafted))

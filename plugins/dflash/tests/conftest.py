@@ -1,0 +1,166 @@
+"""A small random target and draft checkpoints for it, in the published layouts, in float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+VOCAB, DRAFT_VOCAB, HIDDEN, CONTEXT, BLOCK, MASK = 97, 50, 32, 160, 8, 96
+
+DECODER = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "layer_types": ["full_attention", "full_attention"],
+    "max_position_embeddings": CONTEXT,
+    "sliding_window": None,
+}
+
+Z_LAB = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    **DECODER,
+    "block_size": BLOCK,
+    "num_target_layers": 4,
+    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]},
+}
+
+SPECULATORS = {
+    "architectures": ["DFlashDraftModel"],
+    "speculators_model_type": "dflash",
+    "aux_hidden_state_layer_ids": [1, 3],
+    "block_size": BLOCK,
+    "mask_token_id": MASK,
+    "draft_vocab_size": DRAFT_VOCAB,
+    "target_hidden_size": None,
+    "sliding_window_non_causal": False,
+    "sample_from_anchor": False,
+    "transformer_layer_config": {"model_type": "qwen3", **DECODER},
+}
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of four layers with grouped heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).to(torch.float64)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    path = tmp_path_factory.mktemp("target")
+    model.save_pretrained(path)
+    return path
+
+
+def z_lab_shapes(hidden: int = HIDDEN, features: int = 2 * HIDDEN) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of z-lab's layout: two layers, 4 query and 2 key heads of size 8."""
+    layer = {
+        "self_attn.q_proj.weight": (32, hidden),
+        "self_attn.k_proj.weight": (16, hidden),
+        "self_attn.v_proj.weight": (16, hidden),
+        "self_attn.o_proj.weight": (hidden, 32),
+        "self_attn.q_norm.weight": (8,),
+        "self_attn.k_norm.weight": (8,),
+        "mlp.gate_proj.weight": (48, hidden),
+        "mlp.up_proj.weight": (48, hidden),
+        "mlp.down_proj.weight": (hidden, 48),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    return {
+        "fc.weight": (hidden, features),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        **{f"layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()},
+    }
+
+
+def z_lab_tensors(hidden: int = HIDDEN) -> dict[str, Tensor]:
+    """Random tensors of z-lab's layout."""
+    torch.manual_seed(1)
+    shapes = z_lab_shapes(hidden)
+    return {n: torch.randn(shape, dtype=torch.float64) * 0.5 for n, shape in shapes.items()}
+
+
+def speculators_tensors(hidden: int = HIDDEN) -> dict[str, Tensor]:
+    """Random tensors of ``speculators``' layout: a head of its own over fewer tokens."""
+    tensors = z_lab_tensors(hidden)
+    ids = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
+    return {
+        **tensors,
+        "lm_head.weight": torch.randn(DRAFT_VOCAB, hidden, dtype=torch.float64) * 0.5,
+        "d2t": ids - torch.arange(DRAFT_VOCAB),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True),
+    }
+
+
+@pytest.fixture
+def write_draft(tmp_path: Path) -> Callable[..., Path]:
+    """Write a checkpoint: ``write_draft(tensors, layout, **config) -> folder``.
+
+    z-lab's layout unless another is given; a key of None is left out of ``config.json``.
+    """
+
+    def write(
+        tensors: dict[str, Tensor] | None = None,
+        layout: dict[str, Any] = Z_LAB,
+        **changes: Any,
+    ) -> Path:
+        tensors = z_lab_tensors() if tensors is None else tensors
+        config = {k: v for k, v in {**layout, **changes}.items() if v is not None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def speculators() -> Callable[[int], tuple[dict[str, Tensor], dict[str, Any]]]:
+    """``speculators(hidden) -> (tensors, config)``; another width than the target's wants an
+    embedding of its own."""
+
+    def make(hidden: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = speculators_tensors(hidden)
+        if hidden == HIDDEN:
+            return tensors, SPECULATORS
+        tensors["embed_tokens.weight"] = torch.randn(VOCAB, hidden, dtype=torch.float64)
+        decoder = {"model_type": "qwen3", **DECODER, "hidden_size": hidden}
+        layout = {**SPECULATORS, "transformer_layer_config": decoder, "target_hidden_size": HIDDEN}
+        return tensors, layout
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Prompts of differing lengths."""
+    torch.manual_seed(2)
+    return [torch.randint(0, VOCAB, (n,)).tolist() for n in (5, 17, 33, 1, 60)]

@@ -1,0 +1,290 @@
+"""What DFLASH proposes is what its mathematics says, computed plainly: unpaged, in float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specplug import LLM, Batch, Draft, DraftInput, Runtime, SamplingParams, hookimpl
+from specplug_dflash import DFlash
+
+HEADS, KV_HEADS, HEAD_DIM, EPS, THETA, MASK = 4, 2, 8, 1e-5, 1e4, 96
+CONTEXT = 160
+
+Write = Callable[..., Path]
+Fixture = Callable[[], dict[str, Tensor]]
+
+
+class Spy(DFlash):
+    """DFLASH that keeps what it proposed: (prompt, position of the root, tokens, noise)."""
+
+    def __init__(self) -> None:
+        self.drafts: list[tuple[tuple[int, ...], int, list[int], Tensor]] = []
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        draft = super().propose(runtime, batch, draft_input)
+        noise = torch.zeros(batch.size)
+        if not batch.greedy and draft.width > 1:
+            positions = batch.seq_lens.unsqueeze(1) + torch.arange(1, draft.width)
+            noise = runtime.gumbel_noise(batch, positions, torch.arange(runtime.vocab_size))
+        for i, request in enumerate(batch.requests):
+            self.drafts.append(
+                (
+                    tuple(request.prompt_token_ids),
+                    int(batch.seq_lens[i]),
+                    draft.tokens[i].tolist(),
+                    noise[i].double(),
+                )
+            )
+        return draft
+
+
+class Reference:
+    """The draft network written out again, over whole sequences, each block by itself."""
+
+    def __init__(self, draft: Path, target: Path, causal: tuple[bool, bool] = (False, False)):
+        from transformers import AutoModelForCausalLM
+
+        self.w = load_file(draft / "model.safetensors")
+        self.causal = causal
+        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
+        self.embedding = self.w.get(
+            "embed_tokens.weight", self.model.get_input_embeddings().weight
+        ).detach()
+        self.head = self.w.get("lm_head.weight", self.model.lm_head.weight).detach()
+        d2t = self.w.get("d2t", torch.zeros(len(self.head), dtype=torch.int64))
+        self.ids = torch.arange(len(self.head)) + d2t
+
+    @torch.inference_mode()
+    def context(self, tokens: list[int]) -> Tensor:
+        """[n, hidden] fused features of ``tokens``: outputs of layers 0 and 2."""
+        out = self.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+        features = torch.cat([out.hidden_states[i][0] for i in (1, 3)], dim=-1)
+        return self.norm(features @ self.w["fc.weight"].T, "hidden_norm")
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.w[f"{name}.weight"]
+
+    def rotate(self, x: Tensor, first: int) -> Tensor:
+        """[n, H, D] at positions ``first`` on."""
+        inverse = THETA ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+        places = torch.arange(first, first + len(x), dtype=torch.float64)
+        angle = places[:, None, None] * inverse
+        left, right = x[..., : HEAD_DIM // 2], x[..., HEAD_DIM // 2 :]
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+    def project(self, x: Tensor, name: str) -> Tensor:
+        y = x @ self.w[f"{name}.weight"].T
+        return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
+
+    def attention(self, layer: int, x: Tensor, context: Tensor) -> Tensor:
+        name = f"layers.{layer}.self_attn"
+        n, before = len(x), len(context)
+        q = self.project(x, f"{name}.q_proj").view(n, HEADS, HEAD_DIM)
+        q = self.rotate(self.norm(q, f"{name}.q_norm"), before)
+        seen = torch.cat((context, x))
+        k = self.project(seen, f"{name}.k_proj").view(-1, KV_HEADS, HEAD_DIM)
+        k = self.rotate(self.norm(k, f"{name}.k_norm"), 0).repeat_interleave(2, 1)
+        v = self.project(seen, f"{name}.v_proj").view(-1, KV_HEADS, HEAD_DIM)
+        v = v.repeat_interleave(2, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
+        if self.causal[layer]:
+            late = torch.ones(n, before + n, dtype=torch.bool).triu(before + 1)
+            scores = scores.masked_fill(late, float("-inf"))
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(n, -1)
+        return self.project(mixed, f"{name}.o_proj")
+
+    @torch.inference_mode()
+    def logits(self, committed: list[int], steps: int) -> Tensor:
+        """[steps, V_draft] of what follows ``committed``, the root included."""
+        context = self.context(committed[:-1])
+        hidden = self.embedding[torch.tensor([committed[-1]] + [MASK] * steps)]
+        for layer in range(2):
+            name = f"layers.{layer}"
+            x = self.norm(hidden, f"{name}.input_layernorm")
+            hidden = hidden + self.attention(layer, x, context)
+            y = self.norm(hidden, f"{name}.post_attention_layernorm")
+            gate, up = (self.project(y, f"{name}.mlp.{p}_proj") for p in ("gate", "up"))
+            hidden = hidden + self.project(
+                torch.nn.functional.silu(gate) * up, f"{name}.mlp.down_proj"
+            )
+        return self.norm(hidden, "norm")[1:] @ self.head.T
+
+
+def run(
+    target: Path, draft: Path, prompts: list[list[int]], params: SamplingParams, **settings: Any
+) -> tuple[Spy, dict[tuple[int, ...], list[int]]]:
+    """The spy, and for each prompt the whole text."""
+    spy = Spy()
+    llm = LLM(
+        target,
+        dtype="float64",
+        speculative_algorithm=spy,
+        speculative_draft_model_path=draft,
+        disable_overlap_schedule=True,
+        **settings,
+    )
+    outputs = llm.generate(prompts, params)
+    texts = {tuple(p): [*p, *output.token_ids] for p, output in zip(prompts, outputs, strict=True)}
+    llm.check_pool()
+    return spy, texts
+
+
+def assert_drafts(
+    spy: Spy,
+    texts: dict[tuple[int, ...], list[int]],
+    reference: Reference,
+    steps: int,
+    temperature: float = 0.0,
+) -> None:
+    assert len(spy.drafts) >= 2 * len(texts)
+    for prompt, root, drafted, noise in spy.drafts:
+        committed = texts[prompt][: root + 1]
+        assert drafted[0] == committed[-1]
+        scores = reference.logits(committed, steps)
+        if temperature:
+            scores = scores / temperature + noise[:, reference.ids]
+        assert drafted[1:] == reference.ids[scores.argmax(-1)].tolist()
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, None), (16, 8)])
+def test_blocks_are_those_of_the_plain_network(
+    target: Path,
+    prompts: list[list[int]],
+    write_draft: Write,
+    steps: int,
+    page_size: int,
+    chunk: int | None,
+) -> None:
+    draft = write_draft()
+    spy, texts = run(
+        target,
+        draft,
+        prompts,
+        SamplingParams(max_tokens=8),
+        speculative_num_steps=steps,
+        page_size=page_size,
+        chunked_prefill_size=chunk,
+    )
+    assert_drafts(spy, texts, Reference(draft, target), steps)
+
+
+def test_blocks_are_chosen_with_the_noise_of_the_target(
+    target: Path, prompts: list[list[int]], write_draft: Write
+) -> None:
+    draft = write_draft()
+    params = SamplingParams(max_tokens=8, temperature=0.8, seed=3)
+    spy, texts = run(target, draft, prompts[:3], params, speculative_num_steps=4)
+    assert_drafts(spy, texts, Reference(draft, target), 4, temperature=0.8)
+
+
+@pytest.mark.parametrize("hidden", [32, 24])
+def test_a_checkpoint_with_its_own_head_drafts_by_it(
+    target: Path,
+    prompts: list[list[int]],
+    write_draft: Write,
+    speculators: Callable[..., dict[str, Any]],
+    hidden: int,
+) -> None:
+    """``speculators``' layout; a draft of another width brings its embedding too."""
+    tensors, layout = speculators(hidden)
+    draft = write_draft(tensors, layout)
+    spy, texts = run(
+        target, draft, prompts[:2], SamplingParams(max_tokens=8), speculative_num_steps=5
+    )
+    assert_drafts(spy, texts, Reference(draft, target), 5)
+
+
+def test_layers_with_a_window_are_causal_within_the_block(
+    target: Path, prompts: list[list[int]], write_draft: Write
+) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    draft = write_draft(layer_types=kinds, sliding_window=CONTEXT)
+    params = SamplingParams(max_tokens=8)
+    spy, texts = run(target, draft, prompts[:2], params, speculative_num_steps=5)
+    assert_drafts(spy, texts, Reference(draft, target, causal=(True, False)), 5)
+
+
+def test_biases_are_used(target: Path, prompts: list[list[int]], write_draft: Write) -> None:
+    draft = write_draft()
+    tensors = load_file(draft / "model.safetensors")
+    torch.manual_seed(5)
+    for name in [n for n in tensors if "self_attn" in n and "proj" in n]:
+        bias = torch.randn(len(tensors[name]), dtype=torch.float64)
+        tensors[name.replace("weight", "bias")] = bias
+    draft = write_draft(tensors, attention_bias=True)
+    params = SamplingParams(max_tokens=8)
+    spy, texts = run(target, draft, prompts[:2], params, speculative_num_steps=5)
+    assert_drafts(spy, texts, Reference(draft, target), 5)
+
+
+def test_chunked_prefill_leaves_the_same_drafts(
+    target: Path, prompts: list[list[int]], write_draft: Write
+) -> None:
+    draft, params = write_draft(), SamplingParams(max_tokens=8)
+    drafts = []
+    for chunk in (None, 1, 8):
+        spy, _ = run(
+            target,
+            draft,
+            prompts[4:],
+            params,
+            speculative_num_steps=5,
+            chunked_prefill_size=chunk,
+        )
+        drafts.append([entry[:3] for entry in spy.drafts])
+    assert drafts[0] == drafts[1] == drafts[2]
+
+
+def test_a_root_alone_is_legal(target: Path, prompts: list[list[int]], write_draft: Write) -> None:
+    params = SamplingParams(max_tokens=4, temperature=1.0, seed=1)
+    spy, _ = run(target, write_draft(), prompts[:2], params, speculative_num_draft_tokens=1)
+    assert [len(drafted) for _, _, drafted, _ in spy.drafts] == [1] * 6
+
+
+def test_the_config_of_both_layouts_means_the_same(
+    write_draft: Write, speculators: Callable[..., Any]
+) -> None:
+    """The layers whose inputs are read are those behind z-lab's, whose outputs are."""
+    from specplug_dflash.config import read_config
+
+    z_lab = read_config(write_draft())
+    other = read_config(write_draft(*speculators(32)))
+    assert z_lab.feature_layers == other.feature_layers == (1, 3)
+    assert json.loads((write_draft() / "config.json").read_text())["num_target_layers"] == 4
+
+
+def test_packing_changes_nothing(write_draft: Write) -> None:
+    """Training runs the network unpacked, serving packed."""
+    from specplug_dflash.config import read_config
+    from specplug_dflash.network import DFlashNetwork
+
+    draft = write_draft()
+    network = DFlashNetwork(read_config(draft), 16).double()
+    network.load_state_dict(load_file(draft / "model.safetensors"))
+    torch.manual_seed(6)
+    features, places = torch.randn(5, 64).double(), torch.arange(5)
+
+    def mix(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Any function of all three will do."""
+        return (q + (k + v).repeat_interleave(2, dim=1)).flatten(1)
+
+    def results() -> list[Tensor]:
+        context = network.fuse(features)
+        block = network(context, places, mix)
+        return [block, *(x for pair in network.context_kv(context, places) for x in pair)]
+
+    unpacked = results()
+    network.pack()
+    for before, after in zip(unpacked, results(), strict=True):
+        torch.testing.assert_close(before, after)
