@@ -1,0 +1,71 @@
+"""Multi-token-prediction layers for specplug (DeepSeek-V3, arXiv 2412.19437; MiMo).
+
+Light to import: torch loads with the worker.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specplug import (
+    DEFAULT_MODEL,
+    AlgorithmInfo,
+    Capabilities,
+    Defaults,
+    SpecConfig,
+    hookimpl,
+)
+
+if TYPE_CHECKING:
+    from specplug import Batch, CommittedOutput, Draft, DraftInput, FutureMap, Runtime
+    from specplug_multi_layer_eagle.worker import MultiLayerEagleWorker
+
+WEIGHTS = Path(__file__).parent / "weights"
+
+
+class MultiLayerEagle:
+    """The hooks; the work is ``MultiLayerEagleWorker``'s."""
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(
+            name="MULTI_LAYER_EAGLE",
+            summary="Multi-token-prediction layers: one layer for each drafted token, chains",
+            api_version=1,
+            capabilities=Capabilities(draft_model=True),
+            defaults=Defaults(num_steps=5),
+            paper="https://arxiv.org/abs/2412.19437",
+            weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+        )
+
+    @hookimpl
+    def validate_config(self, config: SpecConfig) -> SpecConfig:
+        from specplug_multi_layer_eagle.checkpoint import fit_depth
+
+        return fit_depth(config).fit_feature_draft()
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> MultiLayerEagleWorker:
+        from specplug_multi_layer_eagle.worker import MultiLayerEagleWorker
+
+        return MultiLayerEagleWorker(runtime)
+
+    @hookimpl
+    def build_draft_input(
+        self,
+        runtime: Runtime,
+        batch: Batch,
+        target_output: CommittedOutput,
+        future_map: FutureMap,
+    ) -> DraftInput:
+        worker: MultiLayerEagleWorker = runtime.worker
+        return worker.extend(batch, target_output, future_map)
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        worker: MultiLayerEagleWorker = runtime.worker
+        return worker.propose(draft_input)
+
+
+algorithm = MultiLayerEagle()

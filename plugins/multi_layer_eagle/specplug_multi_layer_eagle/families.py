@@ -1,0 +1,169 @@
+"""Decoder layers that ``DecoderBlock`` is not: transformers' own, with the draft's attention.
+
+DeepSeek-V3 has latent attention and experts, GLM-4.5 partial rotary embedding and experts. Their
+experts are transformers' own too, which may ask the device which of them are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specplug import Checkpoint, CheckpointError, layers
+
+_IMPLEMENTATION = "specplug_multi_layer_eagle"
+"""The name under which transformers' ``AttentionInterface`` knows the draft's attention."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    draft_layer: int = 0,
+    attend: layers.Attend | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: [1, H, R, D] in, [1, R, H, Dv] out.
+
+    Keys and values are padded with zeros to one width, which changes no score and adds zeros.
+    """
+    assert attend is not None
+    width, value_width = max(query.shape[3], value.shape[3]), value.shape[3]
+    scaled = query * (scaling * width**0.5)  # ``attend`` divides by the root of its width
+    q, k, v = (
+        F.pad(x.squeeze(0).transpose(0, 1), (0, width - x.shape[3])) for x in (scaled, key, value)
+    )
+    mixed = attend(draft_layer, q, k, v).view(1, -1, query.shape[1], width)
+    return mixed[..., :value_width], None
+
+
+class FamilyBlock(nn.Module):
+    """A decoder layer of transformers, called as ``DecoderBlock`` is; the names are its own."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.self_attn = layer.self_attn
+        self.mlp = layer.mlp
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        index: int,
+        attend: layers.Attend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """See ``DecoderBlock.forward``."""
+        x = x.unsqueeze(0)
+        mixed, _ = self.self_attn(
+            self.input_layernorm(x),
+            position_embeddings=rotary,
+            attention_mask=None,
+            draft_layer=index,
+            attend=attend,
+        )
+        x = x + mixed
+        if rows is not None:
+            x = x[:, rows]
+        added: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return added.squeeze(0)
+
+
+class FamilyRotary(nn.Module):
+    """transformers' rotary embedding of a model type, tabulated.
+
+    Args:
+        rotary: the module.
+        num_positions: positions 0 to ``num_positions - 1`` can be asked for.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, rotary: nn.Module, num_positions: int) -> None:
+        super().__init__()
+        cos, sin = rotary(torch.empty(0), torch.arange(num_positions).unsqueeze(0))
+        self.register_buffer("cos", cos.squeeze(0), persistent=False)
+        self.register_buffer("sin", sin.squeeze(0), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[R] int64 -> cos and sin [1, R, D]."""
+        return self.cos[positions].unsqueeze(0), self.sin[positions].unsqueeze(0)
+
+
+@attrs.frozen
+class Stack:
+    """The decoder layers of some MTP layers, and the shape of their KV cache."""
+
+    blocks: list[FamilyBlock]
+    rotary: FamilyRotary
+    num_kv_heads: int
+    head_dim: int
+
+
+@attrs.frozen
+class Family:
+    """Where transformers has the layers of a model type.
+
+    Attributes:
+        package: under ``transformers.models``.
+        prefix: of its class names.
+        cache_shape: config -> (heads, width) of keys and values, as attention gets them.
+    """
+
+    package: str
+    prefix: str
+    cache_shape: Callable[[Any], tuple[int, int]]
+
+    def build(self, checkpoint: Checkpoint, num_layers: int, num_positions: int) -> Stack:
+        """New layers of the kind that stands behind the target's last one.
+
+        Raises:
+            CheckpointError: transformers cannot make them of this ``config.json``.
+        """
+        from transformers import CONFIG_MAPPING, AttentionInterface
+
+        AttentionInterface.register(_IMPLEMENTATION, _attention)
+        module = import_module(f"transformers.models.{self.package}.modeling_{self.package}")
+        try:
+            config = CONFIG_MAPPING[self.package].from_dict(dict(checkpoint.config))
+            config._attn_implementation = _IMPLEMENTATION
+            config._experts_implementation = "eager"
+            layer_class = getattr(module, f"{self.prefix}DecoderLayer")
+            depth = config.num_hidden_layers
+            blocks = [FamilyBlock(layer_class(config, depth + k)) for k in range(num_layers)]
+            rotary = getattr(module, f"{self.prefix}RotaryEmbedding")(config)
+        except Exception as error:  # transformers has an exception of its own for each check
+            raise CheckpointError(
+                f"draft model {checkpoint.path}: transformers makes no {self.package} layer of its "
+                f"config.json ({error})"
+            ) from error
+        return Stack(blocks, FamilyRotary(rotary, num_positions), *self.cache_shape(config))
+
+
+def _latent_shape(config: Any) -> tuple[int, int]:
+    width = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    return config.num_attention_heads, width
+
+
+def _grouped_shape(config: Any) -> tuple[int, int]:
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_key_value_heads, width
+
+
+FAMILIES: Mapping[str, Family] = {
+    "deepseek_v3": Family("deepseek_v3", "DeepseekV3", _latent_shape),
+    "glm4_moe": Family("glm4_moe", "Glm4Moe", _grouped_shape),
+}
+"""By ``model_type``."""

@@ -1,0 +1,181 @@
+"""Multi-token-prediction (MTP) layers: layer k predicts the token k + 1 positions ahead.
+
+DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2. Parameter names are
+those of DeepSeek-V3's checkpoints (``enorm``, ``hnorm``, ``eh_proj``, ``shared_head.norm``), the
+decoder layer's own under ``block``. Training and serving run this same class; what differs is the
+``attend`` callback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from specplug import layers
+
+
+@attrs.frozen(kw_only=True)
+class MTPConfig:
+    """Sizes of a stack of MTP layers.
+
+    Attributes:
+        num_layers: how many there are, which is the greatest draft depth.
+        rope: the keys of ``config.json`` that ``layers.Rotary`` reads.
+        attention_bias, output_bias: of the query, key and value, and of the output projection.
+        qk_norm: queries and keys are normed by head (Qwen3).
+        normed_chain: a layer reads what leaves the final norm of the layer before it (MiMo), not
+            what enters it (DeepSeek-V3). The first one reads the target's normed hidden state.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Mapping[str, Any]
+    max_position_embeddings: int
+    attention_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    normed_chain: bool = False
+
+
+class DecoderBlock(nn.Module):
+    """A decoder layer of the Llama kind: grouped-query attention and a gated MLP."""
+
+    def __init__(self, config: MTPConfig) -> None:
+        super().__init__()
+        eps, hidden = config.rms_norm_eps, config.hidden_size
+        self.self_attn = layers.QKVProjection(
+            hidden,
+            hidden,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            bias=config.attention_bias,
+            output_bias=config.output_bias,
+            norm_eps=eps if config.qk_norm else None,
+        )
+        self.mlp = layers.GatedMLP(hidden, config.intermediate_size)
+        self.input_layernorm = layers.RMSNorm(hidden, eps)
+        self.post_attention_layernorm = layers.RMSNorm(hidden, eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        index: int,
+        attend: layers.Attend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """[R, hidden] -> [R, hidden], or [n, hidden] if only ``rows`` [n] are wanted.
+
+        ``index`` is the layer's number, for ``attend``. All rows leave their keys and values.
+        """
+        q, k, v = self.self_attn.qkv(self.input_layernorm(x), *rotary)
+        mixed = attend(index, q, k, v)
+        if rows is not None:
+            mixed, x = mixed[rows], x[rows]
+        x = x + self.self_attn.o_proj(mixed)
+        added: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return added
+
+
+class MTPLayer(nn.Module):
+    """One MTP module: an embedding and a hidden state joined, then a decoder layer.
+
+    Args:
+        block: called as ``DecoderBlock.forward`` is.
+    """
+
+    def __init__(self, config: MTPConfig, block: nn.Module) -> None:
+        super().__init__()
+        eps, hidden = config.rms_norm_eps, config.hidden_size
+        self.enorm = layers.RMSNorm(hidden, eps)
+        self.hnorm = layers.RMSNorm(hidden, eps)
+        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
+        self.block = block
+        self.shared_head = nn.ModuleDict({"norm": layers.RMSNorm(hidden, eps)})
+
+    def forward(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        index: int,
+        attend: layers.Attend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """[R, hidden] embeddings and hidden states -> [R or n, hidden], before the final norm."""
+        joined = torch.cat((self.enorm(embeds), self.hnorm(hidden)), dim=-1)
+        made: Tensor = self.block(self.eh_proj(joined), rotary, index, attend, rows)
+        return made
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The final norm: [R, hidden] -> [R, hidden]."""
+        normed: Tensor = self.shared_head["norm"](hidden)
+        return normed
+
+
+class MTPNetwork(nn.Module):
+    """A stack of MTP layers, over the target's embedding and under its LM head.
+
+    Layer k = 1, 2, … reads, at position p, the hidden state of the layer before it (layer 1: the
+    target's, which its LM head reads) and the embedding of the token at p + k; its logits are
+    those of the token at p + k + 1.
+
+    Args:
+        blocks: the decoder layers, if they are not ``DecoderBlock``.
+        rotary: makes of [R] positions what the blocks take; ``layers.Rotary`` by default.
+    """
+
+    def __init__(
+        self,
+        config: MTPConfig,
+        blocks: Sequence[nn.Module] | None = None,
+        rotary: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        if blocks is None:
+            blocks = [DecoderBlock(config) for _ in range(config.num_layers)]
+        self.layers = nn.ModuleList(MTPLayer(config, block) for block in blocks)
+        self.rotary = rotary or layers.Rotary(
+            config.rope, config.head_dim, config.max_position_embeddings
+        )
+
+    def forward(
+        self,
+        index: int,
+        embeds: Tensor,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attend: layers.Attend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """One pass of layer ``index`` (from 0 on).
+
+        Args:
+            embeds: [R, hidden] embedding of the token ``index + 1`` behind each position.
+            hidden: [R, hidden], the target's or this method's own result for the layer before.
+            rotary: ``self.rotary(positions)``; it is the same for all layers.
+            attend: see ``specplug.layers.Attend``.
+            rows: [n] int64, those whose result is wanted; None: all.
+
+        Returns:
+            [R or n, hidden]: the next layer's ``hidden``, and ``head_input``'s argument.
+        """
+        layer: MTPLayer = self.layers[index]  # type: ignore[assignment]
+        hidden = layer(embeds, hidden, rotary, index, attend, rows)
+        return layer.norm(hidden) if self.config.normed_chain else hidden
+
+    def head_input(self, index: int, hidden: Tensor) -> Tensor:
+        """Result of layer ``index``, [R, hidden] -> [R, hidden] as the LM head reads it."""
+        layer: MTPLayer = self.layers[index]  # type: ignore[assignment]
+        return hidden if self.config.normed_chain else layer.norm(hidden)

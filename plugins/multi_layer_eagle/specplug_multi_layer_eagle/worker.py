@@ -1,0 +1,158 @@
+"""The drafter of MTP layers: the whole chain in one pass of each, right after the target's.
+
+Layer k reads, at a position p, the token at p + k. For the last k - 1 committed positions that
+token is only drafted when the pass runs. So a pass begins S - 1 positions before its new rows and
+computes those again with the tokens that are known by then: no stale key is left behind.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug import (
+    AttentionPlan,
+    Batch,
+    CommittedOutput,
+    Draft,
+    DraftInput,
+    FutureMap,
+    Runtime,
+    chunk_tails,
+    couple,
+    rotate_chunks,
+)
+from specplug_multi_layer_eagle.checkpoint import load_network
+
+
+@attrs.define(eq=False)
+class _Window:
+    """The rows of one pass: W earlier ones of each request, then its new ones.
+
+    Attributes:
+        plan: where they stand.
+        hidden: [R, H] the target's hidden states.
+        tokens: [R] int64, the token after each row's position.
+        last_rows: [bs] int64, each request's last row that counts.
+    """
+
+    plan: AttentionPlan
+    hidden: Tensor
+    tokens: Tensor
+    last_rows: Tensor
+
+
+class MultiLayerEagleWorker:
+    """MTP layers and their KV cache.
+
+    Between steps a request's state is ``drafts`` [bs, S] and, of its last W = S - 1 committed
+    positions, what the next pass needs to compute them again: ``hidden_states`` [bs, W * H] of the
+    target and ``tokens`` [bs, W], the token behind each.
+
+    Args:
+        runtime: the engine's.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        # The root alone needs no layer.
+        self._steps = runtime.config.num_steps if runtime.config.num_draft_tokens > 1 else 0
+        self._earlier = max(self._steps - 1, 0)
+        self._network = load_network(runtime)
+        self._captured = runtime.capture_lm_head_input()
+        config = self._network.config
+        self._cache = runtime.allocate_kv(self._steps, config.num_key_value_heads, config.head_dim)
+        self._vocabulary = torch.arange(runtime.vocab_size, device=runtime.device)
+        self._back = torch.arange(-self._earlier, 0, device=runtime.device) + 1
+
+    def hidden_size_for(self) -> int:
+        """Width of the hidden states in a draft input: of all W positions together."""
+        return self._earlier * self._runtime.hidden_size
+
+    def dtype_for(self) -> torch.dtype:
+        """Type of the hidden states in a draft input."""
+        return self._runtime.dtype
+
+    def propose(self, draft_input: DraftInput) -> Draft:
+        """The chain that the last pass has drafted."""
+        root = draft_input.bonus_tokens.unsqueeze(1)
+        drafts = draft_input.state.get("drafts")
+        return Draft.chain(root if drafts is None else torch.cat((root, drafts), dim=1))
+
+    def extend(self, batch: Batch, output: CommittedOutput, future_map: FutureMap) -> DraftInput:
+        """Run the committed rows through all layers and draft S tokens behind the last of each."""
+        if not self._steps:
+            return DraftInput(bonus_tokens=output.bonus_tokens)
+        window = self._window(batch, output, future_map)
+        kept = (window.last_rows.unsqueeze(1) + self._back).view(-1)
+        state: dict[str, Tensor | None] = {
+            "hidden_states": window.hidden[kept].view(batch.size, -1),
+            "tokens": window.tokens[kept].view(batch.size, -1),
+            "drafts": self._draft(batch, window, batch.seq_lens + output.accept_lens),
+        }
+        return DraftInput(bonus_tokens=output.bonus_tokens, state=state)
+
+    def _window(self, batch: Batch, output: CommittedOutput, future_map: FutureMap) -> _Window:
+        """The new rows behind the W before them, which the request's state holds.
+
+        A request without W committed positions has other rows there; the plan drops them.
+        """
+        bs, earlier = batch.size, self._earlier
+        hidden, tokens = output.per_node[self._captured], output.tokens
+        columns = len(tokens) // bs
+        widths = list(batch.chunk_widths) if batch.is_prefill else [columns] * bs
+        if earlier:
+            state = future_map.resolve(batch.rows)[1].state
+            hidden = _interleave(state.get("hidden_states"), hidden, widths, earlier)
+            tokens = _interleave(state.get("tokens"), tokens, widths, earlier)
+        plan = self._runtime.plan_attention(
+            batch, batch.seq_lens, [earlier + width for width in widths], offset=-earlier
+        )
+        ahead = torch.arange(1, bs + 1, device=hidden.device) * earlier
+        return _Window(plan, hidden, tokens, output.last_rows + ahead)
+
+    def _draft(self, batch: Batch, window: _Window, first: Tensor) -> Tensor:
+        """One pass of each layer: [bs, S] the tokens drafted behind the bonus token.
+
+        Args:
+            first: [bs] int64, position of the bonus token.
+        """
+        runtime, network, plan = self._runtime, self._network, window.plan
+        hidden, tokens, last_rows = window.hidden, window.tokens, window.last_rows
+        rotary = network.rotary(plan.positions)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return plan.attend(self._cache, layer, q, k, v)
+
+        chain: list[Tensor] = []
+        for index in range(self._steps):
+            if index:
+                tails = chunk_tails(batch, index + 1, chain[-1])
+                tokens = rotate_chunks(tokens, last_rows, tails)
+            is_last = index + 1 == self._steps
+            rows = last_rows if is_last else None  # nobody reads the others of the last layer
+            hidden = network(index, runtime.embed_tokens(tokens), hidden, rotary, attend, rows)
+            ends = hidden if is_last else hidden[last_rows]
+            logits = runtime.lm_head(network.head_input(index, ends))
+            positions = (first + index + 1).unsqueeze(1)
+            scores = couple(runtime, batch, logits, positions, self._vocabulary)
+            chain.append(scores.argmax(-1))
+        return torch.stack(chain, dim=1)
+
+
+def _interleave(earlier: Tensor | None, new: Tensor, widths: list[int], count: int) -> Tensor:
+    """Each request's ``count`` earlier rows, then its new ones: [bs * count + R, …].
+
+    Args:
+        earlier: [bs, count * …]; zeros if None, as nothing is committed.
+        new: [R, …], ``widths`` rows a request.
+    """
+    bs = len(widths)
+    if earlier is None:
+        earlier = new.new_zeros(bs, count, *new.shape[1:])
+    earlier = earlier.view(bs, count, *new.shape[1:])
+    if len(set(widths)) == 1:
+        return torch.cat((earlier, new.view(bs, -1, *new.shape[1:])), dim=1).flatten(0, 1)
+    pairs = zip(earlier.unbind(0), torch.split(new, widths), strict=True)
+    return torch.cat([part for pair in pairs for part in pair])
