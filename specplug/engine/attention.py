@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specplug.errors import UsageError
@@ -237,13 +238,16 @@ def _attention(
         raise UsageError(f"{type(module).__name__}: attention sinks are not supported yet")
     plan, cache = target_pass.plan, target_pass.cache
     layer: int = module.layer_idx  # type: ignore[assignment]
+    width = value.shape[3]
+    if width < key.shape[3]:  # latent attention; the cache has one width
+        value = F.pad(value, (0, key.shape[3] - width))
     k, v = key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
     if plan.bs == 1 and plan.padding is None:  # transformers' layout is ours already
         out = plan.attend_padded(cache, layer, query, k, v, scaling, sliding_window, softcap)
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2)[..., :width], None
     q = query.squeeze(0).transpose(0, 1)
     flat = plan.attend(cache, layer, q, k, v, scaling, sliding_window, softcap)
-    return flat.view(1, flat.shape[0], query.shape[1], -1), None
+    return flat.view(1, flat.shape[0], query.shape[1], -1)[..., :width], None
 
 
 def register() -> None:

@@ -53,7 +53,10 @@ class ModelRunner:
         self.kv_shape = KVShape(
             self.num_layers,
             getattr(config, "num_key_value_heads", None) or heads,
-            getattr(config, "head_dim", None) or self.hidden_size // heads,
+            # Latent attention (DeepSeek) calls the rotated part alone ``head_dim``.
+            getattr(config, "qk_head_dim", None)
+            or getattr(config, "head_dim", None)
+            or self.hidden_size // heads,
         )
         self.cache = KVCache([], [])
         self._verify: dict[bool, Callable[[Tensor, PagedPlan], Any]] = {

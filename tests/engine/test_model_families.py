@@ -92,6 +92,29 @@ FAMILIES = {
     "olmo2": Family("Olmo2Config"),
     "granite": Family("GraniteConfig", {"attention_multiplier": 0.2, "logits_scaling": 2.0}),
     "cohere2": Family("Cohere2Config", {"sliding_window": 6, "layer_types": LAYERS}),
+    "qwen3 experts": Family(
+        "Qwen3MoeConfig",
+        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "deepseek latent attention": Family(
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+        ("head_dim",),
+    ),
     "gpt2": Family("GPT2Config", without=("num_key_value_heads", "head_dim")),
     "gpt-neox": Family("GPTNeoXConfig", without=("num_key_value_heads", "head_dim")),
     "opt": Family("OPTConfig", {"ffn_dim": 48}, ("num_key_value_heads", "head_dim")),
@@ -135,6 +158,8 @@ def target(request: pytest.FixtureRequest, build_model: Callable[..., Path]) -> 
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation=attention
     )
+    if request.param in ("qwen3 experts", "deepseek latent attention"):
+        model.set_experts_implementation("eager")  # grouped products know no float64
     return Target(folder, model.eval(), request.param in ("gpt2", "opt"))
 
 
