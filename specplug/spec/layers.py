@@ -57,15 +57,16 @@ class QKVProjection(nn.Module):
         norm_eps: float | None = None,
     ) -> None:
         super().__init__()
-        self.heads = num_heads, num_kv_heads, num_kv_heads
+        self.heads = num_heads, num_kv_heads
         self.head_dim = head_dim
+        self.norm_eps = norm_eps
         self.q_proj = nn.Linear(input_size, num_heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(input_size, num_kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(input_size, num_kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias)
         self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
         self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
-        self._packed: tuple[Tensor, Tensor | None] | None = None
+        self._packed: tuple[Tensor, Tensor | None, Tensor | None] | None = None
 
     def pack(self) -> None:
         """Join q, k and v into one matrix, for serving (no gradient flows to it)."""
@@ -73,19 +74,39 @@ class QKVProjection(nn.Module):
         weight = torch.cat([part.weight for part in parts]).detach()
         biased = self.q_proj.bias is not None
         bias = torch.cat([part.bias for part in parts]).detach() if biased else None
-        self._packed = weight, bias
+        norm = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = zip((self.q_norm, self.k_norm), self.heads, strict=True)
+            norm = torch.cat([n.weight.expand(count, -1) for n, count in norms]).detach()
+        self._packed = weight, bias, norm
 
     def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of [R, input_size], turned by cos and sin [R, 1, D]."""
         if self._packed is not None:
-            joint = F.linear(x, *self._packed).view(x.shape[0], -1, self.head_dim)
-            q, k, v = torch.split(joint, list(self.heads), dim=1)
-        else:
-            parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-            q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in parts)
+            return self._joint_qkv(x, cos, sin, *self._packed)
+        parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (part.view(x.shape[0], -1, self.head_dim) for part in parts)
         if self.q_norm is not None:
             q = self.q_norm(q)
         return rotate(q, cos, sin), self._turned_keys(k, cos, sin), v
+
+    def _joint_qkv(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One product, one norm and one rotation for queries and keys together."""
+        joint = F.linear(x, weight, bias).view(x.shape[0], -1, self.head_dim)
+        heads, kv_heads = self.heads
+        qk, v = joint[:, : heads + kv_heads], joint[:, heads + kv_heads :]
+        if norm is not None:
+            qk = F.rms_norm(qk, (self.head_dim,), None, self.norm_eps) * norm
+        qk = rotate(qk, cos, sin)
+        return qk[:, :heads], qk[:, heads:], v
 
     def kv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values alone, each [R, Hkv, D]."""
@@ -139,6 +160,9 @@ class Rotary(nn.Module):
     def __init__(self, config: Mapping[str, Any], head_dim: int, num_positions: int) -> None:
         super().__init__()
         cos, sin = _rotary_tables(config, head_dim, num_positions)
+        # ``rotate`` exchanges the halves; the sign that one of them needs stands here.
+        half = head_dim // 2
+        sin = torch.cat((-sin[:, :half], sin[:, half:]), dim=1)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -169,9 +193,8 @@ def _rotary_tables(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [R, H, D] by [R, 1, D] cosines and sines."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
+    """Rotary embedding of [R, H, D] by what ``Rotary`` gives, [R, 1, D]."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 def pack(network: nn.Module) -> None:
