@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from exactness import PROMPTS, Judge, Run, Setting
+from exactness import PROMPTS, SAMPLINGS, Judge, Run, Setting
 
 from specplug import LLM, SamplingParams
 from specplug.engine.step import StepRunner
@@ -42,8 +42,8 @@ def forbid_waiting() -> None:
     StepRunner.run = run  # type: ignore[method-assign, assignment]
 
 
-def complete(setting: Setting, dtype: str, prompts: list[str]) -> Run:
-    """Complete all prompts on the device."""
+def complete(setting: Setting, dtype: str, prompts: list[str], graphs: bool = True) -> Run:
+    """Complete all prompts on the device; the first time, which records the graphs, untimed."""
     llm = LLM(
         dtype=dtype,
         device="cuda",
@@ -53,13 +53,17 @@ def complete(setting: Setting, dtype: str, prompts: list[str]) -> Run:
         page_size=setting.page_size,
         chunked_prefill_size=setting.chunk,
         disable_overlap_schedule=not setting.overlap,
+        disable_cuda_graph=not graphs,
     )
-    temperature = 0.0 if setting.sampling == "greedy" else 1.0
+    temperature = SAMPLINGS[setting.sampling]
     params = [
         SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=i)
         for i in range(len(prompts))
     ]
-    llm.generate(prompts[:1], params[:1])
+    llm.generate(prompts, params)
+    state = llm.effective_config["cuda_graph"]
+    assert state == ("on" if graphs else "off"), state
+    llm.reset_stats()
     start = time.perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = time.perf_counter() - start
@@ -82,7 +86,7 @@ def main() -> int:
     names = [name for name in Registry().names() if name != "NONE"]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {COUNT} x {TOKENS} tokens")
     for dtype in ("float32", "bfloat16"):
-        for sampling in ("greedy", "temperature 1"):
+        for sampling in ("greedy", "temperature 0.8"):
             none = complete(Setting(algorithm="NONE", sampling=sampling, batch=8), dtype, prompts)
             _report(dtype, none, "")
             for name in names:
@@ -109,6 +113,12 @@ def main() -> int:
                         for d in found:
                             print(f"    prompt {d.prompt} token {d.position}: gap {d.gap:.2e}")
                     _report(dtype, done, verdict)
+    print("graphs off and on, float32, greedy, batch 8")
+    for name in ["NONE", *names]:
+        setting = Setting(algorithm=name, sampling="greedy", batch=8, overlap=True)
+        for graphs in (False, True):
+            done = complete(setting, "float32", prompts, graphs)
+            _report("float32", done, "graphs on" if graphs else "graphs off")
     return 1 if failed else 0
 
 
@@ -116,7 +126,7 @@ def _report(dtype: str, done: Run, verdict: str) -> None:
     s = done.setting
     rate = sum(map(len, done.tokens)) / done.seconds
     print(
-        f"{dtype:9} {s.sampling:14} {s.algorithm:8} batch {s.batch} topk {s.topk or '-'} "
+        f"{dtype:9} {s.sampling:15} {s.algorithm:17} batch {s.batch} topk {s.topk or '-'} "
         f"{rate:8.1f} tokens/s accept {done.mean_accept_length:.2f}  {verdict}",
         flush=True,
     )
