@@ -101,15 +101,14 @@ def build(config: MTPConfig, target: LlamaForCausalLM) -> MTPNetwork:
     return network
 
 
-def prefixes(first: int, num_layers: int) -> dict[str, str]:
-    """Names in the network → names in the file, of which the decoder layer's have no `block`."""
-    ours = {f"layers.{k}.": f"model.layers.{first + k}." for k in range(num_layers)}
-    return {f"{name}block.": there for name, there in ours.items()} | ours
+def name_in_file(name: str, first: int) -> str:
+    """A parameter's name behind the target's `first` layers, as DeepSeek-V3 has it."""
+    _, index, rest = name.split(".", 2)
+    return f"model.layers.{first + int(index)}.{rest.removeprefix('block.')}"
 
 
 def save(network: MTPNetwork, target: LlamaConfig, out: Path) -> None:
-    """Writes config.json and model.safetensors (bfloat16): behind the target's layers, as
-    DeepSeek-V3 has them."""
+    """Writes config.json and model.safetensors (bfloat16), without embedding and LM head."""
     out.mkdir(parents=True, exist_ok=True)
     config = network.config
     keys = {
@@ -131,11 +130,8 @@ def save(network: MTPNetwork, target: LlamaConfig, out: Path) -> None:
         "torch_dtype": "bfloat16",
     }
     (out / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
-    names = prefixes(target.num_hidden_layers, config.num_layers)
     state = {
-        next(there + name.removeprefix(ours) for ours, there in names.items() if ours in name): (
-            value.to(torch.bfloat16).cpu().contiguous()
-        )
+        name_in_file(name, target.num_hidden_layers): value.to(torch.bfloat16).cpu().contiguous()
         for name, value in network.state_dict().items()
     }
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
@@ -147,11 +143,8 @@ def load_layers(folder: Path, target: LlamaForCausalLM) -> MTPNetwork:
     layers, width = keys["num_nextn_predict_layers"], keys["intermediate_size"]
     network = MTPNetwork(configuration(target.config, layers, width))
     tensors = load_file(folder / "model.safetensors")
-    names = prefixes(target.config.num_hidden_layers, layers)
-    state = {
-        name: tensors[next(there + name.removeprefix(o) for o, there in names.items() if o in name)]
-        for name in network.state_dict()
-    }
+    first = target.config.num_hidden_layers
+    state = {name: tensors[name_in_file(name, first)] for name in network.state_dict()}
     network.load_state_dict(state)
     return network.float().to(target.device).eval()
 
@@ -197,8 +190,8 @@ def evaluate(model: LlamaForCausalLM, network: MTPNetwork, folder: Path, texts: 
 
 def main() -> None:
     """Trains, then evaluates if there are prompts."""
-    parser = arguments_of(__doc__, epochs=9, batch=128, rate=2e-3)
-    parser.add_argument("--layers", type=int, default=5, help="the greatest draft depth")
+    parser = arguments_of(__doc__, epochs=9, batch=128, rate=8e-3)
+    parser.add_argument("--layers", type=int, default=6, help="the greatest draft depth")
     parser.add_argument("--intermediate", type=int, default=640)
     parser.add_argument("--prompts", type=Path, help="held-out prompts to evaluate on")
     parser.add_argument("--count", type=int, default=256, help="of the prompts")
