@@ -165,10 +165,10 @@ def test_defaults_are_those_of_the_api():
 
 def test_adjustments_are_told():
     done = generate(
-        *("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "3"),
+        *("--speculative-algorithm", "EAGLE3", "--speculative-num-draft-tokens", "9"),
         *("--max-new-tokens", "2", PROMPT),
     )
-    assert done.stderr.splitlines()[1] == "adjusted: num_draft_tokens 3 -> 8: a chain of 7 steps"
+    assert done.stderr.splitlines()[1] == "adjusted: num_draft_tokens 9 -> 6: a chain of 5 steps"
 
 
 def test_stop_strings():
@@ -216,8 +216,8 @@ BAD_USAGE = [
     (("--dtype", "int8", "x"), "'int8' is not one of 'auto', 'float32'"),
     (("--no-such-option", "x"), "No such option '--no-such-option'"),
     (
-        ("--speculative-algorithm", "NGRAM", "--speculative-eagle-topk", "2", "x"),
-        "topk=2: NGRAM drafts chains only; use topk=1, or an algorithm that branches",
+        ("--speculative-algorithm", "DFLASH", "--speculative-eagle-topk", "2", "x"),
+        "topk=2: DFLASH drafts chains only; use topk=1, or an algorithm that branches",
     ),
     ((), "no prompt was given; expected PROMPT arguments, - for standard input, or --prompt-file"),
     (("-", "-"), "prompt '-' stands more than once"),

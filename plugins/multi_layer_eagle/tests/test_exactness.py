@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specplug import LLM, SamplingParams
-from specplug_multi_layer_eagle import WEIGHTS, algorithm
+from specplug_multi_layer_eagle import algorithm
 
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=20),
@@ -62,7 +62,6 @@ def test_tokens_are_those_of_none(
     assert (llm.stats()["mean_accept_length"] > 1.02) == (nodes > 1)
 
 
-@pytest.mark.skipif(not (WEIGHTS / "tiny_code").is_dir(), reason="the weights are not made yet")
 def test_shipped_weights_draft_for_the_default_model() -> None:
     prompt = "def read(path):\n    with open(path) as file:\n"
     params = SamplingParams(max_tokens=64, ignore_eos=True)
