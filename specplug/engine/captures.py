@@ -71,6 +71,10 @@ class Captures:
         self._decoder.register_forward_hook(self._keep_lm_head_input)
         return LM_HEAD_INPUT
 
+    def begin(self) -> None:
+        """A pass begins; what a pass that did not end has left is forgotten."""
+        self._experts.clear()
+
     def collect(self, routed_experts: bool) -> dict[str, Tensor]:
         """What the last pass left, by name, leading size R.
 
@@ -86,7 +90,6 @@ class Captures:
             kept[LM_HEAD_INPUT] = self._lm_head_input.squeeze(0)
         if routed_experts:
             kept[ROUTED_EXPERTS] = torch.stack(self._experts, dim=1)
-        self._experts.clear()
         return kept
 
     def _keep_input(self, layer_id: int) -> Any:

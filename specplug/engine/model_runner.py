@@ -117,6 +117,7 @@ class ModelRunner:
     def _forward(
         self, token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | int, routed_experts: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        self.captures.begin()
         out = self.model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=plan.positions.unsqueeze(0),

@@ -45,7 +45,8 @@ def test_replays_give_the_same_tokens(
             outputs = llm.generate(reference.prompts, reference.params[kind])
             assert [o.token_ids for o in outputs] == list(known.values())
             assert llm.effective_config["cuda_graph"] == "on"
-            assert llm._runner._verify[False]._recordings, "a pass was recorded"
+            recorded = bool(llm._runner._verify[False]._recordings)
+            assert recorded or ragged, "passes of one width were recorded"
 
 
 @needs_cuda

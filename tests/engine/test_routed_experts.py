@@ -100,6 +100,20 @@ def test_rejected_nodes_leave_no_experts(
         llm.check_pool()
 
 
+def test_a_pass_that_failed_leaves_no_experts(moe_model: Path, expected: Any) -> None:
+    failures = [RuntimeError("in the last layer")]
+
+    def fail_once(module: Any, args: Any) -> None:
+        if failures:
+            raise failures.pop()
+
+    with LLM(moe_model, dtype="float64") as llm:
+        llm._runner.captures.layers[-1].register_forward_pre_hook(fail_once)
+        with pytest.raises(RuntimeError, match="in the last layer"):
+            llm.generate(PROMPTS[0], PARAMS[0])
+        check(llm.generate(PROMPTS[:1], PARAMS[:1]), expected[:1])
+
+
 def test_only_who_asks_gets_them(moe_model: Path, expected: Any) -> None:
     silent = SamplingParams(max_tokens=20)
     with LLM(moe_model, dtype="float64") as llm:
