@@ -1,15 +1,19 @@
 """N-gram drafting for specplug: what followed the same words before. No draft model.
 
-Prompt lookup decoding (Saxena 2023), and across requests as SuffixDecoding (arXiv 2411.04975).
+Prompt lookup decoding (Saxena 2023); across requests, and as a tree by frequency, after
+SuffixDecoding (arXiv 2411.04975). ``history`` finds what followed, ``policy`` says how sure it is
+and what proposing it costs, ``draft_tree`` takes the nodes that pay.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specplug import AlgorithmInfo, Defaults, SpecConfig, hookimpl
+from specplug import AlgorithmInfo, Capabilities, Defaults, SpecConfig, hookimpl
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from specplug import (
         Batch,
         CommittedOutput,
@@ -31,23 +35,34 @@ class Ngram:
             name="NGRAM",
             summary="Longest suffix match over prompt, output and earlier requests; no draft model",
             api_version=1,
+            capabilities=Capabilities(branching=True),
             defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
             paper="https://arxiv.org/abs/2411.04975",
         )
 
     @hookimpl
     def validate_config(self, config: SpecConfig) -> SpecConfig:
-        steps, nodes = config.num_steps, config.num_draft_tokens
-        if nodes != steps + 1:
-            reason = f"num_draft_tokens {nodes} -> {steps + 1}: a chain of {steps} steps"
-            return config.adjust(reason, num_draft_tokens=steps + 1)
+        """Take back nodes and steps that no tree of the other numbers can have."""
+        steps, topk, nodes = config.num_steps, config.topk, config.num_draft_tokens
+        most = most_nodes(topk, steps, nodes)
+        if nodes > most:
+            what = f"a chain of {steps} steps" if topk == 1 else f"topk {topk}, {steps} steps deep"
+            config = config.adjust(
+                f"num_draft_tokens {nodes} -> {most}: {what}", num_draft_tokens=most
+            )
+        deepest = max(most - 1, 1)
+        if steps > deepest:
+            reason = f"num_steps {steps} -> {deepest}: num_draft_tokens is {most}, with the root"
+            config = config.adjust(reason, num_steps=deepest)
         return config
 
     @hookimpl
     def create_worker(self, runtime: Runtime) -> NgramWorker:
+        from specplug_ngram.draft_tree import Shape
         from specplug_ngram.worker import NgramWorker
 
-        return NgramWorker(runtime.config.num_draft_tokens)
+        config = runtime.config
+        return NgramWorker(Shape(config.topk, config.num_steps, config.num_draft_tokens))
 
     @hookimpl
     def create_future_map(self, runtime: Runtime) -> FutureMap:
@@ -64,14 +79,40 @@ class Ngram:
         target_output: CommittedOutput,
         future_map: FutureMap,
     ) -> DraftInput:
+        import torch
+
         from specplug import DraftInput
         from specplug_ngram.future_map import HostFutureMap
 
         worker: NgramWorker = runtime.worker
         assert isinstance(future_map, HostFutureMap)
-        worker.meet(batch.requests)
-        future_map.relay(batch, target_output)
+        if batch.is_prefill:
+            worker.read_prompts(batch.requests, batch.chunk_ends)
+            tokens = target_output.bonus_tokens.unsqueeze(1)
+            counts = torch.tensor(batch.last_chunk, dtype=torch.int64)
+        else:
+            tokens = target_output.tokens.view(batch.size, -1)
+            counts = target_output.accept_lens
+        future_map.relay(batch, tokens, counts)
         return DraftInput(bonus_tokens=target_output.bonus_tokens)
+
+    @hookimpl
+    def build_disagg_draft_input(
+        self, runtime: Runtime, batch: Batch, last_tokens: Tensor, future_map: FutureMap
+    ) -> DraftInput:
+        """The prompts are read here, since the prefill was elsewhere."""
+        import torch
+
+        from specplug import DraftInput
+        from specplug_ngram.future_map import HostFutureMap
+
+        worker: NgramWorker = runtime.worker
+        assert isinstance(future_map, HostFutureMap)
+        ends = [len(request.prompt_token_ids) for request in batch.requests]
+        worker.read_prompts(batch.requests, ends)
+        ones = torch.ones(batch.size, dtype=torch.int64)
+        future_map.relay(batch, last_tokens.unsqueeze(1), ones)
+        return DraftInput(bonus_tokens=last_tokens)
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
@@ -82,6 +123,17 @@ class Ngram:
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:
         worker: NgramWorker = runtime.worker
         worker.forget(report.request_id)
+
+
+def most_nodes(topk: int, num_steps: int, limit: int) -> int:
+    """Nodes of the full tree, root included, or ``limit`` if it has more."""
+    nodes = level = 1
+    for _ in range(num_steps):
+        level *= topk
+        nodes += level
+        if nodes >= limit:
+            return limit
+    return nodes
 
 
 algorithm = Ngram()

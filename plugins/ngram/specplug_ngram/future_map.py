@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug import Batch, CommittedOutput, DraftInput, FutureMap
+from specplug import Batch, DraftInput, FutureMap
 
 Observe = Callable[[str, Sequence[int]], None]
 """``(request_id, tokens)``: the request has these more tokens."""
@@ -19,7 +19,7 @@ Observe = Callable[[str, Sequence[int]], None]
 class _Relayed:
     request_ids: tuple[str, ...]
     tokens: Tensor  # [bs, C]
-    accept_lens: Tensor  # [bs]
+    counts: Tensor  # [bs]
     ready: torch.cuda.Event | None
 
 
@@ -39,21 +39,22 @@ class HostFutureMap(FutureMap):
         self._observe = observe
         self._relayed: deque[_Relayed] = deque()
 
-    def relay(self, batch: Batch, output: CommittedOutput) -> None:
-        """Start the way of a step's tokens to the host."""
-        if batch.is_prefill:
-            tokens = output.bonus_tokens.unsqueeze(1)
-            lens = torch.tensor([int(last) for last in batch.last_chunk])
-        else:
-            tokens = output.tokens.view(batch.size, -1)
-            lens = output.accept_lens
+    def relay(self, batch: Batch, tokens: Tensor, counts: Tensor) -> None:
+        """Start the way of new tokens to the host.
+
+        Args:
+            batch: whose they are.
+            tokens: [bs, C] int64.
+            counts: [bs] int64, how many of each row are new.
+        """
         ready = None
         if tokens.is_cuda:
-            tokens, lens = tokens.to("cpu", non_blocking=True), lens.to("cpu", non_blocking=True)
-            ready = torch.cuda.Event()
+            tokens = tokens.to("cpu", non_blocking=True)
+            counts = counts.to("cpu", non_blocking=True)
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         ids = tuple(request.request_id for request in batch.requests)
-        self._relayed.append(_Relayed(ids, tokens, lens, ready))
+        self._relayed.append(_Relayed(ids, tokens, counts, ready))
         # Requests of a single token are never resolved; two steps ago is there without waiting.
         self._arrive(keep=2)
 
@@ -68,8 +69,8 @@ class HostFutureMap(FutureMap):
             relayed = self._relayed.popleft()
             if relayed.ready is not None:
                 relayed.ready.synchronize()
-            lens = relayed.accept_lens.tolist()
+            counts = relayed.counts.tolist()
             for request_id, row, count in zip(
-                relayed.request_ids, relayed.tokens.tolist(), lens, strict=True
+                relayed.request_ids, relayed.tokens.tolist(), counts, strict=True
             ):
                 self._observe(request_id, row[:count])

@@ -5,10 +5,14 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
+from torch import Tensor
 
-from specplug import Batch, CommittedOutput, DraftInput
+from specplug import Batch, DraftInput
 from specplug.spec.batch import ForwardMode
+from specplug_ngram import algorithm
+from specplug_ngram.draft_tree import Shape
 from specplug_ngram.future_map import HostFutureMap
+from specplug_ngram.policy import Novelty
 from specplug_ngram.worker import NgramWorker
 
 
@@ -21,108 +25,177 @@ class Request:
 
 
 REPEATS = Request("repeats", (5, 6, 7, 8, 9, 1, 5, 6, 7))
-KNOWS_NOTHING = Request("knows nothing", (1, 2, 3, 4))
+KNOWS_NOTHING = Request("knows nothing", (21, 22, 23, 24))
+BRANCHES = Request("branches", (31, 32, 33, 41, 31, 32, 34, 42, 31, 32, 34, 43, 31, 32))
 
 
-def _batch(
-    *requests: Request, mode: ForwardMode = ForwardMode.DECODE, last_chunk: tuple[bool, ...] = ()
-) -> Batch:
+def _batch(*requests: Request) -> Batch:
     rows = torch.arange(1, len(requests) + 1)
-    return Batch(mode=mode, requests=requests, rows=rows, seq_lens=rows, last_chunk=last_chunk)
+    return Batch(mode=ForwardMode.DECODE, requests=requests, rows=rows, seq_lens=rows)
 
 
 def _input(*bonus_tokens: int) -> DraftInput:
     return DraftInput(bonus_tokens=torch.tensor(bonus_tokens))
 
 
-def _output(tokens: list[list[int]], accept_lens: list[int]) -> CommittedOutput:
-    columns = len(tokens[0])
-    lens = torch.tensor(accept_lens)
-    flat = torch.tensor(tokens).view(-1)
-    last_rows = torch.arange(len(tokens)) * columns + lens - 1
-    return CommittedOutput(
-        tokens=flat, last_rows=last_rows, accept_lens=lens, bonus_tokens=flat[last_rows]
-    )
+def _read(worker: NgramWorker, *requests: Request) -> None:
+    worker.read_prompts(requests, [len(request.prompt_token_ids) for request in requests])
 
 
-@pytest.fixture
-def worker() -> NgramWorker:
-    return NgramWorker(num_draft_tokens=4)
+def _worker(*requests: Request, topk: int = 1, nodes: int = 4, capacity: int = 256) -> NgramWorker:
+    worker = NgramWorker(Shape(topk, 7, nodes), capacity)
+    _read(worker, *requests)
+    return worker
 
 
-def test_it_drafts_the_chain_behind_the_longest_suffix(worker: NgramWorker) -> None:
-    worker.meet([REPEATS])
+def test_it_drafts_the_chain_behind_the_longest_match() -> None:
+    worker = _worker(REPEATS)
     worker.observe("repeats", [8])
     draft = worker.propose(_batch(REPEATS), _input(8))
     assert draft.is_chain
     assert draft.tokens.tolist() == [[8, 9, 1, 5]]
 
 
-def test_it_proposes_the_root_alone_when_it_knows_nothing(worker: NgramWorker) -> None:
-    worker.meet([KNOWS_NOTHING])
-    worker.observe("knows nothing", [5])
-    draft = worker.propose(_batch(KNOWS_NOTHING), _input(5))
-    assert draft.tokens.tolist() == [[5]]
+def test_it_proposes_the_root_alone_when_it_knows_nothing() -> None:
+    worker = _worker(KNOWS_NOTHING)
+    worker.observe("knows nothing", [25])
+    draft = worker.propose(_batch(KNOWS_NOTHING), _input(25))
+    assert draft.tokens.tolist() == [[25]]
     assert draft.total == 1
 
 
-def test_who_knows_nothing_costs_no_more_beside_one_who_does(worker: NgramWorker) -> None:
-    worker.meet([REPEATS, KNOWS_NOTHING])
-    draft = worker.propose(_batch(KNOWS_NOTHING, REPEATS), _input(4, 7))
+def test_with_one_node_it_proposes_nothing() -> None:
+    worker = _worker(REPEATS, nodes=1)
+    assert worker.propose(_batch(REPEATS), _input(7)).tokens.tolist() == [[7]]
+
+
+def test_who_knows_nothing_costs_no_more_beside_one_who_does() -> None:
+    worker = _worker(REPEATS, KNOWS_NOTHING)
+    draft = worker.propose(_batch(KNOWS_NOTHING, REPEATS), _input(24, 7))
     assert draft.widths == (1, 4)
-    assert draft.flatten(draft.tokens).tolist() == [4, 7, 8, 9, 1]
+    assert draft.flatten(draft.tokens).tolist() == [24, 7, 8, 9, 1]
 
 
-def test_a_short_continuation_makes_a_short_chain(worker: NgramWorker) -> None:
-    short = Request("short", (1, 2, 3, 9, 1, 2, 3))
-    worker.meet([short, REPEATS])
-    worker.observe("short", [9, 1, 2, 3])
-    worker.observe("repeats", [8, 9, 1, 5, 6, 7])
-    assert worker.propose(_batch(REPEATS, short), _input(7, 3)).widths is None
-    alone = Request("alone", (4, 4, 4, 4))
-    worker.meet([alone])
-    assert worker.propose(_batch(alone, REPEATS), _input(4, 7)).widths == (2, 4)
+def test_a_draft_too_weak_for_the_whole_batch_is_left_out() -> None:
+    others = [Request(str(n), (n,)) for n in range(100, 107)]
+    worker = _worker(REPEATS, *others, nodes=2)
+    assert worker.propose(_batch(REPEATS), _input(7)).total == 2
+    batch = _batch(REPEATS, *others)
+    assert worker.propose(batch, _input(7, *range(7))).tokens.shape == (8, 1)
+    worker.observe("repeats", [8])
+    assert worker._requests["repeats"].novelty.log < Novelty().log  # it was right nonetheless
 
 
-def test_it_learns_from_requests_that_have_ended(worker: NgramWorker) -> None:
-    worker.meet([KNOWS_NOTHING])
-    worker.observe("knows nothing", [7, 8])
+def test_branches_make_a_tree_beside_chains_and_bare_roots() -> None:
+    worker = _worker(BRANCHES, KNOWS_NOTHING, REPEATS, topk=4, nodes=5)
+    draft = worker.propose(_batch(BRANCHES, KNOWS_NOTHING, REPEATS), _input(32, 24, 7))
+    assert not draft.is_chain
+    assert draft.widths is not None
+    assert draft.widths[1] == 1
+    assert draft.parents is not None
+    assert sorted(draft.tokens[0, draft.parents[0] == 0].tolist()) == [33, 34]
+    assert draft.tokens[0, 1] == 34  # the more frequent one comes first
+    assert draft.tokens[2, :4].tolist() == [7, 8, 9, 1]
+    assert draft.parents[2, :4].tolist() == [-1, 0, 1, 2]
+    assert draft.depth == int(draft.depths.max())
+
+
+def test_a_tree_without_a_branch_is_given_as_a_chain() -> None:
+    worker = _worker(REPEATS, KNOWS_NOTHING, topk=4, nodes=5)
+    draft = worker.propose(_batch(REPEATS, KNOWS_NOTHING), _input(7, 24))
+    assert draft.is_chain
+    assert draft.widths == (5, 1)
+
+
+def test_requests_learn_from_one_another_while_they_run_and_after() -> None:
+    other = Request("other", (22, 23, 24))
+    worker = _worker(KNOWS_NOTHING, other)
+    worker.observe("knows nothing", [27, 28])
+    assert worker.propose(_batch(other), _input(24)).tokens.tolist() == [[24, 27, 28]]
     worker.forget("knows nothing")
-    other = Request("other", (2, 3, 4))
-    worker.meet([other])
-    assert worker.propose(_batch(other), _input(4)).tokens.tolist() == [[4, 7, 8]]
-    assert "knows nothing" not in worker._histories
+    assert worker.propose(_batch(other), _input(24)).tokens.tolist() == [[24, 27, 28]]
+    assert "knows nothing" not in worker._requests
 
 
-def test_its_own_history_comes_before_that_of_others(worker: NgramWorker) -> None:
-    worker.meet([KNOWS_NOTHING])
-    worker.forget("knows nothing")
-    own = Request("own", (1, 2, 3, 8, 1, 2, 3))
-    worker.meet([own])
-    assert worker.propose(_batch(own), _input(3)).tokens.tolist() == [[3, 8, 1, 2]]
+def test_what_is_no_longer_remembered_is_not_proposed() -> None:
+    worker = _worker(KNOWS_NOTHING, capacity=16)
+    worker.observe("knows nothing", [27, 28])
+    _read(worker, Request("long", tuple(range(100, 116))))
+    late = Request("late", (22, 23, 24))
+    _read(worker, late)
+    assert worker.propose(_batch(late), _input(24)).total == 1
 
 
-def test_tokens_and_the_end_of_an_unknown_request_are_ignored(worker: NgramWorker) -> None:
+def test_it_learns_from_what_it_did_not_propose() -> None:
+    worker = _worker(REPEATS)
+    worker._requests["repeats"].novelty.log = 3.9
+    assert worker.propose(_batch(REPEATS), _input(7)).total == 1
+    worker.observe("repeats", [8])
+    assert worker._requests["repeats"].novelty.log < 3.9
+
+
+def test_tokens_and_the_end_of_an_unknown_request_are_ignored() -> None:
+    worker = _worker()
     worker.observe("never met", [1, 2])
     worker.forget("never met")
     draft = worker.propose(_batch(Request("never met", (1, 2))), _input(2))
     assert draft.tokens.tolist() == [[2]]
+    assert worker._requests == {}
 
 
-def test_meeting_a_request_again_keeps_its_history(worker: NgramWorker) -> None:
-    worker.meet([REPEATS])
-    worker.observe("repeats", [8])
-    worker.meet([REPEATS])
-    assert worker._histories["repeats"].tokens == [*REPEATS.prompt_token_ids, 8]
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_a_prompt_is_read_once_a_chunk_at_a_time(chunk: int) -> None:
+    worker = _worker()
+    for start in range(0, 9, chunk):
+        end = min(start + chunk, 9)
+        worker.read_prompts([REPEATS], [end])
+        assert len(worker._history) == end
+    assert worker.propose(_batch(REPEATS), _input(7)).tokens.tolist() == [[7, 8, 9, 1]]
+
+
+def test_what_a_prefix_cache_skipped_is_read_too() -> None:
+    worker = _worker()
+    worker.read_prompts([REPEATS], [6])
+    _read(worker, REPEATS)
+    _read(worker, REPEATS)
+    assert len(worker._history) == 9
+
+
+@attrs.frozen
+class Run:
+    """What the hooks use of a runtime."""
+
+    worker: NgramWorker
+
+
+@pytest.mark.parametrize("received", [(), (REPEATS, KNOWS_NOTHING)])
+def test_requests_that_were_prefilled_elsewhere_are_known(received: tuple[Request, ...]) -> None:
+    worker = _worker()
+    future_map = HostFutureMap(4, torch.device("cpu"), worker.observe)
+    last_tokens = torch.tensor([8, 25][: len(received)], dtype=torch.int64)
+    batch = _batch(*received)
+    draft_input = algorithm.build_disagg_draft_input(Run(worker), batch, last_tokens, future_map)
+    assert draft_input.bonus_tokens.tolist() == last_tokens.tolist()
+    future_map.resolve(batch.rows)
+    assert len(worker._history) == sum(len(r.prompt_token_ids) + 1 for r in received)
+    if received:
+        assert worker.propose(batch, draft_input).tokens[0].tolist() == [8, 9, 1, 5]
+
+
+def _map(seen: list[tuple[str, list[int]]]) -> HostFutureMap:
+    return HostFutureMap(4, torch.device("cpu"), lambda name, t: seen.append((name, [*t])))
+
+
+def _tensors(tokens: list[list[int]], counts: list[int]) -> tuple[Tensor, Tensor]:
+    return torch.tensor(tokens), torch.tensor(counts)
 
 
 def test_accepted_tokens_reach_the_host_in_order() -> None:
     seen: list[tuple[str, list[int]]] = []
-    future_map = HostFutureMap(4, torch.device("cpu"), lambda name, t: seen.append((name, [*t])))
+    future_map = _map(seen)
     one, other = Request("one", (1, 2)), Request("other", (3,))
-    prefill = _batch(one, other, mode=ForwardMode.PREFILL, last_chunk=(True, False))
-    future_map.relay(prefill, _output([[11], [12]], [1, 1]))
-    future_map.relay(_batch(one), _output([[13, 14, 99]], [2]))
+    future_map.relay(_batch(one, other), *_tensors([[11], [12]], [1, 0]))
+    future_map.relay(_batch(one), *_tensors([[13, 14, 99]], [2]))
     assert seen == []
     future_map.resolve(torch.tensor([1]))
     assert seen == [("one", [11]), ("other", []), ("one", [13, 14])]
@@ -131,10 +204,9 @@ def test_accepted_tokens_reach_the_host_in_order() -> None:
 
 
 def test_prefills_without_a_decode_step_do_not_pile_up() -> None:
-    seen: list[str] = []
-    future_map = HostFutureMap(4, torch.device("cpu"), lambda name, tokens: seen.append(name))
+    seen: list[tuple[str, list[int]]] = []
+    future_map = _map(seen)
     for number in range(100):
-        prefill = _batch(Request(str(number), (1,)), mode=ForwardMode.PREFILL, last_chunk=(True,))
-        future_map.relay(prefill, _output([[11]], [1]))
+        future_map.relay(_batch(Request(str(number), (1,))), *_tensors([[11]], [1]))
     assert len(future_map._relayed) <= 2
-    assert seen == [str(number) for number in range(98)]
+    assert [name for name, _ in seen] == [str(number) for number in range(98)]

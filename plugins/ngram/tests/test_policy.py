@@ -1,0 +1,73 @@
+"""Sure after long and frequent matches, unsure after surprises; and no draft that costs more."""
+
+from __future__ import annotations
+
+import pytest
+
+from specplug_ngram.policy import (
+    DRAFT_COST,
+    FIRST_NOVELTY,
+    LEAST_NOVELTY,
+    MOST_NOVELTY,
+    NODE_COST,
+    PADDING_COST,
+    Novelty,
+    StepCost,
+)
+
+
+def test_longer_and_more_frequent_matches_are_surer() -> None:
+    novelty = Novelty()
+    by_length = [novelty.known(matched, 1) for matched in range(1, 9)]
+    by_count = [novelty.known(2, total) for total in range(1, 9)]
+    assert by_length == sorted(set(by_length))
+    assert by_count == sorted(set(by_count))
+    assert 0 < by_length[0] < by_length[-1] < 1
+    assert novelty.known(1, int(FIRST_NOVELTY)) == pytest.approx(0.5)
+
+
+def test_what_was_known_makes_it_surer_and_what_was_new_less_sure() -> None:
+    novelty = Novelty()
+    before = novelty.known(3, 2)
+    novelty.learn(before, True)
+    assert novelty.known(3, 2) > before
+    novelty.learn(before, False)
+    novelty.learn(before, False)
+    assert novelty.known(3, 2) < before
+
+
+def test_it_settles_where_its_estimate_is_right() -> None:
+    novelty = Novelty()
+    known = []
+    for number in range(4000):
+        known.append(novelty.known(2, 1))
+        novelty.learn(known[-1], number % 5 < 1)
+    assert sum(known[2000:]) / 2000 == pytest.approx(0.2, abs=0.02)
+
+
+@pytest.mark.parametrize("was_known", [True, False])
+def test_it_can_always_turn_round(was_known: bool) -> None:
+    novelty = Novelty()
+    for _ in range(10_000):
+        novelty.learn(novelty.known(2, 1), was_known)
+    assert LEAST_NOVELTY - 1e-9 <= 1 / novelty.known(1, 1) - 1 <= MOST_NOVELTY + 1e-9
+    for _ in range(60):
+        novelty.learn(novelty.known(2, 1), not was_known)
+    assert (novelty.known(2, 1) < 0.5) is was_known
+
+
+def test_a_node_weighs_more_in_a_batch_whose_requests_share_the_pass() -> None:
+    least = [StepCost(bs).least for bs in (1, 2, 8, 64)]
+    assert least == sorted(set(least))
+    assert least[-1] < 1
+
+
+@pytest.mark.parametrize("bs", [1, 2, 8, 64])
+def test_a_draft_pays_by_what_it_gains_for_the_whole_batch(bs: int) -> None:
+    cost = StepCost(bs)
+    for nodes in (1, 9):
+        time = DRAFT_COST + PADDING_COST * (bs - 1) + NODE_COST * nodes
+        gain = time * bs / cost.plain  # what plain steps would make in that time
+        assert not cost.pays(0.99 * gain, nodes)
+        assert cost.pays(1.01 * gain, nodes)
+    assert cost.least == pytest.approx(NODE_COST * bs / cost.plain)
