@@ -109,31 +109,29 @@ class SpecConfig:
     def fit_feature_draft(self) -> SpecConfig:
         """These settings as ``FeatureDrafter`` can use them: what it cannot use is adjusted.
 
-        A chain (``topk`` 1) has S + 1 nodes, a tree at most 1 + K + (S-1)·K². A chain of fewer
-        nodes is as deep as they reach.
+        A chain (``topk`` 1) has S + 1 nodes, a tree at most 1 + K + (S-1)·K², and a draft of fewer
+        nodes than that is no deeper than they reach.
 
         Raises:
             UsageError: a tree of the root alone.
         """
         steps, topk, nodes = self.num_steps, self.topk, self.num_draft_tokens
-        if topk == 1:
-            if nodes > steps + 1:
-                reason = f"num_draft_tokens {nodes} -> {steps + 1}: a chain of {steps} steps"
-                return self.adjust(reason, num_draft_tokens=steps + 1)
-            if 1 < nodes <= steps:
-                reason = f"num_steps {steps} -> {nodes - 1}: a chain of {nodes} nodes"
-                return self.adjust(reason, num_steps=nodes - 1)
-            return self
-        most = 1 + topk + (steps - 1) * topk * topk
-        if nodes < 2:
+        if topk > 1 and nodes < 2:
             raise UsageError(
                 f"num_draft_tokens={nodes}: expected at least 2 with topk={topk}, "
                 "the root and one candidate"
             )
-        fitted = attrs.evolve(self, num_draft_slots=topk * max(steps - 1, 1))
+        fitted, depth = self, min(steps, max(nodes - 1, 1))
+        if depth < steps:
+            reason = f"num_steps {steps} -> {depth}: {nodes} nodes reach no deeper"
+            fitted = fitted.adjust(reason, num_steps=depth)
+        most = depth + 1 if topk == 1 else 1 + topk + (depth - 1) * topk * topk
         if nodes > most:
-            reason = f"num_draft_tokens {nodes} -> {most}: all candidates of {steps} steps"
+            what = f"a chain of {depth} steps" if topk == 1 else f"all candidates of {depth} steps"
+            reason = f"num_draft_tokens {nodes} -> {most}: {what}"
             fitted = fitted.adjust(reason, num_draft_tokens=most)
+        if topk > 1:
+            fitted = attrs.evolve(fitted, num_draft_slots=topk * max(depth - 1, 1))
         return fitted
 
     @classmethod

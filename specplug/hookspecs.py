@@ -102,8 +102,10 @@ def build_draft_input(  # type: ignore[empty-body]
     - ``per_node`` the captured outputs, leading size R,
     - ``accept_lens`` [bs] how many rows of each request count.
 
-    R is the number of prefill tokens, or bs·C with C = S+1 columns a request after a verify;
-    columns beyond ``accept_lens`` are padding whose results nobody may use. The result's tensors
+    R is the number of prefill tokens, or bs·C after a verify, with C columns a request: one more
+    than the verified draft is deep, which is less than what was proposed where the KV pool was
+    short, so take it from ``len(tokens) // batch.size``. Columns beyond ``accept_lens`` are padding
+    whose results nobody may use. The result's tensors
     (leading size bs) are stashed by request row and come back in the next ``propose``.
     """
 

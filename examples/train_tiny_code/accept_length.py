@@ -2,7 +2,8 @@
 
 `python accept_length.py --model MODEL --algorithm EAGLE3 --head WEIGHTS --prompts FILE` prints a
 table. The output of speculative decoding is the target's own, so the target's text is written first
-and the head then asked, at each place where a step would begin, how much of it it would have drafted.
+and the head then asked, at each place where a step would begin, how much of that it would have
+drafted.
 
 Sampling is by Gumbel noise that belongs to a position: the token at t is argmax(log p_t + g_t). A
 drafter may take its top token, or sample with the same noise, argmax(log q_t + g_t).

@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("--gamma", type=float, default=5.0, help="of the weights, in positions")
     parser.add_argument("--reach", type=float, default=0.8, help="see draft_loss")
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--intermediate", type=int, default=640)
+    parser.add_argument("--intermediate", type=int, default=416)
     parser.add_argument("--features", type=int, default=5, help="target layers that are fused")
     parser.add_argument("--prompts", type=Path, help="evaluates on them in the end")
     parser.add_argument("--count", type=int, default=256, help="prompts")

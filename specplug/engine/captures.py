@@ -109,8 +109,25 @@ class Captures:
 
 
 def _routers(model: Any) -> list[nn.Module]:
-    """The routers of a mixture of experts, in the order of their layers; transformers says which
-    class records ``router_logits``, and a router's output ends with the experts' numbers."""
+    """The routers of a mixture of experts, in the order of their layers.
+
+    transformers says which class records ``router_logits``; only those that also put out which
+    experts they chose are of use.
+    """
     recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     cls = getattr(recorder, "target_class", None)
-    return [] if cls is None else [m for m in model.modules() if isinstance(m, cls)]
+    found = [] if cls is None else [m for m in model.modules() if isinstance(m, cls)]
+    size = model.config.get_text_config().hidden_size
+    row = torch.zeros(1, size, dtype=model.dtype, device=model.device)
+    return found if all(_tells_experts(router, row) for router in found) else []
+
+
+@torch.inference_mode()
+def _tells_experts(router: nn.Module, row: Tensor) -> bool:
+    """Whether a router's output holds the numbers of the experts of each row."""
+    try:
+        output = router(row)
+    except Exception:  # whatever it takes, it is not rows of hidden states
+        return False
+    experts = [t for t in output if not t.is_floating_point()] if type(output) is tuple else []
+    return len(experts) == 1 and experts[0].dim() == 2 and experts[0].shape[0] == 1

@@ -66,21 +66,23 @@ class GraphRunner:
         """Record the pass, after a run that lets libraries make their workspaces; None if it
         cannot be recorded, which is remembered."""
         inputs = tuple(tensor.clone() for tensor in tensors)
-        mode = torch.cuda.get_sync_debug_mode()
+        stream, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("default")  # recording waits, once a shape
         try:
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
+            side.wait_stream(stream)
             with torch.cuda.stream(side):
                 self._forward(*_with_tensors(arguments, inputs))
-            torch.cuda.current_stream().wait_stream(side)
+            stream.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
                 output = self._forward(*_with_tensors(arguments, inputs))
         except RuntimeError as error:
-            self.failure = str(error).strip().splitlines()[0]
+            cause = error.__context__ or error  # what went wrong, not that recording then ended
+            self.failure = (str(cause).strip() or type(cause).__name__).splitlines()[0]
             return None
         finally:
+            torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind
             torch.cuda.set_sync_debug_mode(mode)
         return _Recording(graph, inputs, output)
 

@@ -40,8 +40,8 @@ class RequestOutput:
         stop_reason: the stop string or stop token that ended it, if one did.
         accept_lens: tokens kept at each decode step; all ones without speculation.
         routed_experts: [tokens - 1, layers, experts a token] int64, the experts of every prompt and
-            output token but the last, which the target never read; when the request has ended, and
-            if asked for.
+            output token but the last, which the target never read; fewer if the request was aborted
+            in its prefill. None before it has ended, and if not asked for.
         error: what went wrong, with ``finish_reason`` "error".
         delta: ``LLM.stream`` only: the text that came since this request's last output.
     """

@@ -107,7 +107,7 @@ class Request:
     def append_experts(self, experts: Tensor) -> None:
         """Take the experts [tokens, layers, experts a token] of tokens that the target has read."""
         if self.params.return_routed_experts:
-            self.routed_experts.append(experts)
+            self.routed_experts.append(experts.clone())  # not the whole step's, which it is part of
 
     def finish(self, reason: str) -> None:
         """End; what the detokenizer held back is text now."""

@@ -101,7 +101,7 @@ class Sampler:
         Returns:
             [T] int64.
         """
-        if not needs & ~Needs.LOGPROBS:
+        if not needs & ~(Needs.LOGPROBS | Needs.EXPERTS):
             return logits.argmax(-1)
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         settings = self._settings[rows].to(scores.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
@@ -87,10 +88,16 @@ class StepRunner:
 
     @torch.inference_mode()
     def run(self, scheduled: Prefill | Decode) -> StepResult:
-        """Launch a step."""
-        if isinstance(scheduled, Prefill):
-            return self._prefill(scheduled)
-        return self._decode(scheduled)
+        """Launch a step, whichever thread it is called from."""
+        with self._current_device():
+            if isinstance(scheduled, Prefill):
+                return self._prefill(scheduled)
+            return self._decode(scheduled)
+
+    def _current_device(self) -> AbstractContextManager[None]:
+        """Streams, events and graphs are those of the current device, which is a thread's own."""
+        device = self._runtime.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _prefill(self, scheduled: Prefill) -> StepResult:
         clock = _Clock()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import attrs
@@ -12,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from specplug.errors import CheckpointError
+
+_UNREADABLE = (RuntimeError, EOFError, OSError, ValueError, UnpicklingError, AttributeError)
+"""What reading a damaged file, or one that holds something else, raises."""
 
 
 @attrs.frozen(eq=False)
@@ -24,7 +29,8 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path, *, keep: Callable[[str], bool] = lambda name: True) -> Checkpoint:
-        """Read ``config.json`` and all ``*.safetensors`` (else ``*.bin``) of a folder, on the CPU.
+        """Read a folder's ``config.json`` and all its tensors, on the CPU: of ``*.safetensors``, or
+        of ``pytorch_model*.bin`` if there are none.
 
         Args:
             keep: which tensors are wanted, by name. The others of a safetensors file are not read,
@@ -67,6 +73,45 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / 'config.json'}: {key!r} is missing")
         return self.config[key]
 
+    def check_plain_layers(self) -> None:
+        """Refuse what ``specplug.layers`` does not compute, since it would draft nonsense.
+
+        Raises:
+            CheckpointError: another activation than SiLU, rotary embedding of a part of each head,
+                or sliding windows.
+        """
+        keys = self.config
+        window = keys.get("sliding_window") if keys.get("use_sliding_window", True) else None
+        for what, value, expected in (
+            ("hidden_act", keys.get("hidden_act"), (None, "silu")),
+            ("partial_rotary_factor", keys.get("partial_rotary_factor"), (None, 1)),
+            ("sliding_window", window, (None,)),
+        ):
+            if value not in expected:
+                raise CheckpointError(
+                    f"draft model {self.path}: {what} {value!r} is not supported; "
+                    f"expected {expected[-1]!r}"
+                )
+
+    def target_ids(self, d2t: Tensor, vocab_size: int) -> Tensor:
+        """[V_draft] int64, the draft vocabulary in the target's ids: ``d2t`` holds the offsets.
+
+        Raises:
+            CheckpointError: an id is outside the target's vocabulary, or two are the same.
+        """
+        ids = torch.arange(len(d2t), device=d2t.device) + d2t
+        if bool((ids < 0).any() | (ids >= vocab_size).any()):
+            raise CheckpointError(
+                f"draft model {self.path}: d2t points outside the vocabulary of "
+                f"{vocab_size} tokens; expected offsets, target id = draft id + d2t"
+            )
+        if len(set(ids.tolist())) != len(ids):
+            raise CheckpointError(
+                f"draft model {self.path}: d2t gives two draft tokens the same target id; "
+                "expected offsets, target id = draft id + d2t"
+            )
+        return ids
+
     def load_into(
         self,
         module: nn.Module,
@@ -84,9 +129,11 @@ class Checkpoint:
             CheckpointError: tensors are missing, unexpected, or of another shape; all are named.
         """
         wanted = module.state_dict()
-        renamed = ((rename(name), tensor) for name, tensor in self.tensors.items())
+        renamed = [(rename(name), tensor) for name, tensor in self.tensors.items()]
         found = {name: tensor for name, tensor in renamed if name is not None}
-        problems = [
+        counts = Counter(name for name, _ in renamed if name is not None)
+        problems = [f"{n} is there {count} times" for n, count in counts.items() if count > 1]
+        problems += [
             f"missing {n} {list(wanted[n].shape)}" for n in wanted.keys() - found.keys() - optional
         ]
         problems += [f"unexpected {n} {list(found[n].shape)}" for n in found.keys() - wanted.keys()]
@@ -107,9 +154,11 @@ def _read_tensors(path: Path, keep: Callable[[str], bool]) -> dict[str, Tensor]:
 
     tensors: dict[str, Tensor] = {}
     files = sorted(path.glob("*.safetensors"))
-    pickles = sorted(path.glob("*.bin"))
+    pickles = sorted(path.glob("pytorch_model*.bin"))
     if not files and not pickles:
-        raise CheckpointError(f"draft model {path}: it has no *.safetensors and no *.bin")
+        raise CheckpointError(
+            f"draft model {path}: it has no *.safetensors and no pytorch_model*.bin"
+        )
     try:
         for file in files:
             with safe_open(file, framework="pt") as stored:
@@ -117,6 +166,6 @@ def _read_tensors(path: Path, keep: Callable[[str], bool]) -> dict[str, Tensor]:
         for file in pickles if not files else ():
             pickled = torch.load(file, map_location="cpu", weights_only=True)
             tensors.update({n: tensor for n, tensor in pickled.items() if keep(n)})
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except (SafetensorError, *_UNREADABLE) as error:
         raise CheckpointError(f"{file}: cannot be read ({error})") from error
     return tensors

@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.errors import UsageError
 from specplug.spec.batch import Batch
 from specplug.spec.coupling import couple
 from specplug.spec.draft import Draft, DraftInput
@@ -48,6 +49,9 @@ class FeatureDrafter(ABC):
     are here. Between steps a request's state is ``hidden_states`` [bs, H], the network's result at
     the last committed position, and the K best next tokens, ``tokens`` and ``scores`` [bs, K].
 
+    Raises:
+        UsageError: ``topk`` is greater than the draft's vocabulary.
+
     Args:
         runtime: the engine's.
         hidden_size: H, width of the network's hidden states.
@@ -70,6 +74,11 @@ class FeatureDrafter(ABC):
         self._token_ids = token_ids
         self._cache = runtime.allocate_kv(num_layers, num_kv_heads, head_dim)
         self._topk = runtime.config.topk
+        if self._topk > len(token_ids):
+            raise UsageError(
+                f"topk={self._topk}: the draft model knows {len(token_ids)} tokens; "
+                "expected no more than these"
+            )
         self._steps = runtime.config.num_steps
         self._width = runtime.config.num_draft_tokens
         self._itself = torch.eye(self._topk, dtype=torch.bool, device=runtime.device)
@@ -214,8 +223,10 @@ class FeatureDrafter(ABC):
         """
         ids = self._token_ids
         logits = couple(self._runtime, batch, self.logits(hidden), positions, ids)
+        # Scores add up over the depth and are compared: half precision would round them away.
+        precise = torch.promote_types(logits.dtype, torch.float32)
         if self._topk == 1:
             best = logits.argmax(-1, keepdim=True)
-            return torch.zeros_like(best, dtype=logits.dtype), ids[best]
-        scores, best = logits.log_softmax(-1).topk(self._topk, dim=-1)
+            return torch.zeros_like(best, dtype=precise), ids[best]
+        scores, best = logits.log_softmax(-1, dtype=precise).topk(self._topk, dim=-1)
         return scores, ids[best]

@@ -19,7 +19,8 @@ from specplug.spec.batch import Batch
 
 @attrs.define(eq=False)
 class KVCache:
-    """A paged cache of a draft model: one [slots, Hkv, D] pair a layer, slots as the target's."""
+    """A paged cache, of the target or a draft model: one [slots, Hkv, D] pair a layer; all caches
+    have the same slots."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -142,7 +143,8 @@ class Runtime(Protocol):
                 ``num_draft_tokens`` or ``num_draft_slots``, whichever is greater. A negative
                 offset writes committed positions again; each row then sees those up to itself,
                 and a row before position 0 is padding whose result means nothing.
-            positions: [bs, width] int64 absolute positions; ``starts + offset + i`` if None.
+            positions: [bs, width] int64 absolute positions, with the greatest width where they
+                differ; ``starts + offset + i`` if None.
             mask: [bs or 1, width, offset + width] bool over the slots from ``starts`` on; only
                 with ``offset`` >= 0. All true: the rows see one another, as in block diffusion.
         """

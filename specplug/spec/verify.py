@@ -59,7 +59,8 @@ def verify_tree(draft: Draft, predict: Tensor) -> VerifyOutput:
     column = torch.where(accepted, draft.depths, columns)  # the last column collects the rest
     order = torch.arange(width, device=predict.device).expand(bs, -1)
     local = order.new_full((bs, columns + 1), -1).scatter_(1, column, order)[:, :columns]
-    accept_lens = accepted.sum(1)
+    # Equal siblings, which no drafter should make, share a column: they are the same continuation.
+    accept_lens = (local >= 0).sum(1)
     return _output(draft, predict, padded, local, accept_lens)
 
 

@@ -93,6 +93,8 @@ def test_a_pass_that_cannot_be_recorded_runs_as_it_is() -> None:
 
     runner = GraphRunner(waits)
     x = torch.ones(3, device="cuda")
+    stream = torch.cuda.current_stream()
     assert torch.equal(runner(x), x + 3)
     assert runner.failure
+    assert torch.cuda.current_stream() == stream
     assert torch.equal(runner(x * 2), x * 2 + 6)

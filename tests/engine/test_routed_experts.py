@@ -126,3 +126,24 @@ def test_only_who_asks_gets_them(moe_model: Path, expected: Any) -> None:
 def test_a_dense_target_has_none(tiny_model: Path) -> None:
     with LLM(tiny_model) as llm, pytest.raises(UsageError, match="no mixture of experts"):
         llm.generate([(1, 2)], SamplingParams(return_routed_experts=True))
+
+
+def test_routers_that_do_not_tell_are_left_alone(build_model: Callable[..., Path]) -> None:
+    """Dbrx's router puts out weights alone; the model runs, and a request for experts is told."""
+    from transformers import DbrxConfig
+
+    config = DbrxConfig(
+        vocab_size=96,
+        d_model=32,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=64,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 3, "moe_top_k": 2, "hidden_size": 32},
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with LLM(build_model(config), dtype="float64") as llm:
+        assert len(llm.generate(PROMPTS[1], SamplingParams(max_tokens=4))[0].token_ids) == 4
+        with pytest.raises(UsageError, match="no mixture of experts"):
+            llm.generate(PROMPTS[1], PARAMS[0])

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specplug import Draft, VerifyOutput, verify_tree
+from specplug.spec.draft import ancestor_mask
 from specplug.spec.target_output import compact
 
 VOCAB_SIZE = 8
@@ -165,3 +166,16 @@ def test_an_inconsistent_result_is_told(
             accept_lens=torch.tensor(accept_lens),
             bonus_tokens=torch.tensor([2]),
         )
+
+
+def test_equal_siblings_are_one_continuation() -> None:
+    """No drafter should make them, and they must not take the run down."""
+    tokens, parents = torch.tensor([[5, 7, 7, 8]]), torch.tensor([[-1, 0, 0, 1]])
+    mask = ancestor_mask(parents, 2)
+    draft = Draft(
+        tokens=tokens, parents=parents, widths=None, depth=2, mask=mask, depths=mask.sum(-1) - 1
+    )
+    verified = verify_tree(draft, torch.tensor([7, 8, 8, 9]))
+    assert verified.accept_lens.tolist() == [3]
+    assert verified.bonus_tokens.tolist() == [9]
+    assert verified.accept_index[0, 2] == 3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from specplug import Checkpoint, CheckpointError, Runtime
 from specplug_dflash.config import DFlashConfig, read_config
 from specplug_dflash.network import DFlashNetwork
@@ -62,16 +60,11 @@ def _check_fit(checkpoint: Checkpoint, config: DFlashConfig, runtime: Runtime) -
         raise CheckpointError(
             f"draft model {checkpoint.path} looks back {config.sliding_window} positions, the "
             f"context is {runtime.context_len} long: sliding windows are not supported; use a "
-            f"context_len of at most {config.sliding_window}"
+            f"max_model_len of at most {config.sliding_window}"
         )
 
 
 def _check_vocabulary(checkpoint: Checkpoint, network: DFlashNetwork) -> None:
     if network.lm_head is None:
         return
-    ids = torch.arange(network.config.draft_vocab_size) + network.d2t
-    if bool((ids < 0).any() | (ids >= network.config.vocab_size).any()):
-        raise CheckpointError(
-            f"draft model {checkpoint.path}: d2t points outside the vocabulary of "
-            f"{network.config.vocab_size} tokens; expected offsets, target id = draft id + d2t"
-        )
+    checkpoint.target_ids(network.d2t, network.config.vocab_size)

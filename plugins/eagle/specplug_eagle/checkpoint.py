@@ -36,6 +36,7 @@ def network_config(checkpoint: Checkpoint, context_len: int) -> EagleConfig:
     What SafeAILab's configs do not say, the tensors do: whether ``fc`` has a bias (the key
     ``bias`` is often left out), and whether queries, keys and values have one.
     """
+    checkpoint.check_plain_layers()
     keys = checkpoint.config
     names = {rename(name) for name in checkpoint.tensors}
     heads = checkpoint.require("num_attention_heads")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import attrs
-import torch
 
 from specplug import Checkpoint, CheckpointError, Runtime, layers
 from specplug_eagle3.network import Eagle3Config, Eagle3Network
@@ -25,7 +24,7 @@ def load_network(runtime: Runtime) -> Eagle3Network:
     network = Eagle3Network(config, own_embedding=own_embedding).to(runtime.dtype)
     optional = _OPTIONAL if config.draft_vocab_size == config.vocab_size else frozenset({"t2d"})
     checkpoint.load_into(network, rename=rename, optional=optional)
-    _check_vocabulary(checkpoint, network)
+    checkpoint.target_ids(network.d2t, config.vocab_size)
     network = network.to(runtime.device).eval()
     layers.pack(network)
     return network
@@ -80,6 +79,7 @@ def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) ->
     inputs, which are those of the layer behind. Without them: a low, a middle and a high layer, the
     inputs of 2, L // 2 and L - 3, as in SafeAILab's code.
     """
+    checkpoint.check_plain_layers()
     keys = checkpoint.config
     heads = checkpoint.require("num_attention_heads")
     hidden_size = checkpoint.require("hidden_size")
@@ -102,7 +102,7 @@ def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) ->
         norm_before_residual=bool(keys.get("norm_before_residual")),
         norm_before_fc=bool(keys.get("norm_before_fc")),
         attention_bias=bool(keys.get("attention_bias")),
-        query_key_norm=keys.get("model_type") == "qwen3",
+        query_key_norm="midlayer.self_attn.q_norm.weight" in map(rename, checkpoint.tensors),
     )
 
 
@@ -120,13 +120,4 @@ def _check_fit(checkpoint: Checkpoint, config: Eagle3Config, runtime: Runtime) -
         raise CheckpointError(
             f"draft model {checkpoint.path} does not fit the target: it reads layers "
             f"{list(config.aux_layer_ids)}, the target has {runtime.num_layers}"
-        )
-
-
-def _check_vocabulary(checkpoint: Checkpoint, network: Eagle3Network) -> None:
-    ids = torch.arange(network.config.draft_vocab_size) + network.d2t
-    if bool((ids < 0).any() | (ids >= network.config.vocab_size).any()):
-        raise CheckpointError(
-            f"draft model {checkpoint.path}: d2t points outside the vocabulary of "
-            f"{network.config.vocab_size} tokens; expected offsets, target id = draft id + d2t"
         )

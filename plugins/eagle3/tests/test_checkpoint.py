@@ -151,6 +151,45 @@ def test_a_vocabulary_map_that_points_outside_is_refused(
         load(target, write_draft(tensors))
 
 
+def test_a_vocabulary_map_that_names_a_token_twice_is_refused(
+    target: Path, write_draft: Write, tensors: dict[str, Tensor]
+) -> None:
+    tensors["d2t"][0] = tensors["d2t"][1] + 1
+    with pytest.raises(CheckpointError, match="d2t gives two draft tokens the same target id"):
+        load(target, write_draft(tensors))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; expected 'silu'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; expected 1"),
+        ({"sliding_window": 8}, "sliding_window 8 is not supported; expected None"),
+    ],
+)
+def test_layers_of_another_kind_are_refused(
+    target: Path, write_draft: Write, changes: dict[str, object], told: str
+) -> None:
+    with pytest.raises(CheckpointError, match=told):
+        load(target, write_draft(**changes))
+    load(target, write_draft(sliding_window=8, use_sliding_window=False))
+
+
+def test_a_tensor_under_two_names_is_told(
+    target: Path, write_draft: Write, tensors: dict[str, Tensor]
+) -> None:
+    tensors["model.fc.weight"] = tensors["fc.weight"].clone()
+    with pytest.raises(CheckpointError, match=r"fc\.weight is there 2 times"):
+        load(target, write_draft(tensors))
+
+
+def test_more_branches_than_the_draft_has_tokens_are_refused(
+    target: Path, write_draft: Write
+) -> None:
+    with pytest.raises(UsageError, match="topk=51: the draft model knows 50 tokens"):
+        load(target, write_draft(), speculative_eagle_topk=51)
+
+
 def test_a_missing_folder_and_a_broken_file_are_told(target: Path, write_draft: Write) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         load(target, Path("nowhere"))

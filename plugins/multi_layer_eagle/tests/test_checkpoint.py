@@ -266,7 +266,7 @@ def test_settings_are_adjusted_and_the_reason_told(target: Path, write_draft: Wr
     assert settings(speculative_num_steps=9) == (4, 5, (deep,))
     wide = "num_draft_tokens 9 -> 4: a chain of 3 steps"
     assert settings(speculative_num_steps=3, speculative_num_draft_tokens=9) == (3, 4, (wide,))
-    short = "num_steps 3 -> 1: a chain of 2 nodes"
+    short = "num_steps 3 -> 1: 2 nodes reach no deeper"
     assert settings(speculative_num_steps=3, speculative_num_draft_tokens=2) == (1, 2, (short,))
     assert settings(speculative_num_steps=4) == (4, 5, ())
     with pytest.raises(UsageError, match="topk=2: MULTI_LAYER_EAGLE drafts chains only"):
