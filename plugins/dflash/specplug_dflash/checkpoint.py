@@ -19,6 +19,13 @@ def load_network(runtime: Runtime) -> DFlashNetwork:
     checkpoint = Checkpoint.read(path)
     _check_fit(checkpoint, config, runtime)
     names = {rename(name) for name in checkpoint.tensors}
+    borrows = not {"embed_tokens.weight", "lm_head.weight"} <= names
+    if borrows and config.hidden_size != runtime.hidden_size:
+        raise CheckpointError(
+            f"draft model {path} does not fit the target: it is {config.hidden_size} wide and "
+            "reads with the target's embedding or LM head, which are "
+            f"{runtime.hidden_size} wide; use the draft model of this target"
+        )
     reduced = config.draft_vocab_size != config.vocab_size
     network = DFlashNetwork(
         config,

@@ -121,6 +121,16 @@ def test_a_reduced_vocabulary_needs_its_head_and_its_map(
         load(target, write_draft(tensors, layout))
 
 
+def test_a_draft_of_another_width_needs_an_embedding_and_a_head_of_its_own(
+    target: Path, write_draft: Write, speculators: Speculators
+) -> None:
+    tensors, layout = speculators(24)
+    load(target, write_draft(tensors, layout))
+    del tensors["embed_tokens.weight"]
+    with pytest.raises(CheckpointError, match="it is 24 wide and reads with the target's"):
+        load(target, write_draft(tensors, layout))
+
+
 def test_a_vocabulary_map_that_points_outside_is_refused(
     target: Path, write_draft: Write, speculators: Speculators
 ) -> None:
