@@ -126,6 +126,27 @@ class Draft:
         dense = _arange(bs, self.tokens.device).repeat_interleave(width, output_size=bs * width)
         return self.select(dense)
 
+    @cached_property
+    def links(self) -> tuple[Tensor, Tensor]:
+        """The tree as a kernel walks it: ``next_token`` and ``next_sibling``, each [bs, N] int64.
+
+        The first child of a node, and the next child of its parent; -1 where there is none, and
+        at nodes that do not count. From the root: to the first child while its token is what the
+        target says, else to that child's next sibling.
+        """
+        bs, width = self.tokens.shape
+        order = _arange(width, self.tokens.device)
+        parents = order.expand(bs, -1) - 1 if self.parents is None else self.parents
+        if self.widths is not None:
+            counts = torch.tensor(self.widths).to(parents.device, non_blocking=True).unsqueeze(1)
+            parents = torch.where(order < counts, parents, -2)
+        child_of = parents.unsqueeze(1) == order.unsqueeze(1)  # [bs, N, N], node j is i's child
+        is_node = parents.unsqueeze(2) >= 0
+        later = (
+            (parents.unsqueeze(1) == parents.unsqueeze(2)) & is_node & (order > order.unsqueeze(1))
+        )
+        return _first(child_of, order), _first(later, order)
+
     def flatten(self, padded: Tensor) -> Tensor:
         """[bs or 1, N] -> [T], in the flat order."""
         return self.select(padded.expand(self.tokens.shape).reshape(-1))
@@ -197,6 +218,13 @@ def _ragged(widths: Sequence[int] | None, width: int) -> tuple[int, ...] | None:
     if widths is None or all(w == width for w in widths):
         return None
     return tuple(widths)
+
+
+def _first(chosen: Tensor, order: Tensor) -> Tensor:
+    """[bs, N, N] bool -> [bs, N] int64, each row's first chosen index, -1 if there is none."""
+    none = len(order)
+    first = torch.where(chosen, order, none).amin(-1)
+    return torch.where(first < none, first, -1)
 
 
 def ancestor_mask(parents: Tensor, depth: int) -> Tensor:

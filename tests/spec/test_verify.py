@@ -106,6 +106,35 @@ def test_trees_are_accepted_as_by_a_plain_walk(case: Case) -> None:
 
 
 @exactly
+@given(case=cases(), chain=st.booleans())
+def test_a_walk_along_the_links_accepts_the_same(case: Case, chain: bool) -> None:
+    """As a kernel goes: to the first child while its token is right, else to the next sibling."""
+    draft = case.tree()
+    if chain:
+        draft = Draft.chain(draft.tokens, case.widths)
+    verified = verify_tree(draft, case.flat())
+    next_token, next_sibling = (link.tolist() for link in draft.links)
+    for b in range(case.size):
+        path, node = [0], next_token[b][0]
+        while node >= 0:
+            if case.tokens[b][node] == case.predict[b][path[-1]]:
+                path.append(node)
+                node = next_token[b][node]
+            else:
+                node = next_sibling[b][node]
+        first = int(draft.offsets[b])
+        accepted = [i - first for i in verified.accept_index[b].tolist() if i >= 0]
+        assert path == accepted
+        # Every node that counts is met exactly once by following all links.
+        met, stack = [], [0]
+        while stack:
+            node = stack.pop()
+            met.append(node)
+            stack += [n for n in (next_token[b][node], next_sibling[b][node]) if n >= 0]
+        assert sorted(met) == list(range(case.widths[b]))
+
+
+@exactly
 @given(case=cases(chain=True))
 def test_chains_are_accepted_as_by_a_plain_walk(case: Case) -> None:
     tokens = torch.tensor(case.tokens, dtype=torch.int64).view(case.size, -1 if case.size else 1)
