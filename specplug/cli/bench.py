@@ -48,7 +48,7 @@ MEASUREMENT = (
         show_default=True,
         metavar="A,B,…",
         help="Installed algorithms, or all; NONE always runs. One under settings of its own: "
-        "EAGLE3:steps=7,topk=4,tokens=16 (also draft=FOLDER).",
+        "NAME:steps=7,topk=4,tokens=16 (also draft=FOLDER).",
     ),
     click.Option(
         ["--batch-sizes"],

@@ -28,7 +28,8 @@ from specplug.spec.rotation import chunk_tails, rotate_chunks
 from specplug.spec.target_output import CommittedOutput, TargetOutput, compact
 from specplug.spec.verify import VerifyOutput
 
-_LOGPROB_NAMES = ("logprobs", "logprob_ids", "logprob_ranks")
+_FOR_HOST = ("logprobs", "logprob_ids", "logprob_ranks", ROUTED_EXPERTS)
+"""Outputs that requests may ask for."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -103,7 +104,8 @@ class StepRunner:
         clock = _Clock()
         chunks, runtime = scheduled.chunks, self._runtime
         widths = tuple(chunk.end - chunk.start for chunk in chunks)
-        batch = self._batch(ForwardMode.PREFILL, scheduled.requests)
+        needs = _needs(scheduled.requests)
+        batch = self._batch(ForwardMode.PREFILL, scheduled.requests, needs)
         batch.seq_lens = self._upload([chunk.start for chunk in chunks])
         batch.chunk_widths = widths
         batch.chunk_ends = tuple(chunk.end for chunk in chunks)
@@ -115,11 +117,11 @@ class StepRunner:
         tokens = self._upload([token for chunk in chunks for token in chunk.tokens])
         accept_lens = self._upload(list(widths))
         last_rows = accept_lens.cumsum(0) - 1
-        wants_experts = bool(_needs(scheduled.requests) & Needs.EXPERTS)
+        wants_experts = bool(needs & Needs.EXPERTS)
         logits, per_node = self._runner.prefill(tokens, plan, last_rows, wants_experts)
         clock.lap("target")
         ends = batch.seq_lens + accept_lens
-        predict = self._sample(scheduled.requests, batch.rows, ends, logits, None)
+        predict = self._sample(needs, batch.rows, ends, logits, None)
         logprobs = self._logprobs(scheduled.requests, logits, predict)
         output = CommittedOutput(
             tokens=rotate_chunks(tokens, last_rows, chunk_tails(batch, 1, predict)),
@@ -132,33 +134,33 @@ class StepRunner:
         self._extend(batch, output, ends)
         clock.lap("extend")
         ones = torch.ones_like(predict)
-        wanted = {**logprobs, **_experts(per_node)}
+        wanted = _for_host({**per_node, **logprobs})
         return self._result(scheduled, predict.unsqueeze(1), ones, wanted, widths, clock)
 
     def _decode(self, scheduled: Decode) -> StepResult:
         clock = _Clock()
         requests, runtime = scheduled.requests, self._runtime
         runtime.max_slots = scheduled.max_slots
-        batch = self._batch(ForwardMode.DECODE, requests)
+        needs = _needs(requests)
+        batch = self._batch(ForwardMode.DECODE, requests, needs)
         batch.room = scheduled.room
         batch.seq_lens, draft_input = self._future_map.resolve(batch.rows)
         draft = self._hooks.propose(runtime=runtime, batch=batch, draft_input=draft_input)
         self._check(draft, batch)
         draft = draft.narrow(batch.room)
         clock.lap("propose")
-        output = self._verify_pass(batch, draft)
+        output = self._verify_pass(batch, draft, needs)
         clock.lap("target")
         verified = self._hooks.verify(
             runtime=runtime, batch=batch, draft=draft, target_output=output
         )
-        self._commit(batch, draft, verified)
+        self._commit(batch, draft, verified, needs)
         committed = compact(verified, output.per_node)
         clock.lap("verify")
         self._extend(batch, committed, batch.seq_lens + verified.accept_lens)
         clock.lap("extend")
         tokens = committed.tokens.view(batch.size, -1)
-        wanted = {n: committed.per_node[n] for n in _LOGPROB_NAMES if n in committed.per_node}
-        wanted |= _experts(committed.per_node)
+        wanted = _for_host(committed.per_node)
         widths = draft.widths or (draft.width,) * batch.size
         return self._result(scheduled, tokens, verified.accept_lens, wanted, widths, clock)
 
@@ -175,7 +177,7 @@ class StepRunner:
                 "validate_config()"
             )
 
-    def _verify_pass(self, batch: Batch, draft: Draft) -> TargetOutput:
+    def _verify_pass(self, batch: Batch, draft: Draft, needs: Needs) -> TargetOutput:
         """The target's forward over the draft's nodes, and its token after each of them."""
         plan = self._runtime.make_plan(
             batch.rows,
@@ -186,16 +188,16 @@ class StepRunner:
             padding=draft.padding,
         )
         batch.attention = plan
-        wants_experts = bool(_needs(batch.requests) & Needs.EXPERTS)
         nodes = draft.flatten(draft.tokens)
-        logits, per_node = self._runner.verify(nodes, plan, wants_experts)
+        logits, per_node = self._runner.verify(nodes, plan, bool(needs & Needs.EXPERTS))
         rows = batch.rows[draft.batch_index]
-        requests = batch.requests
-        predict = self._sample(requests, rows, plan.positions + 1, logits, draft)
-        per_node.update(self._logprobs(requests, logits, predict))
-        return TargetOutput(predict=predict, logits=logits, per_node=per_node)
+        predict = self._sample(needs, rows, plan.positions + 1, logits, draft)
+        logprobs = self._logprobs(batch.requests, logits, predict)
+        # A recorded pass gives the same dictionary every time: nothing is added to it.
+        outputs = {**per_node, **logprobs}
+        return TargetOutput(predict=predict, logits=logits, per_node=outputs)
 
-    def _commit(self, batch: Batch, draft: Draft, verified: VerifyOutput) -> None:
+    def _commit(self, batch: Batch, draft: Draft, verified: VerifyOutput, needs: Needs) -> None:
         """Bring the accepted path's KV to consecutive slots, and count its tokens."""
         index = verified.accept_index
         valid = index >= 0
@@ -208,7 +210,7 @@ class StepRunner:
             source = torch.where(valid, slots[row, start + local], 0)
             target = torch.where(valid, slots[row, start + columns], 0)
             move_slots(self._pool, source.view(-1), target.view(-1))
-        if _needs(batch.requests) & Needs.PENALTIES:
+        if needs & Needs.PENALTIES:
             nodes = draft.flatten(draft.tokens)[index.clamp(min=0)]
             self._runtime.sampler.count(batch.rows, nodes, valid)
 
@@ -229,20 +231,19 @@ class StepRunner:
         self._future_map.publish(batch.rows, seq_lens, output)
         self._future_map.stash(batch.rows, draft_input)
 
-    def _batch(self, mode: ForwardMode, requests: Sequence[Request]) -> Batch:
+    def _batch(self, mode: ForwardMode, requests: Sequence[Request], needs: Needs) -> Batch:
         rows = self._upload([request.row for request in requests])
-        greedy = not _needs(requests) & Needs.NOISE
+        greedy = not needs & Needs.NOISE
         return Batch(mode=mode, requests=requests, rows=rows, seq_lens=rows, greedy=greedy)
 
     def _sample(
         self,
-        requests: Sequence[Any],
+        needs: Needs,
         rows: Tensor,
         positions: Tensor,
         logits: Tensor,
         draft: Draft | None,
     ) -> Tensor:
-        needs = _needs(requests)
         sampler = self._runtime.sampler
         random = sampler.is_random(rows) if needs & Needs.NOISE else None
         return sampler.sample(logits, needs, random, rows, positions, draft)
@@ -304,8 +305,9 @@ def _needs(requests: Sequence[Any]) -> Needs:
     return needs
 
 
-def _experts(per_node: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n: per_node[n] for n in (ROUTED_EXPERTS,) if n in per_node}
+def _for_host(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a pass's outputs, those that requests asked for."""
+    return {name: outputs[name] for name in _FOR_HOST if name in outputs}
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -73,6 +73,23 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / 'config.json'}: {key!r} is missing")
         return self.config[key]
 
+    def check_target(self, **sizes: tuple[int, int]) -> None:
+        """Refuse a draft that was made for another target.
+
+        Args:
+            sizes: what is compared (``hidden_size``, …) -> the draft's size and the target's.
+
+        Raises:
+            CheckpointError: two of them differ.
+        """
+        for name, (mine, target) in sizes.items():
+            if mine != target:
+                raise CheckpointError(
+                    f"draft model {self.path} does not fit the target: it was made for a "
+                    f"{name.replace('_', ' ')} of {mine}, the target's is {target}; use the draft "
+                    "model of this target"
+                )
+
     def check_plain_layers(self) -> None:
         """Refuse what ``specplug.layers`` does not compute, since it would draft nonsense.
 

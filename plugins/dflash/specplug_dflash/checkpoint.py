@@ -48,16 +48,11 @@ def rename(name: str) -> str | None:
 
 
 def _check_fit(checkpoint: Checkpoint, config: DFlashConfig, runtime: Runtime) -> None:
-    for what, mine, target in (
-        ("hidden size", config.target_hidden_size, runtime.hidden_size),
-        ("vocabulary", config.vocab_size, runtime.vocab_size),
-        ("depth", config.num_target_layers or runtime.num_layers, runtime.num_layers),
-    ):
-        if mine != target:
-            raise CheckpointError(
-                f"draft model {checkpoint.path} does not fit the target: it was made for a "
-                f"{what} of {mine}, the target's is {target}; use the draft model of this target"
-            )
+    checkpoint.check_target(
+        hidden_size=(config.target_hidden_size, runtime.hidden_size),
+        vocabulary=(config.vocab_size, runtime.vocab_size),
+        depth=(config.num_target_layers or runtime.num_layers, runtime.num_layers),
+    )
     if any(not 0 <= i <= runtime.num_layers for i in config.feature_layers):
         raise CheckpointError(
             f"draft model {checkpoint.path} does not fit the target: it reads what leaves layers "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specplug import Checkpoint, CheckpointError, Runtime, layers
+from specplug import Checkpoint, Runtime, layers
 from specplug_eagle.network import EagleConfig, EagleNetwork
 
 
@@ -15,7 +15,10 @@ def load_network(runtime: Runtime) -> EagleNetwork:
     assert runtime.config.draft_model_path is not None
     checkpoint = Checkpoint.read(runtime.config.draft_model_path)
     config = network_config(checkpoint, runtime.context_len)
-    _check_fit(checkpoint, config, runtime)
+    checkpoint.check_target(
+        hidden_size=(config.hidden_size, runtime.hidden_size),
+        vocabulary=(config.vocab_size, runtime.vocab_size),
+    )
     own_embedding = "embed_tokens.weight" in {rename(name) for name in checkpoint.tensors}
     network = EagleNetwork(config, own_embedding=own_embedding).to(runtime.dtype)
     checkpoint.load_into(network, rename=rename)
@@ -55,15 +58,3 @@ def network_config(checkpoint: Checkpoint, context_len: int) -> EagleConfig:
         fc_bias="fc.bias" in names,
         attention_bias="layers.0.self_attn.q_proj.bias" in names,
     )
-
-
-def _check_fit(checkpoint: Checkpoint, config: EagleConfig, runtime: Runtime) -> None:
-    for what, mine, target in (
-        ("hidden size", config.hidden_size, runtime.hidden_size),
-        ("vocabulary", config.vocab_size, runtime.vocab_size),
-    ):
-        if mine != target:
-            raise CheckpointError(
-                f"draft model {checkpoint.path} does not fit the target: it was made for a "
-                f"{what} of {mine}, the target's is {target}; use the draft model of this target"
-            )

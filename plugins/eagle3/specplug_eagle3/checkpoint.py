@@ -107,15 +107,10 @@ def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) ->
 
 
 def _check_fit(checkpoint: Checkpoint, config: Eagle3Config, runtime: Runtime) -> None:
-    for what, mine, target in (
-        ("hidden size", config.target_hidden_size, runtime.hidden_size),
-        ("vocabulary", config.vocab_size, runtime.vocab_size),
-    ):
-        if mine != target:
-            raise CheckpointError(
-                f"draft model {checkpoint.path} does not fit the target: it was made for a "
-                f"{what} of {mine}, the target's is {target}; use the draft model of this target"
-            )
+    checkpoint.check_target(
+        hidden_size=(config.target_hidden_size, runtime.hidden_size),
+        vocabulary=(config.vocab_size, runtime.vocab_size),
+    )
     if any(not 0 <= i <= runtime.num_layers for i in config.aux_layer_ids):
         raise CheckpointError(
             f"draft model {checkpoint.path} does not fit the target: it reads layers "
