@@ -144,6 +144,70 @@ class GatedMLP(nn.Module):
         return down
 
 
+class DecoderLayer(nn.Module):
+    """A decoder layer of the Llama kind: grouped-query attention and a gated feed-forward layer.
+
+    Args:
+        hidden_size, intermediate_size: widths of the layer and of its feed-forward part.
+        num_heads, num_kv_heads, head_dim: H, Hkv, D.
+        eps: of all norms.
+        bias, output_bias: of the query, key and value, and of the output projection.
+        qk_norm: queries and keys are normed by head (Qwen3).
+        input_norm: what is read is normed first.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+        input_norm: bool = True,
+    ) -> None:
+        super().__init__()
+        self.self_attn = QKVProjection(
+            hidden_size,
+            hidden_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            bias=bias,
+            output_bias=output_bias,
+            norm_eps=eps if qk_norm else None,
+        )
+        self.mlp = GatedMLP(hidden_size, intermediate_size)
+        self.input_layernorm = RMSNorm(hidden_size, eps) if input_norm else None
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        index: int,
+        attend: Attend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """[R, hidden] -> [R, hidden], or [n, hidden] if only ``rows`` [n] are wanted.
+
+        Args:
+            rotary: what ``Rotary`` gives for the rows' positions.
+            index: the layer's number, for ``attend``. All rows leave their keys and values.
+        """
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
+        mixed = attend(index, *self.self_attn.qkv(normed, *rotary))
+        if rows is not None:
+            mixed, x = mixed[rows], x[rows]
+        x = x + self.self_attn.o_proj(mixed)
+        added: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return added
+
+
 class Rotary(nn.Module):
     """Rotary position embedding, as transformers computes it from a model's configuration.
 

@@ -16,27 +16,6 @@ from specplug import layers
 from specplug_dflash.config import DFlashConfig
 
 
-class DFlashLayer(nn.Module):
-    """A decoder layer (Qwen3's): norms of queries and keys by head, gated feed-forward layer."""
-
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = layers.QKVProjection(
-            hidden,
-            hidden,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            bias=config.attention_bias,
-            output_bias=config.attention_bias,
-            norm_eps=eps,
-        )
-        self.mlp = layers.GatedMLP(hidden, config.intermediate_size)
-        self.input_layernorm = layers.RMSNorm(hidden, eps)
-        self.post_attention_layernorm = layers.RMSNorm(hidden, eps)
-
-
 class DFlashNetwork(nn.Module):
     """Keys and values of the target's features in each layer; a block of embeddings in, states out.
 
@@ -72,7 +51,20 @@ class DFlashNetwork(nn.Module):
         fused = config.target_hidden_size * len(config.feature_layers)
         self.fc = nn.Linear(fused, hidden, bias=False)
         self.hidden_norm = layers.RMSNorm(hidden, eps)
-        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            layers.DecoderLayer(
+                hidden,
+                config.intermediate_size,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                eps,
+                bias=config.attention_bias,
+                output_bias=config.attention_bias,
+                qk_norm=True,
+            )
+            for _ in range(config.num_hidden_layers)
+        )
         self.norm = layers.RMSNorm(hidden, eps)
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if own_embedding else None
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False) if own_head else None
@@ -139,11 +131,8 @@ class DFlashNetwork(nn.Module):
         hidden = embeds
         rotation = self.rotary(positions)
         for index, layer in enumerate(self._decoder_layers()):
-            attention = layer.self_attn
-            mixed = attend(index, *attention.qkv(layer.input_layernorm(hidden), *rotation))
-            hidden = hidden + attention.o_proj(mixed)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            hidden = layer(hidden, rotation, index, attend)
         return hidden
 
-    def _decoder_layers(self) -> list[DFlashLayer]:
-        return [layer for layer in self.layers if isinstance(layer, DFlashLayer)]
+    def _decoder_layers(self) -> list[layers.DecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, layers.DecoderLayer)]

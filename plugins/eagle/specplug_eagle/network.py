@@ -42,33 +42,6 @@ class EagleConfig:
     attention_bias: bool = False
 
 
-class DecoderLayer(nn.Module):
-    """A Llama layer; the first one reads ``fc``'s result without a norm."""
-
-    def __init__(self, config: EagleConfig, index: int) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.index = index
-        self.self_attn = layers.QKVProjection(
-            hidden,
-            hidden,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            bias=config.attention_bias,
-        )
-        self.mlp = layers.GatedMLP(hidden, config.intermediate_size)
-        self.input_layernorm = layers.RMSNorm(hidden, eps) if index > 0 else None
-        self.post_attention_layernorm = layers.RMSNorm(hidden, eps)
-
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: layers.Attend) -> Tensor:
-        """[R, hidden] -> [R, hidden], with cos and sin [R, 1, head_dim]."""
-        x = hidden if self.input_layernorm is None else self.input_layernorm(hidden)
-        mixed = attend(self.index, *self.self_attn.qkv(x, cos, sin))
-        hidden = hidden + self.self_attn.o_proj(mixed)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
 class EagleNetwork(nn.Module):
     """Features of the target in, features of the target out, one position further.
 
@@ -85,7 +58,17 @@ class EagleNetwork(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, size) if own_embedding else None
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index) for index in range(config.num_hidden_layers)
+            layers.DecoderLayer(
+                size,
+                config.intermediate_size,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                config.rms_norm_eps,
+                bias=config.attention_bias,
+                input_norm=index > 0,  # the first layer reads what ``fc`` gives as it is
+            )
+            for index in range(config.num_hidden_layers)
         )
         self.rotary = layers.Rotary(config.rope, config.head_dim, config.max_position_embeddings)
 
@@ -105,7 +88,7 @@ class EagleNetwork(nn.Module):
             [R, hidden], the feature of the next position.
         """
         hidden = self.fc(torch.cat((embeds, hidden), dim=-1))
-        cos, sin = self.rotary(positions)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, attend)
+        rotary = self.rotary(positions)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, rotary, index, attend)
         return hidden

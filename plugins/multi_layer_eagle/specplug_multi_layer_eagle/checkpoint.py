@@ -236,7 +236,7 @@ def _check_fit(checkpoint: Checkpoint, runtime: Runtime) -> None:
 
 
 def _check_dense(checkpoint: Checkpoint) -> None:
-    """Refuse what ``DecoderBlock`` does not compute: it would run, and draft nonsense."""
+    """Refuse what ``layers.DecoderLayer`` does not compute: it would run, and draft nonsense."""
     keys = checkpoint.config
     foreign = sorted(
         part

@@ -1,4 +1,4 @@
-"""Decoder layers that ``DecoderBlock`` is not: transformers' own, with the draft's attention.
+"""Layers that ``layers.DecoderLayer`` is not: transformers' own, with the draft's attention.
 
 DeepSeek-V3 has latent attention and experts, GLM-4.5 partial rotary embedding and experts. Their
 experts are transformers' own too, which may ask the device which of them are used.
@@ -47,7 +47,7 @@ def _attention(
 
 
 class FamilyBlock(nn.Module):
-    """A decoder layer of transformers, called as ``DecoderBlock`` is; the names are its own."""
+    """A layer of transformers, called as ``layers.DecoderLayer`` is; the names are its own."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class FamilyBlock(nn.Module):
         attend: layers.Attend,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """See ``DecoderBlock.forward``."""
+        """See ``layers.DecoderLayer.forward``."""
         x = x.unsqueeze(0)
         mixed, _ = self.self_attn(
             self.input_layernorm(x),

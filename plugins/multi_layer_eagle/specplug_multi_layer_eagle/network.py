@@ -46,52 +46,26 @@ class MTPConfig:
     normed_chain: bool = False
 
 
-class DecoderBlock(nn.Module):
-    """A decoder layer of the Llama kind: grouped-query attention and a gated MLP."""
-
-    def __init__(self, config: MTPConfig) -> None:
-        super().__init__()
-        eps, hidden = config.rms_norm_eps, config.hidden_size
-        self.self_attn = layers.QKVProjection(
-            hidden,
-            hidden,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            bias=config.attention_bias,
-            output_bias=config.output_bias,
-            norm_eps=eps if config.qk_norm else None,
-        )
-        self.mlp = layers.GatedMLP(hidden, config.intermediate_size)
-        self.input_layernorm = layers.RMSNorm(hidden, eps)
-        self.post_attention_layernorm = layers.RMSNorm(hidden, eps)
-
-    def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        index: int,
-        attend: layers.Attend,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """[R, hidden] -> [R, hidden], or [n, hidden] if only ``rows`` [n] are wanted.
-
-        ``index`` is the layer's number, for ``attend``. All rows leave their keys and values.
-        """
-        q, k, v = self.self_attn.qkv(self.input_layernorm(x), *rotary)
-        mixed = attend(index, q, k, v)
-        if rows is not None:
-            mixed, x = mixed[rows], x[rows]
-        x = x + self.self_attn.o_proj(mixed)
-        added: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return added
+def decoder_block(config: MTPConfig) -> layers.DecoderLayer:
+    """The decoder layer of a dense family."""
+    return layers.DecoderLayer(
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.rms_norm_eps,
+        bias=config.attention_bias,
+        output_bias=config.output_bias,
+        qk_norm=config.qk_norm,
+    )
 
 
 class MTPLayer(nn.Module):
     """One MTP module: an embedding and a hidden state joined, then a decoder layer.
 
     Args:
-        block: called as ``DecoderBlock.forward`` is.
+        block: called as ``layers.DecoderLayer.forward`` is.
     """
 
     def __init__(self, config: MTPConfig, block: nn.Module) -> None:
@@ -131,7 +105,7 @@ class MTPNetwork(nn.Module):
     those of the token at p + k + 1.
 
     Args:
-        blocks: the decoder layers, if they are not ``DecoderBlock``.
+        blocks: the decoder layers, if they are not ``decoder_block``'s.
         rotary: makes of [R] positions what the blocks take; ``layers.Rotary`` by default.
     """
 
@@ -144,7 +118,7 @@ class MTPNetwork(nn.Module):
         super().__init__()
         self.config = config
         if blocks is None:
-            blocks = [DecoderBlock(config) for _ in range(config.num_layers)]
+            blocks = [decoder_block(config) for _ in range(config.num_layers)]
         self.layers = nn.ModuleList(MTPLayer(config, block) for block in blocks)
         self.rotary = rotary or layers.Rotary(
             config.rope, config.head_dim, config.max_position_embeddings
