@@ -30,10 +30,16 @@ class Capabilities:
         branching: drafts may branch (``topk > 1``); otherwise they are chains.
         draft_model: it loads weights of its own, found by ``--speculative-draft-model-path`` or
             shipped for the default model.
+        overlap: a step may be launched before the host knows what the last one accepted.
+        prefix_cache: a request may begin in the middle of its prompt, where the KV of what lies
+            before is found in the prefix cache, the draft model's too. Not if the algorithm keeps
+            what it has seen at every position elsewhere and cannot make it from the tokens.
     """
 
     branching: bool = False
     draft_model: bool = False
+    overlap: bool = True
+    prefix_cache: bool = True
 
 
 @attrs.frozen(kw_only=True)
@@ -88,6 +94,9 @@ class SpecConfig:
         num_draft_tokens: nodes N that the target verifies for each request, root included.
         num_draft_slots: KV slots behind a request's committed length that the draft model may
             write while it drafts; the engine reserves at least N.
+        draft_lookahead: tokens behind a position on which the draft's KV there depends, so that a
+            cached page is shared only where these are equal too. None: 1 for a draft model with a
+            KV cache, as the token behind each position is what ``build_draft_input`` gives; else 0.
         draft_model_path: folder of the draft weights, or None.
         target_config: the target's ``config.json`` as a mapping (``hidden_size``, …).
         adjustments: what ``validate_config`` changed, and why; shown to the user once.
@@ -98,6 +107,7 @@ class SpecConfig:
     topk: int = attrs.field(default=1, validator=validators.ge(1))
     num_draft_tokens: int = attrs.field(default=2, validator=validators.ge(1))
     num_draft_slots: int = 0
+    draft_lookahead: int | None = None
     draft_model_path: Path | None = None
     target_config: Mapping[str, Any] = attrs.field(factory=dict)
     adjustments: tuple[str, ...] = ()

@@ -21,3 +21,8 @@ class PluginError(SpecplugError):
 
 class CheckpointError(SpecplugError):
     """A checkpoint is missing, or does not fit the network or the target it is meant for."""
+
+
+class FallbackWarning(UserWarning):
+    """Something that was asked for, or is on by default, is off or other in this run; the message
+    says why. ``LLM.effective_config`` says it too."""

@@ -13,7 +13,7 @@ import attrs
 import click
 
 from specplug.cli.loading import load
-from specplug.cli.options import ENGINE, SAMPLING, check_speculation, chosen
+from specplug.cli.options import ENGINE, GRAMMAR, SAMPLING, check_speculation, chosen
 from specplug.errors import SpecplugError, UsageError
 from specplug.registry import Registry
 
@@ -79,7 +79,7 @@ class Run:
         }
 
 
-@click.command(params=[*ENGINE, *SAMPLING, *SOURCES])
+@click.command(params=[*ENGINE, *SAMPLING, *GRAMMAR, *SOURCES])
 def generate(**options: Any) -> None:
     """Complete each PROMPT; a dash reads one from standard input.
 
@@ -88,7 +88,7 @@ def generate(**options: Any) -> None:
     from specplug.engine.sampling_params import SamplingParams
 
     engine, as_json = chosen(ENGINE, options), options["as_json"]
-    params = SamplingParams(**chosen(SAMPLING, options))
+    params = SamplingParams(**chosen((*SAMPLING, *GRAMMAR), options))
     selected = Registry().select(engine["speculative_algorithm"])
     check_speculation(selected.info, engine)
     prompts = _read_prompts(options["prompts"], options["prompt_file"])

@@ -19,6 +19,21 @@ def _no_limit(ctx: click.Context, option: click.Parameter, value: int) -> int | 
     return value
 
 
+def _text_or_file(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    if value is None or not value.startswith("@"):
+        return value
+    file = Path(value[1:])
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        why = error.strerror or error
+        raise click.BadParameter(f"file {str(file)!r} cannot be read: {why}.") from error
+    except UnicodeDecodeError as error:
+        raise click.BadParameter(
+            f"file {str(file)!r} is not UTF-8 (byte {error.start}); expected UTF-8 text."
+        ) from error
+
+
 COUNT = click.IntRange(min=1)
 
 ENGINE = (
@@ -157,6 +172,24 @@ SAMPLING = (
     click.Option(["--ignore-eos"], is_flag=True, help="Go on after the end-of-sequence token."),
 )
 """Options that are arguments of ``SamplingParams``."""
+
+GRAMMAR = (
+    click.Option(
+        ["--json-schema"],
+        metavar="TEXT|@FILE",
+        callback=_text_or_file,
+        help="JSON schema that the output must match; with @, the file it is in. "
+        "Needs specplug[grammar], as the next two do.",
+    ),
+    click.Option(["--regex"], help="Regular expression that the whole output must match."),
+    click.Option(
+        ["--ebnf"],
+        metavar="TEXT|@FILE",
+        callback=_text_or_file,
+        help="Grammar in GBNF that the output must match, from its rule root; with @, its file.",
+    ),
+)
+"""Options that are arguments of ``SamplingParams`` too: what the output must look like."""
 
 
 def chosen(group: Sequence[click.Parameter], options: Mapping[str, Any]) -> dict[str, Any]:

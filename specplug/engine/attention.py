@@ -160,6 +160,29 @@ class PagedPlan:
         return visible
 
 
+@attrs.frozen(eq=False)
+class JoinedPlan:
+    """Two plans in one pass, the rows of one behind those of the other: a prefill and a decode
+    step, whose requests are so differently wide that each has its own padding."""
+
+    parts: tuple[PagedPlan, PagedPlan]
+
+    @property
+    def positions(self) -> Tensor:
+        """[R] int64."""
+        return torch.cat([part.positions for part in self.parts])
+
+    def attend(
+        self, cache: KVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any
+    ) -> Tensor:
+        """See ``PagedPlan.attend``."""
+        first, second = self.parts
+        rows = len(first.positions)
+        before = first.attend(cache, layer, q[:rows], k[:rows], v[:rows], *how)
+        behind = second.attend(cache, layer, q[rows:], k[rows:], v[rows:], *how)
+        return torch.cat((before, behind))
+
+
 def make_plan(
     request_table: Tensor,
     rows: Tensor,
@@ -168,6 +191,7 @@ def make_plan(
     length: int,
     *,
     last_position: int,
+    floors: Tensor | None = None,
     offset: int = 0,
     positions: Tensor | None = None,
     mask: Tensor | None = None,
@@ -183,6 +207,8 @@ def make_plan(
         length: L, at least every request's length after the pass.
         last_position: positions are clamped to it; a node behind the context's end is never used,
             but must not read past a rotary table.
+        floors: [rows] int64, by request row the position from which on a request may write; needed
+            with a negative ``offset``.
         offset, positions [bs or 1, Q], mask, padding: see ``PagedPlan``.
     """
     bs = rows.shape[0]
@@ -190,8 +216,9 @@ def make_plan(
     if padding is not None:
         index = index.clamp(max=request_table.shape[1] - 1)  # padding of a shorter request
     slots = request_table[rows.unsqueeze(1), index.clamp(min=0) if offset < 0 else index]
-    if offset < 0:  # before position 0 there is nothing: these rows go to the padding slot
-        slots = torch.where(index >= 0, slots, 0)
+    if offset < 0:  # before its floor nothing is a request's own: these rows go to the padding slot
+        assert floors is not None
+        slots = torch.where(index >= floors[rows].unsqueeze(1), slots, 0)
         index = index.clamp(min=0)
     slots = slots.view(-1)
     positions = (index if positions is None else positions).reshape(-1)
@@ -215,7 +242,7 @@ def make_plan(
 class TargetPass:
     """What transformers hands through to our attention: the plan, and the target's cache."""
 
-    plan: PagedPlan
+    plan: PagedPlan | JoinedPlan
     cache: KVCache
 
 
@@ -242,7 +269,8 @@ def _attention(
     if width < key.shape[3]:  # latent attention; the cache has one width
         value = F.pad(value, (0, key.shape[3] - width))
     k, v = key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
-    if plan.bs == 1 and plan.padding is None:  # transformers' layout is ours already
+    if isinstance(plan, PagedPlan) and plan.bs == 1 and plan.padding is None:
+        # transformers' layout is ours already.
         out = plan.attend_padded(cache, layer, query, k, v, scaling, sliding_window, softcap)
         return out.transpose(1, 2)[..., :width], None
     q = query.squeeze(0).transpose(0, 1)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from specplug.debug import DEBUG
+from specplug.engine.captures import ROUTED_EXPERTS
 from specplug.engine.outputs import Logprob
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.runtime import EngineRuntime
-from specplug.engine.scheduler import Decode, Prefill, Scheduler
+from specplug.engine.scheduler import Scheduler, Step
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepResult, StepRunner
 from specplug.spec.report import RequestReport, StepReport
@@ -46,6 +48,7 @@ class Engine:
         self._hooks = hooks
         self._tokenizer = tokenizer
         self._launched: deque[StepResult] = deque()
+        self._launching: Step | None = None
         self._aborted: deque[str] = deque()
         self.step = self.overlap_step if overlap else self.plain_step
 
@@ -68,113 +71,105 @@ class Engine:
         self._aborted.append(request_id)
 
     def abandon(self, error: BaseException) -> None:
-        """End every request after a step has failed: what was launched is lost."""
-        self._launched.clear()
-        self.scheduler.admitted.clear()
-        for request in list(self.scheduler):
+        """End every request after a step has failed: what was launched is lost, and so is what it
+        may have written to the prefix cache."""
+        lost = [result.step for result in self._launched]
+        lost += [self._launching] if self._launching is not None else []
+        for request in (request for step in lost for request in step.requests):
             request.in_flight = 0
-            ends = not request.finished
-            if ends:
-                request.error = f"{type(error).__name__}: {error}"
-                request.finish("error")
-            self.scheduler.release_if_idle(request)
-            if ends:
-                with suppress(Exception):  # ``error`` is the one to tell
-                    self._report_finished(request)
+        self._launched.clear()
+        self._launching = None
+        for request in list(self.scheduler):
+            request.in_flight = 0  # of a step that failed while it was scheduled or processed
+            request.error = f"{type(error).__name__}: {error}"
+            request.finish("error")
+            self.scheduler.release(request)
+            with suppress(Exception):  # ``error`` is the one to tell
+                self._report_finished(request)
+        self.scheduler.cache.clear()
 
     def plain_step(self) -> list[Request]:
         """Launch a step and process it; the requests that moved."""
         moved = self._process_aborts()
-        scheduled = self._schedule()
-        if scheduled is not None:
-            moved += self._process(self._steps.run(scheduled))
+        launched = self._launch()
+        if launched is not None:
+            moved += self._process(launched)
         self._check_idle()
         return moved
 
     def overlap_step(self) -> list[Request]:
         """Launch a step, then process the one before it while this one runs."""
         moved = self._process_aborts()
-        scheduled = self._schedule()
-        if scheduled is not None:
-            self._launched.append(self._steps.run(scheduled))
-        if len(self._launched) > (scheduled is not None):
+        launched = self._launch()
+        if launched is not None:
+            self._launched.append(launched)
+        if len(self._launched) > (launched is not None):
             moved += self._process(self._launched.popleft())
         self._check_idle()
         return moved
 
-    def _schedule(self) -> Prefill | Decode | None:
-        scheduled = self.scheduler.schedule()
-        for request in self.scheduler.admitted:
+    def _launch(self) -> StepResult | None:
+        began = time.perf_counter()
+        step = self._launching = self.scheduler.schedule()
+        if step is None:
+            return None
+        for request in step.admitted:
             self._runtime.sampler.admit(request)
-        self.scheduler.admitted.clear()
-        return scheduled
+        scheduled = time.perf_counter()
+        result = self._steps.run(step)
+        result.host_seconds = scheduled - began
+        self._launching = None
+        return result
 
     def _process(self, result: StepResult) -> list[Request]:
         result.wait()
-        tokens, accept_lens = result.tokens.tolist(), result.accept_lens.tolist()
-        logprobs = {name: tensor.tolist() for name, tensor in result.logprobs.items()}
-        if isinstance(result.scheduled, Prefill):
-            kept = self._process_prefill(result, tokens, logprobs)
-            self.statistics.count_prefill(result.seconds)
-        else:
-            kept = self._process_decode(result, tokens, accept_lens, logprobs)
-            counted = [i for i, tokens_kept in enumerate(kept) if tokens_kept]
-            self.statistics.count_decode(
-                [result.widths[i] for i in counted],
-                [accept_lens[i] for i in counted],
-                depth=len(tokens[0]) - 1,
-                seconds=result.seconds,
-            )
-        requests = result.scheduled.requests
-        self._hooks.on_step(
-            runtime=self._runtime,
-            report=StepReport(
-                mode="prefill" if isinstance(result.scheduled, Prefill) else "decode",
-                request_ids=tuple(request.request_id for request in requests),
-                widths=result.widths,
-                accept_lens=tuple(kept),
-                seconds=result.seconds,
-            ),
-        )
-        return list(requests)
+        began = time.perf_counter()
+        sampled = self._process_prefill(result)
+        kept = self._process_decode(result)
+        result.host_seconds += time.perf_counter() - began
+        report = _report(result, sampled, kept)
+        self.statistics.add(report)
+        self._hooks.on_step(runtime=self._runtime, report=report)
+        return list(result.step.requests)
 
-    def _process_prefill(
-        self, result: StepResult, tokens: list[list[int]], logprobs: dict[str, Any]
-    ) -> list[int]:
-        assert isinstance(result.scheduled, Prefill)
-        kept, end = [], 0
-        for i, chunk in enumerate(result.scheduled.chunks):
-            request = chunk.request
-            start, end = end, end + result.widths[i]
-            if result.routed_experts is not None:
-                request.append_experts(result.routed_experts[start:end])
-            self.statistics.prompt_tokens += chunk.end - chunk.start
-            count = self._append(request, tokens[i], logprobs, i) if chunk.is_last else 0
-            kept.append(count)
-            if count and request.finished:
+    def _process_prefill(self, result: StepResult) -> list[bool]:
+        """Hand out what a prefill has sampled; whether each chunk gave a token."""
+        prefill, given = result.prefill, []
+        if result.step.prefill is None or prefill is None:
+            return []
+        tokens, logprobs = prefill.tokens.tolist(), _as_lists(prefill.wanted)
+        end = 0
+        for i, chunk in enumerate(result.step.prefill.chunks):
+            request, size = chunk.request, chunk.end - chunk.start
+            start, end = end, end + size
+            if ROUTED_EXPERTS in prefill.wanted:
+                experts = prefill.wanted[ROUTED_EXPERTS][start:end]
+                request.append_experts(experts, chunk.start)
+            taken = self._append(request, tokens[i : i + 1], logprobs, i) if chunk.is_last else 0
+            given.append(taken == 1)
+            if taken and request.finished:
                 self._report_finished(request)
             self.scheduler.processed(request, committed=None)
-        return kept
+        return given
 
-    def _process_decode(
-        self,
-        result: StepResult,
-        tokens: list[list[int]],
-        accept_lens: list[int],
-        logprobs: dict[str, Any],
-    ) -> list[int]:
-        columns = len(tokens[0])
-        kept = []
-        for i, request in enumerate(result.scheduled.requests):
-            count = self._append(request, tokens[i][: accept_lens[i]], logprobs, i * columns)
-            if count and result.routed_experts is not None:
-                row = i * columns
-                request.append_experts(result.routed_experts[row : row + count])
-            if count:
-                request.accept_lens.append(count)
+    def _process_decode(self, result: StepResult) -> list[int]:
+        """Hand out what a decode step has accepted; how many tokens each request took."""
+        decode, kept = result.decode, []
+        if result.step.decode is None or decode is None:
+            return []
+        tokens, accept_lens = decode.tokens.tolist(), decode.accept_lens.tolist()
+        columns, logprobs = len(tokens[0]), _as_lists(decode.wanted)
+        for i, request in enumerate(result.step.decode.requests):
+            row = i * columns
+            taken = self._append(request, tokens[i][: accept_lens[i]], logprobs, row)
+            if taken and ROUTED_EXPERTS in decode.wanted:
+                experts = decode.wanted[ROUTED_EXPERTS][row : row + taken]
+                request.append_experts(experts, request.num_routed)
+            if taken:
+                request.accept_lens.append(taken)
                 if request.finished:
                     self._report_finished(request)
-            kept.append(count)
+            kept.append(taken)
             self.scheduler.processed(request, committed=accept_lens[i])
         return kept
 
@@ -188,7 +183,6 @@ class Engine:
                 break
             request.append(token, self._token_logprobs(request, logprobs, row + taken))
             taken += 1
-        self.statistics.output_tokens += taken
         return taken
 
     def _token_logprobs(
@@ -214,31 +208,58 @@ class Engine:
             return []
         wanted = set(self._aborted)
         self._aborted.clear()
-        ended = [r for r in self.scheduler if r.request_id in wanted and not r.finished]
+        ended = [request for request in self.scheduler if request.request_id in wanted]
         for request in ended:
             request.finish("abort")
+            self.scheduler.release(request)
             self._report_finished(request)
-            self.scheduler.release_if_idle(request)
         return ended
 
     def _report_finished(self, request: Request) -> None:
         assert request.status is RequestStatus.FINISHED
-        reason = request.finish_reason or "error"
-        self.statistics.requests[reason] += 1
-        self._hooks.on_request_finished(
-            runtime=self._runtime,
-            report=RequestReport(
-                request_id=request.request_id,
-                finish_reason=reason,
-                num_prompt_tokens=len(request.prompt_token_ids),
-                num_output_tokens=len(request.output_token_ids),
-                accept_lens=tuple(request.accept_lens),
-            ),
+        report = RequestReport(
+            request_id=request.request_id,
+            finish_reason=request.finish_reason or "error",
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=request.num_cached,
+            num_output_tokens=len(request.output_token_ids),
+            times_retracted=request.times_retracted,
+            accept_lens=tuple(request.accept_lens),
         )
+        self.statistics.add_request(report)
+        self._hooks.on_request_finished(runtime=self._runtime, report=report)
 
     def _check_idle(self) -> None:
         if DEBUG:
             self.scheduler.check()
-            if not self.has_work:
-                pool = self.scheduler.pool
-                assert pool.num_free == pool.num_available == pool.num_pages - 1, "a page leaked"
+
+
+def _as_lists(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Log-probabilities on the host, by name."""
+    return {name: tensor.tolist() for name, tensor in wanted.items() if name != ROUTED_EXPERTS}
+
+
+def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) -> StepReport:
+    step, decode = result.step, result.decode
+    chunks = step.prefill.chunks if step.prefill else ()
+    return StepReport(
+        number=result.number,
+        mode=step.mode,
+        prefill_ids=tuple(chunk.request.request_id for chunk in chunks),
+        prefill_tokens=tuple(chunk.end - chunk.start for chunk in chunks),
+        recomputed_tokens=tuple(chunk.recomputed for chunk in chunks),
+        cached_tokens=tuple(chunk.start if chunk.is_first else 0 for chunk in chunks),
+        sampled=tuple(sampled),
+        decode_ids=tuple(r.request_id for r in step.decode.requests) if step.decode else (),
+        widths=decode.widths if decode else (),
+        depth=decode.tokens.shape[1] - 1 if decode else 0,
+        accept_lens=tuple(decode.accept_lens.tolist()) if decode else (),
+        kept=tuple(kept),
+        retracted_ids=tuple(request.request_id for request in step.retracted),
+        evicted_pages=step.evicted_pages,
+        num_running=step.num_running,
+        num_waiting=step.num_waiting,
+        free_pages=step.free_pages,
+        cached_pages=step.cached_pages,
+        seconds={**result.clock.seconds(), "host": result.host_seconds},
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specplug.engine.attention import PagedPlan
+from specplug.errors import FallbackWarning
 
 _MOST_GRAPHS = 64
 """Shapes that one pass is recorded for; further ones run as they are."""
@@ -80,6 +82,7 @@ class GraphRunner:
         except RuntimeError as error:
             cause = error.__context__ or error  # what went wrong, not that recording then ended
             self.failure = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+            warnings.warn(f"cuda_graph is off: {self.failure}", FallbackWarning, stacklevel=2)
             return None
         finally:
             torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind

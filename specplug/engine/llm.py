@@ -13,9 +13,11 @@ import torch
 
 from specplug.algorithm import DEFAULT_MODEL, SpecConfig
 from specplug.engine.engine import Engine
+from specplug.engine.features import Features
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.outputs import RequestOutput
 from specplug.engine.page_pool import PagePool
+from specplug.engine.prefix_cache import PrefixCache
 from specplug.engine.request import Request, make_detokenizer
 from specplug.engine.request_table import RequestTable
 from specplug.engine.runtime import EngineRuntime
@@ -51,11 +53,15 @@ class LLM:
         speculative_num_steps, speculative_eagle_topk, speculative_num_draft_tokens: draft depth S,
             branches K, nodes N; None: the algorithm's defaults.
         page_size: tokens a KV page.
-        chunked_prefill_size: most prompt tokens a step; None: no limit.
+        chunked_prefill_size: the token budget of a step: most prompt tokens, and with
+            ``enable_mixed_chunk`` the nodes of drafts too; None: no limit.
+        enable_mixed_chunk: prompts and drafts share a step, so that a long prompt holds up nobody;
+            else prompts go first, in steps of their own.
         max_running_requests: most requests that run at a time; more wait.
         max_total_tokens: slots of the KV pool; None: what fits a memory budget.
         max_model_len: context length; None: the model's.
         disable_overlap_schedule: process each step's results before the next step is launched.
+        disable_radix_cache: do not keep the KV of prompts and outputs for others that begin alike.
         disable_cuda_graph: do not record passes as CUDA graphs (on the CPU there are none).
         num_threads: torch's threads on the CPU, which are the whole process's. None: one for a
             model of under 50 million parameters, whose operations are too short to share (two
@@ -85,7 +91,9 @@ class LLM:
         max_running_requests: int = 8,
         max_total_tokens: int | None = None,
         max_model_len: int | None = None,
+        enable_mixed_chunk: bool = False,
         disable_overlap_schedule: bool = False,
+        disable_radix_cache: bool = False,
         disable_cuda_graph: bool = False,
         num_threads: int | None = None,
     ) -> None:
@@ -135,16 +143,31 @@ class LLM:
         self._seed = seed
         self._numbers = itertools.count()
         self._requests: dict[str, Request] = {}
-        limits = SchedulerConfig(
+        features = Features()
+        algorithm, able = selected.info.name, selected.info.capabilities
+        overlap = features.decide(
+            "overlap",
+            refused_by="disable_overlap_schedule" if disable_overlap_schedule else None,
+            obstacle=None if able.overlap else f"{algorithm} drafts from what the host has read",
+        )
+        caches = features.decide(
+            "prefix_cache",
+            refused_by="disable_radix_cache" if disable_radix_cache else None,
+            obstacle=None
+            if able.prefix_cache
+            else f"{algorithm} must itself see every token that it drafts behind",
+        )
+        self._features = features
+        self._limits = SchedulerConfig(
             max_running_requests=max_running_requests,
             chunked_prefill_size=chunked_prefill_size,
+            mixed_chunk=enable_mixed_chunk,
             columns=config.num_steps + 1,
             num_draft_tokens=config.num_draft_tokens,
             reserve=max(config.num_draft_tokens, config.num_draft_slots, config.num_steps + 1),
-            steps_in_flight=1 if disable_overlap_schedule else 2,
+            steps_in_flight=2 if overlap else 1,
         )
-        self._limits = limits
-        self._engine = self._make_engine(runtime, limits, page_size, max_total_tokens)
+        self._engine = self._make_engine(runtime, page_size, max_total_tokens, caches)
 
     def __enter__(self) -> LLM:
         return self
@@ -164,6 +187,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         on_finished: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, all together, and wait for all of them.
@@ -171,6 +195,8 @@ class LLM:
         Args:
             prompts: texts or lists of token ids; one alone may stand without a list.
             sampling_params: one for all, or one for each.
+            priority: one for all, or one for each. Requests of a lower one are admitted first, and
+                are the last to give way when the KV pool runs short; equal ones in their order.
             on_finished: called with each request's output when it ends (for a progress bar).
 
         Returns:
@@ -180,7 +206,7 @@ class LLM:
             UsageError: a prompt or a setting cannot be used; nothing has run then.
         """
         outputs: dict[str, RequestOutput] = {}
-        requests = self._make_all(prompts, sampling_params)
+        requests = self._make_all(prompts, sampling_params, priority)
         with closing(self._run(requests, partial=False)) as ended:
             for output in ended:
                 outputs[output.request_id] = output
@@ -192,6 +218,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> Generator[RequestOutput, None, None]:
         """Complete prompts and yield what came, step by step; ``delta`` is the new text.
 
@@ -201,7 +229,7 @@ class LLM:
         Raises:
             UsageError: a prompt or a setting cannot be used; nothing runs then.
         """
-        return self._run(self._make_all(prompts, sampling_params), partial=True)
+        return self._run(self._make_all(prompts, sampling_params, priority), partial=True)
 
     def abort(self, request_id: str) -> None:
         """End a request; its output so far comes with ``finish_reason="abort"``.
@@ -215,6 +243,16 @@ class LLM:
         """Totals since the engine was made; see ``specplug.engine.statistics``."""
         return self._engine.statistics.as_dict()
 
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes.
+
+        Raises:
+            UsageError: requests are running.
+        """
+        if self._engine.has_work:
+            raise UsageError("flush_cache: requests are running; wait for them or abort them")
+        self._engine.scheduler.cache.clear()
+
     def reset_stats(self) -> None:
         """Start counting anew."""
         self._engine.statistics.__init__()  # type: ignore[misc]
@@ -223,15 +261,16 @@ class LLM:
     def effective_config(self) -> dict[str, Any]:
         """What the run really uses, and what was adjusted and why."""
         config = attrs.asdict(self.spec_config, filter=lambda a, _: a.name != "target_config")
-        pool = self._engine.scheduler.pool
+        pool = self._engine.scheduler.cache.pool
         return {
             **config,
-            "overlap": self._limits.steps_in_flight > 1,
+            **self._features.states,
             "cuda_graph": self._engine.cuda_graph,
+            "mixed_chunk": self._limits.mixed_chunk,
             "chunked_prefill_size": self._limits.chunked_prefill_size,
             "max_running_requests": self._limits.max_running_requests,
             "page_size": pool.page_size,
-            "max_total_tokens": (pool.num_pages - 1) * pool.page_size,
+            "max_total_tokens": pool.num_tokens,
             "context_len": self.context_len,
             "device": str(self._runner.device),
             "num_threads": torch.get_num_threads(),
@@ -239,28 +278,26 @@ class LLM:
         }
 
     def check_pool(self) -> None:
-        """Assert that every KV page is free or owned once, and all are free if nothing runs."""
-        scheduler = self._engine.scheduler
-        scheduler.check()
-        if not self._engine.has_work:
-            assert scheduler.pool.num_free == scheduler.pool.num_pages - 1, "a page leaked"
+        """Assert that every KV page is free, cached, or owned by one running request."""
+        self._engine.scheduler.check()
 
     def _make_engine(
-        self,
-        runtime: EngineRuntime,
-        limits: SchedulerConfig,
-        page_size: int,
-        max_total_tokens: int | None,
+        self, runtime: EngineRuntime, page_size: int, max_total_tokens: int | None, caches: bool
     ) -> Engine:
+        limits, config = self._limits, self.spec_config
         width = self.context_len + limits.steps_in_flight * limits.columns + limits.reserve
         num_slots = max_total_tokens or _default_slots(runtime, width)
         num_pages = -(-num_slots // page_size) + 1
         table = RequestTable(runtime.num_rows, width, page_size, runtime.device)
-        pool = runtime.allocate_pool(num_pages * page_size, table)
+        kv = runtime.allocate_pool(num_pages * page_size, table)
         future_map = self._hooks.create_future_map(runtime=runtime)
+        lookahead = config.draft_lookahead
+        if lookahead is None:
+            lookahead = 1 if runtime.has_draft_cache else 0
+        cache = PrefixCache(PagePool(num_pages, page_size), lookahead, enabled=caches)
         return Engine(
-            scheduler=Scheduler(limits, PagePool(num_pages, page_size), table),
-            steps=StepRunner(runtime, self._runner, self._hooks, future_map, pool),
+            scheduler=Scheduler(limits, cache, table),
+            steps=StepRunner(runtime, self._runner, self._hooks, future_map, kv),
             runtime=runtime,
             hooks=self._hooks,
             overlap=limits.steps_in_flight > 1,
@@ -279,10 +316,12 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
     ) -> list[Request]:
         self._check_open()
         batch = _as_batch(prompts)
-        return self._make_requests(batch, _as_params(sampling_params, len(batch)))
+        params = _as_params(sampling_params, len(batch))
+        return self._make_requests(batch, params, _as_priorities(priority, len(batch)))
 
     def _run(
         self, requests: Sequence[Request], *, partial: bool
@@ -327,12 +366,15 @@ class LLM:
             self._step()
 
     def _make_requests(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
     ) -> list[Request]:
         requests: list[Request] = []
-        for prompt, wanted in zip(prompts, params, strict=True):
+        for prompt, wanted, priority in zip(prompts, params, priorities, strict=True):
             try:
-                requests.append(self._make_request(prompt, wanted))
+                requests.append(self._make_request(prompt, wanted, priority))
             except UsageError as error:
                 if len(prompts) == 1:
                     raise
@@ -340,7 +382,7 @@ class LLM:
                 raise UsageError(f"{which}: {error}") from error
         return requests
 
-    def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _make_request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
         text, ids = self._tokenize(prompt)
         self._check_tokens("logit_bias", params.logit_bias)
         self._check_tokens("stop_token_ids", params.stop_token_ids)
@@ -367,6 +409,8 @@ class LLM:
         number = next(self._numbers)
         request = Request(
             request_id=str(number),
+            number=number,
+            priority=priority,
             prompt=text,
             prompt_token_ids=ids,
             params=params,
@@ -376,11 +420,11 @@ class LLM:
             detokenizer=make_detokenizer(self._backend_tokenizer, params),
             needs=params.needs,
         )
-        pool, need = self._engine.scheduler.pool, request.most_tokens
+        pool, need = self._engine.scheduler.cache.pool, request.most_tokens
         if pool.pages_for(need) > pool.num_pages - 1:
             raise UsageError(
                 f"the prompt's {len(ids)} tokens and max_tokens={request.max_tokens} need {need} "
-                f"KV slots; the pool has {(pool.num_pages - 1) * pool.page_size}: "
+                f"KV slots; the pool has {pool.num_tokens}: "
                 "raise max_total_tokens or lower max_tokens"
             )
         return request
@@ -531,3 +575,13 @@ def _as_params(
     if len(params) != count:
         raise UsageError(f"{len(params)} sampling_params for {count} prompts: expected as many")
     return list(params)
+
+
+def _as_priorities(priority: int | Sequence[int], count: int) -> list[int]:
+    priorities = [priority] * count if isinstance(priority, int) else list(priority)
+    if len(priorities) != count:
+        raise UsageError(f"{len(priorities)} priorities for {count} prompts: expected as many")
+    for value in priorities:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UsageError(f"priority={value!r}: expected an integer; lower ones come first")
+    return priorities

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specplug.engine.attention import IMPLEMENTATION, PagedPlan, TargetPass, register
+from specplug.engine.attention import IMPLEMENTATION, JoinedPlan, PagedPlan, TargetPass, register
 from specplug.engine.captures import Captures
 from specplug.engine.graph_runner import GraphRunner
 from specplug.engine.kv_cache import KVShape
@@ -92,9 +92,13 @@ class ModelRunner:
         return next((r.failure for r in runners if r.failure is not None), None)
 
     def prefill(
-        self, token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor, routed_experts: bool
+        self,
+        token_ids: Tensor,
+        plan: PagedPlan | JoinedPlan,
+        logits_rows: Tensor,
+        routed_experts: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """A pass over prompt tokens.
+        """A pass over prompt tokens, and in a mixed step over the nodes of drafts behind them.
 
         Args:
             token_ids: [R] int64.
@@ -115,7 +119,11 @@ class ModelRunner:
         return outputs
 
     def _forward(
-        self, token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | int, routed_experts: bool
+        self,
+        token_ids: Tensor,
+        plan: PagedPlan | JoinedPlan,
+        logits_rows: Tensor | int,
+        routed_experts: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         self.captures.begin()
         out = self.model(

@@ -38,10 +38,13 @@ class RequestOutput:
         logprobs: for each token of ``token_ids``, token id -> ``Logprob``; None if not asked for.
         finish_reason: "stop", "length", "abort", or "error"; None while it runs.
         stop_reason: the stop string or stop token that ended it, if one did.
-        accept_lens: tokens kept at each decode step; all ones without speculation.
+        accept_lens: tokens kept at each decode step; all ones without speculation. A prefill gives
+            one more token, the first and the one after each retraction.
         routed_experts: [tokens - 1, layers, experts a token] int64, the experts of every prompt and
             output token but the last, which the target never read; fewer if the request was aborted
             in its prefill. None before it has ended, and if not asked for.
+        num_cached_tokens: of its prompt, how many tokens were found in the prefix cache.
+        times_retracted: how often it lost its KV to others and was prefilled again.
         error: what went wrong, with ``finish_reason`` "error".
         delta: ``LLM.stream`` only: the text that came since this request's last output.
     """
@@ -56,6 +59,8 @@ class RequestOutput:
     stop_reason: str | int | None = None
     accept_lens: tuple[int, ...] = ()
     routed_experts: Tensor | None = attrs.field(default=None, eq=False)
+    num_cached_tokens: int = 0
+    times_retracted: int = 0
     error: str | None = None
     delta: str = ""
 

@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.engine.cached_page import CachedPage
 from specplug.engine.detokenizer import Detokenizer
 from specplug.engine.outputs import Logprob, RequestOutput
 from specplug.engine.sampling_params import Needs, SamplingParams
@@ -28,17 +29,25 @@ class Request:
     """A request and what the host knows of it.
 
     Attributes:
+        number: of its arrival.
+        priority: requests of a lower one come first.
         max_tokens: most tokens it may generate, within the context.
         seed: of its noise.
         row: its row in the request table; 0 while it has none.
-        pages: KV pages it owns, in the order of its positions.
-        page_budget: pages it needs without drafts; they are kept for it from its admission on.
-        prefilled: prompt tokens whose prefill has been launched.
+        pages: KV pages of its positions, in their order.
+        shared: the last of them that belongs to the prefix cache, as all before it do.
+        kv_len: tokens whose KV is there, by the prefills launched and the decode steps processed.
+        kv_peak: the greatest ``kv_len`` it had when it was retracted.
         kv_bound: the most tokens whose KV can be committed when all launched steps are done.
         in_flight: launched steps whose results are not processed.
+        num_cached: tokens that were in the prefix cache when it was first admitted.
+        times_retracted: how often it lost its pages, to be prefilled again.
+        token_ids: its prompt and what it has generated.
     """
 
     request_id: str
+    number: int = 0
+    priority: int = 0
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
@@ -51,11 +60,15 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     row: int = 0
     pages: list[int] = attrs.field(factory=list)
-    page_budget: int = 0
-    prefilled: int = 0
+    shared: CachedPage = attrs.field(factory=CachedPage)
+    kv_len: int = 0
+    kv_peak: int = 0
     kv_bound: int = 0
     in_flight: int = 0
+    num_cached: int = 0
+    times_retracted: int = 0
 
+    token_ids: list[int] = attrs.field(init=False)
     output_token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[dict[int, Logprob]] = attrs.field(factory=list)
     accept_lens: list[int] = attrs.field(factory=list)
@@ -64,6 +77,14 @@ class Request:
     stop_reason: str | int | None = None
     error: str | None = None
     sent: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The less, the sooner it gets a turn, and the longer it keeps what it has."""
+        return self.priority, self.number
 
     @property
     def finished(self) -> bool:
@@ -89,6 +110,7 @@ class Request:
 
     def append(self, token_id: int, logprobs: dict[int, Logprob] | None = None) -> None:
         """Take one generated token, and end if it ends the request."""
+        self.token_ids.append(token_id)
         self.output_token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -104,10 +126,17 @@ class Request:
             elif len(self.output_token_ids) >= self.max_tokens:
                 self.finish("length")
 
-    def append_experts(self, experts: Tensor) -> None:
-        """Take the experts [tokens, layers, experts a token] of tokens that the target has read."""
+    def append_experts(self, experts: Tensor, start: int) -> None:
+        """Take the experts [tokens, layers, experts a token] of tokens that the target has read,
+        those of the positions from ``start`` on, unless they are here from an earlier prefill."""
         if self.params.return_routed_experts:
-            self.routed_experts.append(experts.clone())  # not the whole step's, which it is part of
+            new = experts[self.num_routed - start :]
+            self.routed_experts.append(new.clone())  # not the whole step's, which it is part of
+
+    @property
+    def num_routed(self) -> int:
+        """Positions whose experts are here."""
+        return sum(map(len, self.routed_experts))
 
     def finish(self, reason: str) -> None:
         """End; what the detokenizer held back is text now."""
@@ -139,6 +168,8 @@ class Request:
             stop_reason=self.stop_reason,
             accept_lens=tuple(self.accept_lens),
             routed_experts=self._all_experts() if self.finished else None,
+            num_cached_tokens=self.num_cached,
+            times_retracted=self.times_retracted,
             error=self.error,
             delta=delta,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from specplug.engine.request import Request
@@ -11,7 +13,13 @@ class RequestTable:
     """Rows of slots, on the device. Row 0 is padding, all of whose slots are slot 0.
 
     A position for which a request has no page has slot 0 too: a draft model may write and read
-    there, and what it makes of it is a worse draft, never another request's.
+    there, and what it makes of it is a worse draft, never another request's. Changes are collected
+    and go to the device together (``flush``), before the step that needs them.
+
+    Attributes:
+        slots: [rows, positions] int64.
+        floors: [rows] int64, the positions of each request, from its first on, that it found in
+            the prefix cache: others read them too, and it must not write there.
 
     Args:
         num_rows: rows, row 0 included.
@@ -20,30 +28,62 @@ class RequestTable:
     """
 
     def __init__(self, num_rows: int, width: int, page_size: int, device: torch.device) -> None:
-        self.slots = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
         self.page_size = page_size
+        self._pages_a_row = -(-width // page_size)
+        shape = num_rows, self._pages_a_row * page_size
+        self.slots = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.floors = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._in_page = torch.arange(page_size, device=device)
         self._free = list(range(num_rows - 1, 0, -1))
+        self._taken: dict[int, int] = {}
+        self._changes: dict[int, dict[int, int]] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, row 0 included."""
+        return len(self.floors)
 
     @property
     def num_free(self) -> int:
         """Rows that no request has."""
         return len(self._free)
 
-    def take(self, request: Request) -> None:
-        """Give a request a row."""
+    def take(self, request: Request, floor: int) -> None:
+        """Give a request a row; ``floor`` of its positions are shared."""
         request.row = self._free.pop()
-        self.slots[request.row] = 0
+        self._taken[request.row] = floor
+        self._changes[request.row] = {}
 
     def give_back(self, request: Request) -> None:
         """Take its row from a request."""
         self._free.append(request.row)
         request.row = 0
 
-    def write(self, request: Request, new_pages: list[int]) -> None:
-        """Enter the slots of the pages that a request has just been given."""
-        size = self.page_size
-        start = (len(request.pages) - len(new_pages)) * size
-        slots = [page * size + i for page in new_pages for i in range(size)]
-        end = min(start + len(slots), self.slots.shape[1])
-        row = torch.tensor(slots[: end - start], dtype=torch.int64)
-        self.slots[request.row, start:end] = row.to(self.slots.device, non_blocking=True)
+    def write(self, request: Request, indices: Iterable[int]) -> None:
+        """Enter these of a request's pages; one that it no longer has becomes padding."""
+        pages, changes = request.pages, self._changes.setdefault(request.row, {})
+        for index in indices:
+            if index < self._pages_a_row:
+                changes[index] = pages[index] if index < len(pages) else 0
+
+    def flush(self) -> None:
+        """Bring all changes to the device."""
+        if self._taken:
+            rows = self._upload([list(self._taken), list(self._taken.values())])
+            self.slots.index_fill_(0, rows[0], 0)
+            self.floors.index_copy_(0, rows[0], rows[1])
+            self._taken = {}
+        changes = [
+            (row, index, page)
+            for row, of_row in self._changes.items()
+            for index, page in of_row.items()
+        ]
+        if changes:
+            row, index, page = self._upload(changes).unsqueeze(2).unbind(1)
+            slots = torch.where(page > 0, page * self.page_size + self._in_page, 0)
+            self.slots[row, index * self.page_size + self._in_page] = slots
+        self._changes = {}
+
+    def _upload(self, values: list[list[int]] | list[tuple[int, int, int]]) -> torch.Tensor:
+        tensor = torch.tensor(values, dtype=torch.int64)
+        return tensor.to(self.slots.device, non_blocking=True)

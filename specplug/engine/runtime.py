@@ -125,6 +125,7 @@ class EngineRuntime:
             width,
             self._key_length(),
             last_position=self.context_len - 1,
+            floors=self.table.floors,
             **layout,
         )
 
@@ -163,6 +164,11 @@ class EngineRuntime:
         random = self.sampler.is_random(rows)
         noise = self.sampler.noise(rows, random, positions.reshape(-1), token_ids)
         return noise.to(torch.float32).view(bs, width, -1)
+
+    @property
+    def has_draft_cache(self) -> bool:
+        """Whether a draft model has KV in the pool."""
+        return bool(self._draft_caches)
 
     def bytes_per_slot(self) -> int:
         """Of the target's and all draft models' caches together."""

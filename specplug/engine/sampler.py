@@ -158,6 +158,10 @@ class Sampler:
             self._in_prompt = torch.zeros(self._size, dtype=torch.bool, device=self._device)
         prompt = torch.tensor(request.prompt_token_ids, device=self._device)
         self._output_counts[request.row] = 0
+        if request.output_token_ids:  # of one that was retracted
+            output = torch.tensor(request.output_token_ids, device=self._device)
+            once = torch.ones_like(output, dtype=torch.int32)
+            self._output_counts[request.row].index_add_(0, output, once)
         self._in_prompt[request.row] = False
         self._in_prompt[request.row, prompt] = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ class Needs(enum.IntFlag):
     BIAS = 8
     LOGPROBS = 16
     EXPERTS = 32
+    GRAMMAR = 64
 
 
 def _within(low: float, high: float, why: str, *, low_open: bool = False) -> Callable[..., None]:
@@ -65,6 +67,26 @@ def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
         raise UsageError(f"stop={value!r}: expected a string or a list of them") from error
 
 
+def _schema(value: Any) -> Any:
+    """A mapping as JSON text. The order of its keys is that of the output, so it stays."""
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        return json.dumps(dict(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"json_schema={repr(value)[:80]}: expected what JSON can express; {error}"
+        ) from error
+
+
+def _text(what: str) -> Callable[..., None]:
+    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value is not None and not (isinstance(value, str) and value):
+            raise UsageError(f"{attribute.name}={value!r:.80}: expected {what}, or None")
+
+    return check
+
+
 @attrs.frozen(kw_only=True)
 class SamplingParams:
     """Settings of one request.
@@ -89,6 +111,13 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         return_routed_experts: give the experts that a mixture-of-experts target routed each token
             to.
+        json_schema: the output is JSON that this schema, its text or a dict, allows, properties in
+            the schema's order. It is kept as text.
+        regex: the output matches this regular expression, as a whole.
+        ebnf: the output is derived from the rule ``root`` of this grammar in GBNF, the notation of
+            llama.cpp. At most one of these three; each needs ``specplug[grammar]``. The output
+            ends by an end-of-sequence token, where it is a whole match; it is cut off before if
+            ``max_tokens`` or a stop string ends it.
     """
 
     max_tokens: int | None = attrs.field(
@@ -121,6 +150,13 @@ class SamplingParams:
     )
     skip_special_tokens: bool = True
     return_routed_experts: bool = False
+    json_schema: str | None = attrs.field(
+        default=None,
+        converter=_schema,
+        validator=_text("a JSON schema as text or as a dict"),
+    )
+    regex: str | None = attrs.field(default=None, validator=_text("a regular expression"))
+    ebnf: str | None = attrs.field(default=None, validator=_text("the text of a grammar"))
 
     @temperature.validator
     def _finite(self, attribute: attrs.Attribute[float], value: float) -> None:
@@ -146,6 +182,22 @@ class SamplingParams:
         if not all(isinstance(s, str) and s for s in value):
             raise UsageError(f"stop={value!r}: expected non-empty strings")
 
+    @ebnf.validator
+    def _one_grammar(self, attribute: attrs.Attribute[Any], value: Any) -> None:
+        names = ("json_schema", "regex", "ebnf")
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UsageError(
+                f"{' and '.join(given)} are given: expected at most one of them; an output "
+                "follows one grammar"
+            )
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """The field that says what the output must match, and its text; None if there is none."""
+        fields = ("json_schema", self.json_schema), ("regex", self.regex), ("ebnf", self.ebnf)
+        return next(((name, text) for name, text in fields if text is not None), None)
+
     @property
     def greedy(self) -> bool:
         """Whether no noise is added."""
@@ -168,4 +220,6 @@ class SamplingParams:
             needs |= Needs.LOGPROBS
         if self.return_routed_experts:
             needs |= Needs.EXPERTS
+        if self.grammar is not None:
+            needs |= Needs.GRAMMAR
         return needs

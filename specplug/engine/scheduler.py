@@ -1,15 +1,17 @@
-"""Which requests run next: prefill first, in chunks, then one decode step for all that run."""
+"""Which requests run next, and who gives way when the KV pool runs short."""
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator
 
 import attrs
 
-from specplug.engine.page_pool import PagePool
+from specplug.engine.cached_page import CachedPage
+from specplug.engine.prefix_cache import PrefixCache
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.request_table import RequestTable
+from specplug.engine.waiting_queue import WaitingQueue
 
 
 @attrs.frozen(kw_only=True)
@@ -18,7 +20,8 @@ class SchedulerConfig:
 
     Attributes:
         max_running_requests: most requests that have a row at a time.
-        chunked_prefill_size: most prompt tokens a step; None: no limit.
+        chunked_prefill_size: the token budget of a step; None: no limit.
+        mixed_chunk: prompts and drafts share a step and its budget; else prompts go first, alone.
         columns: C, the most tokens that a decode step commits for a request.
         num_draft_tokens: N, the most nodes that a decode step verifies for a request.
         reserve: slots behind its committed length that a decode step would write, N or more.
@@ -27,6 +30,7 @@ class SchedulerConfig:
 
     max_running_requests: int
     chunked_prefill_size: int | None
+    mixed_chunk: bool
     columns: int
     num_draft_tokens: int
     reserve: int
@@ -35,21 +39,26 @@ class SchedulerConfig:
 
 @attrs.frozen(kw_only=True)
 class PrefillChunk:
-    """Prompt tokens ``start`` to ``end`` of a request."""
+    """Tokens ``start`` to ``end`` of a request: of its prompt, and of what it had generated when it
+    was retracted.
+
+    Attributes:
+        is_first: whether the request has just got its row.
+        is_last: whether it ends what is to be prefilled, so that a token is sampled.
+        recomputed: how many of its tokens had been computed before a retraction.
+    """
 
     request: Request
     start: int
     end: int
+    is_first: bool
+    is_last: bool
+    recomputed: int
 
     @property
-    def tokens(self) -> tuple[int, ...]:
+    def tokens(self) -> list[int]:
         """The chunk itself."""
-        return self.request.prompt_token_ids[self.start : self.end]
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it ends the prompt."""
-        return self.end == len(self.request.prompt_token_ids)
+        return self.request.token_ids[self.start : self.end]
 
 
 @attrs.frozen(kw_only=True)
@@ -78,75 +87,190 @@ class Decode:
     max_slots: int
 
 
-class Scheduler:
-    """Holds the waiting and the running requests, and gives each its pages and its row."""
+@attrs.frozen(kw_only=True)
+class Step:
+    """What to launch next: a prefill, a decode step, or both in one pass of the target.
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool, table: RequestTable) -> None:
+    Attributes:
+        admitted: requests that have just got a row.
+        retracted: requests that have just lost theirs.
+        evicted_pages: pages that the prefix cache has just lost.
+        num_running, num_waiting: requests.
+        free_pages, cached_pages: of the KV pool.
+    """
+
+    prefill: Prefill | None
+    decode: Decode | None
+    admitted: tuple[Request, ...]
+    retracted: tuple[Request, ...]
+    evicted_pages: int
+    num_running: int
+    num_waiting: int
+    free_pages: int
+    cached_pages: int
+
+    @property
+    def mode(self) -> str:
+        """ "prefill", "decode" or "mixed"."""
+        if self.prefill and self.decode:
+            return "mixed"
+        return "prefill" if self.prefill else "decode"
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """All that take part, each in one half."""
+        return tuple(r for half in (self.prefill, self.decode) if half for r in half.requests)
+
+
+class Scheduler:
+    """Holds the waiting and the running requests, and gives each its pages and its row.
+
+    A request is admitted when there are pages for what is known of it; what it will generate gets
+    its pages as it comes. Cached pages that nobody uses are as good as free ones. When these run
+    out, drafts shrink to the slots there are; when a request could not even take a step without a
+    draft, the others give up the pages that only their drafts would use; and then the running
+    request that loses least by it waits again. What the foremost request has is never taken, so
+    there is always progress.
+
+    Args:
+        config: see there.
+        cache: where pages come from.
+        table: where rows come from.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache, table: RequestTable) -> None:
         self.config = config
-        self.pool = pool
+        self.cache = cache
         self.table = table
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
-        self.admitted: list[Request] = []
+        self._admitted: list[Request] = []
+        self._retracted: list[Request] = []
+        self._evicted = 0
+        self._refused: tuple[Request, int] | None = None
 
     @property
     def has_work(self) -> bool:
-        """Whether anything waits, runs, or is in flight."""
+        """Whether anything waits or runs."""
         return bool(self.waiting or self.running)
 
     def __iter__(self) -> Iterator[Request]:
-        """All requests that are not released."""
+        """All requests that have not ended."""
         yield from self.waiting
         yield from self.running
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        self.waiting.append(request)
+        request.shared = self.cache.root
+        self.waiting.add(request)
 
-    def schedule(self) -> Prefill | Decode | None:
+    def schedule(self) -> Step | None:
         """What to launch next; None if there is nothing to launch."""
-        return self._schedule_prefill() or self._schedule_decode()
-
-    def _schedule_prefill(self) -> Prefill | None:
         budget = self.config.chunked_prefill_size or 1 << 60
+        if self.config.mixed_chunk:
+            decode = self._schedule_decode()
+            # A prompt moves on, however many drafts there are.
+            left = budget - (sum(decode.room) if decode else 0)
+            prefill = self._schedule_prefill(max(left, self.cache.pool.page_size))
+        else:
+            prefill = self._schedule_prefill(budget)
+            decode = None if prefill else self._schedule_decode()
+        return self._step(prefill, decode) if prefill or decode else None
+
+    def _step(self, prefill: Prefill | None, decode: Decode | None) -> Step:
+        step = Step(
+            prefill=prefill,
+            decode=decode,
+            admitted=tuple(self._admitted),
+            retracted=tuple(self._retracted),
+            evicted_pages=self.cache.evicted - self._evicted,
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            free_pages=self.cache.pool.num_free,
+            cached_pages=self.cache.num_pages,
+        )
+        self._admitted.clear()
+        self._retracted.clear()
+        self._evicted = self.cache.evicted
+        return step
+
+    # Prefill
+
+    def _schedule_prefill(self, budget: int) -> Prefill | None:
         chunks = []
-        for request in self._prefilling():
-            if budget == 0:
+        prefilling = iter([r for r in self.running if r.status is RequestStatus.PREFILLING])
+        while budget:
+            request = next(prefilling, None) or self._admit()
+            if request is None:
                 break
-            start = request.prefilled
-            end = min(len(request.prompt_token_ids), start + budget)
-            budget -= end - start
-            chunks.append(self._launch_chunk(request, start, end))
+            chunk = self._launch_chunk(request, budget)
+            budget -= chunk.end - chunk.start
+            chunks.append(chunk)
         return Prefill(chunks=tuple(chunks)) if chunks else None
 
-    def _prefilling(self) -> Iterator[Request]:
-        """Requests whose prompt is not done, in order of arrival; admits while there is room."""
-        yield from [r for r in self.running if r.status is RequestStatus.PREFILLING]
-        while self.waiting and self._admit(self.waiting[0]):
-            request = self.waiting.popleft()
-            yield request
+    def _admit(self) -> Request | None:
+        """Give the first of the waiting a row, and pages for all of its tokens, if it can be."""
+        request = self.waiting.first()
+        if request is None or not self.table.num_free or request.in_flight:
+            return None
+        if self._refused == (request, self.cache.changes):
+            return None  # nothing has come back since
+        shared = self.cache.match(request.token_ids, self._most_reused(request))
+        self.cache.hold(shared)
+        size = self.cache.pool.pages_for(len(request.token_ids))
+        if size - shared.depth + self._headroom(request) > self.cache.num_available:
+            self.cache.let_go(shared)
+            self._refused = request, self.cache.changes
+            return None
+        self.waiting.remove(request)
+        self._enter(request, shared, size)
+        return request
 
-    def _admit(self, request: Request) -> bool:
-        if len(self.running) >= self.config.max_running_requests or not self.table.num_free:
-            return False
-        if not self.pool.admit(request, request.most_tokens):
-            return False
-        self.table.take(request)
-        self.running.append(request)
-        self.admitted.append(request)
+    def _most_reused(self, request: Request) -> int:
+        """Tokens of a request that need not be prefilled: the last must be, and all whose routed
+        experts are still to be told."""
+        most = len(request.token_ids) - 1
+        return min(most, request.num_routed) if request.params.return_routed_experts else most
+
+    def _headroom(self, request: Request) -> int:
+        """Pages that the running requests soon need, so that a request is not retracted as soon as
+        it is admitted; more for one that was. None where nothing runs: what fits is admitted."""
+        soon = len(self.running) * self.cache.pool.pages_for(self.config.columns)
+        return soon * (1 + request.times_retracted)
+
+    def _enter(self, request: Request, shared: CachedPage, num_pages: int) -> None:
+        pages = [node.page for node in shared.path()][::-1]
+        request.pages = pages + self.cache.take(num_pages - shared.depth)
+        request.shared = shared
+        request.kv_len = request.kv_bound = shared.depth * self.cache.pool.page_size
+        if not request.times_retracted:
+            request.num_cached = request.kv_len
         request.status = RequestStatus.PREFILLING
-        return True
+        self.table.take(request, floor=request.kv_len)
+        self.table.write(request, range(num_pages))
+        insort(self.running, request, key=_rank)
+        self._admitted.append(request)
 
-    def _launch_chunk(self, request: Request, start: int, end: int) -> PrefillChunk:
-        chunk = PrefillChunk(request=request, start=start, end=end)
-        self._grow(request, end)
-        request.prefilled = request.kv_bound = end
+    def _launch_chunk(self, request: Request, budget: int) -> PrefillChunk:
+        start, known = request.kv_len, len(request.token_ids)
+        end = min(known, start + budget)
+        request.kv_len = request.kv_bound = end
         request.in_flight += 1
-        if chunk.is_last:
+        if end == known:
             request.status = RequestStatus.RUNNING
-        return chunk
+        return PrefillChunk(
+            request=request,
+            start=start,
+            end=end,
+            is_first=request in self._admitted,
+            is_last=end == known,
+            recomputed=max(0, min(end, request.kv_peak) - start),
+        )
+
+    # Decode
 
     def _schedule_decode(self) -> Decode | None:
+        self._secure_roots()
         requests = tuple(r for r in self.running if r.may_decode)
         if not requests:
             return None
@@ -160,20 +284,69 @@ class Scheduler:
             max_slots = max(max_slots, slots)
         return Decode(requests=requests, room=tuple(room), max_slots=max_slots)
 
+    def _secure_roots(self) -> None:
+        """See that each request can take one more step, if only without a draft."""
+        for request in [r for r in self.running if r.may_decode]:
+            least = self._behind(request) + 1
+            while request.row and not self._grow(request, least):
+                if not self._drop_draft_pages():
+                    self._retract(self._who_loses_least(request))
+
+    def _grow(self, request: Request, num_slots: int) -> bool:
+        """Give a request pages for ``num_slots``, or as many as there are; whether it has them."""
+        missing = self.cache.pool.pages_for(num_slots) - len(request.pages)
+        if missing > 0:
+            new = self.cache.take(min(missing, self.cache.num_available))
+            request.pages += new
+            self.table.write(request, range(len(request.pages) - len(new), len(request.pages)))
+            missing -= len(new)
+        return missing <= 0
+
+    def _behind(self, request: Request) -> int:
+        """Slots that its committed tokens take when all launched steps are done, at most."""
+        return min(request.kv_bound, request.last_root)
+
     def _room(self, request: Request) -> int:
         """Nodes that fit into a request's pages behind what may be committed by then."""
-        behind = min(request.kv_bound, request.last_root)
-        own = len(request.pages) * self.pool.page_size - behind
-        assert own >= 1, (request.request_id, behind, len(request.pages))
+        own = len(request.pages) * self.cache.pool.page_size - self._behind(request)
+        assert own >= 1, (request.request_id, request.kv_bound, len(request.pages))
         return min(own, self.config.num_draft_tokens)
 
-    def _grow(self, request: Request, num_slots: int) -> None:
-        if len(request.pages) * self.pool.page_size >= num_slots:
-            return
-        # Some tokens ahead, so that small pages are not asked for one by one.
-        owed = request.page_budget * self.pool.page_size
-        pages = self.pool.grow(request, max(num_slots, min(num_slots + 32, owed)))
-        self.table.write(request, pages)
+    def _drop_draft_pages(self) -> bool:
+        """Take the pages that only nodes of drafts would use; whether there were any."""
+        dropped = False
+        for request in self.running:
+            tokens = max(self._behind(request) + 1, len(request.token_ids))
+            needed = self.cache.pool.pages_for(tokens)
+            if needed < len(request.pages):
+                surplus = range(needed, len(request.pages))
+                self.cache.pool.give_back(request.pages[needed:])
+                del request.pages[needed:]
+                self.table.write(request, surplus)
+                dropped = True
+        return dropped
+
+    def _who_loses_least(self, short: Request) -> Request:
+        """Of those behind the request that is ``short`` of a page, or it alone, the one of least
+        priority with the fewest tokens to compute again."""
+        behind = self.running[self.running.index(short) + 1 :] or [short]
+        lowest = max(request.priority for request in behind)
+        return min((r for r in behind if r.priority == lowest), key=self._loss)
+
+    def _loss(self, request: Request) -> int:
+        return request.kv_len - self.cache.num_shared_with_others(request)
+
+    def _retract(self, request: Request) -> None:
+        """Let a request wait again. What it has computed stays cached while there is room."""
+        self._give_up(request)
+        request.status = RequestStatus.WAITING
+        request.kv_peak = max(request.kv_peak, request.kv_len)
+        request.kv_len = request.kv_bound = 0
+        request.times_retracted += 1
+        self.waiting.add(request)
+        self._retracted.append(request)
+
+    # Afterwards
 
     def processed(self, request: Request, committed: int | None) -> None:
         """A launched step of a request has been processed.
@@ -182,27 +355,39 @@ class Scheduler:
             committed: tokens that a decode step committed; None for a prefill chunk.
         """
         request.in_flight -= 1
-        if committed is not None:
-            request.kv_bound -= self.config.columns - committed
         if request.finished:
-            self.release_if_idle(request)
+            self.release(request)
+        elif request.row:  # not retracted since
+            if committed is not None:
+                request.kv_len += committed
+                request.kv_bound -= self.config.columns - committed
+            else:
+                self.table.write(request, self.cache.keep(request))
 
-    def release_if_idle(self, request: Request) -> None:
-        """Take back the row and pages of a finished request that no launched step may write."""
+    def release(self, request: Request) -> None:
+        """Take back the row and pages of a finished request. Launched steps may still write to
+        them, but before any later step does."""
         assert request.finished
-        if request.in_flight:
-            return
         if request.row:
-            self.pool.release(request)
-            self.table.give_back(request)
-            self.running.remove(request)
-        elif request in self.waiting:
+            self._give_up(request)
+        elif self.waiting.get(request.request_id):
             self.waiting.remove(request)
+
+    def _give_up(self, request: Request) -> None:
+        self.cache.release(request)
+        self.table.give_back(request)
+        self.running.remove(request)
 
     def check(self) -> None:
         """Assert that no page and no row is lost."""
-        self.pool.check(self.running)
+        self.cache.check(self.running)
         rows = [request.row for request in self.running]
         assert len(set(rows)) == len(rows), "two requests share a row"
         assert 0 not in rows, "a running request has the padding row"
-        assert self.table.num_free + len(rows) == self.table.slots.shape[0] - 1, "a row leaked"
+        assert self.table.num_free + len(rows) == self.table.num_rows - 1, "a row leaked"
+        assert self.running == sorted(self.running, key=_rank)
+        assert not any(request.row for request in self.waiting), "a waiting request has a row"
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank

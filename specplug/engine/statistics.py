@@ -1,13 +1,14 @@
-"""What a run has done so far, counted in one place."""
+"""What a run has done so far: the sum of its steps' reports."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import attrs
+
+from specplug.spec.report import RequestReport, StepReport
 
 
 @attrs.define(kw_only=True)
@@ -16,19 +17,30 @@ class Statistics:
 
     Attributes:
         requests: ended requests by finish reason.
-        prompt_tokens, output_tokens: prefilled; generated and kept.
-        decode_steps: decode steps launched (each for a whole batch).
+        steps: by mode, "prefill", "decode" or "mixed".
+        prompt_tokens: tokens that were prefilled.
+        recomputed_tokens: how many of them for a second time, after a retraction.
+        cached_tokens: tokens that were found in the prefix cache instead.
+        output_tokens: generated and kept.
+        decode_steps: steps with a decode half (each for a whole batch).
         verifications: decode steps times the requests in them.
         drafted: nodes proposed beyond the roots.
         accepted: tokens that came out of verifications, bonus tokens included.
         accepted_by_length: how often a verification gave 1, 2, … tokens.
         drafted_by_depth: how often a verified draft was 0, 1, 2, … tokens deep below its root.
-        seconds: host time of decode steps by part: "propose", "target", "verify", "extend".
-        prefill_seconds: host time of prefill steps, all parts.
+        widths: how often 1, 2, … nodes were verified for a request.
+        retractions: times that a request lost its pages.
+        evicted_pages: pages that the prefix cache lost.
+        seconds: time of the steps with a decode half by part, as ``StepReport`` has it.
+        prefill_seconds: time of the others, all parts but the host's.
+        prefill_host_seconds: the host's.
     """
 
     requests: Counter[str] = attrs.field(factory=Counter)
+    steps: Counter[str] = attrs.field(factory=Counter)
     prompt_tokens: int = 0
+    recomputed_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     decode_steps: int = 0
     verifications: int = 0
@@ -36,13 +48,23 @@ class Statistics:
     accepted: int = 0
     accepted_by_length: Counter[int] = attrs.field(factory=Counter)
     drafted_by_depth: Counter[int] = attrs.field(factory=Counter)
+    widths: Counter[int] = attrs.field(factory=Counter)
+    retractions: int = 0
+    evicted_pages: int = 0
     seconds: Counter[str] = attrs.field(factory=Counter)
     prefill_seconds: float = 0.0
+    prefill_host_seconds: float = 0.0
 
     @property
     def mean_accept_length(self) -> float:
         """Tokens a verification, bonus token included; 0 before the first."""
         return self.accepted / self.verifications if self.verifications else 0.0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Of the tokens that were to be prefilled, the part that the prefix cache had."""
+        asked = self.cached_tokens + self.prompt_tokens
+        return self.cached_tokens / asked if asked else 0.0
 
     @property
     def drafted_by_position(self) -> list[int]:
@@ -56,38 +78,53 @@ class Statistics:
         accepted = _at_least(Counter({length - 1: count for length, count in lengths}))
         return accepted + [0] * (len(self.drafted_by_position) - len(accepted))
 
-    def count_prefill(self, seconds: Mapping[str, float]) -> None:
-        """Count one prefill step's host time by part."""
-        self.prefill_seconds += sum(seconds.values())
+    def add(self, step: StepReport) -> None:
+        """Count a step."""
+        self.steps[step.mode] += 1
+        self.prompt_tokens += sum(step.prefill_tokens)
+        self.recomputed_tokens += sum(step.recomputed_tokens)
+        self.cached_tokens += sum(step.cached_tokens)
+        self.output_tokens += sum(step.sampled) + sum(step.kept)
+        self.retractions += len(step.retracted_ids)
+        self.evicted_pages += step.evicted_pages
+        if step.decode_ids:
+            self._add_decode(step)
+            self.seconds.update(step.seconds)
+        else:
+            seconds = dict(step.seconds)
+            self.prefill_host_seconds += seconds.pop("host", 0.0)
+            self.prefill_seconds += sum(seconds.values())
 
-    def count_decode(
-        self,
-        widths: Sequence[int],
-        accept_lens: Sequence[int],
-        depth: int,
-        seconds: Mapping[str, float],
-    ) -> None:
-        """Count one decode step, without the requests that had ended before its results came.
+    def _add_decode(self, step: StepReport) -> None:
+        """Count the verifications, but for requests that had ended before the results came.
 
-        Args:
-            widths: nodes of each request, root included.
-            accept_lens: tokens accepted of each, bonus token included.
-            depth: of the batch's draft. A request's own is taken to be the most that its nodes
-                allow, which is exact for chains and for trees that go as deep as they declare.
-            seconds: host time by part.
+        A draft is taken to be as deep as its nodes allow, which is exact for chains and for trees
+        that go as deep as they declare.
         """
+        counted = [i for i, kept in enumerate(step.kept) if kept]
+        widths = [step.widths[i] for i in counted]
+        accept_lens = [step.accept_lens[i] for i in counted]
         self.decode_steps += 1
-        self.verifications += len(widths)
+        self.verifications += len(counted)
         self.drafted += sum(widths) - len(widths)
         self.accepted += sum(accept_lens)
         self.accepted_by_length.update(accept_lens)
-        self.drafted_by_depth.update(min(width - 1, depth) for width in widths)
-        self.seconds.update(seconds)
+        self.drafted_by_depth.update(min(width - 1, step.depth) for width in widths)
+        self.widths.update(widths)
+
+    def add_request(self, request: RequestReport) -> None:
+        """Count an ended request."""
+        self.requests[request.finish_reason] += 1
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         values = attrs.asdict(self, value_serializer=_plain)
-        derived = "mean_accept_length", "drafted_by_position", "accepted_by_position"
+        derived = (
+            "mean_accept_length",
+            "cache_hit_rate",
+            "drafted_by_position",
+            "accepted_by_position",
+        )
         return {**values, **{name: getattr(self, name) for name in derived}}
 
 

@@ -1,16 +1,17 @@
-"""One step on the device: a prefill of chunks, or propose, verify, compact, extend, publish."""
+"""One step on the device: propose, the target's pass, verify, compact, extend, publish."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate, count
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from specplug.engine.attention import JoinedPlan, PagedPlan
 from specplug.engine.captures import ROUTED_EXPERTS
 from specplug.engine.kv_cache import move_slots
 from specplug.engine.model_runner import ModelRunner
@@ -18,7 +19,8 @@ from specplug.engine.request import Request
 from specplug.engine.runtime import EngineRuntime
 from specplug.engine.sampler import top_logprobs
 from specplug.engine.sampling_params import Needs
-from specplug.engine.scheduler import Decode, Prefill
+from specplug.engine.scheduler import Decode, Prefill, Step
+from specplug.engine.step_clock import StepClock
 from specplug.errors import PluginError
 from specplug.spec.batch import Batch, ForwardMode
 from specplug.spec.draft import Draft, DraftInput
@@ -33,33 +35,83 @@ _FOR_HOST = ("logprobs", "logprob_ids", "logprob_ranks", ROUTED_EXPERTS)
 
 
 @attrs.define(eq=False, kw_only=True)
-class StepResult:
-    """What a launched step leaves for the host, on its way there.
+class PrefillResult:
+    """What a launched prefill leaves for the host.
 
     Attributes:
-        scheduled: what was launched.
-        tokens: [bs, C] int64 on the host, the target's tokens along each accepted path.
-        accept_lens: [bs] int64 on the host.
-        logprobs: the ``top_logprobs`` tensors of those tokens, [bs * C, …]; empty if not wanted.
-        routed_experts: [rows, layers, experts a token] of the same rows, on a prefill of all its
-            prompt tokens; None if not wanted.
-        widths: nodes verified for each request; prompt tokens on a prefill.
-        seconds: host time by part.
+        tokens: [bs] int64, the target's token behind each chunk.
+        wanted: what requests asked for, by name: ``top_logprobs`` of these tokens, [bs, …], and the
+            experts of all rows.
     """
 
-    scheduled: Prefill | Decode
+    tokens: Tensor
+    wanted: dict[str, Tensor]
+
+
+@attrs.define(eq=False, kw_only=True)
+class DecodeResult:
+    """What a launched decode step leaves for the host.
+
+    Attributes:
+        tokens: [bs, C] int64, the target's tokens along each accepted path.
+        accept_lens: [bs] int64.
+        wanted: as of a prefill, both of the same bs·C rows.
+        widths: nodes verified for each request.
+    """
+
     tokens: Tensor
     accept_lens: Tensor
-    logprobs: dict[str, Tensor]
-    routed_experts: Tensor | None
+    wanted: dict[str, Tensor]
     widths: tuple[int, ...]
-    seconds: dict[str, float]
+
+
+@attrs.define(eq=False, kw_only=True)
+class StepResult:
+    """A launched step, on its way to the host.
+
+    Attributes:
+        number: of the step.
+        step: what was launched.
+        prefill, decode: what its halves leave.
+        clock: when its parts began and ended.
+        host_seconds: time of scheduling and of processing it.
+        ready: None on the CPU.
+    """
+
+    number: int
+    step: Step
+    prefill: PrefillResult | None
+    decode: DecodeResult | None
+    clock: StepClock
+    host_seconds: float = 0.0
     ready: torch.cuda.Event | None = None
 
     def wait(self) -> None:
         """Block until the tensors are there."""
         if self.ready is not None:
             self.ready.synchronize()
+
+
+@attrs.define(eq=False, kw_only=True)
+class _Half:
+    """The prefill or the decode step of a step, before the target's pass.
+
+    Attributes:
+        tokens: [R] int64 rows of the pass.
+        plan: where they stand.
+        logits_rows: rows whose logits are wanted, on a prefill.
+        draft: whose nodes the rows are; None on a prefill.
+    """
+
+    batch: Batch
+    needs: Needs
+    tokens: Tensor
+    plan: PagedPlan
+    logits_rows: Tensor | None = None
+    draft: Draft | None = None
+
+
+Outputs = tuple[Tensor, dict[str, Tensor]]
 
 
 class StepRunner:
@@ -86,22 +138,45 @@ class StepRunner:
         self._hooks = hooks
         self._future_map = future_map
         self._pool = pool
+        self._numbers = count(1)
 
     @torch.inference_mode()
-    def run(self, scheduled: Prefill | Decode) -> StepResult:
+    def run(self, step: Step) -> StepResult:
         """Launch a step, whichever thread it is called from."""
         with self._current_device():
-            if isinstance(scheduled, Prefill):
-                return self._prefill(scheduled)
-            return self._decode(scheduled)
+            self._runtime.table.flush()
+            return self._run(step)
 
     def _current_device(self) -> AbstractContextManager[None]:
         """Streams, events and graphs are those of the current device, which is a thread's own."""
         device = self._runtime.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-    def _prefill(self, scheduled: Prefill) -> StepResult:
-        clock = _Clock()
+    def _run(self, step: Step) -> StepResult:
+        clock = StepClock(self._runtime.device)
+        slots = [chunk.end for chunk in step.prefill.chunks] if step.prefill else []
+        self._runtime.max_slots = max([*slots, step.decode.max_slots if step.decode else 0])
+        prefill = self._chunks(step.prefill) if step.prefill else None
+        decode = self._nodes(step.decode) if step.decode else None
+        clock.lap("propose")
+        of_prefill, of_decode = self._target_pass(prefill, decode)
+        clock.lap("target")
+        result = StepResult(
+            number=next(self._numbers),
+            step=step,
+            prefill=self._finish_prefill(prefill, of_prefill, clock),
+            decode=self._finish_decode(decode, of_decode, clock),
+            clock=clock,
+        )
+        if self._runtime.device.type == "cuda":
+            result.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            result.ready.record()
+        return result
+
+    # The rows of the target's pass
+
+    def _chunks(self, scheduled: Prefill) -> _Half:
+        """The prompt tokens of a prefill."""
         chunks, runtime = scheduled.chunks, self._runtime
         widths = tuple(chunk.end - chunk.start for chunk in chunks)
         needs = _needs(scheduled.requests)
@@ -109,38 +184,18 @@ class StepRunner:
         batch.seq_lens = self._upload([chunk.start for chunk in chunks])
         batch.chunk_widths = widths
         batch.chunk_ends = tuple(chunk.end for chunk in chunks)
+        batch.first_chunk = tuple(chunk.is_first for chunk in chunks)
         batch.last_chunk = tuple(chunk.is_last for chunk in chunks)
-        runtime.max_slots = max(chunk.end for chunk in chunks)
         padding = Padding.of(widths, max(widths), runtime.device)
         plan = runtime.make_plan(batch.rows, batch.seq_lens, max(widths), padding=padding)
         batch.attention = plan
         tokens = self._upload([token for chunk in chunks for token in chunk.tokens])
-        accept_lens = self._upload(list(widths))
-        last_rows = accept_lens.cumsum(0) - 1
-        wants_experts = bool(needs & Needs.EXPERTS)
-        logits, per_node = self._runner.prefill(tokens, plan, last_rows, wants_experts)
-        clock.lap("target")
-        ends = batch.seq_lens + accept_lens
-        predict = self._sample(needs, batch.rows, ends, logits, None)
-        logprobs = self._logprobs(scheduled.requests, logits, predict)
-        output = CommittedOutput(
-            tokens=rotate_chunks(tokens, last_rows, chunk_tails(batch, 1, predict)),
-            per_node=per_node,
-            last_rows=last_rows,
-            accept_lens=accept_lens,
-            bonus_tokens=predict,
-        )
-        clock.lap("verify")
-        self._extend(batch, output, ends)
-        clock.lap("extend")
-        ones = torch.ones_like(predict)
-        wanted = _for_host({**per_node, **logprobs})
-        return self._result(scheduled, predict.unsqueeze(1), ones, wanted, widths, clock)
+        ends = self._upload([end - 1 for end in accumulate(widths)])
+        return _Half(batch=batch, needs=needs, tokens=tokens, plan=plan, logits_rows=ends)
 
-    def _decode(self, scheduled: Decode) -> StepResult:
-        clock = _Clock()
+    def _nodes(self, scheduled: Decode) -> _Half:
+        """What the algorithm proposes for a decode step."""
         requests, runtime = scheduled.requests, self._runtime
-        runtime.max_slots = scheduled.max_slots
         needs = _needs(requests)
         batch = self._batch(ForwardMode.DECODE, requests, needs)
         batch.room = scheduled.room
@@ -148,21 +203,102 @@ class StepRunner:
         draft = self._hooks.propose(runtime=runtime, batch=batch, draft_input=draft_input)
         self._check(draft, batch)
         draft = draft.narrow(batch.room)
-        clock.lap("propose")
-        output = self._verify_pass(batch, draft, needs)
-        clock.lap("target")
-        verified = self._hooks.verify(
-            runtime=runtime, batch=batch, draft=draft, target_output=output
+        plan = runtime.make_plan(
+            batch.rows,
+            batch.seq_lens,
+            draft.width,
+            positions=None if draft.is_chain else batch.seq_lens.unsqueeze(1) + draft.depths,
+            mask=None if draft.is_chain else draft.mask,
+            padding=draft.padding,
         )
-        self._commit(batch, draft, verified, needs)
+        batch.attention = plan
+        nodes = draft.flatten(draft.tokens)
+        return _Half(batch=batch, needs=needs, tokens=nodes, plan=plan, draft=draft)
+
+    def _target_pass(
+        self, prefill: _Half | None, decode: _Half | None
+    ) -> tuple[Outputs | None, Outputs | None]:
+        """The target's forward over the rows of both halves, together if there are two: the logits
+        that each wants, and its captured outputs by name."""
+        if prefill is None:
+            assert decode is not None
+            experts = bool(decode.needs & Needs.EXPERTS)
+            return None, self._runner.verify(decode.tokens, decode.plan, experts)
+        assert prefill.logits_rows is not None
+        experts = bool(prefill.needs & Needs.EXPERTS)
+        if decode is None:
+            rows = prefill.logits_rows
+            return self._runner.prefill(prefill.tokens, prefill.plan, rows, experts), None
+        width, ends = len(prefill.tokens), prefill.logits_rows
+        nodes = torch.arange(width, width + len(decode.tokens), device=ends.device)
+        logits, per_node = self._runner.prefill(
+            torch.cat((prefill.tokens, decode.tokens)),
+            JoinedPlan((prefill.plan, decode.plan)),
+            torch.cat((ends, nodes)),
+            experts or bool(decode.needs & Needs.EXPERTS),
+        )
+        return (
+            (logits[: len(ends)], {name: t[:width] for name, t in per_node.items()}),
+            (logits[len(ends) :], {name: t[width:] for name, t in per_node.items()}),
+        )
+
+    # What each half makes of it
+
+    def _finish_prefill(
+        self, half: _Half | None, outputs: Outputs | None, clock: StepClock
+    ) -> PrefillResult | None:
+        """Sample behind each chunk, and feed the draft model."""
+        if half is None or outputs is None:
+            return None
+        (logits, per_node), batch = outputs, half.batch
+        assert half.logits_rows is not None
+        accept_lens = self._upload(list(batch.chunk_widths))
+        ends = batch.seq_lens + accept_lens
+        predict = self._sample(half.needs, batch.rows, ends, logits, None)
+        logprobs = self._logprobs(batch.requests, logits, predict)
+        tails = chunk_tails(batch, 1, predict)
+        output = CommittedOutput(
+            tokens=rotate_chunks(half.tokens, half.logits_rows, tails),
+            per_node=per_node,
+            last_rows=half.logits_rows,
+            accept_lens=accept_lens,
+            bonus_tokens=predict,
+        )
+        clock.lap("verify")
+        self._extend(batch, output, ends)
+        wanted = self._for_host({**per_node, **logprobs})
+        result = PrefillResult(tokens=self._to_host(predict), wanted=wanted)
+        clock.lap("extend")
+        return result
+
+    def _finish_decode(
+        self, half: _Half | None, outputs: Outputs | None, clock: StepClock
+    ) -> DecodeResult | None:
+        """Sample at each node, verify, compact, and feed the draft model."""
+        if half is None or outputs is None:
+            return None
+        (logits, per_node), batch, draft = outputs, half.batch, half.draft
+        assert draft is not None
+        rows = batch.rows[draft.batch_index]
+        predict = self._sample(half.needs, rows, half.plan.positions + 1, logits, draft)
+        logprobs = self._logprobs(batch.requests, logits, predict)
+        # A recorded pass gives the same dictionary every time: nothing is added to it.
+        output = TargetOutput(predict=predict, logits=logits, per_node={**per_node, **logprobs})
+        verified = self._hooks.verify(
+            runtime=self._runtime, batch=batch, draft=draft, target_output=output
+        )
+        self._commit(batch, draft, verified, half.needs)
         committed = compact(verified, output.per_node)
         clock.lap("verify")
         self._extend(batch, committed, batch.seq_lens + verified.accept_lens)
+        result = DecodeResult(
+            tokens=self._to_host(committed.tokens.view(batch.size, -1)),
+            accept_lens=self._to_host(verified.accept_lens),
+            wanted=self._for_host(committed.per_node),
+            widths=draft.widths or (draft.width,) * batch.size,
+        )
         clock.lap("extend")
-        tokens = committed.tokens.view(batch.size, -1)
-        wanted = _for_host(committed.per_node)
-        widths = draft.widths or (draft.width,) * batch.size
-        return self._result(scheduled, tokens, verified.accept_lens, wanted, widths, clock)
+        return result
 
     def _check(self, draft: Draft, batch: Batch) -> None:
         """Refuse a draft that would write behind the slots that are kept for it."""
@@ -176,26 +312,6 @@ class StepRunner:
                 f"num_steps={steps} deep, for {batch.size}; draft less, or raise these in "
                 "validate_config()"
             )
-
-    def _verify_pass(self, batch: Batch, draft: Draft, needs: Needs) -> TargetOutput:
-        """The target's forward over the draft's nodes, and its token after each of them."""
-        plan = self._runtime.make_plan(
-            batch.rows,
-            batch.seq_lens,
-            draft.width,
-            positions=None if draft.is_chain else batch.seq_lens.unsqueeze(1) + draft.depths,
-            mask=None if draft.is_chain else draft.mask,
-            padding=draft.padding,
-        )
-        batch.attention = plan
-        nodes = draft.flatten(draft.tokens)
-        logits, per_node = self._runner.verify(nodes, plan, bool(needs & Needs.EXPERTS))
-        rows = batch.rows[draft.batch_index]
-        predict = self._sample(needs, rows, plan.positions + 1, logits, draft)
-        logprobs = self._logprobs(batch.requests, logits, predict)
-        # A recorded pass gives the same dictionary every time: nothing is added to it.
-        outputs = {**per_node, **logprobs}
-        return TargetOutput(predict=predict, logits=logits, per_node=outputs)
 
     def _commit(self, batch: Batch, draft: Draft, verified: VerifyOutput, needs: Needs) -> None:
         """Bring the accepted path's KV to consecutive slots, and count its tokens."""
@@ -258,44 +374,16 @@ class StepRunner:
         tensor = torch.tensor(values, dtype=torch.int64)
         return tensor.to(self._runtime.device, non_blocking=True)
 
-    def _result(
-        self,
-        scheduled: Prefill | Decode,
-        tokens: Tensor,
-        accept_lens: Tensor,
-        wanted: dict[str, Tensor],
-        widths: tuple[int, ...],
-        clock: _Clock,
-    ) -> StepResult:
-        ready = None
-        if self._runtime.device.type == "cuda":
-            tokens, accept_lens = _to_host(tokens), _to_host(accept_lens)
-            wanted = {name: _to_host(tensor) for name, tensor in wanted.items()}
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record()
-        return StepResult(
-            scheduled=scheduled,
-            tokens=tokens,
-            accept_lens=accept_lens,
-            routed_experts=wanted.pop(ROUTED_EXPERTS, None),
-            logprobs=wanted,
-            widths=widths,
-            seconds=clock.seconds,
-            ready=ready,
-        )
+    def _for_host(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of a pass's outputs, those that requests asked for."""
+        return {name: self._to_host(outputs[name]) for name in _FOR_HOST if name in outputs}
 
-
-class _Clock:
-    """Host time of the parts of a step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, part: str) -> None:
-        now = time.perf_counter()
-        self.seconds[part] = now - self._last
-        self._last = now
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        """Start a tensor's way to the host."""
+        if self._runtime.device.type == "cpu":
+            return tensor
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return pinned.copy_(tensor, non_blocking=True)
 
 
 def _needs(requests: Sequence[Any]) -> Needs:
@@ -303,13 +391,3 @@ def _needs(requests: Sequence[Any]) -> Needs:
     for request in requests:
         needs |= request.needs
     return needs
-
-
-def _for_host(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a pass's outputs, those that requests asked for."""
-    return {name: outputs[name] for name in _FOR_HOST if name in outputs}
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)

@@ -30,6 +30,11 @@ class RequestView(Protocol):
     @property
     def prompt_token_ids(self) -> Sequence[int]: ...
 
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Its prompt, and of what it has generated all that the host knows. While it is prefilled
+        that is everything: a request which was retracted is prefilled with its output so far."""
+
 
 @attrs.define(eq=False, kw_only=True)
 class Batch:
@@ -41,9 +46,11 @@ class Batch:
         rows: [bs] int64, each request's row; row 0 is padding and belongs to nobody.
         seq_lens: [bs] int64, tokens of each request whose KV is committed **before** this step,
             which is the position of its first token in this step.
-        chunk_widths: prompt tokens of each request in this prefill, known on the host.
-        chunk_ends: of each request's prompt, how much is prefilled when this chunk is.
-        last_chunk: for each request of a prefill, whether the chunk ends its prompt.
+        chunk_widths: tokens of each request in this prefill, known on the host.
+        chunk_ends: how many of each request's ``token_ids`` are prefilled when this chunk is.
+        first_chunk: for each request of a prefill, whether it has just got its row: what was kept
+            by row is another's, and what lies before the chunk was found in the prefix cache.
+        last_chunk: for each request of a prefill, whether the chunk ends its ``token_ids``.
         room: for each request of a decode step, the most nodes for which the KV pool has slots, 1
             to N. A wider draft is cut to it; one that knows may choose better what to leave out.
         greedy: whether every request takes the most likely token, so that no noise is needed.
@@ -56,6 +63,7 @@ class Batch:
     seq_lens: Tensor
     chunk_widths: tuple[int, ...] = ()
     chunk_ends: tuple[int, ...] = ()
+    first_chunk: tuple[bool, ...] = ()
     last_chunk: tuple[bool, ...] = ()
     room: tuple[int, ...] = ()
     greedy: bool = True

@@ -1,4 +1,4 @@
-"""What extensions are told after a step and after a request."""
+"""What extensions are told after a step and after a request; the statistics are sums of it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,51 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class StepReport:
-    """One processed step.
+    """One processed step. Tuples of equal description belong together, an entry a request.
 
     Attributes:
-        mode: "prefill" or "decode".
-        request_ids: the requests of the step.
-        widths: nodes verified for each (decode), or prompt tokens (prefill).
-        accept_lens: tokens accepted for each, bonus token included; 0 for a prefill chunk that
-            did not end its prompt.
-        seconds: wall time by part: "propose", "target", "verify", "extend".
+        number: of the step, from 1 on.
+        mode: "prefill", "decode" or "mixed".
+        prefill_ids: requests of which the step computed prompt tokens.
+        prefill_tokens: how many of each; those of a request that was retracted are its output too.
+        recomputed_tokens: how many of these had been computed before a retraction.
+        cached_tokens: how many of each request's tokens came from the prefix cache instead, at the
+            first of its steps; then 0.
+        sampled: for each, whether the step ended its prompt and so gave a token.
+        decode_ids: requests that took a decode step.
+        widths: nodes verified for each, the root included.
+        depth: of the deepest draft, below its root.
+        accept_lens: tokens accepted for each, the bonus token included.
+        kept: how many of these it took; fewer if one of them ended it, none if it had ended.
+        retracted_ids: requests that lost their pages when the step was scheduled.
+        evicted_pages: pages that the prefix cache lost then.
+        num_running, num_waiting: requests, when it was scheduled.
+        free_pages, cached_pages: of the KV pool, then; those of the cache that a request uses too
+            are among the latter.
+        seconds: time by part. Of the device, where that has a clock of its own, else of the host:
+            "propose" the draft (and its plans), "target" the pass of the target, "verify" sampling,
+            acceptance and compaction, "extend" the draft model's context. And of the host:
+            "host", scheduling the step and processing its results.
     """
 
+    number: int
     mode: str
-    request_ids: tuple[str, ...]
-    widths: tuple[int, ...]
-    accept_lens: tuple[int, ...]
+    prefill_ids: tuple[str, ...] = ()
+    prefill_tokens: tuple[int, ...] = ()
+    recomputed_tokens: tuple[int, ...] = ()
+    cached_tokens: tuple[int, ...] = ()
+    sampled: tuple[bool, ...] = ()
+    decode_ids: tuple[str, ...] = ()
+    widths: tuple[int, ...] = ()
+    depth: int = 0
+    accept_lens: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    retracted_ids: tuple[str, ...] = ()
+    evicted_pages: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
     seconds: dict[str, float]
 
 
@@ -33,12 +63,16 @@ class RequestReport:
         request_id: its name.
         finish_reason: "stop", "length", "abort" or "error".
         num_prompt_tokens: length of its prompt.
+        num_cached_tokens: how many of these were in the prefix cache when it was first admitted.
         num_output_tokens: tokens generated.
+        times_retracted: how often it lost its pages.
         accept_lens: tokens kept at each of its decode steps.
     """
 
     request_id: str
     finish_reason: str
     num_prompt_tokens: int
+    num_cached_tokens: int = 0
     num_output_tokens: int
+    times_retracted: int = 0
     accept_lens: tuple[int, ...]

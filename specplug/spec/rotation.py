@@ -30,7 +30,8 @@ def rotate_chunks(tokens: Tensor, last_rows: Tensor, tails: Tensor) -> Tensor:
 def chunk_tails(batch: Batch, ahead: int, generated: Tensor) -> Tensor:
     """The token ``ahead`` positions behind the last row of each request.
 
-    It is the **next prompt token** wherever the prompt reaches so far, for every ``ahead``, and
+    It is the **next prompt token** wherever the prompt reaches so far, for every ``ahead`` (and so
+    for what a request had generated before it was retracted), and
     ``generated`` where it does not: the target's own token for ``ahead`` 1, a drafted one for more.
 
     Args:
@@ -40,15 +41,15 @@ def chunk_tails(batch: Batch, ahead: int, generated: Tensor) -> Tensor:
     """
     if all(batch.last_chunk):  # a decode batch too, which has no chunks
         return generated
-    known = torch.tensor(_prompt_tokens(batch, ahead), dtype=torch.int64)
+    known = torch.tensor(_known_tokens(batch, ahead), dtype=torch.int64)
     known = known.to(generated.device, non_blocking=True)
     return torch.where(known < 0, generated, known)
 
 
-def _prompt_tokens(batch: Batch, ahead: int) -> Sequence[int]:
-    """The prompt's token at that place for each request, -1 behind its end."""
+def _known_tokens(batch: Batch, ahead: int) -> Sequence[int]:
+    """The token at that place for each request, -1 where there is none yet."""
     places = [end + ahead - 1 for end in batch.chunk_ends]
-    prompts = [request.prompt_token_ids for request in batch.requests]
+    known = [request.token_ids for request in batch.requests]
     return [
-        prompt[at] if at < len(prompt) else -1 for prompt, at in zip(prompts, places, strict=True)
+        tokens[at] if at < len(tokens) else -1 for tokens, at in zip(known, places, strict=True)
     ]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from specplug import LLM, RequestOutput, SamplingParams
+from specplug import LLM, RequestOutput, SamplingParams, UsageError
 from specplug.cli import generate as command
 from specplug.cli import main
 
@@ -223,6 +223,10 @@ BAD_USAGE = [
     (("-", "-"), "prompt '-' stands more than once"),
     (("--prompt-file", "nowhere.txt"), "File 'nowhere.txt' does not exist"),
     (("--prompt-file", "."), "File '.' is a directory"),
+    (("--regex", "", "x"), "regex='': expected a regular expression, or None"),
+    (("--regex", "a", "--ebnf", "b", "x"), "regex and ebnf are given: expected at most one"),
+    (("--json-schema", "@nowhere", "x"), "'--json-schema': file 'nowhere' cannot be read: No such"),
+    (("--ebnf", "@.", "x"), "'--ebnf': file '.' cannot be read: Is a directory"),
 ]
 NEEDS_TORCH = [
     (("",), "the prompt is empty; expected at least one token"),
@@ -282,6 +286,30 @@ def test_unusable_prompt_file(data, message, tmp_path):
     file.write_bytes(data)
     code, line = failure("--prompt-file", file)
     assert (code, f"prompt file '{file}' {message}" in line) == (2, True), line
+
+
+@pytest.mark.parametrize("option", ["--json-schema", "--ebnf"])
+def test_a_grammar_file_must_be_text(option, tmp_path):
+    file = tmp_path / "grammar"
+    file.write_bytes(b"a\xff")
+    code, line = failure(option, f"@{file}", "x")
+    assert (code, f"file '{file}' is not UTF-8 (byte 1); expected" in line) == (2, True), line
+
+
+@pytest.mark.parametrize("option", ["--json-schema", "--ebnf"])
+def test_a_grammar_comes_as_text_or_from_a_file(option, tmp_path, monkeypatch):
+    file = tmp_path / "grammar"
+    file.write_text("# ä\n")
+    given = []
+
+    def taken(**settings):
+        given.append(settings[option[2:].replace("-", "_")])
+        raise UsageError("taken")
+
+    monkeypatch.setattr("specplug.engine.sampling_params.SamplingParams", taken)
+    for value in ("# ä\n", f"@{file}"):
+        assert failure(option, value, "x") == (2, "error: taken")
+    assert given == ["# ä\n", "# ä\n"]
 
 
 @pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root reads everything")

@@ -99,19 +99,24 @@ def test_reports_add_up_to_the_outputs(
         assert report.num_output_tokens == len(output.token_ids)
         assert report.accept_lens == output.accept_lens
         assert report.finish_reason == output.finish_reason
-        mine = [
-            (step.mode, step.widths[i], step.accept_lens[i])
+        prefills = [
+            (step.prefill_tokens[i], step.sampled[i])
             for step in steps
-            for i, name in enumerate(step.request_ids)
+            for i, name in enumerate(step.prefill_ids)
             if name == output.request_id
         ]
-        prefills = [row for row in mine if row[0] == "prefill"]
-        assert sum(width for _, width, _ in prefills) == len(output.prompt_token_ids)
-        assert [kept for _, _, kept in prefills] == [0] * (len(prefills) - 1) + [1]
-        decodes = [row for row in mine if row[0] == "decode"]
+        assert sum(tokens for tokens, _ in prefills) == len(output.prompt_token_ids)
+        assert [sampled for _, sampled in prefills] == [False] * (len(prefills) - 1) + [True]
+        decodes = [
+            (step.widths[i], step.accept_lens[i], step.kept[i])
+            for step in steps
+            for i, name in enumerate(step.decode_ids)
+            if name == output.request_id
+        ]
         assert tuple(kept for _, _, kept in decodes if kept) == output.accept_lens
-        assert all(1 <= width <= 5 and kept <= width for _, width, kept in decodes)
-    assert set(steps[-1].seconds) == {"propose", "target", "verify", "extend"}
+        assert all(1 <= width <= 5 and kept <= length <= width for width, length, kept in decodes)
+    assert [step.number for step in steps] == list(range(1, len(steps) + 1))
+    assert set(steps[-1].seconds) == {"propose", "target", "verify", "extend", "host"}
     assert stats["output_tokens"] == sum(len(output.token_ids) for output in outputs)
     assert stats["prompt_tokens"] == sum(map(len, reference.prompts))
     assert stats["requests"] == {"length": 7}

@@ -28,7 +28,11 @@ class Case:
     overlap: bool
     chunk: int | None
     rows: int
+    mixed: bool
+    cache: bool
+    priorities: tuple[int, ...]
     spare: int | None
+    rounds: int
     tree: bool
     num_steps: int
     num_draft_tokens: int
@@ -46,6 +50,8 @@ class Case:
             "chunked_prefill_size": self.chunk,
             "disable_overlap_schedule": not self.overlap,
             "max_running_requests": self.rows,
+            "enable_mixed_chunk": self.mixed,
+            "disable_radix_cache": not self.cache,
         }
 
 
@@ -68,7 +74,11 @@ def cases(draw: Callable[..., Any]) -> Case:
         overlap=draw(st.booleans()),
         chunk=draw(st.sampled_from([None, 5, 16])),
         rows=draw(st.sampled_from([batch, max(1, batch // 2)])),
+        mixed=draw(st.booleans()),
+        cache=draw(st.booleans()),
+        priorities=of_batch(st.integers(0, 2)),
         spare=draw(st.sampled_from([None, 0, 1, 7, 40])),
+        rounds=draw(st.sampled_from([1, 2])),
         tree=tree,
         num_steps=num_steps,
         num_draft_tokens=draw(st.integers(1, 9 if tree else num_steps + 1)),
@@ -93,7 +103,8 @@ def _check(case: Case, reference: Any, outputs: list[RequestOutput]) -> None:
         most = case.max_tokens[i]
         assert output.token_ids == plain.token_ids[:most], (i, case.kinds[i])
         assert output.finish_reason == "length"
-        assert sum(output.accept_lens) + 1 == len(output.token_ids)
+        by_prefills = len(output.token_ids) - sum(output.accept_lens)
+        assert 1 <= by_prefills <= 1 + output.times_retracted
         _check_logprobs(output, plain, case.logprobs[i])
 
 
@@ -133,8 +144,9 @@ def test_scripted_drafts_never_change_the_output(
         speculative_num_draft_tokens=case.num_draft_tokens,
         **case.engine(prompts),
     ) as llm:
-        outputs = llm.generate(prompts, _params(case, reference))
-        llm.check_pool()
+        for _ in range(case.rounds):
+            outputs = llm.generate(prompts, _params(case, reference), priority=case.priorities)
+            llm.check_pool()
         assert llm.effective_config["num_draft_tokens"] == case.num_draft_tokens
     _check(case, reference, outputs)
     if case.right == 1.0 and not case.tree and not case.ragged and case.spare is None:
@@ -150,8 +162,9 @@ def test_plain_decoding_does_not_depend_on_the_schedule(
 ) -> None:
     prompts = reference.prompts[: len(case.kinds)]
     with LLM(tiny_model, **case.engine(prompts)) as llm:
-        outputs = llm.generate(prompts, _params(case, reference))
-        llm.check_pool()
+        for _ in range(case.rounds):
+            outputs = llm.generate(prompts, _params(case, reference), priority=case.priorities)
+            llm.check_pool()
     _check(case, reference, outputs)
     assert all(set(output.accept_lens) <= {1} for output in outputs)
 

@@ -19,7 +19,8 @@ def _check_idle(llm: LLM) -> None:
     llm.check_pool()
     scheduler = llm._engine.scheduler
     assert not llm._engine.has_work
-    assert scheduler.pool.num_free == scheduler.pool.num_available == scheduler.pool.num_pages - 1
+    assert scheduler.cache.num_unused == scheduler.cache.num_pages
+    assert scheduler.cache.num_available == scheduler.cache.pool.num_pages - 1
     assert scheduler.table.num_free == scheduler.config.max_running_requests
 
 

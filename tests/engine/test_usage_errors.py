@@ -103,6 +103,17 @@ def test_no_prompts_give_no_outputs(llm: LLM) -> None:
         ({"stop": 3}, "stop=3: expected a string or a list of them"),
         ({"stop_token_ids": 3}, "stop_token_ids=3: expected a list of token ids"),
         ({"logprobs": -1}, "logprobs=-1: expected an integer of at least 0, or None"),
+        ({"json_schema": 3}, "json_schema=3: expected a JSON schema as text or as a dict, or None"),
+        ({"json_schema": ""}, "json_schema='': expected a JSON schema as text or as a dict"),
+        ({"json_schema": {"const": {1}}}, "expected what JSON can express; Object of type set"),
+        ({"json_schema": {"maximum": math.inf}}, "json_schema=.*: expected what JSON can express"),
+        ({"regex": b"a"}, "regex=b'a': expected a regular expression, or None"),
+        ({"regex": ""}, "regex='': expected a regular expression, or None"),
+        ({"ebnf": ["root"]}, r"ebnf=\['root'\]: expected the text of a grammar, or None"),
+        (
+            {"regex": "a", "json_schema": {}},
+            "json_schema and regex are given: expected at most one of them",
+        ),
     ],
 )
 def test_a_bad_setting_is_refused(changes: dict[str, Any], message: str) -> None:

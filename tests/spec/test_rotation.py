@@ -32,6 +32,10 @@ class Prompt:
     request_id: str
     prompt_token_ids: tuple[int, ...]
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.prompt_token_ids
+
 
 def prefill(chunks: list[tuple[int, int, int]]) -> Batch:
     """A batch of (prompt length, start, end); request b's prompt is 100b, 100b + 1, …"""

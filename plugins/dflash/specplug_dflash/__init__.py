@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
+
 from specplug import (
     DEFAULT_MODEL,
     AlgorithmInfo,
@@ -48,7 +50,8 @@ class DFlash:
                 f"the draft model was trained for blocks of {most + 1} tokens"
             )
             config = config.adjust(reason, num_steps=most)
-        return config.fit_feature_draft()
+        # The context's keys and values are made of the target's features alone.
+        return attrs.evolve(config.fit_feature_draft(), draft_lookahead=0)
 
     @hookimpl
     def create_worker(self, runtime: Runtime) -> DFlashWorker:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
+
 from specplug import (
     DEFAULT_MODEL,
     AlgorithmInfo,
@@ -43,7 +45,9 @@ class MultiLayerEagle:
     def validate_config(self, config: SpecConfig) -> SpecConfig:
         from specplug_multi_layer_eagle.checkpoint import fit_depth
 
-        return fit_depth(config).fit_feature_draft()
+        fitted = fit_depth(config).fit_feature_draft()
+        # The last layer's key at a position is made of the token num_steps behind it.
+        return attrs.evolve(fitted, draft_lookahead=fitted.num_steps)
 
     @hookimpl
     def create_worker(self, runtime: Runtime) -> MultiLayerEagleWorker:

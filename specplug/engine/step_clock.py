@@ -1,0 +1,46 @@
+"""When the parts of a step ran: on the device if that has a clock of its own, else on the host."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+import torch
+
+
+class StepClock:
+    """Takes the time between one lap and the next; parts of the same name add up.
+
+    Args:
+        device: whose time is taken. A GPU's is known when the step's results are there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+        self._laps: list[tuple[str, float | torch.cuda.Event]] = [("", self._now())]
+
+    def lap(self, part: str) -> None:
+        """``part`` ends here."""
+        self._laps.append((part, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """The time of each part."""
+        total: defaultdict[str, float] = defaultdict(float)
+        for (_, before), (part, after) in zip(self._laps, self._laps[1:], strict=False):
+            total[part] += _between(before, after)
+        return dict(total)
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _between(before: float | torch.cuda.Event, after: float | torch.cuda.Event) -> float:
+    if isinstance(before, float) and isinstance(after, float):
+        return after - before
+    assert isinstance(before, torch.cuda.Event)
+    assert isinstance(after, torch.cuda.Event)
+    return before.elapsed_time(after) / 1000  # type: ignore[no-any-return]
