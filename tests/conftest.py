@@ -6,11 +6,24 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
 import pytest
+import torch
+from torch import Tensor
+
+from specplug import (
+    AlgorithmInfo,
+    Batch,
+    CommittedOutput,
+    Defaults,
+    Draft,
+    DraftInput,
+    Runtime,
+    hookimpl,
+)
 
 SOUND = """
 from specplug import AlgorithmInfo, hookimpl
@@ -115,3 +128,74 @@ def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(str(folder)):
             del sys.modules[name]
+
+
+class Successors:
+    """An algorithm unlike the built-in ones, with the required hooks alone.
+
+    It keeps a state of its own on the device, outside of pages and draft inputs: for each request
+    row the token that came last behind each token. What it proposes is as wide as the request's
+    name and the step's number say, so hardly two requests of a batch are alike.
+    """
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(
+            name="SUCCESSORS",
+            summary="What came behind the same token last",
+            api_version=1,
+            defaults=Defaults(num_steps=4),
+        )
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> Successors:
+        size = runtime.num_rows, runtime.vocab_size
+        self._behind = torch.full(size, -1, dtype=torch.int64, device=runtime.device)
+        self._last = torch.zeros(runtime.num_rows, dtype=torch.int64, device=runtime.device)
+        self._steps = 0
+        return self
+
+    @hookimpl
+    def build_draft_input(self, batch: Batch, target_output: CommittedOutput) -> DraftInput:
+        if batch.is_prefill:
+            for b, request in enumerate(batch.requests):
+                known = request.token_ids[: batch.chunk_ends[b]]
+                row = batch.rows[b : b + 1]
+                self._read(row, known, anew=batch.first_chunk[b])
+                if batch.last_chunk[b]:
+                    self._behind[row, known[-1]] = target_output.bonus_tokens[b]
+        else:
+            before = self._last[batch.rows]
+            for column, token in enumerate(target_output.tokens.view(batch.size, -1).unbind(1)):
+                counts = column < target_output.accept_lens
+                # Row 0 is padding.
+                rows = torch.where(counts, batch.rows, 0)
+                self._behind[rows, before] = token
+                before = token
+        self._last[batch.rows] = target_output.bonus_tokens
+        return DraftInput(bonus_tokens=target_output.bonus_tokens)
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        chain = [draft_input.bonus_tokens]
+        for _ in range(runtime.config.num_steps):
+            chain.append(self._behind[batch.rows, chain[-1]].clamp(min=0))
+        self._steps += 1
+        nodes = runtime.config.num_draft_tokens
+        widths = [1 + (int(r.request_id) + self._steps) % nodes for r in batch.requests]
+        return Draft.chain(torch.stack(chain, dim=1)[:, : max(widths)].contiguous(), widths)
+
+    def _read(self, row: Tensor, tokens: Sequence[int], *, anew: bool) -> None:
+        """Enter known tokens; what was cached is among them, so a hit loses nothing."""
+        if anew:
+            self._behind[row] = -1
+        last = {a: b for a, b in zip(tokens, tokens[1:], strict=False)}
+        if last:
+            pairs = torch.tensor([list(last), list(last.values())], device=row.device)
+            self._behind[row, pairs[0]] = pairs[1]
+
+
+@pytest.fixture(scope="session")
+def successors() -> type[Successors]:
+    """The class of an algorithm that resembles no built-in one."""
+    return Successors

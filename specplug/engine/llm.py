@@ -142,7 +142,7 @@ class LLM:
         self._eos = _eos_token_ids(self._runner)
         self._seed = seed
         self._numbers = itertools.count()
-        self._requests: dict[str, Request] = {}
+        self._added: dict[str, Request] = {}
         features = Features()
         algorithm, able = selected.info.name, selected.info.capabilities
         overlap = features.decide(
@@ -230,6 +230,44 @@ class LLM:
             UsageError: a prompt or a setting cannot be used; nothing runs then.
         """
         return self._run(self._make_all(prompts, sampling_params, priority), partial=True)
+
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> str:
+        """Queue a request for ``step``, at any time; for callers that have a loop of their own.
+
+        Returns:
+            Its name, which its outputs have too.
+
+        Raises:
+            UsageError: the prompt or a setting cannot be used.
+        """
+        prompts: list[Any] = [prompt]
+        (request,) = self._make_all(prompts, sampling_params, priority)
+        self._added[request.request_id] = request
+        self._engine.add(request)
+        return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Launch the next step of all requests, and process one that was launched: the outputs of
+        those requests from ``add_request`` that moved, or ended, by it.
+
+        Raises:
+            Exception: what a plugin raised. All requests have ended then, with that error, and the
+                next call returns their outputs.
+        """
+        self._check_open()
+        moved = self._step()
+        ended = [request for request in self._added.values() if request.finished]
+        mine = [r for r in dict.fromkeys([*moved, *ended]) if r.request_id in self._added]
+        for request in ended:
+            del self._added[request.request_id]
+        return [request.output() for request in mine]
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has something left to do or to return."""
+        return bool(self._added) or (self._engine is not None and self._engine.has_work)
 
     def abort(self, request_id: str) -> None:
         """End a request; its output so far comes with ``finish_reason="abort"``.

@@ -1,0 +1,118 @@
+"""What was cached, or lost and prefilled again, leaves the draft model the context it would have.
+
+The proof is by what is proposed: at every position the drafts are those of a run without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from specplug import LLM, Batch, Draft, DraftInput, Runtime, SamplingParams, hookimpl
+from specplug.registry import Registry
+
+HEAD = (
+    "def total(values):\n    result = 0\n    for value in values:\n        if value is None:\n"
+    "            continue\n        if value < 0:\n            raise ValueError(value)\n        result "
+)
+TAILS = ("+= value\n", "*= value\n        if result")
+MAX_TOKENS = 16
+Proposals = dict[tuple[int, ...], list[tuple[int, int]]]
+
+
+def watch(algorithm: Any) -> Any:
+    """The algorithm, with ``proposals``: all tokens up to a root -> the nodes drafted behind it."""
+
+    class Watched(type(algorithm)):  # type: ignore[misc]
+        proposals: Proposals = {}
+
+        @hookimpl
+        def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+            draft: Draft = super().propose(runtime, batch, draft_input)
+            parents = draft.parents.tolist() if draft.parents is not None else None
+            widths = draft.widths or (draft.width,) * batch.size
+            for b, request in enumerate(batch.requests):
+                root = int(batch.seq_lens[b])
+                # Behind its room a draft is cut: there are no slots for its keys.
+                nodes = draft.tokens[b, : min(widths[b], batch.room[b])].tolist()
+                above = parents[b] if parents is not None else range(-1, len(nodes) - 1)
+                name = (*request.prompt_token_ids, root)
+                self.proposals[name] = list(zip(nodes, above, strict=False))
+            return draft
+
+    watched = Watched()
+    watched.proposals = {}
+    return watched
+
+
+NAMES = [name for name in Registry().names() if name not in ("NONE", "NGRAM")]
+"""NGRAM proposes from what other requests said, so it proposes better than without a cache."""
+
+
+@pytest.fixture(params=[*NAMES, "SUCCESSORS"])
+def make(request: pytest.FixtureRequest, successors: Any) -> Callable[[], Any]:
+    if request.param == "SUCCESSORS":
+        return lambda: watch(successors())
+    return lambda: watch(Registry().select(request.param).plugin)
+
+
+def propose(make: Callable[[], Any], prompts: list[Any], **engine: Any) -> tuple[Proposals, Any]:
+    """What is proposed for prompts one after the other, and the run's statistics."""
+    algorithm = make()
+    with LLM(dtype="float64", speculative_algorithm=algorithm, **engine) as llm:
+        for prompt in prompts:
+            llm.generate(prompt, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7, seed=1))
+        llm.check_pool()
+        return algorithm.proposals, llm.stats()
+
+
+def differences(found: Proposals, expected: Proposals) -> Proposals:
+    """Proposals that are not the expected ones. One may be cut: where a pool is short, or because
+    an algorithm drafts differently wide from step to step."""
+    return {
+        name: nodes
+        for name, nodes in found.items()
+        for other in (expected.get(name, nodes),)
+        if any(a != b for a, b in zip(nodes, other, strict=False))
+    }
+
+
+def prompts_that_part_at(page_size: int) -> list[list[int]]:
+    """Two prompts whose first difference is the first token of a page."""
+    with LLM(dtype="float64") as llm:
+        head, *tails = (llm.tokenizer(text)["input_ids"] for text in (HEAD, *TAILS))
+    even = len(head) // page_size * page_size
+    assert even > 0
+    assert tails[0][0] != tails[1][0]
+    return [head[:even] + tail for tail in tails]
+
+
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, None), (1, 5), (4, 1), (16, None)])
+def test_a_hit_changes_no_proposal(
+    make: Callable[[], Any], page_size: int, chunk: int | None
+) -> None:
+    first, second = prompts_that_part_at(page_size)
+    engine = {"page_size": page_size, "chunked_prefill_size": chunk}
+    expected: Proposals = {}
+    for prompt in (first, second):
+        cold, stats = propose(make, [prompt], disable_radix_cache=True, **engine)
+        assert stats["cached_tokens"] == 0
+        expected.update(cold)
+    found, stats = propose(make, [first, second, first], **engine)
+    assert stats["cached_tokens"] > len(first) // 2
+    assert found.keys() & expected.keys()
+    assert differences(found, expected) == {}
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
+def test_a_retraction_changes_no_proposal(make: Callable[[], Any], cached: bool) -> None:
+    prompts = [prompt[-size:] for prompt in prompts_that_part_at(4) for size in (8, 10, 12)]
+    engine = {"page_size": 2, "disable_overlap_schedule": True}
+    expected, _ = propose(make, prompts, disable_radix_cache=True, **engine)
+    short = {"max_total_tokens": 12 + MAX_TOKENS + 40, "disable_radix_cache": not cached}
+    found, stats = propose(make, [prompts], **engine, **short)
+    assert stats["retractions"] > 0
+    assert found.keys() & expected.keys(), "the prefill after a retraction shifts the steps"
+    assert differences(found, expected) == {}
