@@ -3,10 +3,11 @@
     python benchmarks/cuda.py
 
 Runs NONE and every other installed algorithm on held-out prompts at batch 1 and 8, greedy and
-sampled, with chains and trees. In float32 the tokens must be NONE's; a difference is judged in
-float64, as in ``exactness.py``. In bf16 equality is not asked: the share of identical prompts is
-printed. Decode steps run under ``torch.cuda.set_sync_debug_mode("error")``, so any host read of
-device data between resolve and publish raises.
+sampled, with chains and trees, in peace and pressed (see ``exactness.py``). In float32 the tokens
+must be NONE's; a difference is judged in float64, as in ``exactness.py``. In bf16 equality is not
+asked: the share of identical prompts is printed. Steps run under
+``torch.cuda.set_sync_debug_mode("error")``, so any host read of device data between resolve and
+publish raises.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from exactness import PROMPTS, SAMPLINGS, Judge, Run, Setting
+from exactness import PROMPTS, SAMPLINGS, Judge, Run, Setting, longest
 
 from specplug import LLM, SamplingParams
 from specplug.engine.step import StepRunner
@@ -54,6 +55,9 @@ def complete(setting: Setting, dtype: str, prompts: list[str], graphs: bool = Tr
         chunked_prefill_size=setting.chunk,
         disable_overlap_schedule=not setting.overlap,
         disable_cuda_graph=not graphs,
+        enable_mixed_chunk=setting.pressed,
+        disable_radix_cache=not setting.pressed,
+        max_total_tokens=3 * (longest(prompts) + TOKENS) if setting.pressed else None,
     )
     temperature = SAMPLINGS[setting.sampling]
     params = [
@@ -90,7 +94,13 @@ def main() -> int:
             none = complete(Setting(algorithm="NONE", sampling=sampling, batch=8), dtype, prompts)
             _report(dtype, none, "")
             for name in names:
-                for batch, topk in ((1, None), (8, None), (8, 4)):
+                for batch, topk, pressed in (
+                    (1, None, False),
+                    (8, None, False),
+                    (8, None, True),
+                    (8, 4, False),
+                    (8, 4, True),
+                ):
                     if topk and not Registry().select(name).info.capabilities.branching:
                         continue
                     setting = Setting(
@@ -101,6 +111,7 @@ def main() -> int:
                         overlap=batch == 8,
                         chunk=16,
                         topk=topk,
+                        pressed=pressed,
                     )
                     done = complete(setting, dtype, prompts)
                     same = sum(a == b for a, b in zip(none.tokens, done.tokens, strict=True))
@@ -127,7 +138,8 @@ def _report(dtype: str, done: Run, verdict: str) -> None:
     rate = sum(map(len, done.tokens)) / done.seconds
     print(
         f"{dtype:9} {s.sampling:15} {s.algorithm:17} batch {s.batch} topk {s.topk or '-'} "
-        f"{rate:8.1f} tokens/s accept {done.mean_accept_length:.2f}  {verdict}",
+        f"{'pressed' if s.pressed else '':7} {rate:8.1f} tokens/s "
+        f"accept {done.mean_accept_length:.2f}  {verdict}",
         flush=True,
     )
 

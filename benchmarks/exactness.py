@@ -5,10 +5,13 @@
 
 Each algorithm runs greedily and at temperature 0.8 with seeds, at batch 1 and 7, page sizes 1 and
 16, overlap on and off, prefill unchunked and in chunks of 8, with 1 and 4 drafting steps and, where
-it branches, with chains and trees of topk 4. The reference is NONE at batch 1, unchunked, without
-overlap. Where a token differs, the position is computed again in float64, and the row says how far
-apart the two best tokens were: a forward over N rows rounds otherwise than one over a single row,
-so a gap of the size of float32's rounding is a tie. Exits non-zero if anything else differs, or if
+it branches, with chains and trees of topk 4. Each of these runs once in peace and once pressed:
+prompts and drafts share steps, prefixes are cached, all prompts come twice, and the KV pool holds
+two requests at most, so that drafts shrink, pages are evicted and requests are retracted. The
+reference is NONE at batch 1, unchunked, without overlap. Where a token differs, the position is
+computed again in float64, and the row says how far apart the two best tokens were: a forward over N
+rows rounds otherwise than one over a single row, so a gap of the size of float32's rounding is a
+tie. Exits non-zero if anything else differs, or if
 a page of the KV pool is lost.
 """
 
@@ -47,12 +50,14 @@ class Setting:
     chunk: int | None = None
     topk: int | None = None
     num_steps: int | None = None
+    pressed: bool = False
 
     def __str__(self) -> str:
         draft = "" if self.num_steps is None else f" topk {self.topk} steps {self.num_steps}"
         return (
             f"{self.algorithm} {self.sampling} batch {self.batch} page {self.page_size} "
             f"overlap {'on' if self.overlap else 'off'} chunk {self.chunk}{draft}"
+            f"{' pressed' if self.pressed else ''}"
         )
 
 
@@ -98,8 +103,18 @@ def matrix(registry: Registry, algorithms: Sequence[str]) -> list[Setting]:
                 chunk=chunk,
                 topk=topk,
                 num_steps=num_steps,
+                pressed=pressed,
             )
-            for sampling, batch, page_size, overlap, chunk, topk, num_steps in itertools.product(
+            for (
+                sampling,
+                batch,
+                page_size,
+                overlap,
+                chunk,
+                topk,
+                num_steps,
+                pressed,
+            ) in itertools.product(
                 SAMPLINGS,
                 (1, 7),
                 (1, 16),
@@ -107,6 +122,7 @@ def matrix(registry: Registry, algorithms: Sequence[str]) -> list[Setting]:
                 (None, 8),
                 (1, 4) if info.capabilities.branching else (1,),
                 (1, 4) if info.defaults.num_draft_tokens != 1 else (1,),
+                (False, True),
             )
         ]
     return settings
@@ -124,6 +140,16 @@ def covering(settings: Sequence[Setting]) -> list[Setting]:
         chosen.append(best)
         missing -= pairs(best)
     return chosen
+
+
+def longest(prompts: Sequence[str]) -> int:
+    """Tokens of the longest prompt."""
+    from transformers import AutoTokenizer
+
+    from specplug.engine.llm import ASSETS
+
+    tokenizer = AutoTokenizer.from_pretrained(str(ASSETS / "tiny_code"))
+    return max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts)
 
 
 def run(setting: Setting, prompts: Sequence[str], max_tokens: int) -> Run:
@@ -144,6 +170,9 @@ def run(setting: Setting, prompts: Sequence[str], max_tokens: int) -> Run:
         page_size=setting.page_size,
         disable_overlap_schedule=not setting.overlap,
         chunked_prefill_size=setting.chunk,
+        enable_mixed_chunk=setting.pressed,
+        disable_radix_cache=not setting.pressed,
+        max_total_tokens=2 * (longest(prompts) + max_tokens) if setting.pressed else None,
     ) as llm:
         params = [
             SamplingParams(
@@ -151,8 +180,9 @@ def run(setting: Setting, prompts: Sequence[str], max_tokens: int) -> Run:
             )
             for index in range(len(prompts))
         ]
-        outputs = llm.generate(list(prompts), params)
-        llm.check_pool()
+        for _ in range(1 + setting.pressed):  # once more, from the cache
+            outputs = llm.generate(list(prompts), params)
+            llm.check_pool()
         return Run(
             setting=setting,
             tokens=[output.token_ids for output in outputs],

@@ -19,6 +19,7 @@ from specplug.algorithm import (
 )
 from specplug.errors import (
     CheckpointError,
+    FallbackWarning,
     PluginError,
     SpecplugError,
     UnknownAlgorithm,
@@ -87,6 +88,7 @@ __all__ = [
     "Defaults",
     "Draft",
     "DraftInput",
+    "FallbackWarning",
     "FeatureDrafter",
     "FutureMap",
     "KVCache",

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import attrs
@@ -189,7 +190,7 @@ class Successors:
         """Enter known tokens; what was cached is among them, so a hit loses nothing."""
         if anew:
             self._behind[row] = -1
-        last = {a: b for a, b in zip(tokens, tokens[1:], strict=False)}
+        last = dict(pairwise(tokens))
         if last:
             pairs = torch.tensor([list(last), list(last.values())], device=row.device)
             self._behind[row, pairs[0]] = pairs[1]

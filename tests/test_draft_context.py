@@ -15,7 +15,8 @@ from specplug.registry import Registry
 
 HEAD = (
     "def total(values):\n    result = 0\n    for value in values:\n        if value is None:\n"
-    "            continue\n        if value < 0:\n            raise ValueError(value)\n        result "
+    "            continue\n        if value < 0:\n            raise ValueError(value)\n"
+    "        result "
 )
 TAILS = ("+= value\n", "*= value\n        if result")
 MAX_TOKENS = 16
@@ -26,7 +27,7 @@ def watch(algorithm: Any) -> Any:
     """The algorithm, with ``proposals``: all tokens up to a root -> the nodes drafted behind it."""
 
     class Watched(type(algorithm)):  # type: ignore[misc]
-        proposals: Proposals = {}
+        proposals: Proposals
 
         @hookimpl
         def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import attrs
 import pytest
 
 from specplug.registry import Registry
@@ -56,11 +57,13 @@ def test_tokens_are_those_of_none(setting: object) -> None:
 
 
 def test_a_covering_part_holds_every_pair_of_values() -> None:
-    """Of seven axes of two values, all 84 pairs, in a few settings."""
+    """Of eight axes of two values, all 112 pairs, in a few settings."""
     settings = exactness.matrix(REGISTRY, ["NGRAM"])
     part = exactness.covering(settings)
     assert len(part) < 12
-    for first in ("sampling", "batch", "page_size", "overlap", "chunk", "topk", "num_steps"):
-        for second in ("sampling", "batch", "page_size", "overlap", "chunk", "topk", "num_steps"):
+    axes = [name for name in attrs.asdict(settings[0]) if name != "algorithm"]
+    assert len(axes) == 8
+    for first in axes:
+        for second in axes:
             pairs = {(getattr(s, first), getattr(s, second)) for s in settings}
             assert pairs == {(getattr(s, first), getattr(s, second)) for s in part}

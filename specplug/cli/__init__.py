@@ -17,7 +17,7 @@ import click
 from specplug import __version__
 from specplug.contract import PLUGIN_FAILURES, PluginWarning, error_line
 from specplug.debug import DEBUG
-from specplug.errors import SpecplugError, UsageError
+from specplug.errors import FallbackWarning, SpecplugError, UsageError
 
 COMMANDS = {
     "list": "specplug.cli.list:list_algorithms",
@@ -139,7 +139,7 @@ def _warning_shower() -> Callable[..., None]:
     show = warnings.showwarning
 
     def shower(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
-        if issubclass(category, PluginWarning):
+        if issubclass(category, PluginWarning | FallbackWarning):
             say("warning", str(message))
         else:
             show(message, category, *place, **more)

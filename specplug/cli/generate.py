@@ -42,6 +42,7 @@ class Run:
     seconds: float
     load_seconds: float
     config: Mapping[str, Any]
+    stats: Mapping[str, Any]
 
     def totals(self) -> dict[str, Any]:
         """Counts over all prompts, as ``--json`` prints them. Keys are only ever added."""
@@ -71,10 +72,12 @@ class Run:
                     "stop_reason": output.stop_reason,
                     "accept_lens": output.accept_lens,
                     "prompt_tokens": len(output.prompt_token_ids),
+                    "cached_tokens": output.num_cached_tokens,
                 }
                 for output in self.outputs
             ],
             "totals": self.totals(),
+            "stats": self.stats,
             "config": {**self.config, "draft_model_path": None if draft is None else str(draft)},
         }
 
@@ -101,7 +104,7 @@ def generate(**options: Any) -> None:
             with _progress(len(prompts)) as advance:
                 outputs = llm.generate(prompts, params, on_finished=advance)
         seconds = time.perf_counter() - loaded
-        run = Run(outputs, seconds, loaded - started, llm.effective_config)
+        run = Run(outputs, seconds, loaded - started, llm.effective_config, llm.stats())
     if as_json:
         import json
 
@@ -208,8 +211,6 @@ def _print_statistics(run: Run) -> None:
         f"num_draft_tokens {config['num_draft_tokens']}",
     ]
     click.secho(", ".join(parts), dim=True, err=True)
-    for adjustment in config["adjustments"]:
-        click.secho(f"adjusted: {adjustment}", fg="yellow", err=True)
 
 
 def _sound(output: RequestOutput) -> RequestOutput:

@@ -66,7 +66,12 @@ ENGINE = (
         default=512,
         show_default=True,
         callback=_no_limit,
-        help="Most prompt tokens a step; -1: no limit.",
+        help="Token budget of a step: prompt tokens, and drafts if they share it; -1: no limit.",
+    ),
+    click.Option(
+        ["--enable-mixed-chunk"],
+        is_flag=True,
+        help="Prompts and drafts share a step, so that a long prompt holds up nobody.",
     ),
     click.Option(
         ["--max-running-requests"],
@@ -84,6 +89,11 @@ ENGINE = (
         ["--disable-overlap-schedule"],
         is_flag=True,
         help="Process a step's results before the next step is launched.",
+    ),
+    click.Option(
+        ["--disable-radix-cache"],
+        is_flag=True,
+        help="Do not keep the KV of prompts and outputs for others that begin alike.",
     ),
     click.Option(
         ["--disable-cuda-graph"],

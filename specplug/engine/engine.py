@@ -70,16 +70,17 @@ class Engine:
         """End a request before the next step; unknown and ended ones are ignored."""
         self._aborted.append(request_id)
 
-    def abandon(self, error: BaseException) -> None:
+    def abandon(self, error: BaseException) -> list[Request]:
         """End every request after a step has failed: what was launched is lost, and so is what it
-        may have written to the prefix cache."""
+        may have written to the prefix cache. Returns those that ended."""
         lost = [result.step for result in self._launched]
         lost += [self._launching] if self._launching is not None else []
         for request in (request for step in lost for request in step.requests):
             request.in_flight = 0
         self._launched.clear()
         self._launching = None
-        for request in list(self.scheduler):
+        ended = list(self.scheduler)
+        for request in ended:
             request.in_flight = 0  # of a step that failed while it was scheduled or processed
             request.error = f"{type(error).__name__}: {error}"
             request.finish("error")
@@ -87,6 +88,7 @@ class Engine:
             with suppress(Exception):  # ``error`` is the one to tell
                 self._report_finished(request)
         self.scheduler.cache.clear()
+        return ended
 
     def plain_step(self) -> list[Request]:
         """Launch a step and process it; the requests that moved."""
@@ -124,6 +126,7 @@ class Engine:
     def _process(self, result: StepResult) -> list[Request]:
         result.wait()
         began = time.perf_counter()
+        result.advance_guides()
         sampled = self._process_prefill(result)
         kept = self._process_decode(result)
         result.host_seconds += time.perf_counter() - began
@@ -145,9 +148,10 @@ class Engine:
             if ROUTED_EXPERTS in prefill.wanted:
                 experts = prefill.wanted[ROUTED_EXPERTS][start:end]
                 request.append_experts(experts, chunk.start)
+            ended = request.finished
             taken = self._append(request, tokens[i : i + 1], logprobs, i) if chunk.is_last else 0
             given.append(taken == 1)
-            if taken and request.finished:
+            if chunk.is_last and request.finished and not ended:
                 self._report_finished(request)
             self.scheduler.processed(request, committed=None)
         return given
@@ -161,14 +165,15 @@ class Engine:
         columns, logprobs = len(tokens[0]), _as_lists(decode.wanted)
         for i, request in enumerate(result.step.decode.requests):
             row = i * columns
+            ended = request.finished
             taken = self._append(request, tokens[i][: accept_lens[i]], logprobs, row)
             if taken and ROUTED_EXPERTS in decode.wanted:
                 experts = decode.wanted[ROUTED_EXPERTS][row : row + taken]
                 request.append_experts(experts, request.num_routed)
             if taken:
                 request.accept_lens.append(taken)
-                if request.finished:
-                    self._report_finished(request)
+            if request.finished and not ended:
+                self._report_finished(request)
             kept.append(taken)
             self.scheduler.processed(request, committed=accept_lens[i])
         return kept
@@ -177,13 +182,16 @@ class Engine:
         self, request: Request, tokens: Sequence[int], logprobs: dict[str, Any], row: int
     ) -> int:
         """Give a request its tokens up to the one that ends it; how many it took."""
-        taken = 0
-        for token in tokens:
+        if request.finished:
+            return 0
+        wanted, before = request.params.logprobs is not None, len(request.output_token_ids)
+        for i, token in enumerate(tokens):
+            request.append(
+                token, self._token_logprobs(request, logprobs, row + i) if wanted else None
+            )
             if request.finished:
                 break
-            request.append(token, self._token_logprobs(request, logprobs, row + taken))
-            taken += 1
-        return taken
+        return len(request.output_token_ids) - before
 
     def _token_logprobs(
         self, request: Request, logprobs: dict[str, Any], row: int
@@ -206,9 +214,9 @@ class Engine:
     def _process_aborts(self) -> list[Request]:
         if not self._aborted:
             return []
-        wanted = set(self._aborted)
+        wanted = dict.fromkeys(self._aborted)
         self._aborted.clear()
-        ended = [request for request in self.scheduler if request.request_id in wanted]
+        ended = self.scheduler.find(wanted)
         for request in ended:
             request.finish("abort")
             self.scheduler.release(request)

@@ -14,13 +14,16 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import attrs
 import torch
 from torch import Tensor
 
 from specplug.engine.sampling_params import SamplingParams
 from specplug.errors import UsageError
+from specplug.spec.draft import Draft
 
 if TYPE_CHECKING:
     import xgrammar
@@ -215,6 +218,48 @@ class Guide:
     def _end(self) -> None:
         self.ended_at = self._taken
         self._next.fill_(-1)
+
+
+@attrs.frozen(eq=False)
+class HostTree:
+    """A batch's drafts on their way to the host, where grammars follow them.
+
+    Attributes:
+        nodes: [3, bs, N] int64 on the host: tokens, next token, next sibling (``Draft.links``).
+        widths: nodes of each request.
+        ready: None on the CPU.
+    """
+
+    nodes: Tensor
+    widths: tuple[int, ...]
+    ready: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, draft: Draft) -> HostTree:
+        """Start a draft's way to the host."""
+        nodes, ready = torch.stack((draft.tokens, *draft.links)), None
+        if nodes.is_cuda:
+            nodes = torch.empty_like(nodes, device="cpu", pin_memory=True).copy_(
+                nodes, non_blocking=True
+            )
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        return cls(nodes, draft.widths or (draft.width,) * len(draft.tokens), ready)
+
+    def fill_masks(self, guides: Sequence[Guide | None], masks: Tensor) -> None:
+        """Write what may follow each node; waits for the nodes.
+
+        Args:
+            guides: of the requests; None for one without a grammar.
+            masks: [T, words] int32 on the CPU, T the sum of the widths.
+        """
+        if self.ready is not None:
+            self.ready.synchronize()
+        ends = accumulate(self.widths)
+        for b, (guide, width, end) in enumerate(zip(guides, self.widths, ends, strict=True)):
+            if guide is not None:
+                tokens, next_token, next_sibling = self.nodes[:, b, :width]
+                guide.fill_tree(tokens, next_token, next_sibling, masks[end - width : end])
 
 
 def allocate_masks(rows: int, vocab_size: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from specplug.algorithm import DEFAULT_MODEL, SpecConfig
 from specplug.engine.engine import Engine
 from specplug.engine.features import Features
+from specplug.engine.grammar import GrammarCompiler
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.outputs import RequestOutput
 from specplug.engine.page_pool import PagePool
@@ -24,7 +26,7 @@ from specplug.engine.runtime import EngineRuntime
 from specplug.engine.sampling_params import SamplingParams
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.step import StepRunner
-from specplug.errors import UsageError
+from specplug.errors import FallbackWarning, UsageError
 from specplug.registry import Registry, build_plugin_manager
 from specplug.spec.defaults import CoreDefaults
 
@@ -124,6 +126,8 @@ class LLM:
             target_config=_target_config(path),
         )
         config = self._hooks.validate_config(config=config)
+        for adjustment in config.adjustments:
+            warnings.warn(f"{config.algorithm}: {adjustment}", FallbackWarning, stacklevel=2)
         self._runner = ModelRunner(path, _dtype(dtype, where), where)
         self.spec_config = config
         if where.type == "cpu":
@@ -142,7 +146,8 @@ class LLM:
         self._eos = _eos_token_ids(self._runner)
         self._seed = seed
         self._numbers = itertools.count()
-        self._added: dict[str, Request] = {}
+        self._inbox: list[Request] = []
+        self._grammars = GrammarCompiler(self.tokenizer, self._runner.vocab_size, self._eos)
         features = Features()
         algorithm, able = selected.info.name, selected.info.capabilities
         overlap = features.decide(
@@ -244,7 +249,7 @@ class LLM:
         """
         prompts: list[Any] = [prompt]
         (request,) = self._make_all(prompts, sampling_params, priority)
-        self._added[request.request_id] = request
+        request.inbox = self._inbox
         self._engine.add(request)
         return request.request_id
 
@@ -257,17 +262,14 @@ class LLM:
                 next call returns their outputs.
         """
         self._check_open()
-        moved = self._step()
-        ended = [request for request in self._added.values() if request.finished]
-        mine = [r for r in dict.fromkeys([*moved, *ended]) if r.request_id in self._added]
-        for request in ended:
-            del self._added[request.request_id]
-        return [request.output() for request in mine]
+        if self._engine.has_work or not self._inbox:
+            self._step()
+        return [request.output() for request in _emptied(self._inbox)]
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something left to do or to return."""
-        return bool(self._added) or (self._engine is not None and self._engine.has_work)
+        return bool(self._inbox) or (self._engine is not None and self._engine.has_work)
 
     def abort(self, request_id: str) -> None:
         """End a request; its output so far comes with ``finish_reason="abort"``.
@@ -366,14 +368,15 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         self._check_open()  # it may have been closed since the requests were made
         live = {request.request_id: request for request in requests}
+        inbox: list[Request] = []  # a step of another stream may move ours
         for request in requests:
+            request.inbox = inbox
             self._engine.add(request)
         try:
             while live:
-                moved = self._step()
-                # A step of another stream may have ended ours.
-                ended = [request for request in live.values() if request.finished]
-                for request in dict.fromkeys([*moved, *ended]):
+                if not inbox:
+                    self._step()
+                for request in _emptied(inbox):
                     if request.request_id in live and (request.finished or partial):
                         if request.finished:
                             del live[request.request_id]
@@ -383,14 +386,19 @@ class LLM:
                 self.abort(request_id)
             self._drain(requests)
 
-    def _step(self) -> list[Request]:
+    def _step(self) -> None:
+        """Run a step and put the requests that it moved where they are waited for."""
         if self._engine is None:  # closed in the middle of a stream, whose requests were aborted
-            return []
+            return
+        moved: list[Request] = []
         try:
-            return self._engine.step()
+            moved = self._engine.step()
         except BaseException as error:
-            self._engine.abandon(error)
+            moved = self._engine.abandon(error)
             raise
+        finally:
+            for request in moved:
+                request.inbox.append(request)
 
     def _drain(self, requests: Sequence[Request]) -> None:
         """Process aborts and what is in flight, so that nothing of these requests stays behind."""
@@ -457,6 +465,7 @@ class LLM:
             eos_token_ids=self._eos,
             detokenizer=make_detokenizer(self._backend_tokenizer, params),
             needs=params.needs,
+            guide=self._grammars.guide(params) if params.grammar else None,
         )
         pool, need = self._engine.scheduler.cache.pool, request.most_tokens
         if pool.pages_for(need) > pool.num_pages - 1:
@@ -613,6 +622,13 @@ def _as_params(
     if len(params) != count:
         raise UsageError(f"{len(params)} sampling_params for {count} prompts: expected as many")
     return list(params)
+
+
+def _emptied(inbox: list[Request]) -> list[Request]:
+    """What is in the inbox, each request once; it is empty then."""
+    moved = list(dict.fromkeys(inbox))
+    inbox.clear()
+    return moved
 
 
 def _as_priorities(priority: int | Sequence[int], count: int) -> list[int]:

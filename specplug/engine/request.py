@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specplug.engine.cached_page import CachedPage
 from specplug.engine.detokenizer import Detokenizer
+from specplug.engine.grammar import Guide
 from specplug.engine.outputs import Logprob, RequestOutput
 from specplug.engine.sampling_params import Needs, SamplingParams
 
@@ -42,7 +43,12 @@ class Request:
         in_flight: launched steps whose results are not processed.
         num_cached: tokens that were in the prefix cache when it was first admitted.
         times_retracted: how often it lost its pages, to be prefilled again.
+        guide: where it stands in its grammar; None if it has none.
         token_ids: its prompt and what it has generated.
+        most_tokens: its prompt and all that it may generate.
+        last_root: the position of the last root whose step can add a token; what is launched
+            behind it was launched before the end was known, and means nothing.
+        inbox: where to put it when a step has moved it, for whoever waits for that.
     """
 
     request_id: str
@@ -56,6 +62,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     detokenizer: Detokenizer | None = None
     needs: Needs = Needs.NOTHING
+    guide: Guide | None = None
 
     status: RequestStatus = RequestStatus.WAITING
     row: int = 0
@@ -69,6 +76,9 @@ class Request:
     times_retracted: int = 0
 
     token_ids: list[int] = attrs.field(init=False)
+    most_tokens: int = attrs.field(init=False)
+    last_root: int = attrs.field(init=False)
+    _enders: frozenset[int] = attrs.field(init=False)
     output_token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[dict[int, Logprob]] = attrs.field(factory=list)
     accept_lens: list[int] = attrs.field(factory=list)
@@ -77,9 +87,14 @@ class Request:
     stop_reason: str | int | None = None
     error: str | None = None
     sent: int = 0
+    inbox: list[Request] = attrs.field(factory=list)
 
     def __attrs_post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.most_tokens = len(self.prompt_token_ids) + self.max_tokens
+        self.last_root = self.most_tokens - 2
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        self._enders = eos.union(self.params.stop_token_ids)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -92,39 +107,35 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     @property
-    def most_tokens(self) -> int:
-        """Its prompt and all that it may generate."""
-        return len(self.prompt_token_ids) + self.max_tokens
-
-    @property
-    def last_root(self) -> int:
-        """The position of the last root whose step can add a token; what is launched behind it
-        was launched before the end was known, and means nothing."""
-        return self.most_tokens - 2
-
-    @property
     def may_decode(self) -> bool:
         """Whether another decode step could add a token: each one in flight adds at least one."""
         sure = len(self.output_token_ids) + self.in_flight
         return self.status is RequestStatus.RUNNING and sure < self.max_tokens
 
     def append(self, token_id: int, logprobs: dict[int, Logprob] | None = None) -> None:
-        """Take one generated token, and end if it ends the request."""
+        """Take one generated token, and end if it ends the request.
+
+        It is not taken if the grammar has ended before it: no allowed token was left to choose.
+        """
+        if self._is_at_end_of_grammar:
+            return self.finish("stop")
         self.token_ids.append(token_id)
         self.output_token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        if token_id in self.params.stop_token_ids:
-            self._stop(token_id)
-        elif token_id in self.eos_token_ids and not self.params.ignore_eos:
-            self._stop(None)
+        if token_id in self._enders:
+            self._stop(token_id if token_id in self.params.stop_token_ids else None)
         else:
             if self.detokenizer is not None:
                 self.stop_reason = self.detokenizer.push(token_id)
-            if self.stop_reason is not None:
+            if self.stop_reason is not None or self._is_at_end_of_grammar:
                 self.finish("stop")
             elif len(self.output_token_ids) >= self.max_tokens:
                 self.finish("length")
+
+    @property
+    def _is_at_end_of_grammar(self) -> bool:
+        return self.guide is not None and self.guide.ended_at == len(self.output_token_ids)
 
     def append_experts(self, experts: Tensor, start: int) -> None:
         """Take the experts [tokens, layers, experts a token] of tokens that the target has read,

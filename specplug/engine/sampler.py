@@ -1,8 +1,8 @@
 """The target's token at each node: exact, and a function of the node's own path alone.
 
-The token at position t is ``argmax(log p_t + g(seed, t, token))`` (greedy: g = 0) after logit bias,
-penalties, temperature, min-p, top-k and top-p, in this order. Nothing else enters, so it is the
-same whatever was drafted, and whatever else is in the batch.
+The token at position t is ``argmax(log p_t + g(seed, t, token))`` (greedy: g = 0) after grammar,
+logit bias, penalties, temperature, min-p, top-k and top-p, in this order. Nothing else enters, so
+it is the same whatever was drafted, and whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from specplug.engine.grammar import mask_scores
 from specplug.engine.request import Request
 from specplug.engine.sampling_params import Needs
 from specplug.spec.draft import Draft
@@ -86,6 +87,7 @@ class Sampler:
         rows: Tensor,
         positions: Tensor,
         draft: Draft | None,
+        masks: Tensor | None = None,
     ) -> Tensor:
         """The target's token for each row of logits.
 
@@ -97,6 +99,7 @@ class Sampler:
             positions: [T] int64 position of the token being chosen.
             draft: whose nodes the rows are, so that penalties follow each node's path; None on a
                 prefill.
+            masks: [T, words] int32, what grammars allow (see ``grammar.mask_scores``), or None.
 
         Returns:
             [T] int64.
@@ -104,6 +107,8 @@ class Sampler:
         if not needs & ~(Needs.LOGPROBS | Needs.EXPERTS):
             return logits.argmax(-1)
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if masks is not None:
+            scores = mask_scores(scores, masks)
         settings = self._settings[rows].to(scores.dtype)
         column = dict(zip(_COLUMNS, settings.unsqueeze(2).unbind(1), strict=True))
         if needs & Needs.BIAS:

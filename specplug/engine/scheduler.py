@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import attrs
 
@@ -147,7 +147,7 @@ class Scheduler:
         self._admitted: list[Request] = []
         self._retracted: list[Request] = []
         self._evicted = 0
-        self._refused: tuple[Request, int] | None = None
+        self._refused: tuple[str, int] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -158,6 +158,12 @@ class Scheduler:
         """All requests that have not ended."""
         yield from self.waiting
         yield from self.running
+
+    def find(self, request_ids: Collection[str]) -> list[Request]:
+        """Those of these names that have not ended."""
+        waiting = (self.waiting.get(request_id) for request_id in request_ids)
+        running = (request for request in self.running if request.request_id in request_ids)
+        return [*filter(None, waiting), *running]
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -200,10 +206,11 @@ class Scheduler:
         chunks = []
         prefilling = iter([r for r in self.running if r.status is RequestStatus.PREFILLING])
         while budget:
-            request = next(prefilling, None) or self._admit()
+            begun = next(prefilling, None)
+            request = begun or self._admit()
             if request is None:
                 break
-            chunk = self._launch_chunk(request, budget)
+            chunk = self._launch_chunk(request, budget, is_first=begun is None)
             budget -= chunk.end - chunk.start
             chunks.append(chunk)
         return Prefill(chunks=tuple(chunks)) if chunks else None
@@ -213,14 +220,14 @@ class Scheduler:
         request = self.waiting.first()
         if request is None or not self.table.num_free or request.in_flight:
             return None
-        if self._refused == (request, self.cache.changes):
+        if self._refused == (request.request_id, self.cache.changes):
             return None  # nothing has come back since
         shared = self.cache.match(request.token_ids, self._most_reused(request))
         self.cache.hold(shared)
         size = self.cache.pool.pages_for(len(request.token_ids))
         if size - shared.depth + self._headroom(request) > self.cache.num_available:
             self.cache.let_go(shared)
-            self._refused = request, self.cache.changes
+            self._refused = request.request_id, self.cache.changes
             return None
         self.waiting.remove(request)
         self._enter(request, shared, size)
@@ -251,7 +258,7 @@ class Scheduler:
         insort(self.running, request, key=_rank)
         self._admitted.append(request)
 
-    def _launch_chunk(self, request: Request, budget: int) -> PrefillChunk:
+    def _launch_chunk(self, request: Request, budget: int, *, is_first: bool) -> PrefillChunk:
         start, known = request.kv_len, len(request.token_ids)
         end = min(known, start + budget)
         request.kv_len = request.kv_bound = end
@@ -262,7 +269,7 @@ class Scheduler:
             request=request,
             start=start,
             end=end,
-            is_first=request in self._admitted,
+            is_first=is_first,
             is_last=end == known,
             recomputed=max(0, min(end, request.kv_peak) - start),
         )
@@ -270,19 +277,38 @@ class Scheduler:
     # Decode
 
     def _schedule_decode(self) -> Decode | None:
-        self._secure_roots()
-        requests = tuple(r for r in self.running if r.may_decode)
+        requests = [r for r in self.running if r.may_decode]
+        short = self._short(requests)
+        if sum(missing for _, missing in short) > self.cache.num_available:
+            self._secure_roots()
+            requests = [r for r in self.running if r.may_decode]
+            short = self._short(requests)
         if not requests:
             return None
-        room, max_slots = [], 0
+        for request, missing in short:
+            self._give(request, missing)
+        reserve, columns = self.config.reserve, self.config.columns
+        most, size = self.config.num_draft_tokens, self.cache.pool.page_size
+        room = []
         for request in requests:
-            slots = request.kv_bound + self.config.reserve
-            self._grow(request, slots)
-            room.append(self._room(request))
-            request.kv_bound += self.config.columns
+            bound = request.kv_bound
+            own = len(request.pages) * size - min(bound, request.last_root)
+            assert own >= 1, (request.request_id, bound, len(request.pages))
+            room.append(own if own < most else most)
+            request.kv_bound = bound + columns
             request.in_flight += 1
-            max_slots = max(max_slots, slots)
-        return Decode(requests=requests, room=tuple(room), max_slots=max_slots)
+        max_slots = max(r.kv_bound for r in requests) - columns + reserve
+        return Decode(requests=tuple(requests), room=tuple(room), max_slots=max_slots)
+
+    def _short(self, requests: Sequence[Request]) -> list[tuple[Request, int]]:
+        """Which of the requests lack pages for a step with a whole draft, and how many."""
+        reserve, pool = self.config.reserve, self.cache.pool
+        size = pool.page_size
+        return [
+            (r, pool.pages_for(r.kv_bound + reserve) - len(r.pages))
+            for r in requests
+            if r.kv_bound + reserve > len(r.pages) * size
+        ]
 
     def _secure_roots(self) -> None:
         """See that each request can take one more step, if only without a draft."""
@@ -295,22 +321,18 @@ class Scheduler:
     def _grow(self, request: Request, num_slots: int) -> bool:
         """Give a request pages for ``num_slots``, or as many as there are; whether it has them."""
         missing = self.cache.pool.pages_for(num_slots) - len(request.pages)
-        if missing > 0:
-            new = self.cache.take(min(missing, self.cache.num_available))
-            request.pages += new
-            self.table.write(request, range(len(request.pages) - len(new), len(request.pages)))
-            missing -= len(new)
-        return missing <= 0
+        return missing <= 0 or self._give(request, missing) == missing
+
+    def _give(self, request: Request, num_pages: int) -> int:
+        """Give a request pages, or as many as there are; how many."""
+        new = self.cache.take(min(num_pages, self.cache.num_available))
+        request.pages += new
+        self.table.write(request, range(len(request.pages) - len(new), len(request.pages)))
+        return len(new)
 
     def _behind(self, request: Request) -> int:
         """Slots that its committed tokens take when all launched steps are done, at most."""
         return min(request.kv_bound, request.last_root)
-
-    def _room(self, request: Request) -> int:
-        """Nodes that fit into a request's pages behind what may be committed by then."""
-        own = len(request.pages) * self.cache.pool.page_size - self._behind(request)
-        assert own >= 1, (request.request_id, request.kv_bound, len(request.pages))
-        return min(own, self.config.num_draft_tokens)
 
     def _drop_draft_pages(self) -> bool:
         """Take the pages that only nodes of drafts would use; whether there were any."""

@@ -109,8 +109,9 @@ class Statistics:
         self.drafted += sum(widths) - len(widths)
         self.accepted += sum(accept_lens)
         self.accepted_by_length.update(accept_lens)
-        self.drafted_by_depth.update(min(width - 1, step.depth) for width in widths)
-        self.widths.update(widths)
+        for width, count in Counter(widths).items():
+            self.drafted_by_depth[min(width - 1, step.depth)] += count
+            self.widths[width] += count
 
     def add_request(self, request: RequestReport) -> None:
         """Count an ended request."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specplug.engine.attention import JoinedPlan, PagedPlan
 from specplug.engine.captures import ROUTED_EXPERTS
+from specplug.engine.grammar import HostTree, allocate_masks
 from specplug.engine.kv_cache import move_slots
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.request import Request
@@ -75,6 +76,7 @@ class StepResult:
         prefill, decode: what its halves leave.
         clock: when its parts began and ended.
         host_seconds: time of scheduling and of processing it.
+        guided: whether the requests' guides have been advanced by it.
         ready: None on the CPU.
     """
 
@@ -84,12 +86,29 @@ class StepResult:
     decode: DecodeResult | None
     clock: StepClock
     host_seconds: float = 0.0
+    guided: bool = False
     ready: torch.cuda.Event | None = None
 
     def wait(self) -> None:
         """Block until the tensors are there."""
         if self.ready is not None:
             self.ready.synchronize()
+
+    def advance_guides(self) -> None:
+        """Tell the grammars of its requests what they have generated: once, as soon as it is
+        there, since the next step's masks follow from it."""
+        if self.guided:
+            return
+        self.guided = True
+        if self.prefill is not None and self.step.prefill is not None:
+            for i, chunk in enumerate(self.step.prefill.chunks):
+                if chunk.request.guide is not None and chunk.is_last:
+                    chunk.request.guide.advance([int(self.prefill.tokens[i])])
+        if self.decode is not None and self.step.decode is not None:
+            for i, request in enumerate(self.step.decode.requests):
+                if request.guide is not None:
+                    count = int(self.decode.accept_lens[i])
+                    request.guide.advance(self.decode.tokens[i, :count].tolist())
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -101,6 +120,7 @@ class _Half:
         plan: where they stand.
         logits_rows: rows whose logits are wanted, on a prefill.
         draft: whose nodes the rows are; None on a prefill.
+        tree: of the draft, on its way to the host, if a request has a grammar.
     """
 
     batch: Batch
@@ -109,6 +129,7 @@ class _Half:
     plan: PagedPlan
     logits_rows: Tensor | None = None
     draft: Draft | None = None
+    tree: HostTree | None = None
 
 
 Outputs = tuple[Tensor, dict[str, Tensor]]
@@ -139,6 +160,7 @@ class StepRunner:
         self._future_map = future_map
         self._pool = pool
         self._numbers = count(1)
+        self._unread: list[StepResult] = []
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepResult:
@@ -171,6 +193,8 @@ class StepRunner:
         if self._runtime.device.type == "cuda":
             result.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             result.ready.record()
+        if any(request.guide is not None for request in step.requests):
+            self._unread.append(result)
         return result
 
     # The rows of the target's pass
@@ -213,7 +237,10 @@ class StepRunner:
         )
         batch.attention = plan
         nodes = draft.flatten(draft.tokens)
-        return _Half(batch=batch, needs=needs, tokens=nodes, plan=plan, draft=draft)
+        half = _Half(batch=batch, needs=needs, tokens=nodes, plan=plan, draft=draft)
+        if needs & Needs.GRAMMAR:
+            half.tree = HostTree.of(draft)
+        return half
 
     def _target_pass(
         self, prefill: _Half | None, decode: _Half | None
@@ -254,7 +281,7 @@ class StepRunner:
         assert half.logits_rows is not None
         accept_lens = self._upload(list(batch.chunk_widths))
         ends = batch.seq_lens + accept_lens
-        predict = self._sample(half.needs, batch.rows, ends, logits, None)
+        predict = self._sample(half, batch.rows, ends, logits)
         logprobs = self._logprobs(batch.requests, logits, predict)
         tails = chunk_tails(batch, 1, predict)
         output = CommittedOutput(
@@ -280,7 +307,7 @@ class StepRunner:
         (logits, per_node), batch, draft = outputs, half.batch, half.draft
         assert draft is not None
         rows = batch.rows[draft.batch_index]
-        predict = self._sample(half.needs, rows, half.plan.positions + 1, logits, draft)
+        predict = self._sample(half, rows, half.plan.positions + 1, logits)
         logprobs = self._logprobs(batch.requests, logits, predict)
         # A recorded pass gives the same dictionary every time: nothing is added to it.
         output = TargetOutput(predict=predict, logits=logits, per_node={**per_node, **logprobs})
@@ -352,17 +379,30 @@ class StepRunner:
         greedy = not needs & Needs.NOISE
         return Batch(mode=mode, requests=requests, rows=rows, seq_lens=rows, greedy=greedy)
 
-    def _sample(
-        self,
-        needs: Needs,
-        rows: Tensor,
-        positions: Tensor,
-        logits: Tensor,
-        draft: Draft | None,
-    ) -> Tensor:
-        sampler = self._runtime.sampler
+    def _sample(self, half: _Half, rows: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
+        sampler, needs = self._runtime.sampler, half.needs
         random = sampler.is_random(rows) if needs & Needs.NOISE else None
-        return sampler.sample(logits, needs, random, rows, positions, draft)
+        masks = self._masks(half, len(logits)) if needs & Needs.GRAMMAR else None
+        return sampler.sample(logits, needs, random, rows, positions, half.draft, masks)
+
+    def _masks(self, half: _Half, num_rows: int) -> Tensor:
+        """What the requests' grammars allow behind each row, [num_rows, words] int32.
+
+        Only here a step waits, for what was accepted and drafted, while the target's pass runs.
+        """
+        for result in self._unread:
+            result.wait()
+            result.advance_guides()
+        self._unread.clear()
+        masks = allocate_masks(num_rows, self._runtime.vocab_size)
+        guides = [request.guide for request in half.batch.requests]  # type: ignore[attr-defined]
+        if half.tree is not None:
+            half.tree.fill_masks(guides, masks)
+        else:
+            for guide, mask in zip(guides, masks, strict=True):
+                if guide is not None:
+                    guide.fill_next(mask)
+        return masks.to(self._runtime.device, non_blocking=True)
 
     def _logprobs(
         self, requests: Sequence[Any], logits: Tensor, predict: Tensor

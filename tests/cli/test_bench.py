@@ -194,7 +194,7 @@ def test_json_to_standard_output_and_what_reaches_the_engine(tmp_path):
         "num_steps": 2,
         "topk": 2,
         "num_draft_tokens": 4,
-        "overlap": False,
+        "overlap": "off: disable_overlap_schedule",
         "chunked_prefill_size": None,
         "max_running_requests": 1,
         "dtype": "float64",

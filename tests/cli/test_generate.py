@@ -135,7 +135,8 @@ def test_every_option_reaches_the_engine():
         "topk": 1,
         "num_draft_tokens": 4,
         "adjustments": ["num_draft_tokens 9 -> 4: a chain of 3 steps"],
-        "overlap": False,
+        "overlap": "off: disable_overlap_schedule",
+        "prefix_cache": "on",
         "chunked_prefill_size": None,
         "max_running_requests": 2,
         "page_size": 1,
@@ -168,7 +169,8 @@ def test_adjustments_are_told():
         *("--speculative-algorithm", "EAGLE3", "--speculative-num-draft-tokens", "9"),
         *("--max-new-tokens", "2", PROMPT),
     )
-    assert done.stderr.splitlines()[1] == "adjusted: num_draft_tokens 9 -> 6: a chain of 5 steps"
+    told = "warning: EAGLE3: num_draft_tokens 9 -> 6: a chain of 5 steps"
+    assert done.stderr.splitlines()[0] == told
 
 
 def test_stop_strings():

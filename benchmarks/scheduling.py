@@ -1,0 +1,428 @@
+"""What a step costs on the host, by requests that run and requests that wait.
+
+    python benchmarks/scheduling.py [--json FILE]
+
+The real engine, scheduler, prefix cache and request table under NONE, with overlap, mixed prefill
+and decode, and the prefix cache on; but the step runner has its results ready before it is asked.
+What is left is the host's own work in a step, in four parts: looking for aborted requests
+(``Engine._process_aborts``), ``Scheduler.schedule``, ``RequestTable.flush``, and
+``Engine._process`` with its report and the statistics. Three scenes:
+
+steady      as many run as have a row, and all go on; nobody is admitted
+turnover    requests of 16 to 48 tokens end, others are admitted, cached pages are evicted
+aborts      as steady; before each step one of the waiting is aborted and another comes
+
+Times are the thread's processor time, since the machine may be shared, and for the same reason all
+numbers waiting take turns in blocks of steps; medians are told, and the middle half. Function
+calls, those of Python and of C, are counted in steps of their own: they are the same on every
+machine with the same Python. Exits with 1 if in any scene the calls of a step grow by more than
+``FLAT`` from the fewest to the most waiting: nothing in a step may look at all that wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import attrs
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from specplug import SamplingParams
+from specplug.engine.engine import Engine
+from specplug.engine.page_pool import PagePool
+from specplug.engine.prefix_cache import PrefixCache
+from specplug.engine.request import Request, make_detokenizer
+from specplug.engine.request_table import RequestTable
+from specplug.engine.sampler import Sampler
+from specplug.engine.scheduler import Scheduler, SchedulerConfig, Step
+from specplug.engine.step import DecodeResult, PrefillResult, StepResult, StepRunner
+from specplug.engine.step_clock import StepClock
+from specplug.registry import Registry, build_plugin_manager
+from specplug.spec.defaults import CoreDefaults
+
+PARTS = ("aborts", "schedule", "flush", "process")
+SCENES = ("steady", "turnover", "aborts")
+FLAT = 1.25
+CPU = torch.device("cpu")
+VOCAB, TOKEN = 4096, 7
+HEADS, HEAD, PROMPT = 8, 32, 48
+"""Prompts of 33 to 48 tokens, of which the first 32 are one of 8 beginnings."""
+SHORTEST, LONGEST = 16, 48
+"""Tokens that a request generates where they come and go."""
+WARM_UP = 64
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """What runs and what waits.
+
+    Attributes:
+        scene: one of ``SCENES``.
+        page_size: tokens a page.
+        running, waiting: requests.
+    """
+
+    scene: str
+    page_size: int
+    running: int
+    waiting: int
+
+
+@attrs.frozen(kw_only=True)
+class Cost:
+    """What a step costs in a case.
+
+    Attributes:
+        microseconds: of each part, the first quartile, median and third quartile.
+        calls: of each part, functions of Python called a step; a generator's resumption is one.
+        c_calls: of each part, functions of C.
+    """
+
+    case: Case
+    microseconds: dict[str, tuple[float, float, float]]
+    calls: dict[str, float]
+    c_calls: dict[str, float]
+
+    @property
+    def median(self) -> float:
+        """Microseconds of all parts."""
+        return sum(median for _, median, _ in self.microseconds.values())
+
+    @property
+    def all_calls(self) -> float:
+        """Of Python and C, in all parts."""
+        return sum(self.calls.values()) + sum(self.c_calls.values())
+
+
+class ReadySteps(StepRunner):
+    """Stands in for the step runner: each request gets the same token, at once."""
+
+    def _run(self, step: Step) -> StepResult:
+        clock = StepClock(CPU)
+        prefill = decode = None
+        if step.prefill is not None:
+            prefill = PrefillResult(tokens=_tokens(len(step.prefill.chunks)), wanted={})
+        if step.decode is not None:
+            size = len(step.decode.requests)
+            decode = DecodeResult(
+                tokens=_tokens(size).view(size, 1),
+                accept_lens=_ones(size),
+                wanted={},
+                widths=(1,) * size,
+            )
+        for part in ("propose", "target", "verify", "extend"):
+            clock.lap(part)
+        number = next(self._numbers)
+        return StepResult(number=number, step=step, prefill=prefill, decode=decode, clock=clock)
+
+
+@cache
+def _tokens(count: int) -> Tensor:
+    return torch.full((count,), TOKEN)
+
+
+@cache
+def _ones(count: int) -> Tensor:
+    return torch.ones(count, dtype=torch.int64)
+
+
+class Probe:
+    """Times the parts of a step, or counts the functions that they call.
+
+    Args:
+        engine, table: whose methods are the parts; they are wrapped in place.
+    """
+
+    def __init__(self, engine: Engine, table: RequestTable) -> None:
+        self.nanoseconds: defaultdict[str, list[int]] = defaultdict(list)
+        self.calls: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.counting = False
+        self._wrap(engine, "_process_aborts", "aborts")
+        self._wrap(engine.scheduler, "schedule", "schedule")
+        self._wrap(table, "flush", "flush")
+        self._wrap(engine, "_process", "process")
+
+    def _wrap(self, owner: Any, name: str, part: str) -> None:
+        inner = getattr(owner, name)
+
+        def outer(*arguments: Any) -> Any:
+            if self.counting:
+                sys.setprofile(self._counter(part))
+                try:
+                    return inner(*arguments)
+                finally:
+                    sys.setprofile(None)
+            began = time.thread_time_ns()
+            result = inner(*arguments)
+            self.nanoseconds[part].append(time.thread_time_ns() - began)
+            return result
+
+        setattr(owner, name, outer)
+
+    def _counter(self, part: str) -> Callable[[FrameType, str, Any], None]:
+        calls = self.calls[part]
+
+        def count(frame: FrameType, event: str, argument: Any) -> None:
+            calls[event] += 1
+
+        return count
+
+    def forget(self) -> None:
+        """Drop what was measured."""
+        self.nanoseconds.clear()
+        self.calls.clear()
+
+
+class Bench:
+    """An engine with as many requests as a case has, and what keeps them as many.
+
+    Args:
+        case: see there.
+        steps: how many will be run; the pool has pages for so many tokens of each request.
+        tokenizer: to turn tokens into text as they come; None: no text.
+    """
+
+    def __init__(self, case: Case, steps: int, tokenizer: Any | None) -> None:
+        self.case = case
+        self._draw = random.Random(0)
+        self._tokenizer = tokenizer
+        self._numbers = iter(range(1 << 60))
+        self._most = steps + 2 * WARM_UP
+        longest = LONGEST if case.scene == "turnover" else self._most
+        width = PROMPT + longest + 8
+        pages = -(-width // case.page_size)
+        cached = case.running * PROMPT // case.page_size // 4 + 8  # soon full: pages are evicted
+        table = RequestTable(case.running + 1, pages * case.page_size, case.page_size, CPU)
+        pool = PagePool(case.running * pages + cached + 1, case.page_size)
+        config = SchedulerConfig(
+            max_running_requests=case.running,
+            chunked_prefill_size=None,
+            mixed_chunk=True,
+            columns=1,
+            num_draft_tokens=1,
+            reserve=1,
+            steps_in_flight=2,
+        )
+        scheduler = Scheduler(config, PrefixCache(pool, 0), table)
+        sampler = Sampler(case.running + 1, VOCAB, CPU)
+        runtime: Any = SimpleNamespace(device=CPU, table=table, sampler=sampler)
+        hooks = build_plugin_manager(Registry().select("NONE"), (), CoreDefaults()).hook
+        unused: Any = None
+        self.engine = Engine(
+            scheduler=scheduler,
+            steps=ReadySteps(runtime, unused, hooks, unused, unused),
+            runtime=runtime,
+            hooks=hooks,
+            overlap=True,
+            tokenizer=None,
+        )
+        self.probe = Probe(self.engine, table)
+        self._fill(case.running + case.waiting)
+        for _ in range(WARM_UP):
+            self.step()
+        self._fill(case.running + case.waiting)
+        full = case.scene == "turnover" or len(scheduler.running) == case.running
+        assert full, (case, len(scheduler.running))
+        self.probe.forget()
+
+    def _fill(self, total: int) -> None:
+        scheduler = self.engine.scheduler
+        for _ in range(total - len(scheduler.running) - len(scheduler.waiting)):
+            self.engine.add(self._request())
+
+    def _request(self) -> Request:
+        number, draw = next(self._numbers), self._draw
+        head = draw.randrange(HEADS)
+        own = PROMPT - HEAD - draw.randrange(16)  # so that not all need a page at the same step
+        tokens = [head] * HEAD + [draw.randrange(VOCAB) for _ in range(own)]
+        comes_and_goes = self.case.scene == "turnover"
+        params = SamplingParams(max_tokens=None)
+        return Request(
+            request_id=str(number),
+            number=number,
+            priority=draw.randrange(4) if number >= self.case.running else 0,
+            prompt=None,
+            prompt_token_ids=tuple(tokens),
+            params=params,
+            max_tokens=draw.randint(SHORTEST, LONGEST) if comes_and_goes else self._most,
+            seed=number,
+            detokenizer=make_detokenizer(self._tokenizer, params),
+        )
+
+    def step(self) -> None:
+        """One step, with what happens before it."""
+        if self.case.scene == "aborts":
+            self.engine.abort(self._someone())
+        self.engine.step()
+        self._fill(self.case.running + self.case.waiting)
+
+    def _someone(self) -> str:
+        """The name of one that waits, picked without looking at all of them."""
+        waiting = self.engine.scheduler.waiting
+        while True:
+            _, request = self._draw.choice(waiting._heap)
+            if waiting.get(request.request_id) is not None:  # the heap keeps some that have ended
+                return request.request_id
+
+    def cost(self) -> Cost:
+        """What was measured."""
+        probe, counted = self.probe, self._count()
+        return Cost(
+            case=self.case,
+            microseconds={part: _quartiles(probe.nanoseconds[part]) for part in PARTS},
+            calls={part: counted[part]["call"] for part in PARTS},
+            c_calls={part: counted[part]["c_call"] for part in PARTS},
+        )
+
+    def _count(self, steps: int = 32) -> dict[str, dict[str, float]]:
+        """Calls a step by part and kind."""
+        self.probe.counting = True
+        for _ in range(steps):
+            self.step()
+        self.probe.counting = False
+        calls = self.probe.calls
+        return {
+            part: {kind: calls[part][kind] / steps for kind in ("call", "c_call")} for part in PARTS
+        }
+
+
+def _quartiles(nanoseconds: Sequence[int]) -> tuple[float, float, float]:
+    low, median, high = statistics.quantiles(nanoseconds, n=4, method="inclusive")
+    return low / 1e3, median / 1e3, high / 1e3
+
+
+def measure(
+    cases: Sequence[Case], rounds: int, block: int, tokenizer: Any | None, progress: Progress
+) -> Iterator[Cost]:
+    """The cases that differ in what waits by turns, the others one after another."""
+    groups = defaultdict[Any, list[Case]](list)
+    for case in cases:
+        groups[case.scene, case.page_size, case.running].append(case)
+    task = progress.add_task("steps", total=len(groups) * rounds)
+    for group in groups.values():
+        benches = [Bench(case, rounds * block + 64, tokenizer) for case in group]
+        gc.collect()
+        gc.disable()  # a collection belongs to nobody's step
+        for _ in range(rounds):
+            for bench in benches:
+                for _ in range(block):
+                    bench.step()
+            progress.advance(task)
+        yield from (bench.cost() for bench in benches)
+        gc.enable()
+
+
+def growth(costs: Sequence[Cost]) -> list[str]:
+    """Where a step's calls grow with what waits."""
+    groups = defaultdict[Any, list[Cost]](list)
+    for cost in costs:
+        groups[cost.case.scene, cost.case.page_size, cost.case.running].append(cost)
+    found = []
+    for group in groups.values():
+        few = min(group, key=lambda cost: cost.case.waiting)
+        many = max(group, key=lambda cost: cost.case.waiting)
+        if many.all_calls > FLAT * few.all_calls:
+            case = many.case
+            found.append(
+                f"{case.scene}, {case.running} running, pages of {case.page_size}: "
+                f"{few.all_calls:,.0f} calls a step with {few.case.waiting:,} waiting, "
+                f"{many.all_calls:,.0f} with {case.waiting:,}"
+            )
+    return found
+
+
+def show(costs: Sequence[Cost], console: Console) -> None:
+    """Print a table for each scene and page size."""
+    tables: dict[tuple[str, int], Table] = {}
+    for cost in costs:
+        case = cost.case
+        key = case.scene, case.page_size
+        if key not in tables:
+            title = f"{case.scene}, pages of {case.page_size}: processor µs a step (middle half)"
+            columns = "running", "waiting", *PARTS, "together", "Python calls", "C calls"
+            tables[key] = Table(*columns, title=title, title_justify="left")
+            for column in tables[key].columns:
+                column.justify = "right"
+        times = [
+            f"{median:,.0f} ({low:,.0f}–{high:,.0f})"
+            for low, median, high in (cost.microseconds[part] for part in PARTS)
+        ]
+        tables[key].add_row(
+            f"{case.running:,}",
+            f"{case.waiting:,}",
+            *times,
+            f"{cost.median:,.0f}",
+            f"{sum(cost.calls.values()):,.0f}",
+            f"{sum(cost.c_calls.values()):,.0f}",
+        )
+    for table in tables.values():
+        console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    numbers: Any = {"type": int, "nargs": "+"}
+    parser.add_argument("--running", **numbers, default=[1, 64, 256])
+    parser.add_argument("--waiting", **numbers, default=[10, 100, 1_000, 10_000])
+    parser.add_argument("--page-sizes", **numbers, default=[1, 16])
+    parser.add_argument("--scenes", nargs="+", choices=SCENES, default=SCENES)
+    parser.add_argument("--rounds", type=int, default=30, help="turns of each case")
+    parser.add_argument("--block", type=int, default=10, help="steps a turn")
+    parser.add_argument("--text", action="store_true", help="turn tokens into text, as users do")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(1)
+    cases = [
+        Case(scene=scene, page_size=page_size, running=running, waiting=waiting)
+        for scene in arguments.scenes
+        for page_size in arguments.page_sizes
+        for running in arguments.running
+        for waiting in arguments.waiting
+    ]
+    tokenizer = default_tokenizer() if arguments.text else None
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not sys.stderr.isatty()) as progress:
+        costs = list(measure(cases, arguments.rounds, arguments.block, tokenizer, progress))
+    show(costs, Console(width=None if sys.stdout.isatty() else 130))
+    print(f"Python {platform.python_version()}, torch {torch.__version__}")
+    grown = growth(costs)
+    print("\n".join(f"FAILED: {line}" for line in grown) or "flat in the number waiting")
+    if arguments.json:
+        figures = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "costs": [attrs.asdict(cost) for cost in costs],
+            "grown": grown,
+        }
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 1 if grown else 0
+
+
+def default_tokenizer() -> Any:
+    """The default model's ``tokenizers.Tokenizer``."""
+    from transformers import AutoTokenizer
+
+    from specplug.engine.llm import ASSETS
+
+    return AutoTokenizer.from_pretrained(str(ASSETS / "tiny_code")).backend_tokenizer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

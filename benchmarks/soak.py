@@ -1,0 +1,618 @@
+"""Thousands of short requests through one engine: does it leak, grow, slow down or err?
+
+    python benchmarks/soak.py [--requests N] [--json FILE] [--plot FILE]
+
+Held-out prompts cut to random lengths, so that many begin alike; random lengths of output,
+temperatures and priorities. Requests come in bursts that bring the number in the system to a level
+between half and one and a half times ``--in-system``; some are aborted, waiting or running. Prefill
+and decode are mixed, the chunk size changes all the time, and the KV pool is too small for all
+requests that have a row, so that cached pages are evicted and requests retracted.
+
+Each window of ``--window`` ended requests is a row: throughput, memory, Python objects. Exits with
+1 if
+
+- a page, a row or a request is lost: at the end every page must be free or cached, after
+  ``flush_cache()`` every page free, and no request may be alive;
+- it grows: behind the ``WARM_UP`` windows there may be at most ``--objects-bound`` more Python
+  objects than at their end, and at most ``--memory-bound`` MiB more resident memory;
+- it slows down: the median of the last three windows' tokens a second of processor time (the
+  machine may be shared) lies below the lowest of the first three behind the warm-up, by more than
+  these three are apart or ``SLACK`` of it, whichever is more;
+- one of every ``--sample`` requests, computed again by NONE on its own, has other tokens (those of
+  an aborted one must be the beginning).
+
+Growth and slowness need three windows at either end behind the warm-up; with fewer they are not
+judged, and the report says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import attrs
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+from specplug import LLM, RequestOutput, SamplingParams
+from specplug.bench.dataset import HELD_OUT, read_prompts
+from specplug.engine.request import Request
+
+WARM_UP = 2
+SLACK = 0.1
+CHUNKS = (None, 8, 16, 24, 48, 96, 512)
+TEMPERATURES = (0.0, 0.0, 0.6, 1.0)
+SHORT, LONG, LONG_SHARE = (4, 20), (48, 80), 1 / 16
+"""Tokens to generate. Few requests are long, but without them none would outgrow the pages that
+the scheduler keeps back for the running ones, and none be retracted."""
+PLACES = ("waiting", "prefilling", "running")
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """What is run.
+
+    Attributes:
+        algorithm: under which.
+        requests: how many.
+        window: ended requests a window.
+        in_system: about how many wait and run at a time.
+        running: most that run.
+        pool: slots of the KV pool.
+        page_size: tokens a page.
+        longest: most tokens of a prompt.
+        aborts: how likely a step is to abort a request.
+        sample: one of so many is compared with NONE.
+        seed: of all that is random.
+    """
+
+    algorithm: str = "EAGLE3"
+    requests: int = 10_000
+    window: int = 1_000
+    in_system: int = 40
+    running: int = 16
+    pool: int = 256
+    page_size: int = 4
+    longest: int = 40
+    aborts: float = 0.1
+    sample: int = 50
+    seed: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Window:
+    """What was measured over some requests.
+
+    Attributes:
+        ended: requests that have ended until then.
+        seconds: of this window; collecting garbage and measuring left out.
+        cpu_seconds: of the process.
+        tokens: generated.
+        memory: MiB resident, at the end.
+        objects: Python objects that the garbage collector knows, at the end.
+        accept_length: mean tokens a verification.
+        cached: share of the prompt tokens that was in the prefix cache.
+        recomputed: share of the computed prompt tokens that was computed again after retractions.
+        retractions: times that a request lost its pages.
+        evicted_pages: pages that the prefix cache lost.
+    """
+
+    ended: int
+    seconds: float
+    cpu_seconds: float
+    tokens: int
+    memory: float
+    objects: int
+    accept_length: float
+    cached: float
+    recomputed: float
+    retractions: int
+    evicted_pages: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def cpu_rate(self) -> float:
+        """Tokens a second of processor time."""
+        return self.tokens / self.cpu_seconds
+
+
+@attrs.frozen(kw_only=True)
+class Sample:
+    """A request whose tokens are to be compared.
+
+    Attributes:
+        request_id: of the request.
+        prompt: its token ids.
+        params: its settings, the seed among them.
+        tokens: what it gave.
+        finish_reason: how it ended.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    tokens: tuple[int, ...]
+    finish_reason: str
+
+
+@attrs.frozen(kw_only=True)
+class Result:
+    """A soak's figures and what is wrong with them.
+
+    Attributes:
+        aborted: aborted requests by where they were: "waiting", "prefilling", "running".
+        samples: requests that were compared with NONE.
+        failures: one line each.
+        judged: whether there were windows enough to judge growth and speed.
+    """
+
+    settings: Settings
+    windows: list[Window]
+    finish_reasons: dict[str, int]
+    aborted: dict[str, int]
+    samples: int
+    failures: list[str]
+    judged: bool
+
+
+class Load:
+    """Makes requests.
+
+    Args:
+        prompts: token ids, to be cut to random lengths.
+    """
+
+    def __init__(self, settings: Settings, prompts: Sequence[Sequence[int]]) -> None:
+        self._settings = settings
+        self._prompts = prompts
+        self._draw = random.Random(settings.seed)
+
+    def prompt(self) -> tuple[int, ...]:
+        """The beginning of a prompt; the first of them come far more often than the last."""
+        draw = self._draw
+        whole = self._prompts[int(len(self._prompts) * draw.random() ** 4)]
+        return tuple(whole[: draw.randint(4, self._settings.longest)])
+
+    def params(self, number: int) -> SamplingParams:
+        """Settings whose outcome depends on nothing but themselves: the seed is one of them."""
+        draw = self._draw
+        return SamplingParams(
+            max_tokens=draw.randint(*(SHORT if draw.random() > LONG_SHARE else LONG)),
+            temperature=draw.choice(TEMPERATURES),
+            top_p=draw.choice((1.0, 1.0, 1.0, 0.9)),
+            repetition_penalty=draw.choice((1.0,) * 7 + (1.2,)),
+            seed=number,
+            ignore_eos=draw.random() < 0.5,
+        )
+
+    def priority(self) -> int:
+        """Mostly 0."""
+        return self._draw.choice((0, 0, 0, 0, -1, 1, 2))
+
+    def level(self) -> int:
+        """How many requests the next burst leaves in the system."""
+        middle = self._settings.in_system
+        return self._draw.randint(middle // 2, middle + middle // 2)
+
+    def victim(self, live: Iterable[Request]) -> Request | None:
+        """A request to abort before this step, if any: wherever it is, that is as likely."""
+        draw = self._draw
+        if draw.random() >= self._settings.aborts:
+            return None
+        place = draw.choice(PLACES)
+        there = [request for request in live if request.status.value == place]
+        return draw.choice(there) if there else None
+
+    def chunk(self) -> int | None:
+        """A chunk size."""
+        return self._draw.choice(CHUNKS)
+
+    def steps(self) -> int:
+        """For how many steps a chunk size stays."""
+        return self._draw.randint(1, 40)
+
+
+class Meter:
+    """Measures windows.
+
+    Args:
+        llm: whose totals are read.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._begin()
+
+    def _begin(self) -> None:
+        self._before = self._llm.stats()
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    def window(self, ended: int) -> Window:
+        """What came since the last one."""
+        seconds = time.perf_counter() - self._wall
+        cpu_seconds = time.process_time() - self._cpu
+        now = self._llm.stats()
+        new = {name: now[name] - before for name, before in self._before.items() if _is_sum(before)}
+        gc.collect()
+        window = Window(
+            ended=ended,
+            seconds=seconds,
+            cpu_seconds=cpu_seconds,
+            tokens=new["output_tokens"],
+            memory=resident() / 2**20,
+            objects=len(gc.get_objects()),
+            accept_length=new["accepted"] / max(new["verifications"], 1),
+            cached=new["cached_tokens"] / max(new["cached_tokens"] + new["prompt_tokens"], 1),
+            recomputed=new["recomputed_tokens"] / max(new["prompt_tokens"], 1),
+            retractions=new["retractions"],
+            evicted_pages=new["evicted_pages"],
+        )
+        self._begin()
+        return window
+
+
+def _is_sum(value: Any) -> bool:
+    return isinstance(value, int)
+
+
+def resident() -> int:
+    """Bytes of the process that are in memory."""
+    try:
+        import psutil
+    except ImportError:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.Process().memory_info().rss)
+
+
+class Soak:
+    """Runs requests through one ``LLM``, as a server would: it adds them as they come, and steps.
+
+    Args:
+        llm: what runs.
+        load: makes the requests.
+    """
+
+    def __init__(self, settings: Settings, llm: LLM, load: Load) -> None:
+        self.settings = settings
+        self.samples: list[Sample] = []
+        self.aborted: Counter[str] = Counter()
+        self._llm = llm
+        self._load = load
+        self._num_live = 0
+        self._params: dict[str, SamplingParams] = {}
+        self._made = 0
+        self._level = load.level()
+        self._steps = 0
+        self._next_chunk = 0
+
+    def run(self, progress: Progress) -> list[Window]:
+        """All requests, window by window."""
+        settings, windows, meter = self.settings, list[Window](), Meter(self._llm)
+        task = progress.add_task(settings.algorithm, total=settings.requests)
+        ended = 0
+        while ended < settings.requests:
+            self._arrive()
+            self._change_chunk()
+            self._abort()
+            ended += self._step()
+            progress.update(task, completed=ended)
+            if ended >= min(settings.window * (len(windows) + 1), settings.requests):
+                windows.append(meter.window(ended))
+        while self._llm.has_unfinished_requests:  # a step launched before the last end was known
+            self._llm.step()
+        return windows
+
+    def _arrive(self) -> None:
+        """A burst, when the system has emptied to the level drawn before."""
+        left = self.settings.requests - self._made
+        if left and self._num_live < self._level:
+            for _ in range(min(self._level - self._num_live, left)):
+                self._add()
+            self._level = self._load.level()
+
+    def _add(self) -> None:
+        load, number = self._load, self._made
+        prompt, params = load.prompt(), load.params(number)
+        request_id = self._llm.add_request(prompt, params, priority=load.priority())
+        if number % self.settings.sample == 0:
+            self._params[request_id] = params
+        self._made += 1
+        self._num_live += 1
+
+    def _change_chunk(self) -> None:
+        """Another chunk size. The config is frozen and read anew by each ``schedule()``, so that it
+        may be replaced between two steps; no user can do this."""
+        if self._steps == self._next_chunk:
+            scheduler = self._llm._engine.scheduler
+            scheduler.config = attrs.evolve(
+                scheduler.config, chunked_prefill_size=self._load.chunk()
+            )
+            self._next_chunk += self._load.steps()
+
+    def _abort(self) -> None:
+        request = self._load.victim(self._llm._engine.scheduler)
+        if request is not None:
+            self.aborted[request.status.value] += 1
+            self._llm.abort(request.request_id)
+
+    def _step(self) -> int:
+        """How many requests it ended."""
+        self._steps += 1
+        ended = [output for output in self._llm.step() if output.finish_reason is not None]
+        self._num_live -= len(ended)
+        for output in ended:
+            if output.request_id in self._params:
+                self.samples.append(_sample(output, self._params.pop(output.request_id)))
+        return len(ended)
+
+
+def _sample(output: RequestOutput, params: SamplingParams) -> Sample:
+    return Sample(
+        request_id=output.request_id,
+        prompt=output.prompt_token_ids,
+        params=params,
+        tokens=output.token_ids,
+        finish_reason=output.finish_reason or "",
+    )
+
+
+def soak(settings: Settings, progress: Progress) -> Result:
+    """Run, and judge what came."""
+    others = WeakSet(requests_alive())
+    llm = LLM(
+        dtype="float32",
+        device="cpu",
+        speculative_algorithm=settings.algorithm,
+        max_running_requests=settings.running,
+        max_total_tokens=settings.pool,
+        page_size=settings.page_size,
+        enable_mixed_chunk=True,
+    )
+    runner = Soak(settings, llm, Load(settings, held_out(llm.tokenizer)))
+    windows = runner.run(progress)
+    failures = losses(llm, others)
+    behind = windows[WARM_UP:]
+    judged = len(behind) >= 6
+    totals = llm.stats()
+    samples, aborted = runner.samples, dict(runner.aborted)
+    llm.close()
+    del llm, runner
+    failures += differences(samples, progress)
+    return Result(
+        settings=settings,
+        windows=windows,
+        finish_reasons=totals["requests"],
+        aborted=aborted,
+        samples=len(samples),
+        failures=failures,
+        judged=judged,
+    )
+
+
+def held_out(tokenizer: Any) -> list[list[int]]:
+    """The held-out prompts' token ids."""
+    return [tokenizer(prompt.content)["input_ids"] for prompt in read_prompts(HELD_OUT)]
+
+
+def requests_alive() -> list[Request]:
+    """All requests of the process that are not garbage."""
+    gc.collect()
+    return [thing for thing in gc.get_objects() if type(thing) is Request]
+
+
+def losses(llm: LLM, others: Container[Request] = ()) -> list[str]:
+    """Pages, rows and requests that did not come back, now that nothing runs.
+
+    Args:
+        others: requests that are somebody else's.
+    """
+    scheduler, found = llm._engine.scheduler, []
+    pool, cache, table = scheduler.cache.pool, scheduler.cache, scheduler.table
+    try:
+        llm.check_pool()
+    except AssertionError as error:
+        found.append(f"check_pool: {error}")
+    if pool.num_free + cache.num_pages != pool.num_pages - 1:
+        found.append(
+            f"{pool.num_free} pages are free and {cache.num_pages} cached, of {pool.num_pages - 1}"
+        )
+    if table.num_free != table.num_rows - 1:
+        found.append(f"{table.num_free} rows are free, of {table.num_rows - 1}")
+    llm.flush_cache()
+    if pool.num_free != pool.num_pages - 1:
+        found.append(f"after flush_cache() {pool.num_free} pages are free, of {pool.num_pages - 1}")
+    alive = [request for request in requests_alive() if request not in others]
+    if alive:
+        found.append(f"{len(alive)} requests are alive, the first is {alive[0].request_id}")
+    return found
+
+
+def growth(windows: Sequence[Window], objects_bound: int, memory_bound: float) -> list[str]:
+    """What grew behind the warm-up, or slowed down."""
+    base, behind = windows[WARM_UP - 1], windows[WARM_UP:]
+    first, last = behind[:3], behind[-3:]
+    found = []
+    objects = statistics.median(w.objects for w in last) - base.objects
+    if objects > objects_bound:
+        found.append(f"{objects:,} more Python objects; expected at most {objects_bound:,}")
+    memory = statistics.median(w.memory for w in last) - base.memory
+    if memory > memory_bound:
+        found.append(f"{memory:.1f} MiB more memory; expected at most {memory_bound:g}")
+    rates = [w.cpu_rate for w in first]
+    least = min(rates) - max(max(rates) - min(rates), SLACK * min(rates))
+    rate = statistics.median(w.cpu_rate for w in last)
+    if rate < least:
+        found.append(f"{rate:.1f} tokens a processor second; expected at least {least:.1f}")
+    return found
+
+
+def differences(samples: Sequence[Sample], progress: Progress) -> list[str]:
+    """Samples whose tokens are not those of NONE, each on its own."""
+    found = []
+    with LLM(
+        dtype="float32",
+        device="cpu",
+        max_running_requests=1,
+        chunked_prefill_size=None,
+        disable_overlap_schedule=True,
+        disable_radix_cache=True,
+    ) as llm:
+        for sample in progress.track(samples, description="NONE on its own"):
+            expected = llm.generate([sample.prompt], sample.params)[0].token_ids
+            if sample.finish_reason == "abort":
+                expected = expected[: len(sample.tokens)]
+            if sample.tokens != expected:
+                found.append(
+                    f"request {sample.request_id} ({sample.params}) gave {list(sample.tokens)}, "
+                    f"NONE gives {list(expected)} after {list(sample.prompt)}"
+                )
+    return found
+
+
+def show(result: Result, console: Console) -> None:
+    """Print the table and the verdict."""
+    table = Table(
+        "ended", "tokens/s", "tokens/cpu s", "MiB", "objects", "accept", "cached", "again",
+        "retracted", "evicted",
+    )  # fmt: skip
+    for column in table.columns:
+        column.justify = "right"
+    for w in result.windows:
+        table.add_row(
+            f"{w.ended:,}",
+            f"{w.rate:.1f}",
+            f"{w.cpu_rate:.1f}",
+            f"{w.memory:.1f}",
+            f"{w.objects:,}",
+            f"{w.accept_length:.3f}",
+            f"{w.cached:.1%}",
+            f"{w.recomputed:.1%}",
+            f"{w.retractions:,}",
+            f"{w.evicted_pages:,}",
+        )
+    console.print(table)
+    ended = ", ".join(f"{count:,} {reason}" for reason, count in result.finish_reasons.items())
+    aborted = ", ".join(f"{count:,} {where}" for where, count in sorted(result.aborted.items()))
+    print(f"ended: {ended}; when their abort was asked for: {aborted or 'none'}")
+    print(f"{result.samples} requests compared with NONE on its own")
+    if not result.judged:
+        print("too few windows to judge growth and speed")
+    print("\n".join(f"FAILED: {line}" for line in result.failures) or "nothing lost, all identical")
+
+
+def plot(result: Result, path: Path) -> None:
+    """Draw throughput and memory over the requests."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from specplug.bench.plots import COLORS, DPI, FAINT, STYLE, WIDTH
+
+    windows = result.windows
+    ended = [w.ended for w in windows]
+    with rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 7), layout="constrained")
+        panels = figure.subplots(3, 1, sharex=True)
+        rates, memory, objects = panels
+        rates.plot(ended, [w.rate for w in windows], "o-", color=COLORS[0], label="wall time")
+        rates.plot(
+            ended, [w.cpu_rate for w in windows], "s-", color=COLORS[1], label="processor time"
+        )
+        rates.legend(loc="lower right", ncols=2)
+        memory.plot(ended, [w.memory for w in windows], "o-", color=COLORS[2])
+        objects.plot(ended, [w.objects / 1000 for w in windows], "o-", color=COLORS[3])
+        for axes, title in (
+            (rates, "Tokens a second, by window"),
+            (memory, "Resident memory, MiB"),
+            (objects, "Python objects, thousands"),
+        ):
+            axes.set_title(title)
+            axes.set_ylim(bottom=0, top=1.15 * max(axes.get_ylim()[1], 1))
+            axes.axvspan(0, ended[min(WARM_UP, len(ended)) - 1], color="#F2F2F2", zorder=0)
+            axes.grid()
+        panels[-1].set_xlabel("requests ended (grey: warm-up)")
+        settings = result.settings
+        figure.suptitle(
+            f"{settings.requests:,} requests under {settings.algorithm}", x=0.012, ha="left",
+            size=14, weight="bold",
+        )  # fmt: skip
+        figure.supxlabel(
+            f"{settings.running} rows, {settings.pool} KV slots in pages of {settings.page_size}, "
+            f"about {settings.in_system} requests in the system",
+            x=0.012, ha="left", size=7.5, color=FAINT,
+        )  # fmt: skip
+        figure.savefig(path, dpi=DPI)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--speculative-algorithm", default=Settings().algorithm)
+    for name, what in (
+        ("requests", "how many"),
+        ("window", "ended requests a window"),
+        ("in_system", "about how many wait and run at a time"),
+        ("running", "most that run"),
+        ("pool", "slots of the KV pool"),
+        ("page_size", "tokens a page"),
+        ("longest", "most tokens of a prompt"),
+        ("sample", "one of so many is compared with NONE"),
+        ("seed", "of all that is random"),
+    ):
+        default = getattr(Settings(), name)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, default=default, help=f"{what}; default {default:,}")
+    aborts = Settings().aborts
+    parser.add_argument(
+        "--aborts",
+        type=float,
+        default=aborts,
+        help=f"how likely a step is to abort one; default {aborts}",
+    )
+    parser.add_argument(
+        "--objects-bound", type=int, default=2_000, help="most new Python objects; default 2,000"
+    )
+    parser.add_argument(
+        "--memory-bound",
+        type=float,
+        default=16,
+        help="most MiB of growth; default 16 (an algorithm may keep a history by design)",
+    )
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--plot", type=Path, help="draw throughput and memory here")
+    arguments = vars(parser.parse_args())
+    known = {name: value for name, value in arguments.items() if hasattr(Settings(), name)}
+    settings = Settings(algorithm=arguments["speculative_algorithm"], **known)
+
+    columns = *Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
+        result = soak(settings, progress)
+    if result.judged:
+        bounds = arguments["objects_bound"], arguments["memory_bound"]
+        result.failures.extend(growth(result.windows, *bounds))
+    show(result, Console(width=None if sys.stdout.isatty() else 110))
+    if arguments["json"]:
+        arguments["json"].write_text(json.dumps(attrs.asdict(result), indent=1) + "\n")
+    if arguments["plot"]:
+        plot(result, arguments["plot"])
+    return 1 if result.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

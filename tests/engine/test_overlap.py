@@ -1,0 +1,170 @@
+"""Between resolve and publish nothing on the host waits for the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from specplug import LLM, SamplingParams
+from specplug.engine.step import StepRunner
+from specplug.registry import Registry
+from specplug.spec import draft, verify
+
+READS = {
+    *("item", "tolist", "cpu", "numpy", "is_nonzero"),
+    *("__bool__", "__int__", "__float__", "__index__"),
+    *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose"),
+}
+"""Names of what brings a tensor's values to the host, or needs them for a shape."""
+PROMPTS = ["def f(x):\n    return ", "class Queue:\n    ", "import ", "x = [1, 2, 3]\ny = "]
+NAMES = [name for name in Registry().names() if name != "NGRAM"]
+"""NGRAM drafts on the host: its future map waits, as it must, in resolve."""
+
+
+class HostReads(TorchFunctionMode):
+    """Counts what reads a tensor on the host; a boolean index too, whose result has its count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS:
+            self.found[name] += 1
+        if name in ("__getitem__", "__setitem__"):
+            parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(p, torch.Tensor) and p.dtype is torch.bool for p in parts):
+                self.found[f"{name} by a mask"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> HostReads:
+    """Every step is counted, but for the checks that only run in tests."""
+    monkeypatch.setattr(draft, "DEBUG", False)
+    monkeypatch.setattr(verify, "DEBUG", False)
+    counted, launch = HostReads(), StepRunner._run
+
+    def run(self: StepRunner, step: Any) -> Any:
+        with counted:
+            return launch(self, step)
+
+    monkeypatch.setattr(StepRunner, "_run", run)
+    return counted
+
+
+def settings() -> list[SamplingParams]:
+    return [
+        SamplingParams(max_tokens=20),
+        SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, top_k=50, seed=1),
+        SamplingParams(max_tokens=20, repetition_penalty=1.2, logit_bias={5: 1.0}),
+        SamplingParams(max_tokens=20, temperature=1.0, logprobs=2, seed=2),
+    ]
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("name", [*NAMES, "SUCCESSORS"])
+def test_no_step_reads_a_tensor(
+    name: str, mixed: bool, topk: int, reads: HostReads, successors: Any
+) -> None:
+    branches = name in NAMES and Registry().select(name).info.capabilities.branching
+    with LLM(
+        speculative_algorithm=successors() if name == "SUCCESSORS" else name,
+        speculative_eagle_topk=topk if branches else None,
+        enable_mixed_chunk=mixed,
+        chunked_prefill_size=8,
+        max_total_tokens=120,
+        device="cpu",
+    ) as llm:
+        llm.generate(PROMPTS, settings())
+        assert llm.stats()["decode_steps"] > 3
+    assert reads.found == {}
+
+
+def test_the_counter_counts(reads: HostReads) -> None:
+    with reads:
+        tensor = torch.arange(4)
+        assert tensor[0].item() == 0
+        assert tensor.tolist() == [0, 1, 2, 3]
+        assert bool(tensor[1] > 0)
+        tensor[tensor > 1] = 0
+    assert reads.found == {"item": 1, "tolist": 1, "__bool__": 1, "__setitem__ by a mask": 1}
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """CUDA raises where the host would wait for it."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", [*NAMES, "SUCCESSORS"])
+def test_no_step_waits_for_a_gpu(
+    name: str,
+    graphs: bool,
+    mixed: bool,
+    topk: int,
+    monkeypatch: pytest.MonkeyPatch,
+    successors: Callable[[], Any],
+) -> None:
+    monkeypatch.setattr(draft, "DEBUG", False)
+    monkeypatch.setattr(verify, "DEBUG", False)
+    launch = StepRunner._run
+
+    def run(self: StepRunner, step: Any) -> Any:
+        with no_waiting():
+            return launch(self, step)
+
+    monkeypatch.setattr(StepRunner, "_run", run)
+    branches = name in NAMES and Registry().select(name).info.capabilities.branching
+    with LLM(
+        dtype="float32",
+        speculative_algorithm=successors() if name == "SUCCESSORS" else name,
+        speculative_eagle_topk=topk if branches else None,
+        enable_mixed_chunk=mixed,
+        disable_cuda_graph=not graphs,
+        chunked_prefill_size=8,
+        max_total_tokens=120,
+        device="cuda",
+    ) as llm:
+        assert len(llm.generate(PROMPTS, settings())) == len(PROMPTS)
+
+
+def test_an_algorithm_may_refuse_overlap_and_the_cache(successors: Any, tiny_model: Path) -> None:
+    """It is warned of once, with the reason, and can be read in the effective configuration."""
+    import attrs
+
+    from specplug import Capabilities, FallbackWarning, hookimpl
+
+    class Strict(successors):  # type: ignore[misc]
+        @hookimpl
+        def describe(self) -> Any:
+            can = Capabilities(overlap=False, prefix_cache=False)
+            return attrs.evolve(super().describe(), capabilities=can)
+
+    with pytest.warns(FallbackWarning) as told:
+        llm = LLM(tiny_model, speculative_algorithm=Strict())
+    with llm:
+        config = llm.effective_config
+    assert [str(warning.message) for warning in told] == [
+        "overlap is off: SUCCESSORS drafts from what the host has read",
+        "prefix_cache is off: SUCCESSORS must itself see every token that it drafts behind",
+    ]
+    assert config["overlap"] == "off: SUCCESSORS drafts from what the host has read"
+    assert config["prefix_cache"].startswith("off: SUCCESSORS must itself see every token")

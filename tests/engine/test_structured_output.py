@@ -1,0 +1,205 @@
+"""Grammars in the engine: the output is NONE's under the same grammar, and it matches."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specplug import LLM, SamplingParams, UsageError
+from specplug.registry import Registry
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "sizes", "ok"],
+    "additionalProperties": False,
+}
+REGEX = r"(def|class) [a-z_]{3,9}\((x|y|, ){1,5}\):"
+EBNF = 'root ::= "(" item ("," item)* ")"\nitem ::= [0-9]+ | root\n'
+GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"json_schema": SCHEMA},
+    {"regex": REGEX},
+    {"ebnf": EBNF},
+    {},
+)
+PROMPTS = ("value = ", "import json\n\n", "class Stack:\n    ", "def total(values):\n    ")
+
+
+def requests(temperature: float) -> list[SamplingParams]:
+    """A request of each kind, one of them without a grammar."""
+    return [
+        SamplingParams(
+            max_tokens=60,
+            temperature=temperature,
+            seed=7 + i,
+            ignore_eos=not grammar,
+            **grammar,
+        )
+        for i, grammar in enumerate(GRAMMARS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[float, list[Any]]:
+    """What NONE generates one by one."""
+    with LLM(dtype="float64", disable_radix_cache=True, disable_overlap_schedule=True) as llm:
+        return {
+            temperature: [
+                llm.generate(prompt, params)[0]
+                for prompt, params in zip(PROMPTS, requests(temperature), strict=True)
+            ]
+            for temperature in (0.0, 1.0)
+        }
+
+
+def test_outputs_match_their_grammars(plain: dict[float, list[Any]]) -> None:
+    ended = 0
+    for schema, regex, ebnf, free in plain.values():
+        assert free.finish_reason == "length"
+        for output in (schema, regex, ebnf):
+            assert output.finish_reason in ("stop", "length")
+            ended += output.finish_reason == "stop"
+        if schema.finish_reason == "stop":
+            value = json.loads(schema.text)
+            assert list(value) == ["name", "sizes", "ok"]
+        if regex.finish_reason == "stop":
+            assert re.fullmatch(REGEX, regex.text)
+        if ebnf.finish_reason == "stop":
+            assert ebnf.text.count("(") == ebnf.text.count(")") > 0
+    assert ended >= 3, "most grammars end within 60 tokens"
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain loop"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("topk", [1, 4], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", Registry().names())
+def test_tokens_are_those_of_none(
+    name: str, topk: int, temperature: float, overlap: bool, plain: dict[float, list[Any]]
+) -> None:
+    branches = Registry().select(name).info.capabilities.branching
+    if topk > 1 and not branches:
+        topk = 1
+    with LLM(
+        dtype="float64",
+        speculative_algorithm=name,
+        speculative_eagle_topk=topk if branches else None,
+        disable_overlap_schedule=not overlap,
+        enable_mixed_chunk=overlap,
+        chunked_prefill_size=8,
+        page_size=4,
+        max_total_tokens=160,
+    ) as llm:
+        outputs = llm.generate(PROMPTS, requests(temperature))
+        llm.check_pool()
+    for output, expected in zip(outputs, plain[temperature], strict=True):
+        assert output.token_ids == expected.token_ids
+        assert output.finish_reason == expected.finish_reason
+        assert output.text == expected.text
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    tree=st.booleans(),
+    right=st.sampled_from([0.3, 0.8, 1.0]),
+    ragged=st.booleans(),
+    overlap=st.booleans(),
+    mixed=st.booleans(),
+    spare=st.sampled_from([None, 0, 9]),
+    seed=st.integers(0, 1000),
+)
+def test_scripted_drafts_follow_the_grammar(
+    tree: bool,
+    right: float,
+    ragged: bool,
+    overlap: bool,
+    mixed: bool,
+    spare: int | None,
+    seed: int,
+    text_model: Path,
+    scripted: Any,
+    text_plain: Any,
+) -> None:
+    """Drafts that are right, wrong, and against the grammar, at every node of random trees."""
+    prompts, params, expected = text_plain
+    known = {tuple(p): output.token_ids for p, output in zip(prompts, expected, strict=True)}
+    most = max(len(p) + w.max_tokens for p, w in zip(prompts, params, strict=True))
+    with LLM(
+        text_model,
+        dtype="float64",
+        speculative_algorithm=scripted(known, tree=tree, right=right, ragged=ragged, seed=seed),
+        speculative_num_draft_tokens=7 if tree else 5,
+        disable_overlap_schedule=not overlap,
+        enable_mixed_chunk=mixed,
+        chunked_prefill_size=5,
+        page_size=2,
+        max_total_tokens=None if spare is None else most + spare,
+    ) as llm:
+        outputs = llm.generate(prompts, params)
+        llm.check_pool()
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert [o.finish_reason for o in outputs] == [o.finish_reason for o in expected]
+
+
+@pytest.fixture(scope="module")
+def text_plain(text_model: Path) -> Any:
+    """Prompts, settings and NONE's outputs for the random model, which knows no grammar at all."""
+    prompts = [[5, 6, 7], [1], [40, 41, 42, 43, 44, 45], [60, 2], [9, 8]]
+    kinds: list[dict[str, Any]] = [
+        {"regex": "[a-f]{3,9}(,[0-9]{2}){0,4}"},
+        {"ebnf": 'root ::= "(" root ")" | [a-z]{1,4}\n', "temperature": 1.0},
+        {"regex": "(ab|cd){6}", "repetition_penalty": 1.5, "presence_penalty": 1.0},
+        {"temperature": 1.0},
+        {"regex": "[0-9]{1,5}", "temperature": 2.0, "top_p": 0.8, "logprobs": 2},
+    ]
+    params = [SamplingParams(max_tokens=24, seed=i, **kind) for i, kind in enumerate(kinds)]
+    with LLM(text_model, dtype="float64", disable_overlap_schedule=True) as llm:
+        outputs = [llm.generate(p, w)[0] for p, w in zip(prompts, params, strict=True)]
+    assert re.fullmatch("[a-f]{3,9}(,[0-9]{2}){0,4}", outputs[0].text)
+    assert re.fullmatch("(ab|cd){6}", outputs[2].text)
+    assert [output.finish_reason for output in outputs[:3]] == ["stop"] * 3
+    return prompts, params, outputs
+
+
+def test_a_grammar_ends_its_request_even_if_eos_is_ignored(text_model: Path) -> None:
+    with LLM(text_model) as llm:
+        params = SamplingParams(max_tokens=30, regex="ab,cd", ignore_eos=True)
+        (output,) = llm.generate([[3, 4]], params)
+    assert (output.text, output.finish_reason) == ("ab,cd", "stop")
+
+
+def test_where_every_allowed_token_is_banned_the_request_ends(text_model: Path) -> None:
+    """The grammar demands a "b", and a bias forbids every token that begins with it."""
+    with LLM(text_model) as llm:
+        words = {llm.tokenizer.decode([t]): t for t in range(96)}
+        banned = {t: float("-inf") for word, t in words.items() if word.startswith("b")}
+        params = SamplingParams(max_tokens=30, regex="xb", logit_bias=banned)
+        (output,) = llm.generate([[3, 4]], params)
+        llm.check_pool()
+    assert (output.text, output.finish_reason) == ("x", "stop")
+
+
+def test_a_bad_grammar_is_refused_and_the_others_go_on(text_model: Path) -> None:
+    with LLM(text_model) as llm:
+        stream = llm.stream([[5, 6]], SamplingParams(max_tokens=12))
+        next(stream)
+        with pytest.raises(UsageError, match=r"regex='\(': .*; expected a regular expression"):
+            llm.generate([[1]], SamplingParams(regex="("))
+        with pytest.raises(UsageError, match="json_schema="):
+            llm.generate([[1]], SamplingParams(json_schema='{"type": "no such type"}'))
+        assert [*stream][-1].finish_reason in ("length", "stop")
+        llm.check_pool()
+
+
+def test_a_model_without_a_tokenizer_has_no_grammars(tiny_model: Path) -> None:
+    with LLM(tiny_model) as llm, pytest.raises(UsageError, match="needs a tokenizer"):
+        llm.generate([[1]], SamplingParams(regex="a"))

@@ -1,0 +1,44 @@
+"""``benchmarks/scheduling.py``, small: a step calls as much, whatever waits."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from rich.progress import Progress
+
+from specplug.engine import engine
+
+
+def _load() -> ModuleType:
+    path = Path(__file__).parent.parent / "benchmarks" / "scheduling.py"
+    spec = importlib.util.spec_from_file_location("benchmark_scheduling", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+scheduling = _load()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("scene", scheduling.SCENES)
+def test_a_step_costs_the_same_whatever_waits(
+    scene: str, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "DEBUG", False)  # its checks look at everything
+    cases = [
+        scheduling.Case(scene=scene, page_size=page_size, running=8, waiting=waiting)
+        for waiting in (10, 400)
+    ]
+    with Progress(disable=True) as progress:
+        costs = list(scheduling.measure(cases, 2, 5, None, progress))
+    assert [cost.case for cost in costs] == cases
+    assert all(cost.median > 0 and cost.all_calls > 100 for cost in costs)
+    assert scheduling.growth(costs) == []

@@ -1,0 +1,88 @@
+"""``benchmarks/soak.py``, for a moment: it loses nothing, and it notices what it should."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import attrs
+import pytest
+from rich.progress import Progress
+
+from specplug import LLM
+
+
+def _load() -> ModuleType:
+    path = Path(__file__).parent.parent / "benchmarks" / "soak.py"
+    spec = importlib.util.spec_from_file_location("benchmark_soak", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+soak = _load()
+
+
+def test_a_short_soak_loses_nothing_and_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "SHORT", (2, 8))
+    monkeypatch.setattr(soak, "LONG", (24, 32))
+    settings = soak.Settings(
+        algorithm="NGRAM", requests=60, window=20, in_system=24, running=8, pool=112, sample=10
+    )
+    with Progress(disable=True) as progress:
+        result = soak.soak(settings, progress)
+    assert result.failures == []
+    assert sum(result.finish_reasons.values()) == 60
+    assert result.samples == 6
+    assert [window.ended >= 20 * n for n, window in enumerate(result.windows, 1)] == [True] * 3
+    assert sum(window.evicted_pages for window in result.windows) > 0
+    assert not result.judged
+
+
+@pytest.fixture(scope="module")
+def windows() -> list[object]:
+    """Eight even ones."""
+    one = soak.Window(
+        ended=0,
+        seconds=2.0,
+        cpu_seconds=1.0,
+        tokens=100,
+        memory=500.0,
+        objects=1000,
+        accept_length=2.0,
+        cached=0.5,
+        recomputed=0.0,
+        retractions=1,
+        evicted_pages=9,
+    )
+    return [one] * 8
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({}, None),
+        ({"objects": 1100}, "objects"),
+        ({"memory": 517.0}, "memory"),
+        ({"cpu_seconds": 1.2}, "tokens a processor second"),
+        ({"seconds": 9.0}, None),  # somebody else had the processor
+    ],
+)
+def test_growth_is_told(windows: list[object], change: dict[str, float], complaint: str) -> None:
+    end = [attrs.evolve(window, **change) for window in windows[-3:]]
+    found = soak.growth([*windows[:-3], *end], objects_bound=50, memory_bound=16)
+    assert len(found) == (complaint is not None)
+    assert all(complaint in line for line in found)
+
+
+def test_a_lost_page_is_told() -> None:
+    others = soak.requests_alive()
+    with LLM(max_total_tokens=64, max_model_len=64, page_size=8) as llm:
+        assert soak.losses(llm, others) == []
+        llm._engine.scheduler.cache.take(1)
+        assert any("7 pages are free" in line for line in soak.losses(llm, others))
