@@ -98,6 +98,21 @@ def test_links(page):
         assert (page.parent / target).exists(), target
 
 
+TESTS = re.compile(r"\]\(([^)]+/test_\w+\.py)\)((?:,? `test_\w+`)+)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_are_named_are_there(page):
+    for file, names in TESTS.findall(page.read_text(encoding="utf-8")):
+        code = (page.parent / file).read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)`", names):
+            assert f"def {name}(" in code, f"{file} has no {name}"
+
+
+def test_the_scheduler_page_names_tests():
+    assert len(TESTS.findall((ROOT / "docs" / "scheduler.md").read_text(encoding="utf-8"))) > 10
+
+
 def test_the_table_names_every_algorithm_of_this_repository():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for project in [ROOT / "pyproject.toml", *(ROOT / "plugins").glob("*/pyproject.toml")]:

@@ -14,6 +14,7 @@ from specplug import (
     CommittedOutput,
     Draft,
     DraftInput,
+    FutureMap,
     PluginError,
     RequestReport,
     Runtime,
@@ -124,6 +125,50 @@ def test_reports_add_up_to_the_outputs(
     llm_counts = stats["accepted_by_length"]
     assert sum(llm_counts.values()) == stats["verifications"]
     assert sum(n * count for n, count in llm_counts.items()) == stats["accepted"]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_plugin_relays_more_through_its_own_future_map(
+    overlap: bool, tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    """Its map is made once, for both loops, and every step publishes to it and resolves from it."""
+
+    class Relaying(FutureMap):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.steps = torch.zeros(self.num_rows, dtype=torch.int64)
+
+        def publish(self, rows: Any, seq_lens: Any, output: CommittedOutput) -> None:
+            super().publish(rows, seq_lens, output)
+            self.steps[rows] += 1
+
+        def resolve(self, rows: Any) -> Any:
+            assert bool((self.steps[rows] > 0).all()), "a request that was never published"
+            return super().resolve(rows)
+
+    class Watched(scripted):  # type: ignore[misc]
+        maps: tuple[Relaying, ...] = ()
+
+        @hookimpl
+        def create_future_map(self, runtime: Runtime) -> FutureMap:
+            made = Relaying(runtime.num_rows, runtime.device)
+            self.maps = (*self.maps, made)
+            return made
+
+    algorithm = Watched(reference.tokens(["greedy"] * 7), tree=True, right=0.7)
+    with LLM(
+        tiny_model,
+        dtype="float64",
+        enable_mixed_chunk=True,
+        chunked_prefill_size=6,
+        disable_overlap_schedule=not overlap,
+        speculative_algorithm=algorithm,
+    ) as llm:
+        outputs = llm.generate(reference.prompts, reference.params["greedy"])
+        stats = llm.stats()
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in reference.outputs["greedy"]]
+    (made,) = algorithm.maps
+    assert int(made.steps.sum()) >= stats["verifications"] + len(reference.prompts)
 
 
 def test_an_algorithms_own_verify_is_used(tiny_model: Path, reference: Any, scripted: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -96,6 +97,34 @@ def test_rejected_nodes_leave_no_experts(
         chunked_prefill_size=8,
         disable_overlap_schedule=not overlap,
     ) as llm:
+        check(llm.generate(PROMPTS, PARAMS), expected)
+        llm.check_pool()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_pressure_loses_no_experts(
+    moe_model: Path, expected: Any, scripted: Any, mixed: bool, overlap: bool
+) -> None:
+    """What is prefilled again is not told twice, and what is cached is not left out."""
+    known = {prompt: tokens for prompt, (tokens, _) in zip(PROMPTS, expected, strict=True)}
+    with LLM(
+        moe_model,
+        dtype="float64",
+        speculative_algorithm=scripted(known, right=0.3),
+        page_size=2,
+        chunked_prefill_size=8,
+        enable_mixed_chunk=mixed,
+        max_total_tokens=max(map(len, PROMPTS)) + 20 + 16,
+        disable_overlap_schedule=not overlap,
+    ) as llm:
+        for _ in range(2):
+            check(llm.generate(PROMPTS, PARAMS), expected)
+        assert llm.stats()["retractions"] > 0
+        silent = [attrs.evolve(params, return_routed_experts=False) for params in PARAMS]
+        llm.generate(PROMPTS, silent)
+        llm.generate(PROMPTS, silent)
+        assert llm.stats()["cached_tokens"] > 0
         check(llm.generate(PROMPTS, PARAMS), expected)
         llm.check_pool()
 
