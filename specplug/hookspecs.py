@@ -17,6 +17,9 @@ One decode step, and where each hook stands in it::
 
     resolve the future map -> propose -> target forward over T nodes -> verify
         -> compact the accepted path -> build_draft_input (draft extend) -> publish, stash
+
+A prefill step has the pass and ``build_draft_input`` alone. Where prompts and drafts share a step,
+each half calls its hooks with a batch of its own, so a batch is always one or the other.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ def validate_config(config: SpecConfig) -> SpecConfig | None:
 
     Called once, after selection and before any weight is loaded. Return
     ``config.adjust("why", field=value)`` to change it (the user reads the reason), raise
-    ``specplug.UsageError`` to refuse it. None accepts it as it is.
+    ``specplug.UsageError`` to refuse it. None accepts it as it is. An algorithm whose draft KV at a
+    position depends on more or fewer than the one token behind it sets ``draft_lookahead`` here.
     """
 
 
@@ -73,7 +77,8 @@ def create_worker(runtime: Runtime) -> object:
     returned is ``runtime.worker`` in every later hook. It may have ``hidden_size_for()`` -> int
     and ``dtype_for()`` -> torch.dtype, the width and type of the hidden states that its
     ``DraftInput`` carries: the one source for idle inputs. An algorithm without state returns any
-    object; None is taken as "not implemented".
+    object; None is taken as "not implemented". State of its own an algorithm keeps by request row
+    (``batch.rows``; there are ``runtime.num_rows``) or by ``request_id``.
     """
 
 
@@ -98,15 +103,19 @@ def build_draft_input(  # type: ignore[empty-body]
 
     - ``tokens`` [R] the token **after** each row's position: on a prefill the prompt shifted by
       one with the next prompt token (or, on the last chunk, the sampled one) at the tail, after a
-      verify what the target said at each accepted node,
+      verify what the target said at each accepted node. A request that was retracted is prefilled
+      with its output so far, as if that were prompt,
     - ``per_node`` the captured outputs, leading size R,
     - ``accept_lens`` [bs] how many rows of each request count.
 
     R is the number of prefill tokens, or bs·C after a verify, with C columns a request: one more
     than the verified draft is deep, which is less than what was proposed where the KV pool was
     short, so take it from ``len(tokens) // batch.size``. Columns beyond ``accept_lens`` are padding
-    whose results nobody may use. The result's tensors
-    (leading size bs) are stashed by request row and come back in the next ``propose``.
+    whose results nobody may use. A request's first chunk (``batch.first_chunk``) may begin behind
+    position 0: the KV before it, the draft's too, was found in the prefix cache, and the tokens
+    before it are ``request.token_ids[: start]``. What was kept by its row is another request's.
+    The result's tensors (leading size bs) are stashed by request row and come back in the next
+    ``propose``.
     """
 
 

@@ -81,7 +81,8 @@ class PrefixCache:
         self._queue(node)
 
     def keep(self, request: Request) -> list[int]:
-        """Take over a running request's pages that nothing will write to again.
+        """Take over a running request's pages whose content is final: a pass that computes its last
+        positions again, for the layers that read tokens further ahead, writes the same there.
 
         Where another request has brought the same page before, that one takes its place.
 
@@ -128,7 +129,9 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget all pages; no request may be running."""
         assert self.num_unused == self.num_pages, "a request still uses the cache"
+        evicted = self.evicted
         self._evict(self.num_pages)
+        self.evicted = evicted  # nobody was short of them
 
     def num_shared_with_others(self, request: Request) -> int:
         """Tokens of a running request that stay in use if it goes."""

@@ -280,8 +280,7 @@ class Scheduler:
         requests = [r for r in self.running if r.may_decode]
         short = self._short(requests)
         if sum(missing for _, missing in short) > self.cache.num_available:
-            self._secure_roots()
-            requests = [r for r in self.running if r.may_decode]
+            requests = self._secure_roots(requests)
             short = self._short(requests)
         if not requests:
             return None
@@ -310,13 +309,26 @@ class Scheduler:
             if r.kv_bound + reserve > len(r.pages) * size
         ]
 
-    def _secure_roots(self) -> None:
-        """See that each request can take one more step, if only without a draft."""
-        for request in [r for r in self.running if r.may_decode]:
+    def _secure_roots(self, requests: Sequence[Request]) -> list[Request]:
+        """Those that can take one more step, if only without a draft: all but who is retracted,
+        and who waits for the pages of a step in flight."""
+        secured = []
+        for request in requests:
             least = self._behind(request) + 1
             while request.row and not self._grow(request, least):
-                if not self._drop_draft_pages():
-                    self._retract(self._who_loses_least(request))
+                if self._drop_draft_pages():
+                    continue
+                loser = self._who_loses_least(request)
+                if loser is request and self._others_in_flight(request):
+                    break
+                self._retract(loser)
+            else:
+                secured.append(request)
+        return [request for request in secured if request.row]
+
+    def _others_in_flight(self, request: Request) -> bool:
+        """Whether another request may end by a step whose results are not processed."""
+        return any(other.in_flight for other in self.running if other is not request)
 
     def _grow(self, request: Request, num_slots: int) -> bool:
         """Give a request pages for ``num_slots``, or as many as there are; whether it has them."""
@@ -345,6 +357,7 @@ class Scheduler:
                 self.cache.pool.give_back(request.pages[needed:])
                 del request.pages[needed:]
                 self.table.write(request, surplus)
+                self._refused = None
                 dropped = True
         return dropped
 
@@ -353,7 +366,8 @@ class Scheduler:
         priority with the fewest tokens to compute again."""
         behind = self.running[self.running.index(short) + 1 :] or [short]
         lowest = max(request.priority for request in behind)
-        return min((r for r in behind if r.priority == lowest), key=self._loss)
+        last_first = (r for r in reversed(behind) if r.priority == lowest)
+        return min(last_first, key=self._loss)
 
     def _loss(self, request: Request) -> int:
         return request.kv_len - self.cache.num_shared_with_others(request)

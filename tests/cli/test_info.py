@@ -70,7 +70,12 @@ def test_json(full):
         "version": "1.0",
         "value": "specplug_full:algorithm",
         "api_version": 1,
-        "capabilities": {"branching": True, "draft_model": True},
+        "capabilities": {
+            "branching": True,
+            "draft_model": True,
+            "overlap": True,
+            "prefix_cache": True,
+        },
         "defaults": {"num_steps": 3, "topk": 2, "num_draft_tokens": None},
         "hooks": {
             "implemented": [
@@ -108,7 +113,8 @@ def test_for_people(full):
     assert shown["ALGORITHM"] == "FULL"
     assert shown["paper"] == "arXiv 2503.01840"
     assert shown["distribution"] == "specplug-full 1.0"
-    assert shown["capabilities"] == "branching=yes, draft_model=yes"
+    able = "branching=yes, draft_model=yes, overlap=yes, prefix_cache=yes"
+    assert shown["capabilities"] == able
     assert shown["defaults"] == "num_steps=3, topk=2, num_draft_tokens=from depth and width"
     assert shown["own hooks"] == "describe, create_worker, build_draft_input, propose, verify"
     assert shown["core defaults"].startswith("validate_config, create_future_map, ")

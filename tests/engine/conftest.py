@@ -109,7 +109,7 @@ class Scripted:
         means = self._mean_of_draft_tokens(runtime, batch, target_output, columns)
         for b, (first, count) in enumerate(zip(firsts, lens, strict=True)):
             start = int(batch.seq_lens[b])
-            known = self._known[tuple(batch.requests[b].prompt_token_ids)]
+            known = self._tokens_of(batch.requests[b])
             for i in range(min(count, len(known) - start - 1)):
                 row, position = first + i, start + i
                 self._check_embedding(runtime, features[row], known[position])
@@ -137,7 +137,7 @@ class Scripted:
         tokens, parents, widths = [], [], []
         for b, request in enumerate(batch.requests):
             root, position = int(draft_input.bonus_tokens[b]), int(batch.seq_lens[b])
-            known = self._known[tuple(request.prompt_token_ids)]
+            known = self._tokens_of(request)
             if position < len(known):
                 assert root == known[position]
                 hidden = draft_input["hidden_states"][b]
@@ -165,6 +165,10 @@ class Scripted:
 
     def hidden_size_for(self) -> int:
         raise NotImplementedError("no step of these tests is idle")
+
+    def _tokens_of(self, request: Any) -> Tokens:
+        """What NONE gives, up to the request's end: behind it there are no slots to be right in."""
+        return self._known[tuple(request.prompt_token_ids)][: request.most_tokens]
 
     def _draw(
         self, root: int, future: Sequence[int], width: int, steps: int

@@ -174,8 +174,13 @@ def test_rows_behind_an_offset_see_the_slots_that_their_mask_says(offset: int) -
 
 
 @pytest.mark.parametrize("starts", [(9, 4), (1, 0), (2, 11)], ids=str)
-def test_rows_before_the_committed_length_are_written_again(starts: tuple[int, int]) -> None:
-    """A negative offset, ragged widths, and rows before position 0, which are padding."""
+@pytest.mark.parametrize("floor", [0, 8])
+def test_rows_before_the_committed_length_are_written_again(
+    starts: tuple[int, int], floor: int
+) -> None:
+    """A negative offset, ragged widths, and rows that are padding: those before position 0, and
+    those in the part of the second request that was found in the prefix cache."""
+    floors = (0, floor)
     generator = torch.Generator().manual_seed(0)
     offset, widths = -3, (5, 4)
     slots = torch.randperm(60)[:40].view(2, 20) + 1
@@ -192,6 +197,7 @@ def test_rows_before_the_committed_length_are_written_again(starts: tuple[int, i
         max(widths),
         20,
         last_position=100,
+        floors=torch.tensor([0, *floors]),
         offset=offset,
         padding=Padding.of(widths, max(widths), CPU),
     )
@@ -199,7 +205,7 @@ def test_rows_before_the_committed_length_are_written_again(starts: tuple[int, i
     row = 0
     for b, (start, width) in enumerate(zip(starts, widths, strict=True)):
         for position in range(start + offset, start + offset + width):
-            if position < 0:
+            if position < floors[b]:
                 assert int(plan.slots[row]) == 0
             else:
                 own = slots[b, : position + 1]

@@ -208,7 +208,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.cache.clear()
-        self.evicted += len(self.known)
         self.free |= {entry.page for entry in self.known.values()}
         self.known.clear()
         assert self.cache.pool.num_free == self.pages

@@ -257,6 +257,7 @@ def test_times_are_the_sums_of_the_reports(run: Run) -> None:
     assert run.stats["seconds"].keys() == PARTS
     for part in PARTS:
         assert run.stats["seconds"][part] == pytest.approx(sum(s[part] for s in drafting))
+    assert all(step.seconds["host"] > 0 for step in run.steps)
     host = sum(seconds["host"] for seconds in others)
     assert run.stats["prefill_host_seconds"] == pytest.approx(host)
     every = sum(sum(seconds.values()) for seconds in others)
@@ -307,6 +308,11 @@ def test_a_report_agrees_with_itself(run: Run) -> None:
             assert 0 <= kept <= accepted
         for size, again in zip(step.prefill_tokens, step.recomputed_tokens, strict=True):
             assert 0 <= again <= size
-        assert max(1, len(step.prefill_ids) + len(step.decode_ids)) <= step.num_running <= 4
+        assert len(step.prefill_ids) + len(step.decode_ids) <= step.num_running <= 4
         assert step.num_running + step.num_waiting <= 14
         assert 0 <= step.free_pages + step.cached_pages <= 14
+    first, last = run.steps[0], run.steps[-1]
+    assert first.num_running + first.num_waiting == 14
+    assert (first.cached_pages, last.num_waiting) == (0, 0)
+    assert first.free_pages < 14
+    assert last.cached_pages > last.free_pages
