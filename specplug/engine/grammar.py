@@ -11,9 +11,11 @@ import re
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import lru_cache
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,6 +40,18 @@ _TRIAL_TOKENS = 16
 _TRIAL_SECONDS = 1.0
 """``((((a{0,100}){0,100}){0,100}){0,100})`` compiles at once, but takes seconds a token; what is
 usual is 50 µs."""
+
+_STEP_SECONDS = 1.0
+"""What a grammar may take of one step; what the trial did not show ends the request alone."""
+
+_MOST_GIVEN_UP = 2
+"""Compilations that were given up and still run, beyond which no other is begun."""
+
+_MOST_NESTED = 64
+"""Levels of a JSON schema; some hundreds take xgrammar seconds."""
+
+_MOST_BLANKS = 16
+"""Blanks in a row, outside of strings, in JSON."""
 
 _MOST_CHARACTERS = {"json_schema": 1 << 17, "regex": 1 << 14, "ebnf": 1 << 15}
 """So that a compilation that is given up takes less than about 2 GB: states of a grammar such as
@@ -72,7 +86,8 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._compiler: xgrammar.GrammarCompiler | None = None
-        self._too_slow: set[tuple[str, str]] = set()
+        self._too_slow: deque[int] = deque(maxlen=256)  # hashes of (kind, text)
+        self._given_up: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def guide(self, params: SamplingParams) -> Guide:
@@ -91,20 +106,47 @@ class GrammarCompiler:
         if self._tokenizer is None:
             raise UsageError(f"{shown} needs a tokenizer; the model has none: give LLM one")
         _check(kind, text)
-        if (kind, text) in self._too_slow:
+        if hash((kind, text)) in self._too_slow:
             raise _too_slow(kind, text)
         compiler, words = self._loaded(shown), _words(self._vocab_size)
         try:
-            matcher = _in_time(lambda: _start(compiler, kind, text, words))
+            matcher = self._in_time(lambda: _start(compiler, kind, text, words))
         except TimeoutError:
-            self._too_slow.add((kind, text))
+            self._too_slow.append(hash((kind, text)))
             raise _too_slow(kind, text) from None
         except Exception as error:  # xgrammar's are RuntimeErrors, mostly
             raise _refusal(kind, text, _reason(error)) from error
-        guide = Guide(matcher, self._vocab_size)
+        guide = Guide(matcher, self._vocab_size, lambda: self._too_slow.append(hash((kind, text))))
         if not guide.goes_on:
             raise _refusal(kind, text, "no output of at least one token matches it")
         return guide
+
+    def _in_time(self, work: Callable[[], _T]) -> _T:
+        """What ``work`` returns or raises, or TimeoutError after 10 s.
+
+        xgrammar cannot be interrupted: what is given up goes on in a thread of its own, without
+        the interpreter's lock, and ends with the process at the latest.
+        """
+        self._given_up = [thread for thread in self._given_up if thread.is_alive()]
+        if len(self._given_up) >= _MOST_GIVEN_UP:
+            raise RuntimeError(
+                f"{_MOST_GIVEN_UP} other grammars are still being compiled; try again later"
+            )
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        thread = threading.Thread(target=run, name="specplug-grammar", daemon=True)
+        thread.start()
+        try:
+            return future.result(timeout=_COMPILE_SECONDS)
+        except TimeoutError:
+            self._given_up.append(thread)
+            raise
 
     def _loaded(self, shown: str) -> xgrammar.GrammarCompiler:
         with self._lock:
@@ -145,15 +187,24 @@ class Guide:
     Args:
         matcher: xgrammar's, at the start.
         vocab_size: V.
+        on_slow: called if the grammar turns out to take too long.
 
     Attributes:
+        error: why the grammar was given up, or None.
         ended_at: the number of output tokens after which the grammar ended, the end-of-sequence
             token included if it ended by one; None while it goes on. Output behind it is not the
             grammar's, and must be dropped.
     """
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, vocab_size: int) -> None:
+    def __init__(
+        self,
+        matcher: xgrammar.GrammarMatcher,
+        vocab_size: int,
+        on_slow: Callable[[], None] = lambda: None,
+    ) -> None:
         self.ended_at: int | None = None
+        self.error: str | None = None
+        self._on_slow = on_slow
         self._matcher = matcher
         self._taken = 0
         self._next = torch.zeros(_words(vocab_size), dtype=torch.int32)
@@ -171,6 +222,10 @@ class Guide:
         """
         if not self.goes_on or not tokens:
             return
+        with self._in_time():
+            self._advance(tokens)
+
+    def _advance(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             # A matcher that has ended must not be asked: it writes warnings.
             if not self._matcher.accept_token(token):
@@ -207,8 +262,22 @@ class Guide:
         if not self.goes_on:
             return
         # Rows of paths that end or are refused become 0; those behind them are not written.
-        self._matcher.traverse_draft_tree(next_token, next_sibling, tokens, masks)
+        with self._in_time():
+            self._matcher.traverse_draft_tree(next_token, next_sibling, tokens, masks)
         masks.masked_fill_((masks == 0).all(1, keepdim=True), -1)
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """Give the grammar up if what is done takes far too long: it holds up every request."""
+        started = time.monotonic()
+        yield
+        if self.goes_on and time.monotonic() - started > _STEP_SECONDS:
+            self.error = (
+                f"the grammar took more than {_STEP_SECONDS:.0f} s for one step: have fewer "
+                "nested repetitions"
+            )
+            self._on_slow()
+            self._end()
 
     def _look_ahead(self) -> None:
         self._matcher.fill_next_token_bitmask(self._next)
@@ -262,10 +331,9 @@ class HostTree:
                 guide.fill_tree(tokens, next_token, next_sibling, masks[end - width : end])
 
 
-def allocate_masks(rows: int, vocab_size: int) -> Tensor:
-    """[rows, words] int32 of ones, so all is allowed; on the CPU, pinned if there is CUDA."""
-    shape = rows, _words(vocab_size)
-    return torch.full(shape, -1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+def allocate_masks(rows: int, vocab_size: int, *, pinned: bool = False) -> Tensor:
+    """[rows, words] int32 of ones, so all is allowed; on the CPU."""
+    return torch.full((rows, _words(vocab_size)), -1, dtype=torch.int32, pin_memory=pinned)
 
 
 def mask_scores(scores: Tensor, masks: Tensor) -> Tensor:
@@ -333,7 +401,8 @@ def _start(
     import xgrammar
 
     compile_by_kind: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
-        "json_schema": compiler.compile_json_schema,
+        # A weak model would go on with blanks for ever.
+        "json_schema": partial(compiler.compile_json_schema, max_whitespace_cnt=_MOST_BLANKS),
         "regex": compiler.compile_regex,
         # Where root refers to itself on the left, xgrammar bans tokens that span two rounds of it,
         # unless root is not the topmost rule.
@@ -360,24 +429,6 @@ def _try_out(matcher: xgrammar.GrammarMatcher, words: int) -> None:
             raise TimeoutError
 
 
-def _in_time(work: Callable[[], _T]) -> _T:
-    """What ``work`` returns or raises, or TimeoutError after 10 s.
-
-    xgrammar cannot be interrupted: what is given up goes on in a thread of its own, without the
-    interpreter's lock, and ends with the process at the latest.
-    """
-    future: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="specplug-grammar", daemon=True).start()
-    return future.result(timeout=_COMPILE_SECONDS)
-
-
 def _check(kind: str, text: str) -> None:
     """Refuse what xgrammar would take too much memory for, or would take for something else."""
     most = _MOST_CHARACTERS[kind]
@@ -388,8 +439,23 @@ def _check(kind: str, text: str) -> None:
             schema = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise _refusal(kind, text, f"it is no JSON: {_reason(error)}") from error
+        if _depth(schema) > _MOST_NESTED:
+            why = f"it is nested more than {_MOST_NESTED} levels deep"
+            raise _refusal(kind, text, why, "a flatter one: use $defs and $ref")
         for key, value in _strings(schema):
             _check_keyword(text, key, value)
+
+
+def _depth(schema: Any) -> int:
+    """Levels of lists and objects within one another."""
+    depth, level = 0, [schema]
+    while level:
+        depth += 1
+        parts = [
+            p.values() if isinstance(p, dict) else p for p in level if isinstance(p, dict | list)
+        ]
+        level = [part for of_one in parts for part in of_one]
+    return depth
 
 
 def _check_keyword(schema: str, key: str, value: str) -> None:

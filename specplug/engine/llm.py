@@ -25,6 +25,7 @@ from specplug.engine.request_table import RequestTable
 from specplug.engine.runtime import EngineRuntime
 from specplug.engine.sampling_params import SamplingParams
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
+from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
 from specplug.errors import FallbackWarning, UsageError
 from specplug.registry import Registry, build_plugin_manager
@@ -182,8 +183,11 @@ class LLM:
 
     def close(self) -> None:
         """End all requests and free the model and its caches."""
-        if self._engine is not None:
+        if self._engine is None:
+            return
+        try:
             self._abort_all()
+        finally:
             self._engine = None  # type: ignore[assignment]
             self._runner = None  # type: ignore[assignment]
 
@@ -264,7 +268,10 @@ class LLM:
         self._check_open()
         if self._engine.has_work or not self._inbox:
             self._step()
-        return [request.output() for request in _emptied(self._inbox)]
+        moved = [request for request in _emptied(self._inbox) if not request.delivered]
+        for request in moved:
+            request.delivered = request.finished
+        return [request.output() for request in moved]
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -281,6 +288,7 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Totals since the engine was made; see ``specplug.engine.statistics``."""
+        self._check_open()
         return self._engine.statistics.as_dict()
 
     def flush_cache(self) -> None:
@@ -289,24 +297,27 @@ class LLM:
         Raises:
             UsageError: requests are running.
         """
+        self._check_open()
         if self._engine.has_work:
             raise UsageError("flush_cache: requests are running; wait for them or abort them")
         self._engine.scheduler.cache.clear()
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self._engine.statistics.__init__()  # type: ignore[misc]
+        self._check_open()
+        self._engine.statistics = Statistics()
 
     @property
     def effective_config(self) -> dict[str, Any]:
-        """What the run really uses, and what was adjusted and why."""
+        """What the run really uses, what was adjusted and what is off, and why."""
+        self._check_open()
         config = attrs.asdict(self.spec_config, filter=lambda a, _: a.name != "target_config")
         pool = self._engine.scheduler.cache.pool
         return {
             **config,
             **self._features.states,
             "cuda_graph": self._engine.cuda_graph,
-            "mixed_chunk": self._limits.mixed_chunk,
+            "mixed_chunk": "on" if self._limits.mixed_chunk else "off: not enabled",
             "chunked_prefill_size": self._limits.chunked_prefill_size,
             "max_running_requests": self._limits.max_running_requests,
             "page_size": pool.page_size,
@@ -319,6 +330,7 @@ class LLM:
 
     def check_pool(self) -> None:
         """Assert that every KV page is free, cached, or owned by one running request."""
+        self._check_open()
         self._engine.scheduler.check()
 
     def _make_engine(
@@ -375,6 +387,7 @@ class LLM:
         try:
             while live:
                 if not inbox:
+                    assert self._engine is None or self._engine.has_work, "requests were lost"
                     self._step()
                 for request in _emptied(inbox):
                     if request.request_id in live and (request.finished or partial):
@@ -402,7 +415,9 @@ class LLM:
 
     def _drain(self, requests: Sequence[Request]) -> None:
         """Process aborts and what is in flight, so that nothing of these requests stays behind."""
-        while any(request.in_flight or not request.finished for request in requests):
+        while self._engine is not None and self._engine.has_work:
+            if all(request.finished and not request.in_flight for request in requests):
+                break
             self._step()
 
     def _abort_all(self) -> None:
@@ -619,9 +634,15 @@ def _as_params(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise UsageError(f"{len(params)} sampling_params for {count} prompts: expected as many")
-    return list(params)
+    found = list(params) if isinstance(params, Sequence) else [params]
+    for each in found:
+        if not isinstance(each, SamplingParams):
+            raise UsageError(
+                f"sampling_params={each!r}: expected a SamplingParams, or one for each prompt"
+            )
+    if len(found) != count:
+        raise UsageError(f"{len(found)} sampling_params for {count} prompts: expected as many")
+    return found
 
 
 def _emptied(inbox: list[Request]) -> list[Request]:
@@ -632,7 +653,12 @@ def _emptied(inbox: list[Request]) -> list[Request]:
 
 
 def _as_priorities(priority: int | Sequence[int], count: int) -> list[int]:
-    priorities = [priority] * count if isinstance(priority, int) else list(priority)
+    try:
+        priorities = [priority] * count if isinstance(priority, int) else list(priority)
+    except TypeError as error:
+        raise UsageError(
+            f"priority={priority!r}: expected an integer, or one for each prompt"
+        ) from error
     if len(priorities) != count:
         raise UsageError(f"{len(priorities)} priorities for {count} prompts: expected as many")
     for value in priorities:

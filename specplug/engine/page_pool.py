@@ -19,7 +19,8 @@ class PagePool:
         assert page_size >= 1, page_size
         self.num_pages = num_pages
         self.page_size = page_size
-        self._free = deque(range(1, num_pages))
+        self._free = deque[int]()
+        self.reset()
 
     @property
     def num_free(self) -> int:
@@ -34,6 +35,10 @@ class PagePool:
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens``."""
         return -(-num_tokens // self.page_size)
+
+    def reset(self) -> None:
+        """Nobody owns any page."""
+        self._free = deque(range(1, self.num_pages))
 
     def take(self, count: int) -> list[int]:
         """``count`` free pages; there must be as many."""

@@ -133,6 +133,14 @@ class PrefixCache:
         self._evict(self.num_pages)
         self.evicted = evicted  # nobody was short of them
 
+    def reset(self) -> None:
+        """Begin anew: every page is free, whoever had it."""
+        self.pool.reset()
+        self._root = CachedPage()
+        self._order.clear()
+        self.num_pages = self.num_unused = 0
+        self.changes += 1
+
     def num_shared_with_others(self, request: Request) -> int:
         """Tokens of a running request that stay in use if it goes."""
         common = next((node for node in request.shared.path() if node.users > 1), self._root)

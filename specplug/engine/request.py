@@ -48,7 +48,9 @@ class Request:
         most_tokens: its prompt and all that it may generate.
         last_root: the position of the last root whose step can add a token; what is launched
             behind it was launched before the end was known, and means nothing.
+        num_routed: positions whose experts are in ``routed_experts``.
         inbox: where to put it when a step has moved it, for whoever waits for that.
+        delivered: whether its last output has been handed out.
     """
 
     request_id: str
@@ -83,11 +85,13 @@ class Request:
     logprobs: list[dict[int, Logprob]] = attrs.field(factory=list)
     accept_lens: list[int] = attrs.field(factory=list)
     routed_experts: list[Tensor] = attrs.field(factory=list)
+    num_routed: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
     sent: int = 0
     inbox: list[Request] = attrs.field(factory=list)
+    delivered: bool = False
 
     def __attrs_post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -118,7 +122,7 @@ class Request:
         It is not taken if the grammar has ended before it: no allowed token was left to choose.
         """
         if self._is_at_end_of_grammar:
-            return self.finish("stop")
+            return self._end_with_grammar()
         self.token_ids.append(token_id)
         self.output_token_ids.append(token_id)
         if logprobs is not None:
@@ -128,10 +132,17 @@ class Request:
         else:
             if self.detokenizer is not None:
                 self.stop_reason = self.detokenizer.push(token_id)
-            if self.stop_reason is not None or self._is_at_end_of_grammar:
+            if self.stop_reason is not None:
                 self.finish("stop")
+            elif self._is_at_end_of_grammar:
+                self._end_with_grammar()
             elif len(self.output_token_ids) >= self.max_tokens:
                 self.finish("length")
+
+    def _end_with_grammar(self) -> None:
+        assert self.guide is not None
+        self.error = self.guide.error
+        self.finish("stop" if self.error is None else "error")
 
     @property
     def _is_at_end_of_grammar(self) -> bool:
@@ -143,11 +154,7 @@ class Request:
         if self.params.return_routed_experts:
             new = experts[self.num_routed - start :]
             self.routed_experts.append(new.clone())  # not the whole step's, which it is part of
-
-    @property
-    def num_routed(self) -> int:
-        """Positions whose experts are here."""
-        return sum(map(len, self.routed_experts))
+            self.num_routed += len(new)
 
     def finish(self, reason: str) -> None:
         """End; what the detokenizer held back is text now."""

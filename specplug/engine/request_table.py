@@ -34,9 +34,10 @@ class RequestTable:
         self.slots = torch.zeros(shape, dtype=torch.int64, device=device)
         self.floors = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._in_page = torch.arange(page_size, device=device)
-        self._free = list(range(num_rows - 1, 0, -1))
+        self._free: list[int] = []
         self._taken: dict[int, int] = {}
         self._changes: dict[int, dict[int, int]] = {}
+        self.reset()
 
     @property
     def num_rows(self) -> int:
@@ -47,6 +48,11 @@ class RequestTable:
     def num_free(self) -> int:
         """Rows that no request has."""
         return len(self._free)
+
+    def reset(self) -> None:
+        """No request has a row."""
+        self._free = list(range(self.num_rows - 1, 0, -1))
+        self._taken, self._changes = {}, {}
 
     def take(self, request: Request, floor: int) -> None:
         """Give a request a row; ``floor`` of its positions are shared."""

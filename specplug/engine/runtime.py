@@ -148,7 +148,8 @@ class EngineRuntime:
     def cuda_graph(self) -> str:
         """Whether passes are replayed as graphs, and why not."""
         if not self._graphs:
-            return "off"
+            cpu = self.device.type == "cpu"
+            return "off: there are none on the CPU" if cpu else "off: disable_cuda_graph"
         failures = [self._runner.graph_failure, *(r.failure for r in self._draft_runners)]
         failed = next((f for f in failures if f is not None), None)
         return "on" if failed is None else f"off: {failed}"

@@ -7,7 +7,7 @@ it is the same whatever was drafted, and whatever else is in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class Sampler:
         row = request.row
         temperature = 1.0 if p.greedy else max(p.temperature, _COLDEST)
         settings = (
-            temperature, p.top_p, max(p.top_k, 0), p.min_p,
+            temperature, p.top_p, min(max(p.top_k, 0), self._size[1]), p.min_p,
             p.repetition_penalty, p.presence_penalty, p.frequency_penalty,
         )  # fmt: skip
         self._settings[row] = torch.tensor(settings).to(self._device, non_blocking=True)
@@ -154,21 +154,24 @@ class Sampler:
         if self._bias is None:
             self._bias = torch.zeros(self._size, device=self._device)
         values = torch.zeros(self._size[1])
-        values[list(bias)] = torch.tensor(list(bias.values()))
-        self._bias[row] = values.to(self._device)
+        values[list(bias)] = torch.tensor(list(bias.values()), dtype=torch.float32)
+        self._bias[row] = values.to(self._device, non_blocking=True)
 
     def _admit_counts(self, request: Request) -> None:
         if self._output_counts is None or self._in_prompt is None:
             self._output_counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
             self._in_prompt = torch.zeros(self._size, dtype=torch.bool, device=self._device)
-        prompt = torch.tensor(request.prompt_token_ids, device=self._device)
+        prompt = self._upload(request.prompt_token_ids)
         self._output_counts[request.row] = 0
         if request.output_token_ids:  # of one that was retracted
-            output = torch.tensor(request.output_token_ids, device=self._device)
+            output = self._upload(request.output_token_ids)
             once = torch.ones_like(output, dtype=torch.int32)
             self._output_counts[request.row].index_add_(0, output, once)
         self._in_prompt[request.row] = False
         self._in_prompt[request.row, prompt] = True
+
+    def _upload(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor(tokens, dtype=torch.int64).to(self._device, non_blocking=True)
 
 
 def path_counts(draft: Draft, vocab_size: int, dtype: torch.dtype) -> Tensor:

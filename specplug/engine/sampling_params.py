@@ -26,9 +26,20 @@ class Needs(enum.IntFlag):
     GRAMMAR = 64
 
 
+def _is_number(value: Any) -> bool:
+    """Whether it is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
 def _within(low: float, high: float, why: str, *, low_open: bool = False) -> Callable[..., None]:
     def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = _is_number(value)
         inside = number and (low < value if low_open else low <= value) and value <= high
         if not inside:
             raise UsageError(f"{attribute.name}={value!r}: expected {why}")
@@ -132,7 +143,7 @@ class SamplingParams:
     top_k: int = attrs.field(default=0, validator=_integer(-1, "an integer; 0 or -1 keeps all"))
     min_p: float = attrs.field(default=0.0, validator=_within(0, 1, "a number in [0, 1]"))
     repetition_penalty: float = attrs.field(
-        default=1.0, validator=_within(0, math.inf, "a number above 0; 1 is none", low_open=True)
+        default=1.0, validator=_within(0, 1e6, "a number above 0; 1 is none", low_open=True)
     )
     presence_penalty: float = attrs.field(
         default=0.0, validator=_within(-2, 2, "a number in [-2, 2]")
@@ -166,8 +177,7 @@ class SamplingParams:
     @logit_bias.validator
     def _numbers(self, attribute: attrs.Attribute[Any], value: Mapping[int, float]) -> None:
         for token, bias in value.items():
-            number = isinstance(bias, int | float) and not isinstance(bias, bool)
-            if not number or math.isnan(bias) or bias == math.inf:
+            if not _is_number(bias) or math.isnan(bias) or bias == math.inf:
                 raise UsageError(
                     f"logit_bias[{token!r}]={bias!r}: expected a number; -inf bans the token"
                 )

@@ -129,8 +129,8 @@ class Scheduler:
     its pages as it comes. Cached pages that nobody uses are as good as free ones. When these run
     out, drafts shrink to the slots there are; when a request could not even take a step without a
     draft, the others give up the pages that only their drafts would use; and then the running
-    request that loses least by it waits again. What the foremost request has is never taken, so
-    there is always progress.
+    request that loses least by it waits again. The foremost request is never retracted while
+    another runs, so there is always progress.
 
     Args:
         config: see there.
@@ -229,8 +229,8 @@ class Scheduler:
             self.cache.let_go(shared)
             self._refused = request.request_id, self.cache.changes
             return None
-        self.waiting.remove(request)
         self._enter(request, shared, size)
+        self.waiting.remove(request)  # last, so that no interrupt can lose it
         return request
 
     def _most_reused(self, request: Request) -> int:
@@ -246,6 +246,7 @@ class Scheduler:
         return soon * (1 + request.times_retracted)
 
     def _enter(self, request: Request, shared: CachedPage, num_pages: int) -> None:
+        insort(self.running, request, key=_rank)
         pages = [node.page for node in shared.path()][::-1]
         request.pages = pages + self.cache.take(num_pages - shared.depth)
         request.shared = shared
@@ -255,7 +256,6 @@ class Scheduler:
         request.status = RequestStatus.PREFILLING
         self.table.take(request, floor=request.kv_len)
         self.table.write(request, range(num_pages))
-        insort(self.running, request, key=_rank)
         self._admitted.append(request)
 
     def _launch_chunk(self, request: Request, budget: int, *, is_first: bool) -> PrefillChunk:
@@ -413,6 +413,20 @@ class Scheduler:
         self.cache.release(request)
         self.table.give_back(request)
         self.running.remove(request)
+
+    def reset(self) -> list[Request]:
+        """Forget all requests and cached pages, in whatever state they are; the requests."""
+        requests = list(dict.fromkeys(self))
+        self.cache.reset()
+        self.table.reset()
+        self.waiting = WaitingQueue()
+        self.running.clear()
+        self._admitted.clear()
+        self._retracted.clear()
+        self._refused = None
+        for request in requests:
+            request.row, request.pages, request.shared = 0, [], self.cache.root
+        return requests
 
     def check(self) -> None:
         """Assert that no page and no row is lost."""

@@ -194,7 +194,7 @@ class StepRunner:
             result.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             result.ready.record()
         if any(request.guide is not None for request in step.requests):
-            self._unread.append(result)
+            self._unread = [*(r for r in self._unread if not r.guided), result]
         return result
 
     # The rows of the target's pass
@@ -388,13 +388,15 @@ class StepRunner:
     def _masks(self, half: _Half, num_rows: int) -> Tensor:
         """What the requests' grammars allow behind each row, [num_rows, words] int32.
 
-        Only here a step waits, for what was accepted and drafted, while the target's pass runs.
+        The one wait between resolve and publish: for what was accepted and drafted, while the
+        target's pass runs.
         """
         for result in self._unread:
             result.wait()
             result.advance_guides()
         self._unread.clear()
-        masks = allocate_masks(num_rows, self._runtime.vocab_size)
+        pinned = self._runtime.device.type == "cuda"
+        masks = allocate_masks(num_rows, self._runtime.vocab_size, pinned=pinned)
         guides = [request.guide for request in half.batch.requests]  # type: ignore[attr-defined]
         if half.tree is not None:
             half.tree.fill_masks(guides, masks)

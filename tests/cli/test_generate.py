@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,10 +28,10 @@ def generate(*arguments: str, stdin: str | bytes | None = None) -> Result:
     return CliRunner().invoke(main, ["generate", *map(str, arguments)], input=stdin)
 
 
-def report(*arguments: str, stdin: str | bytes | None = None):
-    """Run it with ``--json``; what it printed."""
+def report(*arguments: str, stdin: str | bytes | None = None, told: str = ""):
+    """Run it with ``--json``; what it printed. It warns of ``told`` and of nothing else."""
     done = generate("--json", *arguments, stdin=stdin)
-    assert (done.exit_code, done.stderr) == (0, ""), done.stderr
+    assert (done.exit_code, done.stderr) == (0, told), done.stderr
     return json.loads(done.stdout)
 
 
@@ -64,7 +65,8 @@ def test_many_prompts_in_a_pipe():
 
 def test_json():
     shown = report("--max-new-tokens", "6", PROMPT, LOOP)
-    assert shown.keys() == {"results", "totals", "config"}
+    assert shown.keys() == {"results", "totals", "stats", "config"}
+    assert shown["stats"]["output_tokens"] == shown["totals"]["output_tokens"]
     assert [result["prompt"] for result in shown["results"]] == [PROMPT, LOOP]
     for result in shown["results"]:
         assert result["text"] == completion(result["prompt"], max_tokens=6).text
@@ -127,7 +129,9 @@ def test_every_option_reaches_the_engine():
         *("--temperature", "0.5", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.01"),
         *("--repetition-penalty", "1.1", "--presence-penalty", "0.1"),
         *("--frequency-penalty", "0.1", "--seed", "3", "--max-new-tokens", "7", "--ignore-eos"),
+        *("--enable-mixed-chunk", "--disable-radix-cache"),
         *("--stop", "never comes", PROMPT),
+        told="warning: NGRAM: num_draft_tokens 9 -> 4: a chain of 3 steps\n",
     )
     expected = {
         "algorithm": "NGRAM",
@@ -136,7 +140,8 @@ def test_every_option_reaches_the_engine():
         "num_draft_tokens": 4,
         "adjustments": ["num_draft_tokens 9 -> 4: a chain of 3 steps"],
         "overlap": "off: disable_overlap_schedule",
-        "prefix_cache": "on",
+        "prefix_cache": "off: disable_radix_cache",
+        "mixed_chunk": "on",
         "chunked_prefill_size": None,
         "max_running_requests": 2,
         "page_size": 1,
@@ -457,3 +462,27 @@ def on_terminal(*arguments: str) -> str:
     assert process.wait(timeout=10) == 0
     os.close(ours)
     return written.decode()
+
+
+def test_a_grammar_holds_the_output(tmp_path):
+    schema = (
+        '{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],'
+        ' "additionalProperties": false}'
+    )
+    file = tmp_path / "schema.json"
+    file.write_text(schema)
+    texts = []
+    for argument in (schema, f"@{file}"):
+        shown = report(
+            *("--json-schema", argument, "--speculative-algorithm", "NGRAM"),
+            *("--max-new-tokens", "200", PROMPT),
+        )
+        texts.append(shown["results"][0]["text"])
+    assert texts[0] == texts[1]
+    assert json.loads(texts[0])["ok"] in (True, False)
+    shown = report("--regex", "[a-c]{3}-[0-9]+", "--max-new-tokens", "12", PROMPT)
+    assert re.fullmatch("[a-c]{3}-[0-9]+", shown["results"][0]["text"])
+    done = generate("--regex", "(", PROMPT)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: regex='(': ")
+    assert len(done.stderr.splitlines()) == 1
