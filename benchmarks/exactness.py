@@ -146,7 +146,7 @@ def longest(prompts: Sequence[str]) -> int:
     """Tokens of the longest prompt."""
     from transformers import AutoTokenizer
 
-    from specplug.engine.llm import ASSETS
+    from specplug.engine.loading import ASSETS
 
     tokenizer = AutoTokenizer.from_pretrained(str(ASSETS / "tiny_code"))
     return max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts)
@@ -199,7 +199,7 @@ class Judge:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from specplug.engine.llm import ASSETS
+        from specplug.engine.loading import ASSETS
 
         path = str(ASSETS / "tiny_code")
         tokenizer = AutoTokenizer.from_pretrained(path)

@@ -419,7 +419,7 @@ def default_tokenizer() -> Any:
     """The default model's ``tokenizers.Tokenizer``."""
     from transformers import AutoTokenizer
 
-    from specplug.engine.llm import ASSETS
+    from specplug.engine.loading import ASSETS
 
     return AutoTokenizer.from_pretrained(str(ASSETS / "tiny_code")).backend_tokenizer
 

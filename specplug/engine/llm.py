@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -15,12 +14,23 @@ import torch
 from specplug.algorithm import DEFAULT_MODEL, SpecConfig
 from specplug.engine.engine import Engine
 from specplug.engine.features import Features
-from specplug.engine.grammar import GrammarCompiler
+from specplug.engine.intake import Intake, Prompt
+from specplug.engine.loading import (
+    ASSETS,
+    choose_device,
+    choose_dtype,
+    find_model,
+    load_tokenizer,
+    optional_path,
+    read_eos_token_ids,
+    read_target_config,
+    set_threads,
+)
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.outputs import RequestOutput
 from specplug.engine.page_pool import PagePool
 from specplug.engine.prefix_cache import PrefixCache
-from specplug.engine.request import Request, make_detokenizer
+from specplug.engine.request import Request
 from specplug.engine.request_table import RequestTable
 from specplug.engine.runtime import EngineRuntime
 from specplug.engine.sampling_params import SamplingParams
@@ -31,12 +41,8 @@ from specplug.errors import FallbackWarning, UsageError
 from specplug.registry import Registry, build_plugin_manager
 from specplug.spec.defaults import CoreDefaults
 
-Prompt = str | Sequence[int]
-
-ASSETS = Path(__file__).parent.parent / "assets"
 _CPU_POOL_BYTES = 512 << 20
 _CUDA_POOL_SHARE = 0.6
-_SMALL_MODEL = 50_000_000
 
 
 class LLM:
@@ -115,25 +121,25 @@ class LLM:
         selected = registry.select(speculative_algorithm)
         manager = build_plugin_manager(selected, registry.extensions(), CoreDefaults())
         self._hooks: Any = manager.hook
-        where = _device(device)
-        path = _model_path(model)
+        where = choose_device(device)
+        path = find_model(model)
         config = SpecConfig.resolve(
             selected.info,
             num_steps=speculative_num_steps,
             topk=speculative_eagle_topk,
             num_draft_tokens=speculative_num_draft_tokens,
-            draft_model_path=_optional_path(speculative_draft_model_path),
+            draft_model_path=optional_path(speculative_draft_model_path),
             model_name=DEFAULT_MODEL if path == str(ASSETS / "tiny_code") else None,
-            target_config=_target_config(path),
+            target_config=read_target_config(path),
         )
         config = self._hooks.validate_config(config=config)
         for adjustment in config.adjustments:
             warnings.warn(f"{config.algorithm}: {adjustment}", FallbackWarning, stacklevel=2)
-        self._runner = ModelRunner(path, _dtype(dtype, where), where)
+        self._runner = ModelRunner(path, choose_dtype(dtype, where), where)
         self.spec_config = config
         if where.type == "cpu":
-            _set_threads(num_threads, self._runner.num_parameters)
-        self.tokenizer = _load_tokenizer(tokenizer, path)
+            set_threads(num_threads, self._runner.num_parameters)
+        self.tokenizer = load_tokenizer(tokenizer, path)
         self.context_len = min(max_model_len or self._runner.context_len, self._runner.context_len)
         runtime = EngineRuntime(
             config,
@@ -144,11 +150,7 @@ class LLM:
             draft_verifies=self._hooks.supports_target_verify_for_draft(),
         )
         runtime.worker = self._hooks.create_worker(runtime=runtime)
-        self._eos = _eos_token_ids(self._runner)
-        self._seed = seed
-        self._numbers = itertools.count()
         self._inbox: list[Request] = []
-        self._grammars = GrammarCompiler(self.tokenizer, self._runner.vocab_size, self._eos)
         features = Features()
         algorithm, able = selected.info.name, selected.info.capabilities
         overlap = features.decide(
@@ -174,6 +176,14 @@ class LLM:
             steps_in_flight=2 if overlap else 1,
         )
         self._engine = self._make_engine(runtime, page_size, max_total_tokens, caches)
+        self._intake = Intake(
+            runner=self._runner,
+            tokenizer=self.tokenizer,
+            pool=self._engine.scheduler.cache.pool,
+            context_len=self.context_len,
+            eos_token_ids=read_eos_token_ids(self._runner),
+            seed=seed,
+        )
 
     def __enter__(self) -> LLM:
         return self
@@ -189,7 +199,7 @@ class LLM:
             self._abort_all()
         finally:
             self._engine = None  # type: ignore[assignment]
-            self._runner = None  # type: ignore[assignment]
+            self._runner = self._intake = None  # type: ignore[assignment]
 
     def generate(
         self,
@@ -371,9 +381,7 @@ class LLM:
         priority: int | Sequence[int],
     ) -> list[Request]:
         self._check_open()
-        batch = _as_batch(prompts)
-        params = _as_params(sampling_params, len(batch))
-        return self._make_requests(batch, params, _as_priorities(priority, len(batch)))
+        return self._intake.requests(prompts, sampling_params, priority)
 
     def _run(
         self, requests: Sequence[Request], *, partial: bool
@@ -426,187 +434,12 @@ class LLM:
         while self._engine.has_work:
             self._step()
 
-    def _make_requests(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        priorities: Sequence[int],
-    ) -> list[Request]:
-        requests: list[Request] = []
-        for prompt, wanted, priority in zip(prompts, params, priorities, strict=True):
-            try:
-                requests.append(self._make_request(prompt, wanted, priority))
-            except UsageError as error:
-                if len(prompts) == 1:
-                    raise
-                which = f"prompt {len(requests) + 1} of {len(prompts)}"
-                raise UsageError(f"{which}: {error}") from error
-        return requests
-
-    def _make_request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
-        text, ids = self._tokenize(prompt)
-        self._check_tokens("logit_bias", params.logit_bias)
-        self._check_tokens("stop_token_ids", params.stop_token_ids)
-        room = self.context_len - len(ids)
-        if room < 1:
-            raise UsageError(
-                f"the prompt has {len(ids)} tokens; expected at most {self.context_len - 1}, "
-                f"since the context is {self.context_len} and one token must fit behind it"
-            )
-        if params.stop and self.tokenizer is None:
-            raise UsageError(
-                f"stop={params.stop!r} needs a tokenizer; the model has none: use stop_token_ids"
-            )
-        if params.return_routed_experts and not self._runner.captures.num_routers:
-            raise UsageError(
-                "return_routed_experts=True: the target is no mixture of experts, or transformers "
-                "does not say which of its modules route; leave it out"
-            )
-        if (params.logprobs or 0) > self._runner.vocab_size:
-            raise UsageError(
-                f"logprobs={params.logprobs}: expected at most the vocabulary's "
-                f"{self._runner.vocab_size}"
-            )
-        number = next(self._numbers)
-        request = Request(
-            request_id=str(number),
-            number=number,
-            priority=priority,
-            prompt=text,
-            prompt_token_ids=ids,
-            params=params,
-            max_tokens=min(params.max_tokens or room, room),
-            seed=self._seed_for(number) if params.seed is None else params.seed,
-            eos_token_ids=self._eos,
-            detokenizer=make_detokenizer(self._backend_tokenizer, params),
-            needs=params.needs,
-            guide=self._grammars.guide(params) if params.grammar else None,
-        )
-        pool, need = self._engine.scheduler.cache.pool, request.most_tokens
-        if pool.pages_for(need) > pool.num_pages - 1:
-            raise UsageError(
-                f"the prompt's {len(ids)} tokens and max_tokens={request.max_tokens} need {need} "
-                f"KV slots; the pool has {pool.num_tokens}: "
-                "raise max_total_tokens or lower max_tokens"
-            )
-        return request
-
-    def _seed_for(self, number: int) -> int:
-        """A seed of 64 bits for the request of this number."""
-        return (self._seed * 1_000_003 + number) % (1 << 63)
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise UsageError("the model has no tokenizer: give the prompt as token ids")
-            try:
-                ids = tuple(self.tokenizer(prompt)["input_ids"])
-            except TypeError as error:  # lone surrogates, from bytes that were no UTF-8
-                raise UsageError(f"prompt {prompt[:40]!r}: expected Unicode text") from error
-            text: str | None = prompt
-        else:
-            try:
-                text, ids = None, tuple(prompt)
-            except TypeError as error:
-                raise UsageError(
-                    f"prompt {prompt!r}: expected a text or a list of token ids"
-                ) from error
-            self._check_tokens("prompt token id", ids)
-        if not ids:
-            raise UsageError("the prompt is empty; expected at least one token")
-        return text, ids
-
-    def _check_tokens(self, what: str, tokens: Any) -> None:
-        for token in tokens:
-            if not isinstance(token, int) or not 0 <= token < self._runner.vocab_size:
-                raise UsageError(
-                    f"{what} {token!r}: expected an integer from 0 to {self._runner.vocab_size - 1}"
-                )
-
 
 def _check_positive(name: str, value: int | None, optional: bool) -> None:
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UsageError(f"{name}={value!r}: expected an integer of at least 1")
-
-
-def _device(device: str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        where = torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(f"device={device!r}: expected cpu, cuda or cuda:N") from error
-    if where.type not in ("cpu", "cuda"):
-        raise UsageError(f"device={device!r}: expected cpu, cuda or cuda:N")
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device={device!r}: there is no CUDA device here; use cpu")
-    return where
-
-
-def _dtype(dtype: str, device: torch.device) -> torch.dtype | None:
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else None
-    names = ("float32", "bfloat16", "float16", "float64")
-    if dtype not in names:
-        raise UsageError(f"dtype={dtype!r}: expected auto, {', '.join(names)}")
-    value: torch.dtype = getattr(torch, dtype)
-    return value
-
-
-def _set_threads(num_threads: int | None, num_parameters: int) -> None:
-    if num_threads is None and num_parameters < _SMALL_MODEL:
-        num_threads = 1
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-
-
-def _optional_path(path: str | Path | None) -> Path | None:
-    return None if path is None else Path(path).expanduser()
-
-
-def _model_path(model: str | Path | None) -> str:
-    if model is None or str(model) == DEFAULT_MODEL:
-        return str(ASSETS / "tiny_code")
-    return str(model)
-
-
-def _target_config(path: str) -> dict[str, Any]:
-    """The target's ``config.json``, read before any weight so that a misfit is told early."""
-    from transformers import AutoConfig
-
-    from specplug.engine.model_runner import check_model_path
-    from specplug.errors import CheckpointError
-
-    check_model_path(path)
-    try:
-        config: dict[str, Any] = AutoConfig.from_pretrained(path).get_text_config().to_dict()
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"model {path!r}: its config cannot be read: {first}") from error
-    return config
-
-
-def _load_tokenizer(tokenizer: str | Path | None, model_path: str) -> Any | None:
-    from transformers import AutoTokenizer
-
-    from specplug.errors import CheckpointError
-
-    try:
-        return AutoTokenizer.from_pretrained(str(tokenizer or model_path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if tokenizer is not None:
-            raise CheckpointError(f"tokenizer {str(tokenizer)!r} cannot be loaded") from error
-        return None
-
-
-def _eos_token_ids(runner: ModelRunner) -> frozenset[int]:
-    generation = getattr(runner.model, "generation_config", None)
-    found = getattr(generation, "eos_token_id", None)
-    if found is None:
-        found = getattr(runner.config, "eos_token_id", None)
-    return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
 
 
 def _default_slots(runtime: EngineRuntime, width: int) -> int:
@@ -619,49 +452,8 @@ def _default_slots(runtime: EngineRuntime, width: int) -> int:
     return max(width, min(most, budget // runtime.bytes_per_slot()))
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    try:
-        batch: list[Any] = list(prompts)
-    except TypeError as error:
-        raise UsageError(f"prompts={prompts!r}: expected texts or lists of token ids") from error
-    return [batch] if batch and isinstance(batch[0], int) else batch
-
-
-def _as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    found = list(params) if isinstance(params, Sequence) else [params]
-    for each in found:
-        if not isinstance(each, SamplingParams):
-            raise UsageError(
-                f"sampling_params={each!r}: expected a SamplingParams, or one for each prompt"
-            )
-    if len(found) != count:
-        raise UsageError(f"{len(found)} sampling_params for {count} prompts: expected as many")
-    return found
-
-
 def _emptied(inbox: list[Request]) -> list[Request]:
     """What is in the inbox, each request once; it is empty then."""
     moved = list(dict.fromkeys(inbox))
     inbox.clear()
     return moved
-
-
-def _as_priorities(priority: int | Sequence[int], count: int) -> list[int]:
-    try:
-        priorities = [priority] * count if isinstance(priority, int) else list(priority)
-    except TypeError as error:
-        raise UsageError(
-            f"priority={priority!r}: expected an integer, or one for each prompt"
-        ) from error
-    if len(priorities) != count:
-        raise UsageError(f"{len(priorities)} priorities for {count} prompts: expected as many")
-    for value in priorities:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise UsageError(f"priority={value!r}: expected an integer; lower ones come first")
-    return priorities

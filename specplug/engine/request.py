@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specplug.engine.cached_page import CachedPage
 from specplug.engine.detokenizer import Detokenizer
-from specplug.engine.grammar import Guide
+from specplug.engine.guide import Guide
 from specplug.engine.outputs import Logprob, RequestOutput
 from specplug.engine.sampling_params import Needs, SamplingParams
 

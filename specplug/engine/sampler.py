@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specplug.engine.grammar import mask_scores
+from specplug.engine.guide import mask_scores
 from specplug.engine.request import Request
 from specplug.engine.sampling_params import Needs
 from specplug.spec.draft import Draft
@@ -99,7 +99,7 @@ class Sampler:
             positions: [T] int64 position of the token being chosen.
             draft: whose nodes the rows are, so that penalties follow each node's path; None on a
                 prefill.
-            masks: [T, words] int32, what grammars allow (see ``grammar.mask_scores``), or None.
+            masks: [T, words] int32, what grammars allow (see ``guide.mask_scores``), or None.
 
         Returns:
             [T] int64.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specplug.engine.attention import JoinedPlan, PagedPlan
 from specplug.engine.captures import ROUTED_EXPERTS
-from specplug.engine.grammar import HostTree, allocate_masks
+from specplug.engine.guide import HostTree, allocate_masks
 from specplug.engine.kv_cache import move_slots
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.request import Request

@@ -254,7 +254,7 @@ def test_a_plugin_that_fails_while_it_is_measured(plugin_folder):
 def test_without_draft_weights_for_this_model(tmp_path, monkeypatch):
     import shutil
 
-    from specplug.engine.llm import ASSETS
+    from specplug.engine.loading import ASSETS
 
     monkeypatch.setattr("specplug.cli.bench.Registry.entries", one_of_each)
     shutil.copytree(ASSETS / "tiny_code", tmp_path / "model")

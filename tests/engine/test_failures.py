@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specplug import LLM, SamplingParams, UsageError, hookimpl
-from specplug.engine import grammar
+from specplug.engine import guide
 from specplug.engine.prefix_cache import PrefixCache
 from specplug.engine.step import StepResult
 
@@ -195,7 +195,7 @@ def test_a_grammar_that_turns_out_slow_ends_its_request_alone(
         slow = llm.add_request([1, 2], SamplingParams(regex="[a-f]{20}", max_tokens=40))
         other = llm.add_request([3], SamplingParams(max_tokens=12, ignore_eos=True))
         llm.step()
-        monkeypatch.setattr(grammar, "_STEP_SECONDS", 0.0)
+        monkeypatch.setattr(guide, "_STEP_SECONDS", 0.0)
         ended, raised = drive(llm)
         assert raised == []
         assert ended[slow].finish_reason == "error"

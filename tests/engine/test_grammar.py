@@ -19,8 +19,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specplug import SamplingParams, UsageError
 from specplug.engine import grammar
-from specplug.engine.grammar import GrammarCompiler, Guide, allocate_masks, mask_scores
-from specplug.engine.llm import ASSETS
+from specplug.engine.grammar import GrammarCompiler
+from specplug.engine.guide import Guide, allocate_masks, mask_scores
+from specplug.engine.loading import ASSETS
 from specplug.engine.sampling_params import Needs
 from specplug.spec.draft import Draft
 
