@@ -6,6 +6,7 @@ import warnings
 
 import attrs
 
+from specplug.algorithm import AlgorithmInfo
 from specplug.errors import FallbackWarning
 
 
@@ -19,6 +20,29 @@ class Features:
 
     states: dict[str, str] = attrs.field(factory=dict)
 
+    @classmethod
+    def of_run(
+        cls, algorithm: AlgorithmInfo, *, disable_overlap_schedule: bool, disable_radix_cache: bool
+    ) -> Features:
+        """Those that the caller or the algorithm may turn off: "overlap" and "prefix_cache"."""
+        features, name, able = cls(), algorithm.name, algorithm.capabilities
+        features.decide(
+            "overlap",
+            refused_by="disable_overlap_schedule" if disable_overlap_schedule else None,
+            obstacle=None if able.overlap else f"{name} drafts from what the host has read",
+        )
+        must_see = f"{name} must itself see every token that it drafts behind"
+        features.decide(
+            "prefix_cache",
+            refused_by="disable_radix_cache" if disable_radix_cache else None,
+            obstacle=None if able.prefix_cache else must_see,
+        )
+        return features
+
+    def is_on(self, name: str) -> bool:
+        """Whether a feature has been found to be on."""
+        return self.states[name] == "on"
+
     def decide(self, name: str, *, refused_by: str | None, obstacle: str | None) -> bool:
         """Whether a feature is on.
 
@@ -30,7 +54,7 @@ class Features:
             self.states[name] = f"off: {refused_by}"
         elif obstacle is not None:
             self.states[name] = f"off: {obstacle}"
-            warnings.warn(f"{name} is off: {obstacle}", FallbackWarning, stacklevel=3)
+            warnings.warn(f"{name} is off: {obstacle}", FallbackWarning, stacklevel=4)
         else:
             self.states[name] = "on"
         return self.states[name] == "on"

@@ -151,21 +151,11 @@ class LLM:
         )
         runtime.worker = self._hooks.create_worker(runtime=runtime)
         self._inbox: list[Request] = []
-        features = Features()
-        algorithm, able = selected.info.name, selected.info.capabilities
-        overlap = features.decide(
-            "overlap",
-            refused_by="disable_overlap_schedule" if disable_overlap_schedule else None,
-            obstacle=None if able.overlap else f"{algorithm} drafts from what the host has read",
+        self._features = Features.of_run(
+            selected.info,
+            disable_overlap_schedule=disable_overlap_schedule,
+            disable_radix_cache=disable_radix_cache,
         )
-        caches = features.decide(
-            "prefix_cache",
-            refused_by="disable_radix_cache" if disable_radix_cache else None,
-            obstacle=None
-            if able.prefix_cache
-            else f"{algorithm} must itself see every token that it drafts behind",
-        )
-        self._features = features
         self._limits = SchedulerConfig(
             max_running_requests=max_running_requests,
             chunked_prefill_size=chunked_prefill_size,
@@ -173,9 +163,9 @@ class LLM:
             columns=config.num_steps + 1,
             num_draft_tokens=config.num_draft_tokens,
             reserve=max(config.num_draft_tokens, config.num_draft_slots, config.num_steps + 1),
-            steps_in_flight=2 if overlap else 1,
+            steps_in_flight=2 if self._features.is_on("overlap") else 1,
         )
-        self._engine = self._make_engine(runtime, page_size, max_total_tokens, caches)
+        self._engine = self._make_engine(runtime, page_size, max_total_tokens)
         self._intake = Intake(
             runner=self._runner,
             tokenizer=self.tokenizer,
@@ -344,7 +334,7 @@ class LLM:
         self._engine.scheduler.check()
 
     def _make_engine(
-        self, runtime: EngineRuntime, page_size: int, max_total_tokens: int | None, caches: bool
+        self, runtime: EngineRuntime, page_size: int, max_total_tokens: int | None
     ) -> Engine:
         limits, config = self._limits, self.spec_config
         width = self.context_len + limits.steps_in_flight * limits.columns + limits.reserve
@@ -356,7 +346,8 @@ class LLM:
         lookahead = config.draft_lookahead
         if lookahead is None:
             lookahead = 1 if runtime.has_draft_cache else 0
-        cache = PrefixCache(PagePool(num_pages, page_size), lookahead, enabled=caches)
+        enabled = self._features.is_on("prefix_cache")
+        cache = PrefixCache(PagePool(num_pages, page_size), lookahead, enabled=enabled)
         return Engine(
             scheduler=Scheduler(limits, cache, table),
             steps=StepRunner(runtime, self._runner, self._hooks, future_map, kv),
