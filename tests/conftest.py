@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -164,7 +165,8 @@ class Successors:
                 row = batch.rows[b : b + 1]
                 self._read(row, known, anew=batch.first_chunk[b])
                 if batch.last_chunk[b]:
-                    self._behind[row, known[-1]] = target_output.bonus_tokens[b]
+                    last = self._upload(known[-1:])
+                    self._behind.index_put_((row, last), target_output.bonus_tokens[b : b + 1])
         else:
             before = self._last[batch.rows]
             for column, token in enumerate(target_output.tokens.view(batch.size, -1).unbind(1)):
@@ -189,11 +191,14 @@ class Successors:
     def _read(self, row: Tensor, tokens: Sequence[int], *, anew: bool) -> None:
         """Enter known tokens; what was cached is among them, so a hit loses nothing."""
         if anew:
-            self._behind[row] = -1
+            self._behind.index_fill_(0, row, -1)
         last = dict(pairwise(tokens))
         if last:
-            pairs = torch.tensor([list(last), list(last.values())], device=row.device)
-            self._behind[row, pairs[0]] = pairs[1]
+            keys, values = self._upload([list(last), list(last.values())])
+            self._behind.index_put_((row.expand(len(last)), keys), values)
+
+    def _upload(self, tokens: Any) -> Tensor:
+        return torch.tensor(tokens).to(self._last.device, non_blocking=True)
 
 
 @pytest.fixture(scope="session")

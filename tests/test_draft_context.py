@@ -36,8 +36,9 @@ def watch(algorithm: Any) -> Any:
             widths = draft.widths or (draft.width,) * batch.size
             for b, request in enumerate(batch.requests):
                 root = int(batch.seq_lens[b])
-                # Behind its room a draft is cut: there are no slots for its keys.
-                nodes = draft.tokens[b, : min(widths[b], batch.room[b])].tolist()
+                if batch.room[b] < runtime.config.num_draft_tokens:
+                    continue  # a draft without slots for all its keys may be another
+                nodes = draft.tokens[b, : widths[b]].tolist()
                 above = parents[b] if parents is not None else range(-1, len(nodes) - 1)
                 name = (*request.prompt_token_ids, root)
                 self.proposals[name] = list(zip(nodes, above, strict=False))
@@ -70,8 +71,8 @@ def propose(make: Callable[[], Any], prompts: list[Any], **engine: Any) -> tuple
 
 
 def differences(found: Proposals, expected: Proposals) -> Proposals:
-    """Proposals that are not the expected ones. One may be cut: where a pool is short, or because
-    an algorithm drafts differently wide from step to step."""
+    """Proposals that are not the expected ones; one may be narrower than the other, for an
+    algorithm that drafts differently wide from step to step."""
     return {
         name: nodes
         for name, nodes in found.items()

@@ -149,6 +149,8 @@ class PagedPlan:
             inside = ((behind >= 0) & (behind < span)).unsqueeze(1)
             mask = self.mask.expand(self.bs, -1, -1)
             seen = mask.gather(2, node.unsqueeze(1).expand(-1, self.width, -1))
+            # Nodes without a slot of their own share slot 0: whose key lies there is chance.
+            inside &= (self.table.view(self.bs, -1) > 0).unsqueeze(1)
             visible = (behind < 0).unsqueeze(1) | (seen & inside)
             depth = behind
             if window is not None:

@@ -39,7 +39,7 @@ class ModelRunner:
         if device.type == "cpu":
             pack_weights(self.model)
         self.captures = Captures(self.model)
-        if self.captures.num_routers and self.model.dtype is torch.float64:
+        if self.model.dtype is torch.float64 and _has_experts(self.model.config):
             self.model.set_experts_implementation("eager")  # grouped products know no float64
         shorten_calls(self.model, keep=self.captures.hooked)
         self.dtype: torch.dtype = self.model.dtype
@@ -182,6 +182,12 @@ def check_model_path(path: str) -> None:
             f"model {path!r}: no such folder; expected the folder of a transformers checkpoint, "
             "a hub id (organisation/name), or nothing for the default model"
         )
+
+
+def _has_experts(config: Any) -> bool:
+    """Whether layers are mixtures of experts, as configurations name their number."""
+    names = "num_experts", "n_routed_experts", "num_local_experts"
+    return any(getattr(config.get_text_config(), name, None) for name in names)
 
 
 def _first_line(error: Exception) -> str:

@@ -79,7 +79,7 @@ def test_layer_inputs_and_what_the_head_reads(
         last = model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
     expected = torch.cat([*(inputs[i] for i in layer_ids), last], dim=1)
     # transformers norms in float32, whatever the model's type is.
-    torch.testing.assert_close(torch.cat(watcher.rows), expected, rtol=0, atol=5e-5)
+    torch.testing.assert_close(torch.cat(watcher.rows).cpu(), expected, rtol=0, atol=5e-5)
 
 
 def test_a_layer_that_is_not_there_is_told(tiny_model: Path) -> None:

@@ -33,8 +33,9 @@ class Spy(DFlash):
         draft = super().propose(runtime, batch, draft_input)
         noise = torch.zeros(batch.size)
         if not batch.greedy and draft.width > 1:
-            positions = batch.seq_lens.unsqueeze(1) + torch.arange(1, draft.width)
-            noise = runtime.gumbel_noise(batch, positions, torch.arange(runtime.vocab_size))
+            ahead = torch.arange(1, draft.width, device=runtime.device)
+            ids = torch.arange(runtime.vocab_size, device=runtime.device)
+            noise = runtime.gumbel_noise(batch, batch.seq_lens.unsqueeze(1) + ahead, ids).cpu()
         for i, request in enumerate(batch.requests):
             self.drafts.append(
                 (

@@ -53,7 +53,7 @@ def assert_loaded(llm: LLM, tensors: dict[str, Tensor], first: int) -> None:
     state = network_of(llm).state_dict()
     assert state.keys() == {ours(name, first) for name in tensors}
     for name, tensor in tensors.items():
-        assert torch.equal(state[ours(name, first)], tensor), name
+        assert torch.equal(state[ours(name, first)].cpu(), tensor), name
 
 
 def generates(llm: LLM) -> bool:
@@ -110,9 +110,10 @@ def test_mimo_layers_load_from_the_targets_checkpoint(mimo: Path) -> None:
             ("self_attn.q_proj.bias", "block.self_attn.q_proj.bias"),
             ("mlp.down_proj.weight", "block.mlp.down_proj.weight"),
         ):
-            assert torch.equal(state[mine + here], stored[theirs + there])
+            assert torch.equal(state[mine + here].cpu(), stored[theirs + there])
         hidden, embedding = stored[f"{theirs}input_proj.weight"].chunk(2, dim=1)
-        assert torch.equal(state[f"{mine}eh_proj.weight"], torch.cat((embedding, hidden), dim=1))
+        joint = torch.cat((embedding, hidden), dim=1)
+        assert torch.equal(state[f"{mine}eh_proj.weight"].cpu(), joint)
     assert network_of(llm).config.normed_chain
 
 
@@ -162,8 +163,9 @@ def test_experts_are_stacked(glm: Path) -> None:
     name = "model.layers.2.mlp.experts.3"
     gate, up, down = (stored[f"{name}.{p}_proj.weight"] for p in ("gate", "up", "down"))
     stacked = state["layers.0.block.mlp.experts.gate_up_proj"]
-    assert torch.equal(stacked[3], torch.cat((gate, up)))
-    assert torch.equal(state["layers.0.block.mlp.experts.down_proj"][3], down)
+    assert torch.equal(stacked[3].cpu(), torch.cat((gate, up)))
+    stacked = state["layers.0.block.mlp.experts.down_proj"]
+    assert torch.equal(stacked[3].cpu(), down)
 
 
 def test_router_bias_stays_float32(glm: Path, deepseek: Path, target: Path) -> None:

@@ -66,9 +66,9 @@ class Spy(MultiLayerEagle):
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
         tokens = super().propose(runtime, batch, draft_input).tokens
-        ahead = torch.arange(1, tokens.shape[1])
-        ids = torch.arange(runtime.vocab_size)
-        noise = runtime.gumbel_noise(batch, batch.seq_lens.unsqueeze(1) + ahead, ids)
+        ahead = torch.arange(1, tokens.shape[1], device=runtime.device)
+        ids = torch.arange(runtime.vocab_size, device=runtime.device)
+        noise = runtime.gumbel_noise(batch, batch.seq_lens.unsqueeze(1) + ahead, ids).cpu()
         for b, request in enumerate(batch.requests):
             prompt, root = tuple(request.prompt_token_ids), int(batch.seq_lens[b])
             chain = tuple(tokens[b].tolist())
