@@ -49,7 +49,6 @@ KINDS = (
     "waits for a step in flight",
     "another's page instead of its own",
     "abort: waiting",
-    "abort: retracted, waiting",
     "abort: prefilling",
     "abort: running",
     "abort: in flight",
@@ -775,6 +774,22 @@ def test_who_is_retracted_keeps_its_place_and_computes_again_what_is_no_longer_c
     assert (chunk.start, chunk.end, chunk.is_last) == (lost.kv_len - 9, 9, True)
     assert chunk.recomputed == computed - chunk.start
     assert (lost.num_cached, lost.times_retracted) == (0, 1)
+
+
+def test_who_was_retracted_may_be_aborted_while_it_waits_again() -> None:
+    scheduler = _scheduler(12, columns=4)
+    requests = [_add(scheduler, i, size) for i, size in enumerate((4, 5, 8, 5))]
+    _turn(scheduler)
+    (lost,) = _until_retraction(scheduler, requests[0]).retracted
+    assert scheduler.waiting.first() is lost
+    _end(scheduler, lost)
+    scheduler.check()
+    assert scheduler.waiting.first() is None
+    for request in requests:
+        if not request.finished:
+            _end(scheduler, request)
+    assert not scheduler.has_work
+    assert scheduler.cache.num_available == 12
 
 
 def test_of_those_who_lose_the_same_who_came_last_gives_way() -> None:
