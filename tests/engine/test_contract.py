@@ -136,7 +136,7 @@ def test_a_plugin_relays_more_through_its_own_future_map(
     class Relaying(FutureMap):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            self.steps = torch.zeros(self.num_rows, dtype=torch.int64)
+            self.steps = torch.zeros_like(self.seq_lens)
 
         def publish(self, rows: Any, seq_lens: Any, output: CommittedOutput) -> None:
             super().publish(rows, seq_lens, output)
@@ -206,7 +206,7 @@ def test_a_draft_state_may_be_absent_or_change_its_width(
         ) -> DraftInput:
             full: DraftInput = super().build_draft_input(runtime, batch, target_output)
             self.calls += 1
-            extra: Any = torch.ones(batch.size, 1 + self.calls % 3)
+            extra: Any = torch.ones(batch.size, 1 + self.calls % 3, device=runtime.device)
             if kind == "changing":
                 return DraftInput(
                     bonus_tokens=full.bonus_tokens, state={**full.state, "extra": extra}
@@ -240,8 +240,8 @@ def test_temperatures_and_noise_are_those_of_the_requests(
         @hookimpl
         def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
             draft: Draft = super().propose(runtime, batch, draft_input)
-            positions = batch.seq_lens.unsqueeze(1) + torch.arange(1, 3)
-            some = torch.tensor([5, 0, 95])
+            positions = batch.seq_lens.unsqueeze(1) + torch.arange(1, 3, device=runtime.device)
+            some = torch.tensor([5, 0, 95], device=runtime.device)
             noise = runtime.gumbel_noise(batch, positions, some)
             temperatures = runtime.temperatures(batch)
             assert noise.shape == (batch.size, 2, 3)
@@ -250,9 +250,9 @@ def test_temperatures_and_noise_are_those_of_the_requests(
             for b, request in enumerate(batch.requests):
                 greedy = request.params.greedy
                 assert float(temperatures[b]) == pytest.approx(request.params.temperature or 1.0)
-                seeds = torch.tensor([request.seed] * 2)
+                seeds = torch.tensor([request.seed] * 2, device=runtime.device)
                 expected = gumbel(seeds, positions[b], some).to(torch.float32)
-                assert torch.equal(noise[b], torch.zeros(2, 3) if greedy else expected)
+                assert torch.equal(noise[b], torch.zeros_like(expected) if greedy else expected)
                 self.looked += 1
             return draft
 
