@@ -374,12 +374,12 @@ class Scheduler:
 
     def _retract(self, request: Request) -> None:
         """Let a request wait again. What it has computed stays cached while there is room."""
-        self._give_up(request)
         request.status = RequestStatus.WAITING
+        self.waiting.add(request)  # first, so that no interrupt can lose it
+        self._give_up(request)
         request.kv_peak = max(request.kv_peak, request.kv_len)
         request.kv_len = request.kv_bound = 0
         request.times_retracted += 1
-        self.waiting.add(request)
         self._retracted.append(request)
 
     # Afterwards
