@@ -87,7 +87,8 @@ class Engine:
             request.finish("error")
             with suppress(Exception):  # ``error`` is the one to tell
                 self._report_finished(request)
-        return [*self._moved, *touched, *ended]
+        moved, self._moved = self._moved, []
+        return [*moved, *touched, *ended]
 
     def plain_step(self) -> list[Request]:
         """Launch a step and process it; the requests that moved."""
