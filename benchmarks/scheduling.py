@@ -45,6 +45,7 @@ from torch import Tensor
 
 from specplug import SamplingParams
 from specplug.engine.engine import Engine
+from specplug.engine.host_copy import Arrival
 from specplug.engine.page_pool import PagePool
 from specplug.engine.prefix_cache import PrefixCache
 from specplug.engine.request import Request, make_detokenizer
@@ -129,7 +130,14 @@ class ReadySteps(StepRunner):
         for part in ("propose", "target", "verify", "extend"):
             clock.lap(part)
         number = next(self._numbers)
-        return StepResult(number=number, step=step, prefill=prefill, decode=decode, clock=clock)
+        return StepResult(
+            number=number,
+            step=step,
+            prefill=prefill,
+            decode=decode,
+            clock=clock,
+            arrival=Arrival(torch.device("cpu")),
+        )
 
 
 @cache

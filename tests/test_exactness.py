@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 
 import attrs
+import exactness
 import pytest
 
 from specplug.registry import Registry
@@ -17,18 +14,6 @@ from specplug.registry import Registry
 MAX_TOKENS = 20
 
 
-def _load() -> ModuleType:
-    path = Path(__file__).parent.parent / "benchmarks" / "exactness.py"
-    spec = importlib.util.spec_from_file_location("benchmark_exactness", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-exactness = _load()
 REGISTRY = Registry()
 SETTINGS = [
     setting

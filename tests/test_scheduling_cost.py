@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
+import scheduling
 from rich.progress import Progress
 
 from specplug.engine import engine
-
-
-def _load() -> ModuleType:
-    path = Path(__file__).parent.parent / "benchmarks" / "scheduling.py"
-    spec = importlib.util.spec_from_file_location("benchmark_scheduling", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-scheduling = _load()
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import attrs
 import pytest
+import soak
 from rich.progress import Progress
 
 from specplug import LLM
-
-
-def _load() -> ModuleType:
-    path = Path(__file__).parent.parent / "benchmarks" / "soak.py"
-    spec = importlib.util.spec_from_file_location("benchmark_soak", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-soak = _load()
 
 
 def test_a_short_soak_loses_nothing_and_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.engine.host_copy import Arrival, to_host
 from specplug.spec.draft import Draft
 
 if TYPE_CHECKING:
@@ -143,24 +144,19 @@ class HostTree:
     Attributes:
         nodes: [3, bs, N] int64 on the host: tokens, next token, next sibling (``Draft.links``).
         widths: nodes of each request.
-        ready: None on the CPU.
+        arrival: of these.
     """
 
     nodes: Tensor
     widths: tuple[int, ...]
-    ready: torch.cuda.Event | None
+    arrival: Arrival
 
     @classmethod
     def of(cls, draft: Draft) -> HostTree:
         """Start a draft's way to the host."""
-        nodes, ready = torch.stack((draft.tokens, *draft.links)), None
-        if nodes.is_cuda:
-            nodes = torch.empty_like(nodes, device="cpu", pin_memory=True).copy_(
-                nodes, non_blocking=True
-            )
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record()
-        return cls(nodes, draft.widths or (draft.width,) * len(draft.tokens), ready)
+        nodes = to_host(torch.stack((draft.tokens, *draft.links)))
+        widths = draft.widths or (draft.width,) * len(draft.tokens)
+        return cls(nodes, widths, Arrival(draft.tokens.device))
 
     def fill_masks(self, guides: Sequence[Guide | None], masks: Tensor) -> None:
         """Write what may follow each node; waits for the nodes.
@@ -169,8 +165,7 @@ class HostTree:
             guides: of the requests; None for one without a grammar.
             masks: [T, words] int32 on the CPU, T the sum of the widths.
         """
-        if self.ready is not None:
-            self.ready.synchronize()
+        self.arrival.wait()
         ends = accumulate(self.widths)
         for b, (guide, width, end) in enumerate(zip(guides, self.widths, ends, strict=True)):
             if guide is not None:

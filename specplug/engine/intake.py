@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 from specplug.engine.grammar import GrammarCompiler
+from specplug.engine.loading import backend_of
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.page_pool import PagePool
 from specplug.engine.request import Request, make_detokenizer
@@ -89,7 +90,7 @@ class Intake:
             max_tokens=min(params.max_tokens or room, room),
             seed=self._seed_for(number) if params.seed is None else params.seed,
             eos_token_ids=self._eos,
-            detokenizer=make_detokenizer(self._backend, params),
+            detokenizer=make_detokenizer(backend_of(self._tokenizer), params),
             needs=params.needs,
             guide=self._grammars.guide(params) if params.grammar else None,
         )
@@ -158,10 +159,6 @@ class Intake:
                 raise UsageError(
                     f"{what} {token!r}: expected an integer from 0 to {self._runner.vocab_size - 1}"
                 )
-
-    @property
-    def _backend(self) -> Any:
-        return None if self._tokenizer is None else self._tokenizer.backend_tokenizer
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

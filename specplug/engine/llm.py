@@ -17,6 +17,7 @@ from specplug.engine.features import Features
 from specplug.engine.intake import Intake, Prompt
 from specplug.engine.loading import (
     ASSETS,
+    backend_of,
     choose_device,
     choose_dtype,
     find_model,
@@ -354,12 +355,8 @@ class LLM:
             runtime=runtime,
             hooks=self._hooks,
             overlap=limits.steps_in_flight > 1,
-            tokenizer=self._backend_tokenizer,
+            tokenizer=backend_of(self.tokenizer),
         )
-
-    @property
-    def _backend_tokenizer(self) -> Any:
-        return None if self.tokenizer is None else self.tokenizer.backend_tokenizer
 
     def _check_open(self) -> None:
         if self._engine is None:

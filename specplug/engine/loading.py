@@ -91,6 +91,11 @@ def load_tokenizer(tokenizer: str | Path | None, model_path: str) -> Any | None:
         return None
 
 
+def backend_of(tokenizer: Any | None) -> Any | None:
+    """The ``tokenizers.Tokenizer`` within a tokenizer of transformers."""
+    return None if tokenizer is None else tokenizer.backend_tokenizer
+
+
 def read_eos_token_ids(runner: ModelRunner) -> frozenset[int]:
     """Tokens that end an output, as the model's configuration says."""
     generation = getattr(runner.model, "generation_config", None)

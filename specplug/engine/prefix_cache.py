@@ -116,6 +116,7 @@ class PrefixCache:
         missing = num_pages - self.pool.num_free
         if missing > 0:
             self._evict(missing)
+            self.evicted += missing
         return self.pool.take(num_pages)
 
     def release(self, request: Request) -> None:
@@ -129,9 +130,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget all pages; no request may be running."""
         assert self.num_unused == self.num_pages, "a request still uses the cache"
-        evicted = self.evicted
         self._evict(self.num_pages)
-        self.evicted = evicted  # nobody was short of them
 
     def reset(self) -> None:
         """Begin anew: every page is free, whoever had it."""
@@ -201,7 +200,6 @@ class PrefixCache:
             self.pool.give_back([node.page])
             self.num_pages -= 1
             self.num_unused -= 1
-            self.evicted += 1
             num_pages -= 1
             self._queue(node.parent)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection, Iterator, Sequence
+from operator import attrgetter
 
 import attrs
 
@@ -246,7 +247,7 @@ class Scheduler:
         return soon * (1 + request.times_retracted)
 
     def _enter(self, request: Request, shared: CachedPage, num_pages: int) -> None:
-        insort(self.running, request, key=_rank)
+        insort(self.running, request, key=attrgetter("rank"))
         pages = [node.page for node in shared.path()][::-1]
         request.pages = pages + self.cache.take(num_pages - shared.depth)
         request.shared = shared
@@ -435,9 +436,5 @@ class Scheduler:
         assert len(set(rows)) == len(rows), "two requests share a row"
         assert 0 not in rows, "a running request has the padding row"
         assert self.table.num_free + len(rows) == self.table.num_rows - 1, "a row leaked"
-        assert self.running == sorted(self.running, key=_rank)
+        assert self.running == sorted(self.running, key=attrgetter("rank"))
         assert not any(request.row for request in self.waiting), "a waiting request has a row"
-
-
-def _rank(request: Request) -> tuple[int, int]:
-    return request.rank

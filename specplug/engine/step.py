@@ -14,6 +14,7 @@ from torch import Tensor
 from specplug.engine.attention import JoinedPlan, PagedPlan
 from specplug.engine.captures import ROUTED_EXPERTS
 from specplug.engine.guide import HostTree, allocate_masks
+from specplug.engine.host_copy import Arrival, to_host
 from specplug.engine.kv_cache import move_slots
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.request import Request
@@ -77,7 +78,7 @@ class StepResult:
         clock: when its parts began and ended.
         host_seconds: time of scheduling and of processing it.
         guided: whether the requests' guides have been advanced by it.
-        ready: None on the CPU.
+        arrival: of these tensors.
     """
 
     number: int
@@ -86,13 +87,12 @@ class StepResult:
     decode: DecodeResult | None
     clock: StepClock
     host_seconds: float = 0.0
+    arrival: Arrival
     guided: bool = False
-    ready: torch.cuda.Event | None = None
 
     def wait(self) -> None:
         """Block until the tensors are there."""
-        if self.ready is not None:
-            self.ready.synchronize()
+        self.arrival.wait()
 
     def advance_guides(self) -> None:
         """Tell the grammars of its requests what they have generated: once, as soon as it is
@@ -189,10 +189,8 @@ class StepRunner:
             prefill=self._finish_prefill(prefill, of_prefill, clock),
             decode=self._finish_decode(decode, of_decode, clock),
             clock=clock,
+            arrival=Arrival(self._runtime.device),  # behind all that was sent
         )
-        if self._runtime.device.type == "cuda":
-            result.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            result.ready.record()
         if any(request.guide is not None for request in step.requests):
             self._unread = [*(r for r in self._unread if not r.guided), result]
         return result
@@ -293,8 +291,8 @@ class StepRunner:
         )
         clock.lap("verify")
         self._extend(batch, output, ends)
-        wanted = self._for_host({**per_node, **logprobs})
-        result = PrefillResult(tokens=self._to_host(predict), wanted=wanted)
+        wanted = _for_host({**per_node, **logprobs})
+        result = PrefillResult(tokens=to_host(predict), wanted=wanted)
         clock.lap("extend")
         return result
 
@@ -319,9 +317,9 @@ class StepRunner:
         clock.lap("verify")
         self._extend(batch, committed, batch.seq_lens + verified.accept_lens)
         result = DecodeResult(
-            tokens=self._to_host(committed.tokens.view(batch.size, -1)),
-            accept_lens=self._to_host(verified.accept_lens),
-            wanted=self._for_host(committed.per_node),
+            tokens=to_host(committed.tokens.view(batch.size, -1)),
+            accept_lens=to_host(verified.accept_lens),
+            wanted=_for_host(committed.per_node),
             widths=draft.widths or (draft.width,) * batch.size,
         )
         clock.lap("extend")
@@ -416,20 +414,14 @@ class StepRunner:
         tensor = torch.tensor(values, dtype=torch.int64)
         return tensor.to(self._runtime.device, non_blocking=True)
 
-    def _for_host(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of a pass's outputs, those that requests asked for."""
-        return {name: self._to_host(outputs[name]) for name in _FOR_HOST if name in outputs}
-
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        """Start a tensor's way to the host."""
-        if self._runtime.device.type == "cpu":
-            return tensor
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return pinned.copy_(tensor, non_blocking=True)
-
 
 def _needs(requests: Sequence[Any]) -> Needs:
     needs = Needs.NOTHING
     for request in requests:
         needs |= request.needs
     return needs
+
+
+def _for_host(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a pass's outputs, those that requests asked for, on their way to the host."""
+    return {name: to_host(outputs[name]) for name in _FOR_HOST if name in outputs}

@@ -1,0 +1,33 @@
+"""Tensors on their way from the device to the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Start a tensor's way to pinned host memory; one that is on the CPU stays as it is."""
+    if not tensor.is_cuda:
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+class Arrival:
+    """When all that has been sent so far is there.
+
+    Args:
+        device: that sends; on the CPU everything is there at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> None:
+        """Block until it is there."""
+        if self._event is not None:
+            self._event.synchronize()
