@@ -252,11 +252,30 @@ class LLM:
         Raises:
             UsageError: the prompt or a setting cannot be used.
         """
+        request = self.prepare(prompt, sampling_params, priority=priority)
+        self.submit(request)
+        return request.request_id
+
+    def prepare(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Request:
+        """Check a prompt and its settings and make a request of them, for ``submit``.
+
+        Unlike all else here but ``abort`` it may be called from another thread, while ``step``
+        runs: to tokenize a long prompt or to compile a grammar takes a while.
+
+        Raises:
+            UsageError: the prompt or a setting cannot be used.
+        """
         prompts: list[Any] = [prompt]
         (request,) = self._make_all(prompts, sampling_params, priority)
+        return request
+
+    def submit(self, request: Request) -> None:
+        """Queue a prepared request for ``step``."""
+        self._check_open()
         request.inbox = self._inbox
         self._engine.add(request)
-        return request.request_id
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step of all requests, and process one that was launched: the outputs of
