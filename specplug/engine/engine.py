@@ -11,6 +11,7 @@ from typing import Any
 from specplug.debug import DEBUG
 from specplug.engine.captures import ROUTED_EXPERTS
 from specplug.engine.outputs import Logprob
+from specplug.engine.rank_group import RankGroup
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.runtime import EngineRuntime
 from specplug.engine.scheduler import Scheduler, Step
@@ -29,6 +30,7 @@ class Engine:
         hooks: the plugin manager's ``hook``, for the reports.
         overlap: whether a step is launched before the last one's results are processed.
         tokenizer: the ``tokenizers.Tokenizer``, for the text of log-probabilities; or None.
+        ranks: that step together with this one; None: it is alone.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Engine:
         hooks: Any,
         overlap: bool,
         tokenizer: Any | None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.statistics = Statistics()
@@ -47,6 +50,7 @@ class Engine:
         self._runtime = runtime
         self._hooks = hooks
         self._tokenizer = tokenizer
+        self._ranks = ranks
         self._launched: deque[StepResult] = deque()
         self._launching: Step | None = None
         self._moved: list[Request] = []
@@ -105,6 +109,13 @@ class Engine:
             self._process()
         return self._finish_step()
 
+    def drain(self) -> list[Request]:
+        """Process aborts and all that is launched, and launch nothing; the requests that moved."""
+        self._process_aborts()
+        while self._launched:
+            self._process()
+        return self._finish_step()
+
     def _finish_step(self) -> list[Request]:
         if DEBUG:
             self.scheduler.check()
@@ -116,6 +127,7 @@ class Engine:
         began = time.perf_counter()
         step = self._launching = self.scheduler.schedule()
         if step is None:
+            self._idle()
             return False
         for request in step.admitted:
             self._runtime.sampler.admit(request)
@@ -126,10 +138,22 @@ class Engine:
         self._launching = None
         return True
 
+    def _idle(self) -> None:
+        """Take part in the step of another rank, or wait a little for one."""
+        if self._ranks is None:
+            return
+        if not self.has_work:
+            self._ranks.rest()
+        if self._ranks.called:
+            self._steps.idle()
+            self.statistics.steps["idle"] += 1
+
     def _process(self) -> None:
         """Hand out what the oldest launched step gives."""
         result = self._launched[0]
         result.wait()
+        if self._ranks is not None:
+            self._ranks.check()  # what a failed rank left unfinished is nothing to hand out
         began = time.perf_counter()
         result.advance_guides()
         sampled = self._process_prefill(result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from specplug.engine.model_runner import ModelRunner
 from specplug.engine.outputs import RequestOutput
 from specplug.engine.page_pool import PagePool
 from specplug.engine.prefix_cache import PrefixCache
+from specplug.engine.rank_group import join_ranks, tells_ranks
 from specplug.engine.request import Request
 from specplug.engine.request_table import RequestTable
 from specplug.engine.runtime import EngineRuntime
@@ -38,9 +39,10 @@ from specplug.engine.sampling_params import SamplingParams
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
-from specplug.errors import FallbackWarning, UsageError
+from specplug.errors import FallbackWarning, RankError, UsageError
 from specplug.registry import Registry, build_plugin_manager
 from specplug.spec.defaults import CoreDefaults
+from specplug.spec.runtime import RankInfo
 
 _CPU_POOL_BYTES = 512 << 20
 _CUDA_POOL_SHARE = 0.6
@@ -76,13 +78,20 @@ class LLM:
         num_threads: torch's threads on the CPU, which are the whole process's. None: one for a
             model of under 50 million parameters, whose operations are too short to share (two
             threads on busy cores then wait for one another), else torch's own choice.
+        dp_rank, dp_size: this process's place among those that share the work; one LLM in each.
+        dp_address: host:port at which rank 0 listens for the others.
+        dp_timeout: seconds of silence after which another rank is taken for dead.
+        enable_dp_attention: each rank has its own requests and KV, and a part of every MLP, so all
+            ranks step together: see ``step``.
 
     Raises:
         UsageError: a value cannot be used, or the algorithm is not installed.
         PluginError: the algorithm's plugin is broken.
         CheckpointError: the model or the draft model cannot be loaded, or do not fit.
+        RankError: not all ranks came, or one has failed.
     """
 
+    @tells_ranks
     def __init__(
         self,
         model: str | Path | None = None,
@@ -106,6 +115,11 @@ class LLM:
         disable_radix_cache: bool = False,
         disable_cuda_graph: bool = False,
         num_threads: int | None = None,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        dp_address: str | None = None,
+        dp_timeout: float = 15.0,
+        enable_dp_attention: bool = False,
     ) -> None:
         for name, value, optional in (
             ("page_size", page_size, False),
@@ -133,10 +147,23 @@ class LLM:
             model_name=DEFAULT_MODEL if path == str(ASSETS / "tiny_code") else None,
             target_config=read_target_config(path),
         )
+        self._ranks = join_ranks(
+            RankInfo(rank=dp_rank, world_size=dp_size),
+            dp_address,
+            where,
+            dp_timeout,
+            {
+                **{k: v for k, v in config.target_config.items() if not k.startswith("_")},
+                "dtype": dtype,
+                "device": where.type,
+                "dp_size": dp_size,
+            },
+            enabled=enable_dp_attention,
+        )
         config = self._hooks.validate_config(config=config)
         for adjustment in config.adjustments:
             warnings.warn(f"{config.algorithm}: {adjustment}", FallbackWarning, stacklevel=2)
-        self._runner = ModelRunner(path, choose_dtype(dtype, where), where)
+        self._runner = ModelRunner(path, choose_dtype(dtype, where), where, self._ranks)
         self.spec_config = config
         if where.type == "cpu":
             set_threads(num_threads, self._runner.num_parameters)
@@ -147,8 +174,9 @@ class LLM:
             self._runner,
             self.context_len,
             max_running_requests,
-            graphs=where.type == "cuda" and not disable_cuda_graph,
+            graphs=where.type == "cuda" and not disable_cuda_graph and self._ranks is None,
             draft_verifies=self._hooks.supports_target_verify_for_draft(),
+            rank=RankInfo(rank=dp_rank, world_size=dp_size),
         )
         runtime.worker = self._hooks.create_worker(runtime=runtime)
         self._inbox: list[Request] = []
@@ -179,18 +207,29 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if self._ranks is not None and self._engine is not None:
+                if error is None:
+                    self.wait_for_ranks()
+                else:
+                    self._ranks.end(error)
+        finally:
+            self.close()
 
     def close(self) -> None:
-        """End all requests and free the model and its caches."""
+        """End all requests and free the model and its caches. Ranks that have work then cannot go
+        on: ``wait_for_ranks`` first, as the end of a ``with`` does."""
         if self._engine is None:
             return
         try:
-            self._abort_all()
+            with suppress(RankError):  # the end of all, which has been told
+                self._abort_all()
         finally:
             self._engine = None  # type: ignore[assignment]
             self._runner = self._intake = None  # type: ignore[assignment]
+            if self._ranks is not None:
+                self._ranks.close()
 
     def generate(
         self,
@@ -281,7 +320,13 @@ class LLM:
         """Launch the next step of all requests, and process one that was launched: the outputs of
         those requests from ``add_request`` that moved, or ended, by it.
 
+        With data-parallel attention a step has one pass of the target in which every rank takes
+        part. So the loop of each rank calls ``step`` for as long as any of them has work, and may
+        always call it: without work anywhere it waits for 10 ms at most. A rank that does
+        not call it keeps the others waiting, which ``must_step`` tells.
+
         Raises:
+            RankError: another rank has failed, or has closed while this one has work.
             Exception: what a plugin raised. All requests have ended then, with that error, and the
                 next call returns their outputs.
         """
@@ -297,6 +342,28 @@ class LLM:
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something left to do or to return."""
         return bool(self._inbox) or (self._engine is not None and self._engine.has_work)
+
+    @property
+    def must_step(self) -> bool:
+        """Whether this rank has work, or another has begun a step and waits for this one."""
+        waits = self._ranks is not None and self._ranks.called
+        return waits or self.has_unfinished_requests
+
+    def wait_for_ranks(self) -> None:
+        """Do this rank's work, and take part in the others' until they have none: until every rank
+        has called this as often as this one.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        self._check_open()
+        while self._engine.has_work:
+            self._step()
+        if self._ranks is None:
+            return
+        self._ranks.links.say_done()
+        while not self._ranks.links.all_done:
+            self._step()
 
     def abort(self, request_id: str) -> None:
         """End a request; its output so far comes with ``finish_reason="abort"``.
@@ -337,6 +404,9 @@ class LLM:
             **config,
             **self._features.states,
             "cuda_graph": self._engine.cuda_graph,
+            "dp_attention": "off: not enabled" if self._ranks is None else "on",
+            "dp_rank": self._ranks.rank if self._ranks is not None else 0,
+            "dp_size": self._ranks.size if self._ranks is not None else 1,
             "mixed_chunk": "on" if self._limits.mixed_chunk else "off: not enabled",
             "chunked_prefill_size": self._limits.chunked_prefill_size,
             "max_running_requests": self._limits.max_running_requests,
@@ -370,11 +440,12 @@ class LLM:
         cache = PrefixCache(PagePool(num_pages, page_size), lookahead, enabled=enabled)
         return Engine(
             scheduler=Scheduler(limits, cache, table),
-            steps=StepRunner(runtime, self._runner, self._hooks, future_map, kv),
+            steps=StepRunner(runtime, self._runner, self._hooks, future_map, kv, self._ranks),
             runtime=runtime,
             hooks=self._hooks,
             overlap=limits.steps_in_flight > 1,
             tokenizer=backend_of(self.tokenizer),
+            ranks=self._ranks,
         )
 
     def _check_open(self) -> None:
@@ -415,14 +486,22 @@ class LLM:
             self._drain(requests)
 
     def _step(self) -> None:
-        """Run a step and put the requests that it moved where they are waited for."""
+        """Run a step, if the engine is still there."""
         if self._engine is None:  # closed in the middle of a stream, whose requests were aborted
             return
+        self._take(self._engine.step)
+
+    def _take(self, move: Callable[[], list[Request]]) -> None:
+        """Have requests moved, and put them where they are waited for."""
         moved: list[Request] = []
         try:
-            moved = self._engine.step()
+            with self._ranks.stepping() if self._ranks is not None else nullcontext():
+                moved = move()
         except BaseException as error:
-            moved = self._engine.abandon(error)
+            cause = error if self._ranks is None else self._ranks.end(error)
+            moved = self._engine.abandon(cause)
+            if cause is not error:
+                raise cause from error
             raise
         finally:
             for request in moved:
@@ -438,8 +517,7 @@ class LLM:
     def _abort_all(self) -> None:
         for request in list(self._engine.scheduler):
             self._engine.abort(request.request_id)
-        while self._engine.has_work:
-            self._step()
+        self._take(self._engine.drain)
 
 
 def _check_positive(name: str, value: int | None, optional: bool) -> None:
