@@ -33,7 +33,6 @@ from specplug import (
     hookimpl,
 )
 
-
 Job = tuple[int, Any, SamplingParams]
 """A request: at which call of ``step`` it comes, its prompt and its settings."""
 
@@ -152,7 +151,9 @@ class RankWorker:
                 waiting.remove((number, job))
             for output in self.llm.step():
                 if output.finished:
-                    what = output.token_ids, output.error, step, output.routed_experts
+                    experts = output.routed_experts
+                    found = None if experts is None else experts.tolist()
+                    what = output.token_ids, output.error, step, found
                     ended[names[output.request_id]] = what
             step += 1
         self.llm.wait_for_ranks()
@@ -167,24 +168,22 @@ class RankWorker:
         """Of the target, as this rank has it."""
         return self.llm._runner.num_parameters
 
-    def harm_at(self, number: int, how: str) -> None:
-        """Have this process fail or die at its propose of that number."""
-
-        def harm(proposed: int) -> None:
-            if proposed == number and how == "raise":
-                raise ValueError("a bug in a plugin")
-            if proposed == number:
-                os.kill(os.getpid(), getattr(signal, how))
-
-        self._wide.harm = harm
-
-    def harm_in_pass(self, how: str) -> None:
-        """Have this process die in the middle of its next pass, between two collectives."""
+    def harm(self, how: str, number: int, in_pass: bool = False) -> None:
+        """Have this process fail or die at its propose of that number, or in the middle of the
+        pass that follows, between two collectives."""
 
         def harm(*_: Any) -> None:
+            if how == "raise":
+                raise ValueError("a bug in a plugin")
             os.kill(os.getpid(), getattr(signal, how))
 
-        self.llm._runner.captures.layers[1].register_forward_pre_hook(harm)
+        def at(proposed: int) -> None:
+            if proposed == number and in_pass:
+                self.llm._runner.captures.layers[1].register_forward_pre_hook(harm)
+            elif proposed == number:
+                harm()
+
+        self._wide.harm = at
 
     def step(self, count: int) -> int:
         """Call ``step`` so often; the outputs there were."""
