@@ -155,8 +155,8 @@ def verify(  # type: ignore[empty-body]
     tree verify, which is exact. An implementation may add tensors of leading size T to
     ``target_output.per_node`` before it returns None: they are compacted with all others and come
     to ``build_draft_input``. An idle batch has no node and nothing in ``per_node``: hidden states
-    are absent, and their width is not guessed at. A replacement must accept a node only if its token is what
-    ``predict`` says at its parent, or the output is no longer that of the target.
+    are absent, and their width is not guessed at. A replacement must accept a node only if its
+    token is what ``predict`` says at its parent, or the output is no longer that of the target.
     """
 
 
@@ -166,8 +166,8 @@ def fixup_idle(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft
 
     Called whenever nothing is left to extend: on a rank without requests, and on a batch all of
     whose requests have ended. ``draft_input`` has no hidden states then. What is returned is
-    stashed for no row, and gives the relay its shapes. None: the core's, with empty tensors of the worker's own
-    ``hidden_size_for()`` and ``dtype_for()``.
+    stashed for no row, and gives the relay its shapes. None: the core's, with empty tensors of the
+    worker's own ``hidden_size_for()`` and ``dtype_for()``.
     """
 
 

@@ -185,8 +185,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "NONE in chunks, plain": {"chunked_prefill_size": 16, "disable_overlap_schedule": True},
     "NGRAM tree": {"speculative_eagle_topk": 3, "chunked_prefill_size": 16},
     "NGRAM chain, mixed": {"chunked_prefill_size": 16, "enable_mixed_chunk": True},
-    "EAGLE tree": {"chunked_prefill_size": 16, "enable_mixed_chunk": True},
-    "EAGLE3 tree, plain": {"disable_overlap_schedule": True, "page_size": 4},
+    "EAGLE tree, plain": {
+        "disable_overlap_schedule": True,
+        "chunked_prefill_size": 16,
+        "enable_mixed_chunk": True,
+        "page_size": 4,
+    },
     "EAGLE3 chain": {
         "speculative_eagle_topk": 1,
         "speculative_num_steps": 3,
