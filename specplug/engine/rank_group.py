@@ -147,8 +147,8 @@ class RankGroup:
                 self.links.check()
         except RuntimeError as error:
             self.links.wait_for_failure()
-            self.links.check()
-            raise RankError(f"rank {self.rank}: a collective has failed: {error}") from error
+            self.links.fail(self.rank, f"failed: in a collective: {error}")  # if none is known
+            raise RankError(str(self.links.failure)) from error
 
     def _arrived(self, work: Any) -> bool:
         if not self._on_cpu:
@@ -241,7 +241,7 @@ def join_ranks(
             raise UsageError(f"{name}={value!r}: expected an integer of at least {low}")
     if rank >= size:
         raise UsageError(f"dp_rank={rank}: expected 0 to {size - 1}, since dp_size={size}")
-    if not timeout > 0:
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise UsageError(f"dp_timeout={timeout!r}: expected seconds, more than 0")
     if size == 1:
         return None

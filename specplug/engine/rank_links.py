@@ -120,8 +120,6 @@ class RankLinks:
         self.store = _meet(rank, size, address, join_timeout)
         self._compare(facts)
         self._peers = {peer.rank: peer for peer in _lines(self.store, rank, size, join_timeout)}
-        if len(self._peers) < size - 1:
-            raise UsageError(f"dp_rank: expected 0 to {size - 1} once each; two ranks have one")
         self._selector = selectors.DefaultSelector()
         for peer in self._peers.values():
             self._selector.register(peer.line, selectors.EVENT_READ, peer)
@@ -147,6 +145,7 @@ class RankLinks:
         Raises:
             RankError: one of the others cannot enter it any more.
         """
+        self.check()
         self._number += 1
         self._tell(_Kind.STEP, self._number, rows)
         peers, began, warned = self._peers.values(), time.monotonic(), False
@@ -218,11 +217,11 @@ class RankLinks:
         for peer in self._peers.values():
             with suppress(OSError):
                 peer.line.shutdown(socket.SHUT_RDWR)  # which wakes the listener
-        if threading.current_thread() is not self._listener:
-            self._listener.join()
+        self._listener.join()
+        del self.store  # which ends at rank 0 when its process group has ended
 
     def _tell(self, kind: _Kind, first: int = 0, second: int = 0, text: str = "") -> None:
-        encoded = text.encode()
+        encoded = text.encode(errors="replace")
         message = _HEADER.pack(kind, first, second, len(encoded)) + encoded
         for peer in self._peers.values():
             peer.send(message)
@@ -257,15 +256,15 @@ class RankLinks:
 
     def _listen(self) -> None:
         tick = min(1.0, self.timeout / 4)
-        told = 0.0
+        told = time.monotonic()
         while not self._closing and self._selector.get_map():
             for key, _ in self._selector.select(tick):
                 self._hear(key.data)
             now = time.monotonic()
             if now - told >= tick:
-                told = now
                 self._tell(_Kind.ALIVE)
-                self._check_silence(now)
+                self._check_silence(now, was_away=now - told > 3 * tick)
+                told = now
             if self.failure is not None and self._on_failure is not None:
                 call, self._on_failure = self._on_failure, None
                 call()
@@ -273,8 +272,10 @@ class RankLinks:
         for peer in self._peers.values():
             peer.line.close()
 
-    def _check_silence(self, now: float) -> None:
+    def _check_silence(self, now: float, *, was_away: bool) -> None:
         for peer in self._peers.values():
+            if was_away:  # this process was stopped itself: the others have yet to be heard
+                peer.heard = now
             if not peer.closed and now - peer.heard > self.timeout:
                 silent = f"was not heard of for {self.timeout:g} s: it hangs, or is cut off"
                 self.fail(peer.rank, silent)
@@ -355,7 +356,9 @@ def _read(store: TCPStore, key: str, rank: int) -> str:
     try:
         value: bytes = store.get(key)
     except (DistError, RuntimeError) as error:
-        raise RankError(f"rank {rank} did not come in time: start all ranks") from error
+        raise RankError(
+            f"rank {rank} did not come in time: start all ranks, each with a dp_rank of its own"
+        ) from error
     return value.decode()
 
 
