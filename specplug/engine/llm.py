@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from specplug.algorithm import DEFAULT_MODEL, SpecConfig
+from specplug.disagg.instances import (
+    check_mode,
+    identity_of,
+    make_decode_instance,
+    make_prefill_instance,
+)
 from specplug.engine.engine import Engine
 from specplug.engine.features import Features
+from specplug.engine.handover import Handover
 from specplug.engine.intake import Intake, Prompt
 from specplug.engine.loading import (
     ASSETS,
@@ -42,7 +50,15 @@ from specplug.errors import FallbackWarning, UsageError
 from specplug.registry import Registry, build_plugin_manager
 from specplug.spec.defaults import CoreDefaults
 
+if TYPE_CHECKING:
+    from specplug.disagg.decode_instance import DecodeInstance
+    from specplug.disagg.prefill_instance import PrefillInstance
+
+_log = logging.getLogger(__name__)
 _CPU_POOL_BYTES = 512 << 20
+_OF_ONE_SIDE = ("self", "disaggregation", "disaggregation_address")
+"""Arguments in which the two sides of a pair in one process differ."""
+
 _CUDA_POOL_SHARE = 0.6
 
 
@@ -73,6 +89,14 @@ class LLM:
         disable_overlap_schedule: process each step's results before the next step is launched.
         disable_radix_cache: do not keep the KV of prompts and outputs for others that begin alike.
         disable_cuda_graph: do not record passes as CUDA graphs (on the CPU there are none).
+        disaggregation: "prefill": prefill for the decode instances at the address; "decode": have
+            prompts prefilled by the instances that register there; "both": the two sides in this
+            process, with a transfer between them. None: one engine does both. See
+            docs/disaggregation.md.
+        disaggregation_address: tcp://HOST:PORT where the decode instance waits; a prefill instance
+            may serve several, with commas between them. None: port 30100 of this machine.
+        disaggregation_timeout: seconds without progress after which a decode instance gives a
+            request to another prefill instance, or ends it with an error if there is none.
         num_threads: torch's threads on the CPU, which are the whole process's. None: one for a
             model of under 50 million parameters, whose operations are too short to share (two
             threads on busy cores then wait for one another), else torch's own choice.
@@ -105,8 +129,12 @@ class LLM:
         disable_overlap_schedule: bool = False,
         disable_radix_cache: bool = False,
         disable_cuda_graph: bool = False,
+        disaggregation: str | None = None,
+        disaggregation_address: str | None = None,
+        disaggregation_timeout: float = 30.0,
         num_threads: int | None = None,
     ) -> None:
+        same = {name: value for name, value in locals().items() if name not in _OF_ONE_SIDE}
         for name, value, optional in (
             ("page_size", page_size, False),
             ("chunked_prefill_size", chunked_prefill_size, True),
@@ -118,6 +146,8 @@ class LLM:
             _check_positive(name, value, optional)
         if not isinstance(seed, int):
             raise UsageError(f"seed={seed!r}: expected an integer")
+        check_mode(disaggregation, disaggregation_timeout)
+        self._disaggregation = disaggregation
         registry = Registry()
         selected = registry.select(speculative_algorithm)
         manager = build_plugin_manager(selected, registry.extensions(), CoreDefaults())
@@ -166,7 +196,12 @@ class LLM:
             reserve=max(config.num_draft_tokens, config.num_draft_slots, config.num_steps + 1),
             steps_in_flight=2 if self._features.is_on("overlap") else 1,
         )
-        self._engine = self._make_engine(runtime, page_size, max_total_tokens)
+        self._remote: DecodeInstance | None = None
+        self._prefill: PrefillInstance | None = None
+        self._partner: LLM | None = None
+        self._engine = self._make_engine(
+            runtime, page_size, max_total_tokens, disaggregation_address, disaggregation_timeout
+        )
         self._intake = Intake(
             runner=self._runner,
             tokenizer=self.tokenizer,
@@ -175,6 +210,18 @@ class LLM:
             eos_token_ids=read_eos_token_ids(self._runner),
             seed=seed,
         )
+        if disaggregation == "prefill":
+            self._prefill = make_prefill_instance(
+                identity_of(self._runner, config, page_size),
+                address=disaggregation_address,
+                prepare=self.prepare,
+                submit=self._submit,
+                abort=self.abort,
+            )
+        if disaggregation == "both":
+            assert self._remote is not None
+            address = self._remote.address
+            self._partner = LLM(**same, disaggregation="prefill", disaggregation_address=address)
 
     def __enter__(self) -> LLM:
         return self
@@ -189,6 +236,9 @@ class LLM:
         try:
             self._abort_all()
         finally:
+            for other in (self._partner, self._prefill, self._remote):
+                if other is not None:
+                    other.close()
             self._engine = None  # type: ignore[assignment]
             self._runner = self._intake = None  # type: ignore[assignment]
 
@@ -272,7 +322,15 @@ class LLM:
         return request
 
     def submit(self, request: Request) -> None:
-        """Queue a prepared request for ``step``."""
+        """Queue a prepared request for ``step``.
+
+        Raises:
+            UsageError: this is a prefill instance, which takes requests from decode instances.
+        """
+        self._check_takes_requests()
+        self._submit(request)
+
+    def _submit(self, request: Request) -> None:
         self._check_open()
         request.inbox = self._inbox
         self._engine.add(request)
@@ -286,6 +344,9 @@ class LLM:
                 next call returns their outputs.
         """
         self._check_open()
+        if self._prefill is not None:
+            self._step_prefill(wait=True)
+            return []
         if self._engine.has_work or not self._inbox:
             self._step()
         moved = [request for request in _emptied(self._inbox) if not request.delivered]
@@ -298,6 +359,12 @@ class LLM:
         """Whether ``step`` has something left to do or to return."""
         return bool(self._inbox) or (self._engine is not None and self._engine.has_work)
 
+    @property
+    def must_step(self) -> bool:
+        """Whether others wait for this one's ``step``, so that it is to be called again and again,
+        requests or not; it blocks for a moment where nothing is to be done."""
+        return self._disaggregation in ("prefill", "decode")
+
     def abort(self, request_id: str) -> None:
         """End a request; its output so far comes with ``finish_reason="abort"``.
 
@@ -309,7 +376,10 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Totals since the engine was made; see ``specplug.engine.statistics``."""
         self._check_open()
-        return self._engine.statistics.as_dict()
+        stats = self._engine.statistics.as_dict()
+        if self._remote is not None:
+            stats["transfers"] = attrs.asdict(self._remote.transfers)
+        return stats
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes.
@@ -338,6 +408,8 @@ class LLM:
             **self._features.states,
             "cuda_graph": self._engine.cuda_graph,
             "mixed_chunk": "on" if self._limits.mixed_chunk else "off: not enabled",
+            "disaggregation": self._disaggregation or "off",
+            "disaggregation_address": self._remote.address if self._remote else None,
             "chunked_prefill_size": self._limits.chunked_prefill_size,
             "max_running_requests": self._limits.max_running_requests,
             "page_size": pool.page_size,
@@ -352,9 +424,16 @@ class LLM:
         """Assert that every KV page is free, cached, or owned by one running request."""
         self._check_open()
         self._engine.scheduler.check()
+        if self._partner is not None:
+            self._partner.check_pool()
 
     def _make_engine(
-        self, runtime: EngineRuntime, page_size: int, max_total_tokens: int | None
+        self,
+        runtime: EngineRuntime,
+        page_size: int,
+        max_total_tokens: int | None,
+        address: str | None,
+        timeout: float,
     ) -> Engine:
         limits, config = self._limits, self.spec_config
         width = self.context_len + limits.steps_in_flight * limits.columns + limits.reserve
@@ -368,14 +447,32 @@ class LLM:
             lookahead = 1 if runtime.has_draft_cache else 0
         enabled = self._features.is_on("prefix_cache")
         cache = PrefixCache(PagePool(num_pages, page_size), lookahead, enabled=enabled)
+        handover = Handover(runtime, self._hooks, future_map, lookahead)
+        if self._disaggregation in ("decode", "both"):
+            self._remote = make_decode_instance(
+                runtime,
+                self._runner,
+                cache,
+                address=address,
+                timeout=timeout,
+                both=self._disaggregation == "both",
+            )
         return Engine(
             scheduler=Scheduler(limits, cache, table),
-            steps=StepRunner(runtime, self._runner, self._hooks, future_map, kv),
+            steps=StepRunner(runtime, self._runner, self._hooks, future_map, kv, handover),
             runtime=runtime,
             hooks=self._hooks,
             overlap=limits.steps_in_flight > 1,
             tokenizer=backend_of(self.tokenizer),
+            remote=self._remote,
         )
+
+    def _check_takes_requests(self) -> None:
+        if self._prefill is not None:
+            raise UsageError(
+                "this is a prefill instance: it takes its requests from decode instances; give "
+                "them to one of these, and call step() here"
+            )
 
     def _check_open(self) -> None:
         if self._engine is None:
@@ -394,6 +491,7 @@ class LLM:
         self, requests: Sequence[Request], *, partial: bool
     ) -> Generator[RequestOutput, None, None]:
         self._check_open()  # it may have been closed since the requests were made
+        self._check_takes_requests()
         live = {request.request_id: request for request in requests}
         inbox: list[Request] = []  # a step of another stream may move ours
         for request in requests:
@@ -418,6 +516,8 @@ class LLM:
         """Run a step and put the requests that it moved where they are waited for."""
         if self._engine is None:  # closed in the middle of a stream, whose requests were aborted
             return
+        if self._partner is not None:
+            self._partner._step_prefill(wait=False)
         moved: list[Request] = []
         try:
             moved = self._engine.step()
@@ -428,6 +528,19 @@ class LLM:
             for request in moved:
                 request.inbox.append(request)
 
+    def _step_prefill(self, *, wait: bool) -> None:
+        """Take what decode instances ask for, run a step, and send them what it gave."""
+        assert self._prefill is not None
+        self._prefill.receive(wait=wait and not self._engine.has_work)
+        if self._engine.has_work:
+            try:
+                self._step()
+            except Exception:  # its requests have ended; who waits for them is told
+                _log.exception("a step has failed")
+        outbox = self._engine.outbox
+        self._prefill.send(outbox.popleft() for _ in range(len(outbox)))
+        self._prefill.tell_failed(_emptied(self._inbox))
+
     def _drain(self, requests: Sequence[Request]) -> None:
         """Process aborts and what is in flight, so that nothing of these requests stays behind."""
         while self._engine is not None and self._engine.has_work:
@@ -436,7 +549,7 @@ class LLM:
             self._step()
 
     def _abort_all(self) -> None:
-        for request in list(self._engine.scheduler):
+        for request in self._engine.requests:
             self._engine.abort(request.request_id)
         while self._engine.has_work:
             self._step()

@@ -14,9 +14,11 @@ from torch import Tensor
 from specplug.engine.attention import JoinedPlan, PagedPlan
 from specplug.engine.captures import ROUTED_EXPERTS
 from specplug.engine.guide import HostTree, allocate_masks
+from specplug.engine.handover import Handover
 from specplug.engine.host_copy import Arrival, to_host
 from specplug.engine.kv_cache import move_slots
 from specplug.engine.model_runner import ModelRunner
+from specplug.engine.parcel import KVSlice
 from specplug.engine.request import Request
 from specplug.engine.runtime import EngineRuntime
 from specplug.engine.sampler import top_logprobs
@@ -44,10 +46,12 @@ class PrefillResult:
         tokens: [bs] int64, the target's token behind each chunk.
         wanted: what requests asked for, by name: ``top_logprobs`` of these tokens, [bs, …], and the
             experts of all rows.
+        slices: of the requests that other instances wait for.
     """
 
     tokens: Tensor
     wanted: dict[str, Tensor]
+    slices: tuple[KVSlice, ...] = ()
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -144,6 +148,7 @@ class StepRunner:
         hooks: the plugin manager's ``hook``.
         future_map: the relay between steps.
         pool: the target's KV pool, [layers, 2, slots, Hkv, D].
+        handover: to other instances and from them.
     """
 
     def __init__(
@@ -153,12 +158,14 @@ class StepRunner:
         hooks: Any,
         future_map: FutureMap,
         pool: Tensor,
+        handover: Handover,
     ) -> None:
         self._runtime = runtime
         self._runner = runner
         self._hooks = hooks
         self._future_map = future_map
         self._pool = pool
+        self._handover = handover
         self._numbers = count(1)
         self._unread: list[StepResult] = []
 
@@ -177,7 +184,11 @@ class StepRunner:
     def _run(self, step: Step) -> StepResult:
         clock = StepClock(self._runtime.device)
         slots = [chunk.end for chunk in step.prefill.chunks] if step.prefill else []
+        slots += [unpacking.parcel.end for unpacking in step.unpacked]
         self._runtime.max_slots = max([*slots, step.decode.max_slots if step.decode else 0])
+        if step.unpacked:
+            self._handover.unpack(step.unpacked)
+            clock.lap("unpack")
         prefill = self._chunks(step.prefill) if step.prefill else None
         decode = self._nodes(step.decode) if step.decode else None
         clock.lap("propose")
@@ -186,7 +197,7 @@ class StepRunner:
         result = StepResult(
             number=next(self._numbers),
             step=step,
-            prefill=self._finish_prefill(prefill, of_prefill, clock),
+            prefill=self._finish_prefill(step.prefill, prefill, of_prefill, clock),
             decode=self._finish_decode(decode, of_decode, clock),
             clock=clock,
             arrival=Arrival(self._runtime.device),  # behind all that was sent
@@ -246,7 +257,8 @@ class StepRunner:
         """The target's forward over the rows of both halves, together if there are two: the logits
         that each wants, and its captured outputs by name."""
         if prefill is None:
-            assert decode is not None
+            if decode is None:
+                return None, None
             experts = bool(decode.needs & Needs.EXPERTS)
             return None, self._runner.verify(decode.tokens, decode.plan, experts)
         assert prefill.logits_rows is not None
@@ -270,10 +282,14 @@ class StepRunner:
     # What each half makes of it
 
     def _finish_prefill(
-        self, half: _Half | None, outputs: Outputs | None, clock: StepClock
+        self,
+        scheduled: Prefill | None,
+        half: _Half | None,
+        outputs: Outputs | None,
+        clock: StepClock,
     ) -> PrefillResult | None:
-        """Sample behind each chunk, and feed the draft model."""
-        if half is None or outputs is None:
+        """Sample behind each chunk, feed the draft model, and cut out what others wait for."""
+        if scheduled is None or half is None or outputs is None:
             return None
         (logits, per_node), batch = outputs, half.batch
         assert half.logits_rows is not None
@@ -292,7 +308,8 @@ class StepRunner:
         clock.lap("verify")
         self._extend(batch, output, ends)
         wanted = _for_host({**per_node, **logprobs})
-        result = PrefillResult(tokens=to_host(predict), wanted=wanted)
+        slices = self._handover.cut(scheduled.chunks, batch)
+        result = PrefillResult(tokens=to_host(predict), wanted=wanted, slices=slices)
         clock.lap("extend")
         return result
 
