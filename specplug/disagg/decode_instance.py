@@ -115,6 +115,7 @@ class DecodeInstance:
         self._away: dict[str, Incoming] = {}
         self._tried: dict[str, int] = {}
         self._alone_since = time.monotonic()
+        self._queued_at: dict[str, float] = {}
 
     # What the engine asks (see ``RemotePrefill``)
 
@@ -134,9 +135,7 @@ class DecodeInstance:
 
     def add(self, request: Request) -> None:
         """Take a request."""
-        if not self.has_work and not self._peers:
-            self._alone_since = time.monotonic()
-        self._waiting.add(request)
+        self._queue(request)
 
     def find(self, request_ids: Collection[str]) -> list[Request]:
         """Those of these names that are here or away."""
@@ -152,7 +151,7 @@ class DecodeInstance:
             return True
         if self._waiting.get(request.request_id) is None:
             return False
-        self._waiting.remove(request)
+        self._unqueue(request)
         return True
 
     def reset(self) -> list[Request]:
@@ -177,13 +176,21 @@ class DecodeInstance:
 
     # Giving away
 
+    def _queue(self, request: Request) -> None:
+        self._waiting.add(request)
+        self._queued_at[request.request_id] = time.monotonic()
+
+    def _unqueue(self, request: Request) -> None:
+        self._waiting.remove(request)
+        del self._queued_at[request.request_id]
+
     def _give_away(self, room: int) -> None:
         """Send the first of the waiting requests to the instances that have the fewest."""
         while self._peers and len(self._away) < room:
             request = self._waiting.first()
             if request is None:
                 return
-            self._waiting.remove(request)
+            self._unqueue(request)
             name = min(self._peers, key=lambda peer: len(self._peers[peer].jobs))
             self._send(request, name)
 
@@ -225,7 +232,7 @@ class DecodeInstance:
         if tried >= self._tries:
             return [self._fail(request, f"prefill failed {tried} times; the last time {why}")]
         self.transfers.tries_again += 1
-        self._waiting.add(request)
+        self._queue(request)
         return []
 
     def _fail(self, request: Request, why: str) -> Request:
@@ -250,8 +257,9 @@ class DecodeInstance:
                 f"start one with --disaggregation-mode prefill and this address"
             )
             for request in list(self._waiting):
-                self._waiting.remove(request)
-                back.append(self._fail(request, why))
+                if now - self._queued_at[request.request_id] > self._timeout:
+                    self._unqueue(request)
+                    back.append(self._fail(request, why))
         return back
 
     # What instances say
