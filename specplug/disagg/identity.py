@@ -77,6 +77,8 @@ class Identity:
             HandshakeError: the fields are not those of an identity, as those of another version
                 may be.
         """
+        if not isinstance(fields, Mapping):
+            raise HandshakeError(f"an identity is {fields!r:.60}; expected names and values")
         try:
             return cls(**fields)
         except TypeError as error:

@@ -102,6 +102,11 @@ class Incoming:
             raise MessageError(
                 f"token {token!r}; expected an integer from 0 to {self.form.vocab_size - 1}"
             )
+        experts = message.tensors.get("experts")
+        if self.request.params.return_routed_experts and (
+            experts is None or experts.dim() != 3 or len(experts) != self.end
+        ):
+            raise MessageError(f"the experts of {self.end} tokens are missing")
         return Parcel(
             start=self.start,
             end=self.end,
@@ -113,5 +118,5 @@ class Incoming:
             },
             first_token=token,
             logprobs=None if logprobs is None else {t: Logprob(**of) for t, of in logprobs},
-            experts=message.tensors.get("experts"),
+            experts=experts,
         )
