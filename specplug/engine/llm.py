@@ -381,6 +381,23 @@ class LLM:
             stats["transfers"] = attrs.asdict(self._remote.transfers)
         return stats
 
+    @property
+    def occupancy(self) -> dict[str, int]:
+        """What the engine holds now: requests "running" and "waiting"; pages "total" (all but the
+        padding page), "free", "cached", and "available", those that are free or cached for nobody
+        who runs."""
+        self._check_open()
+        scheduler = self._engine.scheduler
+        cache = scheduler.cache
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "total": cache.pool.num_pages - 1,
+            "free": cache.pool.num_free,
+            "cached": cache.num_pages,
+            "available": cache.num_available,
+        }
+
     def flush_cache(self) -> None:
         """Forget all cached prefixes.
 
