@@ -23,6 +23,10 @@ class CheckpointError(SpecplugError):
     """A checkpoint is missing, or does not fit the network or the target it is meant for."""
 
 
+class InstanceError(SpecplugError):
+    """This process and another that it works with cannot go on together; it has to end."""
+
+
 class FallbackWarning(UserWarning):
     """Something that was asked for, or is on by default, is off or other in this run; the message
     says why. ``LLM.effective_config`` says it too."""

@@ -63,6 +63,12 @@ class Transfers:
     seconds: float = 0.0
     peers: int = 0
 
+    def as_dict(self) -> dict[str, Any]:
+        """For ``LLM.stats``: the counts as ``transfers``, the others under names of their own."""
+        counts = attrs.asdict(self)
+        seconds, peers = counts.pop("seconds"), counts.pop("peers")
+        return {"transfers": counts, "transfer_seconds": seconds, "prefill_instances": peers}
+
 
 class DecodeInstance:
     """Gives requests to the prefill instances that have registered. Implements ``RemotePrefill``.

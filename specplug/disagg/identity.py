@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from specplug import __version__
-from specplug.errors import SpecplugError
+from specplug.errors import InstanceError
 
 _SAMPLES = 32
 _BLOCK = 4096
@@ -22,7 +22,7 @@ def _as_tuple(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
-class HandshakeError(SpecplugError):
+class HandshakeError(InstanceError):
     """Two instances cannot work together; the message names both values."""
 
 

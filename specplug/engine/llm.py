@@ -378,7 +378,7 @@ class LLM:
         self._check_open()
         stats = self._engine.statistics.as_dict()
         if self._remote is not None:
-            stats["transfers"] = attrs.asdict(self._remote.transfers)
+            stats |= self._remote.transfers.as_dict()
         return stats
 
     @property
@@ -391,7 +391,7 @@ class LLM:
         cache = scheduler.cache
         return {
             "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
+            "waiting": len(self._engine.requests) - len(scheduler.running),
             "total": cache.pool.num_pages - 1,
             "free": cache.pool.num_free,
             "cached": cache.num_pages,
