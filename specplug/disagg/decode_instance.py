@@ -103,7 +103,7 @@ class DecodeInstance:
         most_away: int,
         timeout: float,
         tries: int = 3,
-        moment: float = 0.01,
+        moment: float = 0.002,
     ) -> None:
         self.transfers = Transfers()
         self._transport = transport

@@ -62,7 +62,7 @@ def make_decode_instance(
         form=KVForm(shapes=runtime.kv_shapes, dtype=runtime.dtype, vocab_size=runtime.vocab_size),
         most_away=runtime.max_running_requests,
         timeout=timeout,
-        moment=0.0005 if both else 0.01,  # the other side takes its turn in the same thread
+        moment=0.0005 if both else 0.002,  # the other side takes its turn in the same thread
     )
 
 

@@ -19,7 +19,8 @@ from specplug.engine.parcel import Cutting
 from specplug.engine.request import Request
 
 _log = logging.getLogger(__name__)
-_MOMENT = 0.01
+_MOMENT = 0.002
+"""Seconds to wait where nothing is to be done: a new request may have come another way."""
 
 
 @attrs.define(eq=False)
@@ -161,9 +162,10 @@ class PrefillInstance:
     def _hear(self, link: Link, message: Message) -> None:
         match message.kind:
             case "accepted":
+                if not link.accepted:
+                    _log.info("registered at %s", link.transport.address)
                 link.accepted = True
                 link.backoff.reset()
-                _log.info("registered at %s", link.transport.address)
             case "refused":
                 raise HandshakeError(
                     f"the decode instance at {link.transport.address} refuses this one: "
