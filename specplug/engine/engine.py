@@ -13,6 +13,7 @@ from specplug.debug import DEBUG
 from specplug.engine.captures import ROUTED_EXPERTS
 from specplug.engine.outputs import Logprob
 from specplug.engine.parcel import Cutting, KVSlice, RemotePrefill
+from specplug.engine.rank_group import RankGroup
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.runtime import EngineRuntime
 from specplug.engine.scheduler import Scheduler, Step
@@ -33,6 +34,7 @@ class Engine:
         hooks: the plugin manager's ``hook``, for the reports.
         overlap: whether a step is launched before the last one's results are processed.
         tokenizer: the ``tokenizers.Tokenizer``, for the text of log-probabilities; or None.
+        ranks: that step together with this one; None: it is alone.
         remote: who has requests prefilled by other instances; None: they are prefilled here.
 
     Attributes:
@@ -49,6 +51,7 @@ class Engine:
         overlap: bool,
         tokenizer: Any | None,
         remote: RemotePrefill | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.outbox: deque[Cutting] = deque()
@@ -60,6 +63,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._carries_state = hasattr(runtime.worker, "hidden_size_for")
         self._told_stateless = False
+        self._ranks = ranks
         self._launched: deque[StepResult] = deque()
         self._launching: Step | None = None
         self._moved: list[Request] = []
@@ -131,6 +135,13 @@ class Engine:
             self._process()
         return self._finish_step()
 
+    def drain(self) -> list[Request]:
+        """Process aborts and all that is launched, and launch nothing; the requests that moved."""
+        self._process_aborts()
+        while self._launched:
+            self._process()
+        return self._finish_step()
+
     def _finish_step(self) -> list[Request]:
         if DEBUG:
             self.scheduler.check()
@@ -142,6 +153,7 @@ class Engine:
         began = time.perf_counter()
         step = self._launching = self.scheduler.schedule()
         if step is None:
+            self._idle()
             return False
         for request in step.admitted:
             self._runtime.sampler.admit(request)
@@ -152,10 +164,22 @@ class Engine:
         self._launching = None
         return True
 
+    def _idle(self) -> None:
+        """Take part in the step of another rank, or wait a little for one."""
+        if self._ranks is None:
+            return
+        if not self.has_work:
+            self._ranks.rest()
+        if self._ranks.called:
+            self._steps.idle()
+            self.statistics.steps["idle"] += 1
+
     def _process(self) -> None:
         """Hand out what the oldest launched step gives."""
         result = self._launched[0]
         result.wait()
+        if self._ranks is not None:
+            self._ranks.check()  # what a failed rank left unfinished is nothing to hand out
         began = time.perf_counter()
         result.advance_guides()
         sampled = self._process_prefill(result)

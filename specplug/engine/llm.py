@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ from specplug.engine.model_runner import ModelRunner
 from specplug.engine.outputs import RequestOutput
 from specplug.engine.page_pool import PagePool
 from specplug.engine.prefix_cache import PrefixCache
+from specplug.engine.rank_group import join_ranks, tells_ranks
 from specplug.engine.request import Request
 from specplug.engine.request_table import RequestTable
 from specplug.engine.runtime import EngineRuntime
@@ -46,9 +47,10 @@ from specplug.engine.sampling_params import SamplingParams
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
-from specplug.errors import FallbackWarning, UsageError
+from specplug.errors import FallbackWarning, RankError, UsageError
 from specplug.registry import Registry, build_plugin_manager
 from specplug.spec.defaults import CoreDefaults
+from specplug.spec.runtime import RankInfo
 
 if TYPE_CHECKING:
     from specplug.disagg.decode_instance import DecodeInstance
@@ -100,13 +102,20 @@ class LLM:
         num_threads: torch's threads on the CPU, which are the whole process's. None: one for a
             model of under 50 million parameters, whose operations are too short to share (two
             threads on busy cores then wait for one another), else torch's own choice.
+        dp_rank, dp_size: this process's place among those that share the work; one LLM in each.
+        dp_address: host:port at which rank 0 listens for the others.
+        dp_timeout: seconds of silence after which another rank is taken for dead.
+        enable_dp_attention: each rank has its own requests and KV, and a part of every MLP, so all
+            ranks step together: see ``step``.
 
     Raises:
         UsageError: a value cannot be used, or the algorithm is not installed.
         PluginError: the algorithm's plugin is broken.
         CheckpointError: the model or the draft model cannot be loaded, or do not fit.
+        RankError: not all ranks came, or one has failed.
     """
 
+    @tells_ranks
     def __init__(
         self,
         model: str | Path | None = None,
@@ -133,6 +142,11 @@ class LLM:
         disaggregation_address: str | None = None,
         disaggregation_timeout: float = 30.0,
         num_threads: int | None = None,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        dp_address: str | None = None,
+        dp_timeout: float = 15.0,
+        enable_dp_attention: bool = False,
     ) -> None:
         same = {name: value for name, value in locals().items() if name not in _OF_ONE_SIDE}
         for name, value, optional in (
@@ -147,6 +161,11 @@ class LLM:
         if not isinstance(seed, int):
             raise UsageError(f"seed={seed!r}: expected an integer")
         check_mode(disaggregation, disaggregation_timeout)
+        if disaggregation is not None and enable_dp_attention:
+            raise UsageError(
+                f"disaggregation={disaggregation!r} with enable_dp_attention is not supported yet: "
+                "run each instance without enable_dp_attention"
+            )
         self._disaggregation = disaggregation
         registry = Registry()
         selected = registry.select(speculative_algorithm)
@@ -163,10 +182,23 @@ class LLM:
             model_name=DEFAULT_MODEL if path == str(ASSETS / "tiny_code") else None,
             target_config=read_target_config(path),
         )
+        self._ranks = join_ranks(
+            RankInfo(rank=dp_rank, world_size=dp_size),
+            dp_address,
+            where,
+            dp_timeout,
+            {
+                **{k: v for k, v in config.target_config.items() if not k.startswith("_")},
+                "dtype": dtype,
+                "device": where.type,
+                "dp_size": dp_size,
+            },
+            enabled=enable_dp_attention,
+        )
         config = self._hooks.validate_config(config=config)
         for adjustment in config.adjustments:
             warnings.warn(f"{config.algorithm}: {adjustment}", FallbackWarning, stacklevel=2)
-        self._runner = ModelRunner(path, choose_dtype(dtype, where), where)
+        self._runner = ModelRunner(path, choose_dtype(dtype, where), where, self._ranks)
         self.spec_config = config
         if where.type == "cpu":
             set_threads(num_threads, self._runner.num_parameters)
@@ -177,8 +209,9 @@ class LLM:
             self._runner,
             self.context_len,
             max_running_requests,
-            graphs=where.type == "cuda" and not disable_cuda_graph,
+            graphs=where.type == "cuda" and not disable_cuda_graph and self._ranks is None,
             draft_verifies=self._hooks.supports_target_verify_for_draft(),
+            rank=RankInfo(rank=dp_rank, world_size=dp_size),
         )
         runtime.worker = self._hooks.create_worker(runtime=runtime)
         self._inbox: list[Request] = []
@@ -226,21 +259,32 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if self._ranks is not None and self._engine is not None:
+                if error is None:
+                    self.wait_for_ranks()
+                else:
+                    self._ranks.end(error)
+        finally:
+            self.close()
 
     def close(self) -> None:
-        """End all requests and free the model and its caches."""
+        """End all requests and free the model and its caches. Ranks that have work then cannot go
+        on: ``wait_for_ranks`` first, as the end of a ``with`` does."""
         if self._engine is None:
             return
         try:
-            self._abort_all()
+            with suppress(RankError):  # the end of all, which has been told
+                self._abort_all()
         finally:
             for other in (self._partner, self._prefill, self._remote):
                 if other is not None:
                     other.close()
             self._engine = None  # type: ignore[assignment]
             self._runner = self._intake = None  # type: ignore[assignment]
+            if self._ranks is not None:
+                self._ranks.close()
 
     def generate(
         self,
@@ -339,7 +383,13 @@ class LLM:
         """Launch the next step of all requests, and process one that was launched: the outputs of
         those requests from ``add_request`` that moved, or ended, by it.
 
+        With data-parallel attention a step has one pass of the target in which every rank takes
+        part. So the loop of each rank calls ``step`` for as long as any of them has work, and may
+        always call it: without work anywhere it waits for 10 ms at most. A rank that does
+        not call it keeps the others waiting, which ``must_step`` tells.
+
         Raises:
+            RankError: another rank has failed, or has closed while this one has work.
             Exception: what a plugin raised. All requests have ended then, with that error, and the
                 next call returns their outputs.
         """
@@ -361,9 +411,32 @@ class LLM:
 
     @property
     def must_step(self) -> bool:
-        """Whether others wait for this one's ``step``, so that it is to be called again and again,
-        requests or not; it blocks for a moment where nothing is to be done."""
-        return self._disaggregation in ("prefill", "decode")
+        """Whether this rank has work, or another has begun a step and waits for this one."""
+        waits = self._ranks is not None and self._ranks.called
+        return waits or self.has_unfinished_requests
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other processes may want something of this one at any time (another rank a step,
+        a prefill or decode instance an answer), so that ``step`` is to be called again and again,
+        requests or not. With nothing to do it blocks for a moment."""
+        return self._ranks is not None or self._disaggregation in ("prefill", "decode")
+
+    def wait_for_ranks(self) -> None:
+        """Do this rank's work, and take part in the others' until they have none: until every rank
+        has called this as often as this one.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        self._check_open()
+        while self._engine.has_work:
+            self._step()
+        if self._ranks is None:
+            return
+        self._ranks.links.say_done()
+        while not self._ranks.links.all_done:
+            self._step()
 
     def abort(self, request_id: str) -> None:
         """End a request; its output so far comes with ``finish_reason="abort"``.
@@ -424,6 +497,9 @@ class LLM:
             **config,
             **self._features.states,
             "cuda_graph": self._engine.cuda_graph,
+            "dp_attention": "off: not enabled" if self._ranks is None else "on",
+            "dp_rank": self._ranks.rank if self._ranks is not None else 0,
+            "dp_size": self._ranks.size if self._ranks is not None else 1,
             "mixed_chunk": "on" if self._limits.mixed_chunk else "off: not enabled",
             "disaggregation": self._disaggregation or "off",
             "disaggregation_address": self._remote.address if self._remote else None,
@@ -476,12 +552,15 @@ class LLM:
             )
         return Engine(
             scheduler=Scheduler(limits, cache, table),
-            steps=StepRunner(runtime, self._runner, self._hooks, future_map, kv, handover),
+            steps=StepRunner(
+                runtime, self._runner, self._hooks, future_map, kv, handover, self._ranks
+            ),
             runtime=runtime,
             hooks=self._hooks,
             overlap=limits.steps_in_flight > 1,
             tokenizer=backend_of(self.tokenizer),
             remote=self._remote,
+            ranks=self._ranks,
         )
 
     def _check_takes_requests(self) -> None:
@@ -530,16 +609,24 @@ class LLM:
             self._drain(requests)
 
     def _step(self) -> None:
-        """Run a step and put the requests that it moved where they are waited for."""
+        """Run a step, if the engine is still there."""
         if self._engine is None:  # closed in the middle of a stream, whose requests were aborted
             return
         if self._partner is not None:
             self._partner._step_prefill(wait=False)
+        self._take(self._engine.step)
+
+    def _take(self, move: Callable[[], list[Request]]) -> None:
+        """Have requests moved, and put them where they are waited for."""
         moved: list[Request] = []
         try:
-            moved = self._engine.step()
+            with self._ranks.stepping() if self._ranks is not None else nullcontext():
+                moved = move()
         except BaseException as error:
-            moved = self._engine.abandon(error)
+            cause = error if self._ranks is None else self._ranks.end(error)
+            moved = self._engine.abandon(cause)
+            if cause is not error:
+                raise cause from error
             raise
         finally:
             for request in moved:
@@ -568,8 +655,7 @@ class LLM:
     def _abort_all(self) -> None:
         for request in self._engine.requests:
             self._engine.abort(request.request_id)
-        while self._engine.has_work:
-            self._step()
+        self._take(self._engine.drain)
 
 
 def _check_positive(name: str, value: int | None, optional: bool) -> None:

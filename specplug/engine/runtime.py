@@ -32,6 +32,7 @@ class EngineRuntime:
         graphs: whether passes are recorded as CUDA graphs.
         draft_verifies: whether the draft's pass has the shape of a target verify, as the
             algorithm's ``supports_target_verify_for_draft`` says.
+        rank: of this process.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class EngineRuntime:
         *,
         graphs: bool = False,
         draft_verifies: bool = False,
+        rank: RankInfo | None = None,
     ) -> None:
         self.config = config
         self.device = runner.device
@@ -53,7 +55,7 @@ class EngineRuntime:
         self.context_len = context_len
         self.max_running_requests = max_running_requests
         self.num_rows = max_running_requests + 1
-        self.rank = RankInfo()
+        self.rank = rank or RankInfo()
         self.worker: Any = None
         self.sampler = Sampler(self.num_rows, self.vocab_size, self.device)
         self.table: RequestTable
@@ -149,6 +151,8 @@ class EngineRuntime:
         """Whether passes are replayed as graphs, and why not."""
         if not self._graphs:
             cpu = self.device.type == "cpu"
+            if self.rank.world_size > 1 and not cpu:
+                return "off: data-parallel attention"  # its passes have collectives
             return "off: there are none on the CPU" if cpu else "off: disable_cuda_graph"
         failures = [self._runner.graph_failure, *(r.failure for r in self._draft_runners)]
         failed = next((f for f in failures if f is not None), None)

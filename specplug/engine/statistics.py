@@ -17,7 +17,7 @@ class Statistics:
 
     Attributes:
         requests: ended requests by finish reason.
-        steps: by mode, as ``StepReport`` has it.
+        steps: by mode, as ``StepReport`` has it, and "idle" where only other ranks had rows.
         prompt_tokens: tokens that were prefilled.
         recomputed_tokens: how many of them for a second time, after a retraction.
         cached_tokens: tokens that were found in the prefix cache instead.

@@ -19,6 +19,7 @@ from specplug.engine.host_copy import Arrival, to_host
 from specplug.engine.kv_cache import move_slots
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.parcel import KVSlice
+from specplug.engine.rank_group import RankGroup
 from specplug.engine.request import Request
 from specplug.engine.runtime import EngineRuntime
 from specplug.engine.sampler import top_logprobs
@@ -149,6 +150,7 @@ class StepRunner:
         future_map: the relay between steps.
         pool: the target's KV pool, [layers, 2, slots, Hkv, D].
         handover: to other instances and from them.
+        ranks: that run each pass of the target together with this one; None: it is alone.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class StepRunner:
         future_map: FutureMap,
         pool: Tensor,
         handover: Handover,
+        ranks: RankGroup | None = None,
     ) -> None:
         self._runtime = runtime
         self._runner = runner
@@ -166,6 +169,7 @@ class StepRunner:
         self._future_map = future_map
         self._pool = pool
         self._handover = handover
+        self._ranks = ranks
         self._numbers = count(1)
         self._unread: list[StepResult] = []
 
@@ -175,6 +179,34 @@ class StepRunner:
         with self._current_device():
             self._runtime.table.flush()
             return self._run(step)
+
+    @torch.inference_mode()
+    def idle(self) -> None:
+        """Take part in a step of other ranks, without a request.
+
+        The target's pass has one row, of the padding row's request: no model of transformers runs
+        without any. What it gives is nobody's, so verify gets an empty batch, without hidden
+        states, and the draft extend has no token.
+        """
+        with self._current_device():
+            batch = self._batch(ForwardMode.IDLE, (), Needs.NOTHING)
+            nothing = batch.rows
+            self._runtime.max_slots = 1
+            row = self._upload([0])
+            self._agree(row)
+            logits, _ = self._runner.verify(row, self._runtime.make_plan(row, row, 1), False)
+            verified = self._hooks.verify(
+                runtime=self._runtime,
+                batch=batch,
+                draft=Draft.chain(nothing.unsqueeze(1)),
+                target_output=TargetOutput(predict=nothing, logits=logits[:0], per_node={}),
+            )
+            self._extend(batch, compact(verified, {}), nothing)
+
+    def _agree(self, *rows: Tensor) -> None:
+        """Wait until the other ranks, too, are ready for a pass of the target."""
+        if self._ranks is not None:
+            self._ranks.agree(sum(map(len, rows)))
 
     def _current_device(self) -> AbstractContextManager[None]:
         """Streams, events and graphs are those of the current device, which is a thread's own."""
@@ -192,6 +224,8 @@ class StepRunner:
         prefill = self._chunks(step.prefill) if step.prefill else None
         decode = self._nodes(step.decode) if step.decode else None
         clock.lap("propose")
+        if prefill or decode:
+            self._agree(*(half.tokens for half in (prefill, decode) if half))
         of_prefill, of_decode = self._target_pass(prefill, decode)
         clock.lap("target")
         result = StepResult(
@@ -387,7 +421,7 @@ class StepRunner:
                 future_map=self._future_map,
             )
         self._future_map.publish(batch.rows, seq_lens, output)
-        self._future_map.stash(batch.rows, draft_input)
+        self._future_map.stash(batch.rows[: len(draft_input.bonus_tokens)], draft_input)
 
     def _batch(self, mode: ForwardMode, requests: Sequence[Request], needs: Needs) -> Batch:
         rows = self._upload([request.row for request in requests])

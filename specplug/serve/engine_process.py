@@ -232,14 +232,14 @@ class EngineLoop:
         """Go on until told to end."""
         while not self._ended:
             self._take_all()
-            if self._llm.has_unfinished_requests or self._llm.must_step:
+            if self._llm.has_unfinished_requests or self._llm.has_peers:
                 self._step()
             if DEBUG and not self._llm.has_unfinished_requests:
                 self._llm.check_pool()
 
     def _take_all(self) -> None:
-        """Do what the inbox asks for; where nothing runs and nobody waits for a step, wait."""
-        idle = not (self._llm.has_unfinished_requests or self._llm.must_step)
+        """Do what the inbox asks for; where nothing runs, and nobody else may ask, wait."""
+        idle = not (self._llm.has_unfinished_requests or self._llm.has_peers)
         while idle or not self._inbox.empty():
             self._do(self._inbox.get())
             idle = False
