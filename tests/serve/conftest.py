@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,22 @@ StartServer = Callable[..., ServerProcess]
 @pytest.fixture(scope="module")
 def serve() -> Iterator[StartServer]:
     """Starts servers, which are ended when the module's tests are done."""
+    with _servers() as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    """A server that no test ends: NGRAM, a small KV pool, and a chat template."""
+    with _servers() as start:
+        yield start(
+            *("--speculative-algorithm", "NGRAM", "--max-total-tokens", "4096"),
+            *("--max-queue", "16", "--chat-template", str(TEMPLATE)),
+        )
+
+
+@contextmanager
+def _servers() -> Iterator[StartServer]:
     with ExitStack() as ends:
 
         def start(*arguments: str, **variables: str) -> ServerProcess:
@@ -26,9 +42,3 @@ def serve() -> Iterator[StartServer]:
             return server
 
         yield start
-
-
-@pytest.fixture(scope="module")
-def server(serve: StartServer) -> ServerProcess:
-    """A server of the default model, with all that tests in a module want to ask it for."""
-    return serve("--max-queue", "64", "--chat-template", str(TEMPLATE))
