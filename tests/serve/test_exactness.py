@@ -28,7 +28,7 @@ def any_server(request: pytest.FixtureRequest, serve: Any) -> Iterator[ServerPro
     """A server under an algorithm."""
     server = serve("--speculative-algorithm", request.param)
     yield server
-    server.process.kill()
+    server.kill()
 
 
 @pytest.fixture(scope="module")
