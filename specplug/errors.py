@@ -23,6 +23,15 @@ class CheckpointError(SpecplugError):
     """A checkpoint is missing, or does not fit the network or the target it is meant for."""
 
 
+class InstanceError(SpecplugError):
+    """This process and another that it works with cannot go on together; it has to end."""
+
+
+class RankError(InstanceError):
+    """A rank process of a data-parallel run has failed, died or left, so that none can go on. The
+    message names it and says what happened to it."""
+
+
 class FallbackWarning(UserWarning):
     """Something that was asked for, or is on by default, is off or other in this run; the message
     says why. ``LLM.effective_config`` says it too."""

@@ -11,7 +11,7 @@ import click
 
 from specplug.cli import say
 from specplug.cli.loading import status
-from specplug.cli.options import COUNT, ENGINE, check_speculation, chosen
+from specplug.cli.options import COUNT, DISAGGREGATION, ENGINE, check_speculation, chosen
 from specplug.errors import SpecplugError
 from specplug.registry import Registry
 
@@ -104,16 +104,22 @@ class Grouped(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the groups."""
-        ours = {*SERVER, *LIMITS, *ENGINE}
+        ours = {*SERVER, *LIMITS, *ENGINE, *DISAGGREGATION}
         others = [option for option in self.get_params(ctx) if option not in ours]
-        titles = "Server", "Limits", "Engine", "Other"
-        for title, options in zip(titles, (SERVER, LIMITS, ENGINE, others), strict=True):
+        groups = {
+            "Server": SERVER,
+            "Limits": LIMITS,
+            "Engine": ENGINE,
+            "Disaggregation": DISAGGREGATION,
+            "Other": others,
+        }
+        for title, options in groups.items():
             records = [record for option in options if (record := option.get_help_record(ctx))]
             with formatter.section(title):
                 formatter.write_dl(records)
 
 
-@click.command(cls=Grouped, params=[*SERVER, *LIMITS, *ENGINE])
+@click.command(cls=Grouped, params=[*SERVER, *LIMITS, *ENGINE, *DISAGGREGATION])
 def serve(**options: Any) -> None:
     """Serve a model to OpenAI's clients, until SIGTERM or Ctrl-C.
 
@@ -133,7 +139,11 @@ def serve(**options: Any) -> None:
     engine = chosen(ENGINE, options)
     check_speculation(Registry().select(engine["speculative_algorithm"]).info, engine)
     settings = Settings(
-        llm={**engine, "max_model_len": options["max_model_len"]},
+        llm={
+            **engine,
+            **chosen(DISAGGREGATION, options),
+            "max_model_len": options["max_model_len"],
+        },
         host=options["host"],
         port=options["port"],
         served_model_name=options["served_model_name"] or engine["model"],

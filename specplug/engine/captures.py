@@ -19,6 +19,9 @@ class Captures:
 
     Args:
         model: a causal LM.
+
+    Attributes:
+        routed_rows: the pass's own among the rows that the routers see.
     """
 
     def __init__(self, model: Any) -> None:
@@ -31,6 +34,7 @@ class Captures:
         self._aux: dict[int, Tensor] = {}
         self._lm_head_input: Tensor | None = None
         self._experts: list[Tensor] = []
+        self.routed_rows = slice(None)
         for router in self._routers:
             router.register_forward_hook(self._keep_experts)
 
@@ -89,7 +93,7 @@ class Captures:
         if self._lm_head_input is not None:
             kept[LM_HEAD_INPUT] = self._lm_head_input.squeeze(0)
         if routed_experts:
-            kept[ROUTED_EXPERTS] = torch.stack(self._experts, dim=1)
+            kept[ROUTED_EXPERTS] = torch.stack(self._experts, dim=1)[self.routed_rows]
         return kept
 
     def _keep_input(self, layer_id: int) -> Any:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from specplug.algorithm import DEFAULT_MODEL, SpecConfig
+from specplug.disagg.instances import (
+    check_mode,
+    identity_of,
+    make_decode_instance,
+    make_prefill_instance,
+)
 from specplug.engine.engine import Engine
 from specplug.engine.features import Features
+from specplug.engine.handover import Handover
 from specplug.engine.intake import Intake, Prompt
 from specplug.engine.loading import (
     ASSETS,
@@ -31,6 +39,7 @@ from specplug.engine.model_runner import ModelRunner
 from specplug.engine.outputs import RequestOutput
 from specplug.engine.page_pool import PagePool
 from specplug.engine.prefix_cache import PrefixCache
+from specplug.engine.rank_group import join_ranks, tells_ranks
 from specplug.engine.request import Request
 from specplug.engine.request_table import RequestTable
 from specplug.engine.runtime import EngineRuntime
@@ -38,11 +47,20 @@ from specplug.engine.sampling_params import SamplingParams
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
-from specplug.errors import FallbackWarning, UsageError
+from specplug.errors import FallbackWarning, RankError, UsageError
 from specplug.registry import Registry, build_plugin_manager
 from specplug.spec.defaults import CoreDefaults
+from specplug.spec.runtime import RankInfo
 
+if TYPE_CHECKING:
+    from specplug.disagg.decode_instance import DecodeInstance
+    from specplug.disagg.prefill_instance import PrefillInstance
+
+_log = logging.getLogger(__name__)
 _CPU_POOL_BYTES = 512 << 20
+_OF_ONE_SIDE = ("self", "disaggregation", "disaggregation_address")
+"""Arguments in which the two sides of a pair in one process differ."""
+
 _CUDA_POOL_SHARE = 0.6
 
 
@@ -73,16 +91,31 @@ class LLM:
         disable_overlap_schedule: process each step's results before the next step is launched.
         disable_radix_cache: do not keep the KV of prompts and outputs for others that begin alike.
         disable_cuda_graph: do not record passes as CUDA graphs (on the CPU there are none).
+        disaggregation: "prefill": prefill for the decode instances at the address; "decode": have
+            prompts prefilled by the instances that register there; "both": the two sides in this
+            process, with a transfer between them. None: one engine does both. See
+            docs/disaggregation.md.
+        disaggregation_address: tcp://HOST:PORT where the decode instance waits; a prefill instance
+            may serve several, with commas between them. None: port 30100 of this machine.
+        disaggregation_timeout: seconds without progress after which a decode instance gives a
+            request to another prefill instance, or ends it with an error if there is none.
         num_threads: torch's threads on the CPU, which are the whole process's. None: one for a
             model of under 50 million parameters, whose operations are too short to share (two
             threads on busy cores then wait for one another), else torch's own choice.
+        dp_rank, dp_size: this process's place among those that share the work; one LLM in each.
+        dp_address: host:port at which rank 0 listens for the others.
+        dp_timeout: seconds of silence after which another rank is taken for dead.
+        enable_dp_attention: each rank has its own requests and KV, and a part of every MLP, so all
+            ranks step together: see ``step``.
 
     Raises:
         UsageError: a value cannot be used, or the algorithm is not installed.
         PluginError: the algorithm's plugin is broken.
         CheckpointError: the model or the draft model cannot be loaded, or do not fit.
+        RankError: not all ranks came, or one has failed.
     """
 
+    @tells_ranks
     def __init__(
         self,
         model: str | Path | None = None,
@@ -105,8 +138,17 @@ class LLM:
         disable_overlap_schedule: bool = False,
         disable_radix_cache: bool = False,
         disable_cuda_graph: bool = False,
+        disaggregation: str | None = None,
+        disaggregation_address: str | None = None,
+        disaggregation_timeout: float = 30.0,
         num_threads: int | None = None,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        dp_address: str | None = None,
+        dp_timeout: float = 15.0,
+        enable_dp_attention: bool = False,
     ) -> None:
+        same = {name: value for name, value in locals().items() if name not in _OF_ONE_SIDE}
         for name, value, optional in (
             ("page_size", page_size, False),
             ("chunked_prefill_size", chunked_prefill_size, True),
@@ -118,6 +160,13 @@ class LLM:
             _check_positive(name, value, optional)
         if not isinstance(seed, int):
             raise UsageError(f"seed={seed!r}: expected an integer")
+        check_mode(disaggregation, disaggregation_timeout)
+        if disaggregation is not None and enable_dp_attention:
+            raise UsageError(
+                f"disaggregation={disaggregation!r} with enable_dp_attention is not supported yet: "
+                "run each instance without enable_dp_attention"
+            )
+        self._disaggregation = disaggregation
         registry = Registry()
         selected = registry.select(speculative_algorithm)
         manager = build_plugin_manager(selected, registry.extensions(), CoreDefaults())
@@ -133,10 +182,23 @@ class LLM:
             model_name=DEFAULT_MODEL if path == str(ASSETS / "tiny_code") else None,
             target_config=read_target_config(path),
         )
+        self._ranks = join_ranks(
+            RankInfo(rank=dp_rank, world_size=dp_size),
+            dp_address,
+            where,
+            dp_timeout,
+            {
+                **{k: v for k, v in config.target_config.items() if not k.startswith("_")},
+                "dtype": dtype,
+                "device": where.type,
+                "dp_size": dp_size,
+            },
+            enabled=enable_dp_attention,
+        )
         config = self._hooks.validate_config(config=config)
         for adjustment in config.adjustments:
             warnings.warn(f"{config.algorithm}: {adjustment}", FallbackWarning, stacklevel=2)
-        self._runner = ModelRunner(path, choose_dtype(dtype, where), where)
+        self._runner = ModelRunner(path, choose_dtype(dtype, where), where, self._ranks)
         self.spec_config = config
         if where.type == "cpu":
             set_threads(num_threads, self._runner.num_parameters)
@@ -147,8 +209,9 @@ class LLM:
             self._runner,
             self.context_len,
             max_running_requests,
-            graphs=where.type == "cuda" and not disable_cuda_graph,
+            graphs=where.type == "cuda" and not disable_cuda_graph and self._ranks is None,
             draft_verifies=self._hooks.supports_target_verify_for_draft(),
+            rank=RankInfo(rank=dp_rank, world_size=dp_size),
         )
         runtime.worker = self._hooks.create_worker(runtime=runtime)
         self._inbox: list[Request] = []
@@ -166,7 +229,12 @@ class LLM:
             reserve=max(config.num_draft_tokens, config.num_draft_slots, config.num_steps + 1),
             steps_in_flight=2 if self._features.is_on("overlap") else 1,
         )
-        self._engine = self._make_engine(runtime, page_size, max_total_tokens)
+        self._remote: DecodeInstance | None = None
+        self._prefill: PrefillInstance | None = None
+        self._partner: LLM | None = None
+        self._engine = self._make_engine(
+            runtime, page_size, max_total_tokens, disaggregation_address, disaggregation_timeout
+        )
         self._intake = Intake(
             runner=self._runner,
             tokenizer=self.tokenizer,
@@ -175,22 +243,48 @@ class LLM:
             eos_token_ids=read_eos_token_ids(self._runner),
             seed=seed,
         )
+        if disaggregation == "prefill":
+            self._prefill = make_prefill_instance(
+                identity_of(self._runner, config, page_size),
+                address=disaggregation_address,
+                prepare=self.prepare,
+                submit=self._submit,
+                abort=self.abort,
+            )
+        if disaggregation == "both":
+            assert self._remote is not None
+            address = self._remote.address
+            self._partner = LLM(**same, disaggregation="prefill", disaggregation_address=address)
 
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if self._ranks is not None and self._engine is not None:
+                if error is None:
+                    self.wait_for_ranks()
+                else:
+                    self._ranks.end(error)
+        finally:
+            self.close()
 
     def close(self) -> None:
-        """End all requests and free the model and its caches."""
+        """End all requests and free the model and its caches. Ranks that have work then cannot go
+        on: ``wait_for_ranks`` first, as the end of a ``with`` does."""
         if self._engine is None:
             return
         try:
-            self._abort_all()
+            with suppress(RankError):  # the end of all, which has been told
+                self._abort_all()
         finally:
+            for other in (self._partner, self._prefill, self._remote):
+                if other is not None:
+                    other.close()
             self._engine = None  # type: ignore[assignment]
             self._runner = self._intake = None  # type: ignore[assignment]
+            if self._ranks is not None:
+                self._ranks.close()
 
     def generate(
         self,
@@ -272,7 +366,15 @@ class LLM:
         return request
 
     def submit(self, request: Request) -> None:
-        """Queue a prepared request for ``step``."""
+        """Queue a prepared request for ``step``.
+
+        Raises:
+            UsageError: this is a prefill instance, which takes requests from decode instances.
+        """
+        self._check_takes_requests()
+        self._submit(request)
+
+    def _submit(self, request: Request) -> None:
         self._check_open()
         request.inbox = self._inbox
         self._engine.add(request)
@@ -281,11 +383,20 @@ class LLM:
         """Launch the next step of all requests, and process one that was launched: the outputs of
         those requests from ``add_request`` that moved, or ended, by it.
 
+        With data-parallel attention a step has one pass of the target in which every rank takes
+        part. So the loop of each rank calls ``step`` for as long as any of them has work, and may
+        always call it: without work anywhere it waits for 10 ms at most. A rank that does
+        not call it keeps the others waiting, which ``must_step`` tells.
+
         Raises:
+            RankError: another rank has failed, or has closed while this one has work.
             Exception: what a plugin raised. All requests have ended then, with that error, and the
                 next call returns their outputs.
         """
         self._check_open()
+        if self._prefill is not None:
+            self._step_prefill(wait=True)
+            return []
         if self._engine.has_work or not self._inbox:
             self._step()
         moved = [request for request in _emptied(self._inbox) if not request.delivered]
@@ -298,6 +409,35 @@ class LLM:
         """Whether ``step`` has something left to do or to return."""
         return bool(self._inbox) or (self._engine is not None and self._engine.has_work)
 
+    @property
+    def must_step(self) -> bool:
+        """Whether this rank has work, or another has begun a step and waits for this one."""
+        waits = self._ranks is not None and self._ranks.called
+        return waits or self.has_unfinished_requests
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other processes may want something of this one at any time (another rank a step,
+        a prefill or decode instance an answer), so that ``step`` is to be called again and again,
+        requests or not. With nothing to do it blocks for a moment."""
+        return self._ranks is not None or self._disaggregation in ("prefill", "decode")
+
+    def wait_for_ranks(self) -> None:
+        """Do this rank's work, and take part in the others' until they have none: until every rank
+        has called this as often as this one.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        self._check_open()
+        while self._engine.has_work:
+            self._step()
+        if self._ranks is None:
+            return
+        self._ranks.links.say_done()
+        while not self._ranks.links.all_done:
+            self._step()
+
     def abort(self, request_id: str) -> None:
         """End a request; its output so far comes with ``finish_reason="abort"``.
 
@@ -309,7 +449,10 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Totals since the engine was made; see ``specplug.engine.statistics``."""
         self._check_open()
-        return self._engine.statistics.as_dict()
+        stats = self._engine.statistics.as_dict()
+        if self._remote is not None:
+            stats |= self._remote.transfers.as_dict()
+        return stats
 
     @property
     def occupancy(self) -> dict[str, int]:
@@ -321,7 +464,7 @@ class LLM:
         cache = scheduler.cache
         return {
             "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
+            "waiting": len(self._engine.requests) - len(scheduler.running),
             "total": cache.pool.num_pages - 1,
             "free": cache.pool.num_free,
             "cached": cache.num_pages,
@@ -354,7 +497,12 @@ class LLM:
             **config,
             **self._features.states,
             "cuda_graph": self._engine.cuda_graph,
+            "dp_attention": "off: not enabled" if self._ranks is None else "on",
+            "dp_rank": self._ranks.rank if self._ranks is not None else 0,
+            "dp_size": self._ranks.size if self._ranks is not None else 1,
             "mixed_chunk": "on" if self._limits.mixed_chunk else "off: not enabled",
+            "disaggregation": self._disaggregation or "off",
+            "disaggregation_address": self._remote.address if self._remote else None,
             "chunked_prefill_size": self._limits.chunked_prefill_size,
             "max_running_requests": self._limits.max_running_requests,
             "page_size": pool.page_size,
@@ -369,9 +517,16 @@ class LLM:
         """Assert that every KV page is free, cached, or owned by one running request."""
         self._check_open()
         self._engine.scheduler.check()
+        if self._partner is not None:
+            self._partner.check_pool()
 
     def _make_engine(
-        self, runtime: EngineRuntime, page_size: int, max_total_tokens: int | None
+        self,
+        runtime: EngineRuntime,
+        page_size: int,
+        max_total_tokens: int | None,
+        address: str | None,
+        timeout: float,
     ) -> Engine:
         limits, config = self._limits, self.spec_config
         width = self.context_len + limits.steps_in_flight * limits.columns + limits.reserve
@@ -385,14 +540,35 @@ class LLM:
             lookahead = 1 if runtime.has_draft_cache else 0
         enabled = self._features.is_on("prefix_cache")
         cache = PrefixCache(PagePool(num_pages, page_size), lookahead, enabled=enabled)
+        handover = Handover(runtime, self._hooks, future_map, lookahead)
+        if self._disaggregation in ("decode", "both"):
+            self._remote = make_decode_instance(
+                runtime,
+                self._runner,
+                cache,
+                address=address,
+                timeout=timeout,
+                both=self._disaggregation == "both",
+            )
         return Engine(
             scheduler=Scheduler(limits, cache, table),
-            steps=StepRunner(runtime, self._runner, self._hooks, future_map, kv),
+            steps=StepRunner(
+                runtime, self._runner, self._hooks, future_map, kv, handover, self._ranks
+            ),
             runtime=runtime,
             hooks=self._hooks,
             overlap=limits.steps_in_flight > 1,
             tokenizer=backend_of(self.tokenizer),
+            remote=self._remote,
+            ranks=self._ranks,
         )
+
+    def _check_takes_requests(self) -> None:
+        if self._prefill is not None:
+            raise UsageError(
+                "this is a prefill instance: it takes its requests from decode instances; give "
+                "them to one of these, and call step() here"
+            )
 
     def _check_open(self) -> None:
         if self._engine is None:
@@ -411,6 +587,7 @@ class LLM:
         self, requests: Sequence[Request], *, partial: bool
     ) -> Generator[RequestOutput, None, None]:
         self._check_open()  # it may have been closed since the requests were made
+        self._check_takes_requests()
         live = {request.request_id: request for request in requests}
         inbox: list[Request] = []  # a step of another stream may move ours
         for request in requests:
@@ -432,18 +609,41 @@ class LLM:
             self._drain(requests)
 
     def _step(self) -> None:
-        """Run a step and put the requests that it moved where they are waited for."""
+        """Run a step, if the engine is still there."""
         if self._engine is None:  # closed in the middle of a stream, whose requests were aborted
             return
+        if self._partner is not None:
+            self._partner._step_prefill(wait=False)
+        self._take(self._engine.step)
+
+    def _take(self, move: Callable[[], list[Request]]) -> None:
+        """Have requests moved, and put them where they are waited for."""
         moved: list[Request] = []
         try:
-            moved = self._engine.step()
+            with self._ranks.stepping() if self._ranks is not None else nullcontext():
+                moved = move()
         except BaseException as error:
-            moved = self._engine.abandon(error)
+            cause = error if self._ranks is None else self._ranks.end(error)
+            moved = self._engine.abandon(cause)
+            if cause is not error:
+                raise cause from error
             raise
         finally:
             for request in moved:
                 request.inbox.append(request)
+
+    def _step_prefill(self, *, wait: bool) -> None:
+        """Take what decode instances ask for, run a step, and send them what it gave."""
+        assert self._prefill is not None
+        self._prefill.receive(wait=wait and not self._engine.has_work)
+        if self._engine.has_work:
+            try:
+                self._step()
+            except Exception:  # its requests have ended; who waits for them is told
+                _log.exception("a step has failed")
+        outbox = self._engine.outbox
+        self._prefill.send(outbox.popleft() for _ in range(len(outbox)))
+        self._prefill.tell_failed(_emptied(self._inbox))
 
     def _drain(self, requests: Sequence[Request]) -> None:
         """Process aborts and what is in flight, so that nothing of these requests stays behind."""
@@ -453,10 +653,9 @@ class LLM:
             self._step()
 
     def _abort_all(self) -> None:
-        for request in list(self._engine.scheduler):
+        for request in self._engine.requests:
             self._engine.abort(request.request_id)
-        while self._engine.has_work:
-            self._step()
+        self._take(self._engine.drain)
 
 
 def _check_positive(name: str, value: int | None, optional: bool) -> None:

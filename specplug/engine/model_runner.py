@@ -15,6 +15,8 @@ from specplug.engine.captures import Captures
 from specplug.engine.graph_runner import GraphRunner
 from specplug.engine.kv_cache import KVShape
 from specplug.engine.lean_modules import fuse_norms, pack_weights, shorten_calls
+from specplug.engine.rank_group import RankGroup
+from specplug.engine.sharded_mlp import shard_mlps
 from specplug.errors import CheckpointError
 from specplug.spec.runtime import KVCache
 
@@ -26,21 +28,32 @@ class ModelRunner:
         path: folder or hub id.
         dtype: of weights and activations; None: what the checkpoint says.
         device: where it runs.
+        ranks: over which its MLPs are sharded; None: it is whole.
 
     Raises:
         CheckpointError: there is no such model, or transformers cannot load it.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        path: str,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        ranks: RankGroup | None = None,
+    ) -> None:
         self.device = device
-        self.model = _load(path, dtype).to(device).eval()
+        self.model = _load(path, dtype).eval()
         _check_attention(path, self.model)
+        if self.model.dtype is torch.float64 and _has_experts(self.model.config):
+            self.model.set_experts_implementation("eager")  # grouped products know no float64
+        self._ranks = ranks
+        if ranks is not None:
+            shard_mlps(self.model, ranks)
+        self.model.to(device)
         fuse_norms(self.model)
         if device.type == "cpu":
             pack_weights(self.model)
         self.captures = Captures(self.model)
-        if self.model.dtype is torch.float64 and _has_experts(self.model.config):
-            self.model.set_experts_implementation("eager")  # grouped products know no float64
         shorten_calls(self.model, keep=self.captures.hooked)
         self.dtype: torch.dtype = self.model.dtype
         config = self.model.config.get_text_config()
@@ -126,6 +139,8 @@ class ModelRunner:
         routed_experts: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         self.captures.begin()
+        if self._ranks is not None:
+            self.captures.routed_rows = self._ranks.own
         out = self.model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=plan.positions.unsqueeze(0),

@@ -32,6 +32,7 @@ class EngineRuntime:
         graphs: whether passes are recorded as CUDA graphs.
         draft_verifies: whether the draft's pass has the shape of a target verify, as the
             algorithm's ``supports_target_verify_for_draft`` says.
+        rank: of this process.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class EngineRuntime:
         *,
         graphs: bool = False,
         draft_verifies: bool = False,
+        rank: RankInfo | None = None,
     ) -> None:
         self.config = config
         self.device = runner.device
@@ -53,14 +55,14 @@ class EngineRuntime:
         self.context_len = context_len
         self.max_running_requests = max_running_requests
         self.num_rows = max_running_requests + 1
-        self.rank = RankInfo()
+        self.rank = rank or RankInfo()
         self.worker: Any = None
         self.sampler = Sampler(self.num_rows, self.vocab_size, self.device)
         self.table: RequestTable
         self.max_slots = LENGTH_STEP
         self._runner = runner
         self._draft_caches: list[tuple[KVCache, KVShape]] = []
-        self._pools: list[Tensor] = []
+        self.pools: list[Tensor] = []
         self._graphs = graphs
         self._draft_runners: list[GraphRunner] = []
         self.draft_verifies = draft_verifies
@@ -149,6 +151,8 @@ class EngineRuntime:
         """Whether passes are replayed as graphs, and why not."""
         if not self._graphs:
             cpu = self.device.type == "cpu"
+            if self.rank.world_size > 1 and not cpu:
+                return "off: data-parallel attention"  # its passes have collectives
             return "off: there are none on the CPU" if cpu else "off: disable_cuda_graph"
         failures = [self._runner.graph_failure, *(r.failure for r in self._draft_runners)]
         failed = next((f for f in failures if f is not None), None)
@@ -167,20 +171,24 @@ class EngineRuntime:
         return noise.to(torch.float32).view(bs, width, -1)
 
     @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """Of the target's cache, then of the draft models'; as ``pools`` are."""
+        return (self._runner.kv_shape, *(shape for _, shape in self._draft_caches))
+
+    @property
     def has_draft_cache(self) -> bool:
         """Whether a draft model has KV in the pool."""
         return bool(self._draft_caches)
 
     def bytes_per_slot(self) -> int:
         """Of the target's and all draft models' caches together."""
-        shapes = [self._runner.kv_shape, *(shape for _, shape in self._draft_caches)]
-        return sum(shape.bytes_per_slot(self.dtype) for shape in shapes)
+        return sum(shape.bytes_per_slot(self.dtype) for shape in self.kv_shapes)
 
     def allocate_pool(self, num_slots: int, table: RequestTable) -> Tensor:
         """Make the tensors of all caches; the target's pool [layers, 2, slots, Hkv, D]."""
         self.table = table
         caches = [(self._runner.cache, self._runner.kv_shape), *self._draft_caches]
-        self._pools = [
+        self.pools = [
             fill_cache(cache, shape, num_slots, self.dtype, self.device) for cache, shape in caches
         ]
-        return self._pools[0]
+        return self.pools[0]

@@ -14,9 +14,12 @@ from torch import Tensor
 from specplug.engine.attention import JoinedPlan, PagedPlan
 from specplug.engine.captures import ROUTED_EXPERTS
 from specplug.engine.guide import HostTree, allocate_masks
+from specplug.engine.handover import Handover
 from specplug.engine.host_copy import Arrival, to_host
 from specplug.engine.kv_cache import move_slots
 from specplug.engine.model_runner import ModelRunner
+from specplug.engine.parcel import KVSlice
+from specplug.engine.rank_group import RankGroup
 from specplug.engine.request import Request
 from specplug.engine.runtime import EngineRuntime
 from specplug.engine.sampler import top_logprobs
@@ -44,10 +47,12 @@ class PrefillResult:
         tokens: [bs] int64, the target's token behind each chunk.
         wanted: what requests asked for, by name: ``top_logprobs`` of these tokens, [bs, …], and the
             experts of all rows.
+        slices: of the requests that other instances wait for.
     """
 
     tokens: Tensor
     wanted: dict[str, Tensor]
+    slices: tuple[KVSlice, ...] = ()
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -144,6 +149,8 @@ class StepRunner:
         hooks: the plugin manager's ``hook``.
         future_map: the relay between steps.
         pool: the target's KV pool, [layers, 2, slots, Hkv, D].
+        handover: to other instances and from them.
+        ranks: that run each pass of the target together with this one; None: it is alone.
     """
 
     def __init__(
@@ -153,12 +160,16 @@ class StepRunner:
         hooks: Any,
         future_map: FutureMap,
         pool: Tensor,
+        handover: Handover,
+        ranks: RankGroup | None = None,
     ) -> None:
         self._runtime = runtime
         self._runner = runner
         self._hooks = hooks
         self._future_map = future_map
         self._pool = pool
+        self._handover = handover
+        self._ranks = ranks
         self._numbers = count(1)
         self._unread: list[StepResult] = []
 
@@ -169,6 +180,34 @@ class StepRunner:
             self._runtime.table.flush()
             return self._run(step)
 
+    @torch.inference_mode()
+    def idle(self) -> None:
+        """Take part in a step of other ranks, without a request.
+
+        The target's pass has one row, of the padding row's request: no model of transformers runs
+        without any. What it gives is nobody's, so verify gets an empty batch, without hidden
+        states, and the draft extend has no token.
+        """
+        with self._current_device():
+            batch = self._batch(ForwardMode.IDLE, (), Needs.NOTHING)
+            nothing = batch.rows
+            self._runtime.max_slots = 1
+            row = self._upload([0])
+            self._agree(row)
+            logits, _ = self._runner.verify(row, self._runtime.make_plan(row, row, 1), False)
+            verified = self._hooks.verify(
+                runtime=self._runtime,
+                batch=batch,
+                draft=Draft.chain(nothing.unsqueeze(1)),
+                target_output=TargetOutput(predict=nothing, logits=logits[:0], per_node={}),
+            )
+            self._extend(batch, compact(verified, {}), nothing)
+
+    def _agree(self, *rows: Tensor) -> None:
+        """Wait until the other ranks, too, are ready for a pass of the target."""
+        if self._ranks is not None:
+            self._ranks.agree(sum(map(len, rows)))
+
     def _current_device(self) -> AbstractContextManager[None]:
         """Streams, events and graphs are those of the current device, which is a thread's own."""
         device = self._runtime.device
@@ -177,16 +216,22 @@ class StepRunner:
     def _run(self, step: Step) -> StepResult:
         clock = StepClock(self._runtime.device)
         slots = [chunk.end for chunk in step.prefill.chunks] if step.prefill else []
+        slots += [unpacking.parcel.end for unpacking in step.unpacked]
         self._runtime.max_slots = max([*slots, step.decode.max_slots if step.decode else 0])
+        if step.unpacked:
+            self._handover.unpack(step.unpacked)
+            clock.lap("unpack")
         prefill = self._chunks(step.prefill) if step.prefill else None
         decode = self._nodes(step.decode) if step.decode else None
         clock.lap("propose")
+        if prefill or decode:
+            self._agree(*(half.tokens for half in (prefill, decode) if half))
         of_prefill, of_decode = self._target_pass(prefill, decode)
         clock.lap("target")
         result = StepResult(
             number=next(self._numbers),
             step=step,
-            prefill=self._finish_prefill(prefill, of_prefill, clock),
+            prefill=self._finish_prefill(step.prefill, prefill, of_prefill, clock),
             decode=self._finish_decode(decode, of_decode, clock),
             clock=clock,
             arrival=Arrival(self._runtime.device),  # behind all that was sent
@@ -246,7 +291,8 @@ class StepRunner:
         """The target's forward over the rows of both halves, together if there are two: the logits
         that each wants, and its captured outputs by name."""
         if prefill is None:
-            assert decode is not None
+            if decode is None:
+                return None, None
             experts = bool(decode.needs & Needs.EXPERTS)
             return None, self._runner.verify(decode.tokens, decode.plan, experts)
         assert prefill.logits_rows is not None
@@ -270,10 +316,14 @@ class StepRunner:
     # What each half makes of it
 
     def _finish_prefill(
-        self, half: _Half | None, outputs: Outputs | None, clock: StepClock
+        self,
+        scheduled: Prefill | None,
+        half: _Half | None,
+        outputs: Outputs | None,
+        clock: StepClock,
     ) -> PrefillResult | None:
-        """Sample behind each chunk, and feed the draft model."""
-        if half is None or outputs is None:
+        """Sample behind each chunk, feed the draft model, and cut out what others wait for."""
+        if scheduled is None or half is None or outputs is None:
             return None
         (logits, per_node), batch = outputs, half.batch
         assert half.logits_rows is not None
@@ -292,7 +342,8 @@ class StepRunner:
         clock.lap("verify")
         self._extend(batch, output, ends)
         wanted = _for_host({**per_node, **logprobs})
-        result = PrefillResult(tokens=to_host(predict), wanted=wanted)
+        slices = self._handover.cut(scheduled.chunks, batch)
+        result = PrefillResult(tokens=to_host(predict), wanted=wanted, slices=slices)
         clock.lap("extend")
         return result
 
@@ -370,7 +421,7 @@ class StepRunner:
                 future_map=self._future_map,
             )
         self._future_map.publish(batch.rows, seq_lens, output)
-        self._future_map.stash(batch.rows, draft_input)
+        self._future_map.stash(batch.rows[: len(draft_input.bonus_tokens)], draft_input)
 
     def _batch(self, mode: ForwardMode, requests: Sequence[Request], needs: Needs) -> Batch:
         rows = self._upload([request.row for request in requests])

@@ -151,6 +151,13 @@ class Desk:
     ) -> Response:
         if self.draining:
             raise unavailable("the server is shutting down and takes no more requests")
+        if self.ranks.prefills_for_others:
+            raise Fault(
+                400,
+                "this is a prefill instance: it serves decode instances alone; send requests to "
+                "one of these",
+                code="prefill_instance",
+            )
         self.check_model(body.model)
         stopwatch = Stopwatch(self.metrics)
         job = self.ranks.submit(

@@ -14,6 +14,7 @@ the guard    waits for standard input to close
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -33,7 +34,7 @@ from specplug.engine.llm import LLM
 from specplug.engine.outputs import Logprob, RequestOutput
 from specplug.engine.request import Request
 from specplug.engine.sampling_params import SamplingParams
-from specplug.errors import SpecplugError, UsageError
+from specplug.errors import InstanceError, SpecplugError, UsageError
 from specplug.serve.messages import (
     Abort,
     Accepted,
@@ -231,14 +232,14 @@ class EngineLoop:
         """Go on until told to end."""
         while not self._ended:
             self._take_all()
-            if self._llm.has_unfinished_requests:
+            if self._llm.has_unfinished_requests or self._llm.has_peers:
                 self._step()
-            elif DEBUG:
+            if DEBUG and not self._llm.has_unfinished_requests:
                 self._llm.check_pool()
 
     def _take_all(self) -> None:
-        """Do what the inbox asks for; where nothing runs, wait for it."""
-        idle = not self._llm.has_unfinished_requests
+        """Do what the inbox asks for; where nothing runs, and nobody else may ask, wait."""
+        idle = not (self._llm.has_unfinished_requests or self._llm.has_peers)
         while idle or not self._inbox.empty():
             self._do(self._inbox.get())
             idle = False
@@ -274,6 +275,8 @@ class EngineLoop:
     def _step(self) -> None:
         try:
             outputs = self._llm.step()
+        except InstanceError:
+            raise
         except Exception:  # every request has ended; the next step says so
             traceback.print_exc()
             return
@@ -376,6 +379,7 @@ def _run(settings: dict[str, Any], reports: zmq.Socket[bytes]) -> None:
     )
     threading.Thread(target=_receive, args=(settings["commands"], loop), daemon=True).start()
     loop.run()
+    llm.close()
 
 
 def _is_plain(value: Any) -> bool:
@@ -387,6 +391,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are the server's to handle
     sys.setswitchinterval(_SWITCH_SECONDS)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("specplug").setLevel(logging.INFO)
     settings = json.loads(_first_line())
     guard = threading.Thread(target=_end_with_the_server, daemon=True)
     guard.start()

@@ -61,10 +61,16 @@ TOTALS = (
     ),
     Total("retractions", "retractions", "Times that a request lost its KV pages."),
     Total("evicted_pages", "evicted_pages", "Pages that the prefix cache lost."),
+    Total("transfers", "transfers", "What became of prefills by other instances.", "event"),
+    Total("transfer_seconds", "transfer_seconds", "From asking for a prefill to having it."),
+    Total("received_tokens", "received_tokens", "Tokens whose KV another instance computed."),
+    Total("received_bytes", "received_bytes", "KV and draft states that came from others."),
+    Total("stateless", "stateless_requests", "Received requests without a draft state."),
+    Total("lost_prefixes", "lost_prefixes", "Received requests that were prefilled here again."),
     Total("seconds", "decode_seconds", "Time of steps with drafts.", "part"),
     Total("prefill_seconds", "prefill_seconds", "Time of steps of prompts alone."),
 )
-"""What the engine counts. Transfers between instances have their place here."""
+"""What the engine counts."""
 
 
 class EngineCollector(Collector):
@@ -109,6 +115,9 @@ class EngineCollector(Collector):
         usage = GaugeMetricFamily(
             "specplug_kv_usage", "Part of the KV pool that running requests hold.", labels=labels
         )
+        instances = GaugeMetricFamily(
+            "specplug_prefill_instances", "Registered prefill instances.", labels=labels
+        )
         for rank, stats in self._ranks():
             now = stats.occupancy
             running.add_metric(rank, now["running"])
@@ -116,7 +125,9 @@ class EngineCollector(Collector):
             for state in ("total", "free", "cached", "available"):
                 pages.add_metric([*rank, state], now[state])
             usage.add_metric(rank, 1 - now["available"] / now["total"])
-        yield from (running, waiting, pages, usage)
+            if "prefill_instances" in stats.totals:
+                instances.add_metric(rank, stats.totals["prefill_instances"])
+        yield from (running, waiting, pages, usage, instances)
 
     def _accept_length(self) -> Any:
         histogram = HistogramMetricFamily(

@@ -47,6 +47,11 @@ class Ranks:
         await asyncio.gather(*(engine.idle.wait() for engine in self._engines))
 
     @property
+    def prefills_for_others(self) -> bool:
+        """Whether requests come from decode instances alone."""
+        return any(ready.config["disaggregation"] == "prefill" for ready in self.ready)
+
+    @property
     def num_open(self) -> int:
         """Requests that have not ended."""
         return sum(engine.num_open for engine in self._engines)

@@ -1,0 +1,407 @@
+"""The lines between the rank processes of a run: who steps, who has ended, and why."""
+
+from __future__ import annotations
+
+import enum
+import json
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from specplug.errors import FallbackWarning, RankError, UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+_HEADER = struct.Struct("!BqqI")
+"""A message: its kind, two numbers, and how many bytes of text follow."""
+
+_REST_SECONDS = 0.01
+_JOIN_SECONDS = 120.0
+_SLOW_STEP_SECONDS = 30.0
+
+
+class _Kind(enum.IntEnum):
+    """What a message says.
+
+    HELLO: (rank, 0) and the token of the run, the first message of a line.
+    ALIVE: nothing but that.
+    STEP: (number, rows) the sender enters this step with so many rows.
+    DONE: (count, 0) the sender has nothing left to do, for the count-th time.
+    CLOSED: the sender leaves.
+    FAILED: (rank, 0) and what happened to that rank; nobody can go on.
+    """
+
+    HELLO = 0
+    ALIVE = 1
+    STEP = 2
+    DONE = 3
+    CLOSED = 4
+    FAILED = 5
+
+
+@attrs.define(eq=False)
+class _Peer:
+    """Another rank, and what it has said.
+
+    Attributes:
+        steps: rows by the number of each step that it has entered and this rank has not.
+        done: how often it had nothing left to do.
+        closed: whether it has left.
+        heard: when it was last heard of.
+    """
+
+    rank: int
+    line: socket.socket
+    steps: dict[int, int] = attrs.field(factory=dict)
+    done: int = 0
+    closed: bool = False
+    heard: float = attrs.field(factory=time.monotonic)
+    unread: bytearray = attrs.field(factory=bytearray)
+    sending: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def send(self, message: bytes) -> None:
+        """Send a message; that a line is broken is for the reader to find."""
+        with suppress(OSError), self.sending:
+            self.line.sendall(message)
+
+
+class RankLinks:
+    """A TCP line to every other rank, and a thread that listens to all of them.
+
+    The thread tells the others that this process is alive, and notices when one of them is not: a
+    process that was killed closes its lines, one that is stopped or cut off falls silent. All
+    ranks are alike here, rank 0 is only where the others find each other.
+
+    A rank may stay away from ``agree`` for as long as it likes while it is alive. That is why the
+    steps are not agreed on by a collective of ``torch.distributed``: one that waits cannot be
+    called off, and a time limit on it would be one on every rank's work between two steps.
+
+    Args:
+        rank, size: of this process, and how many there are.
+        address: host:port at which rank 0 listens.
+        facts: what must be the same in all ranks, by name.
+        timeout: seconds of silence after which a rank is taken for dead.
+        join_timeout: seconds for all ranks to come.
+
+    Raises:
+        UsageError: the address cannot be used, or the ranks differ in their facts.
+        RankError: not all ranks came in time.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        address: str,
+        facts: Mapping[str, Any],
+        *,
+        timeout: float,
+        join_timeout: float = _JOIN_SECONDS,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.failure: RankError | None = None
+        self._changed = threading.Condition()
+        self._number = 0
+        self._done = 0
+        self._closing = False
+        self._on_failure: Callable[[], None] | None = None
+        self.store = _meet(rank, size, address, join_timeout)
+        self._compare(facts)
+        self._peers = {peer.rank: peer for peer in _lines(self.store, rank, size, join_timeout)}
+        if len(self._peers) < size - 1:
+            raise UsageError(f"dp_rank: expected 0 to {size - 1} once each; two ranks have one")
+        self._selector = selectors.DefaultSelector()
+        for peer in self._peers.values():
+            self._selector.register(peer.line, selectors.EVENT_READ, peer)
+        self._listener = threading.Thread(target=self._listen, name="rank links", daemon=True)
+        self._listener.start()
+
+    # What the stepping thread calls
+
+    @property
+    def called(self) -> bool:
+        """Whether another rank has entered the next step, and waits for this one."""
+        return any(self._number + 1 in peer.steps for peer in self._peers.values())
+
+    def agree(self, rows: int) -> tuple[int, ...]:
+        """Enter the next step, and wait until all ranks have.
+
+        Args:
+            rows: of this rank's pass.
+
+        Returns:
+            The rows of each rank.
+
+        Raises:
+            RankError: one of the others cannot enter it any more.
+        """
+        self._number += 1
+        self._tell(_Kind.STEP, self._number, rows)
+        peers, began, warned = self._peers.values(), time.monotonic(), False
+        with self._changed:
+            while missing := [peer for peer in peers if self._number not in peer.steps]:
+                self.check()
+                self._check_closed(missing)
+                if not warned and time.monotonic() - began > _SLOW_STEP_SECONDS:
+                    warned = True
+                    _warn_of_waiting(self.rank, missing[0].rank)
+                self._changed.wait(self.timeout)
+            counts = {peer.rank: peer.steps.pop(self._number) for peer in peers}
+        counts[self.rank] = rows
+        return tuple(counts[rank] for rank in range(self.size))
+
+    def rest(self) -> None:
+        """Wait until another rank enters the next step, but not for long.
+
+        Raises:
+            RankError: a rank has failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.called or self.failure, _REST_SECONDS)
+        self.check()
+
+    def say_done(self) -> None:
+        """Tell the others that this rank has nothing left to do."""
+        self._done += 1
+        self._tell(_Kind.DONE, self._done)
+
+    @property
+    def all_done(self) -> bool:
+        """Whether every rank has said so as often as this one, or has left."""
+        return all(peer.done >= self._done or peer.closed for peer in self._peers.values())
+
+    def check(self) -> None:
+        """Raise what has happened, if something has.
+
+        Raises:
+            RankError: which rank failed, and how.
+        """
+        if self.failure is not None:
+            raise RankError(str(self.failure))
+
+    def fail(self, rank: int, what: str) -> None:
+        """Note the end of all: the first failure counts, and the others are told of it."""
+        with self._changed:
+            if self.failure is not None or self._closing:
+                return
+            self.failure = RankError(f"rank {rank} {what}")
+            self._tell(_Kind.FAILED, rank, 0, what)
+            self._changed.notify_all()
+
+    def on_failure(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once, by the listening thread, when a rank has failed."""
+        self._on_failure = call
+
+    def wait_for_failure(self) -> None:
+        """Wait until it is known which rank failed, or as long as that can take."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure, self.timeout + 2.0)
+
+    def close(self) -> None:
+        """Tell the others that this rank leaves."""
+        if self._closing:
+            return
+        self._tell(_Kind.CLOSED)
+        self._closing = True
+        for peer in self._peers.values():
+            with suppress(OSError):
+                peer.line.shutdown(socket.SHUT_WR)
+        if threading.current_thread() is not self._listener:
+            self._listener.join()
+
+    def _tell(self, kind: _Kind, first: int = 0, second: int = 0, text: str = "") -> None:
+        encoded = text.encode()
+        message = _HEADER.pack(kind, first, second, len(encoded)) + encoded
+        for peer in self._peers.values():
+            peer.send(message)
+
+    def _check_closed(self, missing: Sequence[_Peer]) -> None:
+        for peer in missing:
+            if peer.closed:
+                raise RankError(
+                    f"rank {peer.rank} has closed, and rank {self.rank} has work: every rank must "
+                    "go on calling step() until all have none, as wait_for_ranks() does"
+                )
+
+    def _compare(self, facts: Mapping[str, Any]) -> None:
+        """Refuse ranks that were not started alike."""
+        self.store.set(f"facts/{self.rank}", json.dumps(dict(facts), default=str))
+        for rank in range(self.size):
+            theirs = json.loads(_read(self.store, f"facts/{rank}", rank))
+            ours = json.loads(json.dumps(dict(facts), default=str))
+            differing = [name for name in ours if theirs.get(name) != ours[name]]
+            if differing:
+                name = differing[0]
+                raise UsageError(
+                    f"{name}: {ours[name]!r} in rank {self.rank}, {theirs.get(name)!r} in rank "
+                    f"{rank}; expected the same in all ranks"
+                )
+
+    # The listening thread
+
+    def _listen(self) -> None:
+        tick = min(1.0, self.timeout / 4)
+        told = 0.0
+        while not self._closing:
+            for key, _ in self._selector.select(tick):
+                self._hear(key.data)
+            now = time.monotonic()
+            if now - told >= tick:
+                told = now
+                self._tell(_Kind.ALIVE)
+                self._check_silence(now)
+            if self.failure is not None and self._on_failure is not None:
+                call, self._on_failure = self._on_failure, None
+                call()
+        self._selector.close()
+        for peer in self._peers.values():
+            peer.line.close()
+
+    def _check_silence(self, now: float) -> None:
+        for peer in self._peers.values():
+            if not peer.closed and now - peer.heard > self.timeout:
+                silent = f"was not heard of for {self.timeout:g} s: it hangs, or is cut off"
+                self.fail(peer.rank, silent)
+
+    def _hear(self, peer: _Peer) -> None:
+        """Read what a peer has sent."""
+        try:
+            data = peer.line.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(peer.line)
+            if not peer.closed:
+                self.fail(peer.rank, "died: its process has ended without a word")
+            return
+        with self._changed:
+            peer.heard = time.monotonic()
+            peer.unread += data
+            while len(peer.unread) >= _HEADER.size:
+                kind, first, second, length = _HEADER.unpack_from(peer.unread)
+                end = _HEADER.size + length
+                if len(peer.unread) < end:
+                    break
+                text = peer.unread[_HEADER.size : end].decode()
+                del peer.unread[:end]
+                self._take(peer, _Kind(kind), first, second, text)
+            self._changed.notify_all()
+
+    def _take(self, peer: _Peer, kind: _Kind, first: int, second: int, text: str) -> None:
+        """Note what a message says."""
+        if kind is _Kind.STEP:
+            peer.steps[first] = second
+        elif kind is _Kind.DONE:
+            peer.done = first
+        elif kind is _Kind.CLOSED:
+            peer.closed = True
+        elif kind is _Kind.FAILED:
+            peer.closed = True  # what follows is its end
+            self.fail(first, text)
+
+
+def _warn_of_waiting(rank: int, other: int) -> None:
+    warnings.warn(
+        f"rank {rank} has waited {_SLOW_STEP_SECONDS:g} s for rank {other}, which is alive: every "
+        "rank must go on calling step(), or wait_for_ranks(), while another has work",
+        FallbackWarning,
+        stacklevel=6,
+    )
+
+
+def _meet(rank: int, size: int, address: str, join_timeout: float) -> TCPStore:
+    """The store at rank 0, where the ranks find each other."""
+    from datetime import timedelta
+
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(f"dp_address={address!r}: expected host:port of rank 0")
+    wait = timedelta(seconds=join_timeout)
+    try:
+        return TCPStore(host, int(port), size, rank == 0, wait, wait_for_workers=False)
+    except (DistError, RuntimeError) as error:
+        if rank == 0:
+            raise UsageError(
+                f"dp_address={address!r}: rank 0 cannot listen there: choose another"
+            ) from error
+        raise RankError(
+            f"rank {rank} found no rank 0 at {address} for {join_timeout:g} s: start all ranks, "
+            "with the same dp_address"
+        ) from error
+
+
+def _read(store: TCPStore, key: str, rank: int) -> str:
+    """What a rank has left in the store, when it is there."""
+    from torch.distributed import DistError
+
+    try:
+        value: bytes = store.get(key)
+    except (DistError, RuntimeError) as error:
+        raise RankError(f"rank {rank} did not come in time: start all ranks") from error
+    return value.decode()
+
+
+def _lines(store: TCPStore, rank: int, size: int, join_timeout: float) -> list[_Peer]:
+    """A line to every other rank: each calls those before it."""
+    if rank == 0:
+        store.set("token", secrets.token_hex(16))
+    token = _read(store, "token", 0).encode()
+    with socket.create_connection((store.host, store.port), join_timeout) as probe:
+        here = probe.getsockname()[0]  # the address by which this machine is reached
+    with socket.create_server((here, 0), family=_family(here), backlog=size) as server:
+        store.set(f"line/{rank}", f"{server.getsockname()[1]} {here}")
+        peers = []
+        for other in range(rank):
+            port, where = _read(store, f"line/{other}", other).split()
+            line = _call(where, int(port), other)
+            line.sendall(_HEADER.pack(_Kind.HELLO, rank, 0, len(token)) + token)
+            peers.append(_Peer(other, line))
+        server.settimeout(join_timeout)
+        while len(peers) < size - 1:
+            peers += _answer(server, token)
+    for peer in peers:
+        peer.line.settimeout(None)
+        peer.line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return peers
+
+
+def _call(host: str, port: int, rank: int) -> socket.socket:
+    try:
+        return socket.create_connection((host, port), 30.0)
+    except OSError as error:
+        raise RankError(f"rank {rank} does not answer at {host}:{port}: {error}") from error
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _answer(server: socket.socket, token: bytes) -> list[_Peer]:
+    """Take a call, if it is from a rank of this run."""
+    try:
+        line, _ = server.accept()
+    except TimeoutError as error:
+        raise RankError("not all ranks came in time: start all ranks") from error
+    line.settimeout(10.0)
+    hello = b""
+    with suppress(OSError):
+        while len(hello) < _HEADER.size + len(token) and (data := line.recv(256)):
+            hello += data
+    if hello[_HEADER.size :] != token:
+        line.close()
+        return []
+    return [_Peer(_HEADER.unpack_from(hello)[1], line)]
