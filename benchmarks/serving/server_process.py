@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ def wait_until(true: Callable[[], Any]) -> Any:
         assert time.monotonic() < ends, "it did not come"
         time.sleep(0.02)
     return answer
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs; one that has ended and is not waited for yet does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except FileNotFoundError:
+        return False
 
 
 @attrs.define
@@ -54,11 +63,18 @@ class ServerProcess:
         """GET."""
         return requests.get(self.url + path, timeout=DEADLINE, **options)
 
-    def post(self, path: str, body: Any = None, **options: Any) -> requests.Response:
-        """POST, of JSON unless there is a ``content``."""
-        if "content" not in options:
-            options["json"] = body
-        return requests.post(self.url + path, timeout=DEADLINE, **options)
+    def post(
+        self, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None, **more: Any
+    ) -> requests.Response:
+        """POST of JSON, which ``data`` may give as it is to be sent."""
+        data = more.pop("data", None)
+        return requests.post(
+            self.url + path,
+            data=json.dumps(body).encode() if data is None else data,
+            headers={"Content-Type": "application/json", **(headers or {})},
+            timeout=DEADLINE,
+            **more,
+        )
 
     def complete(self, prompt: Any = "def f(", **fields: Any) -> requests.Response:
         """POST to /v1/completions."""
@@ -92,6 +108,14 @@ class ServerProcess:
     def signal(self, number: int = signal.SIGTERM) -> None:
         """Send a signal."""
         self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it at once, as no server expects it, and see that its engines end too."""
+        if self.process.poll() is None:
+            children = self.children()
+            self.process.kill()
+            wait_until(lambda: not any(map(is_alive, children)))
+        self.process.wait(DEADLINE)
 
     def wait(self) -> int:
         """Wait until it has ended; its exit code."""

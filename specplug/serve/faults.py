@@ -65,8 +65,8 @@ def _by_class(status: int) -> str:
 
 
 def bad_request(message: str, param: str | None = None) -> Fault:
-    """A value cannot be used. A message that begins with ``name=`` names the field itself."""
-    found = re.match(r"(?:prompt \d+ of \d+: )?([a-z_]+)[=\[]", message)
+    """A value cannot be used. The engine's messages begin with the field's name and a value."""
+    found = re.match(r"(?:prompt \d+ of \d+: )?([a-z_]+)(?:[=\[]| \d)", message)
     return Fault(400, message, param=param or (found[1] if found else None))
 
 
@@ -81,6 +81,7 @@ def invalid(errors: list[Any]) -> Fault:
     told: dict[str, list[str]] = {}
     for error in errors:
         place = [str(part) for part in error["loc"] if part != "body"]
+        place += [error["ctx"]["param"]] if error["type"] == "refused" else []
         told.setdefault(place[0] if place else "body", []).append(_told(error))
     name = next(iter(told))
     reasons = ", or: ".join(dict.fromkeys(told[name]))

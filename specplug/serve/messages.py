@@ -190,8 +190,12 @@ _KINDS = {kind.__name__: kind for kind in (*Command.__args__, *Report.__args__)}
 
 def encode(message: Command | Report) -> bytes:
     """A message as it is sent."""
-    fields = attrs.asdict(message)
-    return json.dumps([type(message).__name__, fields], separators=(",", ":")).encode()
+    named = [type(message).__name__, message]
+    return json.dumps(named, separators=(",", ":"), default=_fields).encode()
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    return attrs.asdict(part, recurse=False)
 
 
 def decode(data: bytes) -> Any:

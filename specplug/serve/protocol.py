@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-_IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier"})
+_IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"}
+)
 """Fields that change no token."""
 
 _REFUSED = {
@@ -14,7 +18,6 @@ _REFUSED = {
     "tool_choice": "tools are not supported",
     "functions": "functions are not supported",
     "function_call": "functions are not supported",
-    "parallel_tool_calls": "tools are not supported",
     "suffix": "text behind a gap is not supported",
     "best_of": "choosing among candidates is not supported; use n",
     "modalities": "only text is supported",
@@ -37,8 +40,35 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 }
 """Their values that ask for nothing; None does not either."""
 
+_MOST_NESTED = 100
+"""Levels of a value; what reads it recurses."""
+
 TokenId = Annotated[int, Field(ge=0)]
 _NonEmpty = Annotated[str, Field(min_length=1)]
+
+
+def _refusal(name: str, why: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{why}", {"param": name, "why": why})
+
+
+def _is_nested_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MOST_NESTED):
+        parts = [p.values() if isinstance(p, dict) else p for p in level if _has_parts(p)]
+        level = [part for of_one in parts for part in of_one]
+    return bool(level)
+
+
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, dict | list)
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _Strict(BaseModel):
@@ -123,12 +153,16 @@ class GenerationRequest(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
-        """Pass over fields without effect; refuse those that are not supported."""
+        """Pass over fields without effect; refuse those that are not supported, or no Unicode."""
         if not isinstance(data, dict):
             return data
-        for name in _REFUSED.keys() & data.keys():
-            if data[name] is not None and data[name] != _WITHOUT_EFFECT.get(name):
-                raise ValueError(f"{name} cannot be used: {_REFUSED[name]}; leave it out")
+        for name, value in data.items():
+            if name in _REFUSED and value is not None and value != _WITHOUT_EFFECT.get(name):
+                raise _refusal(name, f"cannot be used: {_REFUSED[name]}; leave it out")
+            if _is_nested_too_deep(value):
+                raise _refusal(name, f"is nested too deep; expected at most {_MOST_NESTED} levels")
+            if not _is_unicode(value):
+                raise _refusal(name, "has a lone surrogate; expected Unicode text")
         return {k: v for k, v in data.items() if k not in _IGNORED and k not in _REFUSED}
 
 

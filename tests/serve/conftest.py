@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from server_process import DEADLINE, ServerProcess, start_server
+from server_process import ServerProcess, start_server
 
 TEMPLATE = Path(__file__).parent / "chat.jinja"
 
@@ -17,18 +17,27 @@ StartServer = Callable[..., ServerProcess]
 @pytest.fixture(scope="module")
 def serve() -> Iterator[StartServer]:
     """Starts servers, which are ended when the module's tests are done."""
+    with _servers() as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    """A server that no test ends: NGRAM, a small KV pool, and a chat template."""
+    with _servers() as start:
+        yield start(
+            *("--speculative-algorithm", "NGRAM", "--max-total-tokens", "4096"),
+            *("--max-queue", "16", "--chat-template", str(TEMPLATE)),
+        )
+
+
+@contextmanager
+def _servers() -> Iterator[StartServer]:
     with ExitStack() as ends:
 
         def start(*arguments: str, **variables: str) -> ServerProcess:
             server = start_server(*arguments, **variables)
-            ends.callback(server.process.wait, DEADLINE)
-            ends.callback(server.process.kill)
+            ends.callback(server.kill)  # which fails if an engine outlives its server
             return server
 
         yield start
-
-
-@pytest.fixture(scope="module")
-def server(serve: StartServer) -> ServerProcess:
-    """A server of the default model, with all that tests in a module want to ask it for."""
-    return serve("--max-queue", "64", "--chat-template", str(TEMPLATE))
