@@ -27,13 +27,9 @@ import argparse
 import asyncio
 import json
 import random
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -45,13 +41,13 @@ from openai import AsyncOpenAI
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
+from server_process import free_port, start_server
 
 from specplug.bench.dataset import HELD_OUT, read_prompts
 from specplug.bench.machine import describe_machine, versions
 from specplug.registry import Registry
 
 MODES = ("plain", "disaggregated")
-START_SECONDS = 180
 PERCENTILES = (50, 99)
 
 
@@ -130,61 +126,24 @@ def percentile(values: Sequence[float], share: int) -> float:
     return ordered[max(0, -(-len(ordered) * share // 100) - 1)] if ordered else float("nan")
 
 
-def free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-@contextmanager
-def serve(*arguments: str) -> Iterator[str]:
-    """A server process; its base URL. It is asked to end when the block does."""
-    port = free_port()
-    command = [sys.executable, "-m", "specplug", "serve", "--port", str(port), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
 @contextmanager
 def deploy(algorithm: str, mode: str, options: Sequence[str]) -> Iterator[Deployment]:
-    """Start the processes of a deployment."""
+    """Start the servers of a deployment; they have answered a request, and end with the block."""
     speculative = ("--speculative-algorithm", algorithm, *options)
-    with ExitStack() as stack:
+    with ExitStack() as ends:
         if mode == "plain":
-            url = stack.enter_context(serve(*speculative))
+            servers = [start_server(*speculative)]
         else:
             address = ("--disaggregation-address", f"tcp://127.0.0.1:{free_port()}")
-            side = "--disaggregation-mode"
-            url = stack.enter_context(serve(side, "decode", *address, *speculative))
-            stack.enter_context(serve(side, "prefill", *address, *speculative))
-        yield Deployment(algorithm, mode, url)
-
-
-def wait_until_ready(deployment: Deployment) -> None:
-    """Wait for a server, and for its first answer."""
-    deadline = time.monotonic() + START_SECONDS
-    request = urllib.request.Request(
-        f"{deployment.url}/v1/completions",
-        json.dumps({"model": "tiny-code", "prompt": "import ", "max_tokens": 4}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    while True:
-        try:
-            with urllib.request.urlopen(request, timeout=START_SECONDS):
-                return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise SystemExit(f"{deployment.name} does not answer: {error}") from error
-            time.sleep(0.2)
+            servers = [
+                start_server("--disaggregation-mode", side, *address, *speculative)
+                for side in ("decode", "prefill")
+            ]
+        for server in servers:
+            ends.callback(server.kill)
+        first = servers[0].complete("import ", max_tokens=4)
+        assert first.ok, first.text
+        yield Deployment(algorithm, mode, servers[0].url)
 
 
 async def complete(client: AsyncOpenAI, prompt: str, max_tokens: int, temperature: float) -> Sample:
@@ -312,8 +271,6 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[Any, Cell], li
     with ExitStack() as stack:
         pairs = [(a, m) for a in args.algorithms for m in args.modes]
         deployments = [stack.enter_context(deploy(a, m, args.options)) for a, m in pairs]
-        for deployment in deployments:
-            wait_until_ready(deployment)
         columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
         total = args.rounds * len(args.rates) * len(deployments)
         with Progress(*columns, console=console, transient=True) as progress:
