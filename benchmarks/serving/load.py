@@ -31,7 +31,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from openai import AsyncOpenAI
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
-from server_process import free_port, start_server
+from server_process import ServerProcess, free_port, start_server
 
 from specplug.bench.dataset import HELD_OUT, read_prompts
 from specplug.bench.machine import describe_machine, versions
@@ -103,16 +104,26 @@ class Cell:
 
 @attrs.frozen
 class Deployment:
-    """A server to load.
+    """A server to load, and those that it works with.
 
     Attributes:
         algorithm, mode: what it runs.
-        url: its base, without ``/v1``.
+        servers: the one that clients know is the first.
     """
 
     algorithm: str
     mode: str
-    url: str
+    servers: list[ServerProcess]
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        return self.servers[0].url
+
+    def stop(self) -> None:
+        """End its processes."""
+        for server in self.servers:
+            server.kill()
 
     @property
     def name(self) -> str:
@@ -126,24 +137,20 @@ def percentile(values: Sequence[float], share: int) -> float:
     return ordered[max(0, -(-len(ordered) * share // 100) - 1)] if ordered else float("nan")
 
 
-@contextmanager
-def deploy(algorithm: str, mode: str, options: Sequence[str]) -> Iterator[Deployment]:
-    """Start the servers of a deployment; they have answered a request, and end with the block."""
+def deploy(algorithm: str, mode: str, options: Sequence[str]) -> Deployment:
+    """Start the servers of a deployment and have them answer a request."""
     speculative = ("--speculative-algorithm", algorithm, *options)
-    with ExitStack() as ends:
-        if mode == "plain":
-            servers = [start_server(*speculative)]
-        else:
-            address = ("--disaggregation-address", f"tcp://127.0.0.1:{free_port()}")
-            servers = [
-                start_server("--disaggregation-mode", side, *address, *speculative)
-                for side in ("decode", "prefill")
-            ]
-        for server in servers:
-            ends.callback(server.kill)
-        first = servers[0].complete("import ", max_tokens=4)
-        assert first.ok, first.text
-        yield Deployment(algorithm, mode, servers[0].url)
+    if mode == "plain":
+        servers = [start_server(*speculative)]
+    else:
+        address = ("--disaggregation-address", f"tcp://127.0.0.1:{free_port()}")
+        servers = [
+            start_server("--disaggregation-mode", side, *address, *speculative)
+            for side in ("decode", "prefill")
+        ]
+    first = servers[0].complete("import ", max_tokens=4)
+    assert first.ok, first.text
+    return Deployment(algorithm, mode, servers)
 
 
 async def complete(client: AsyncOpenAI, prompt: str, max_tokens: int, temperature: float) -> Sample:
@@ -268,9 +275,12 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[Any, Cell], li
     prompts = [p.content for p in read_prompts(HELD_OUT) if isinstance(p.content, str)]
     texts: dict[str, dict[str, str]] = {}
     cells: dict[tuple[str, str, float], Cell] = {}
-    with ExitStack() as stack:
+    with ExitStack() as ends, ThreadPoolExecutor(args.starters) as starters:
         pairs = [(a, m) for a in args.algorithms for m in args.modes]
-        deployments = [stack.enter_context(deploy(a, m, args.options)) for a, m in pairs]
+        starting = [starters.submit(deploy, a, m, args.options) for a, m in pairs]
+        deployments = [each.result() for each in starting]
+        for deployment in deployments:
+            ends.callback(deployment.stop)
         columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
         total = args.rounds * len(args.rates) * len(deployments)
         with Progress(*columns, console=console, transient=True) as progress:
@@ -317,6 +327,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--max-tokens", type=int, default=96)
     add("--temperature", type=float, default=0.0)
+    add("--starters", type=int, default=2, help="deployments that are started at a time")
     add("--output", type=Path, help="folder for load.json and load.png")
     add("options", nargs="*", help="more options of specplug serve, behind --")
     args = parser.parse_args(arguments)
