@@ -47,7 +47,7 @@ from specplug.engine.sampling_params import SamplingParams
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
-from specplug.errors import FallbackWarning, RankError, UsageError
+from specplug.errors import FallbackWarning, InstanceError, RankError, UsageError
 from specplug.registry import Registry, build_plugin_manager
 from specplug.spec.defaults import CoreDefaults
 from specplug.spec.runtime import RankInfo
@@ -639,6 +639,8 @@ class LLM:
         if self._engine.has_work:
             try:
                 self._step()
+            except InstanceError:
+                raise
             except Exception:  # its requests have ended; who waits for them is told
                 _log.exception("a step has failed")
         outbox = self._engine.outbox
