@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specplug.engine.rank_links import RankLinks
-from specplug.errors import RankError, UsageError
+from specplug.errors import RankError, SpecplugError, UsageError
 from specplug.spec.runtime import RankInfo
 
 _POLL = timedelta(seconds=0.5)
@@ -68,7 +68,9 @@ class RankGroup:
             self._process_group = self._gloo(limit) if self._on_cpu else self._nccl()
             self.sum(torch.zeros(1, device=device))  # all are there
         except BaseException as error:
-            raise self.end(error) from error
+            cause = self.end(error)
+            self.links.close()
+            raise cause from error
         self.links.on_failure(self._call_off)
 
     def _gloo(self, limit: timedelta) -> Any:
@@ -177,12 +179,12 @@ class RankGroup:
         Args:
             error: what a step has raised.
         """
-        if isinstance(error, RankError):
+        caused = self.links.failure
+        if not isinstance(error, RankError):
+            self.links.fail(self.rank, f"failed: {type(error).__name__}: {error}")
+        if caused is None or isinstance(error, SpecplugError):
             return error
-        if self.links.failure is not None:
-            return RankError(str(self.links.failure))
-        self.links.fail(self.rank, f"failed: {type(error).__name__}: {error}")
-        return error
+        return RankError(str(caused))
 
     def close(self) -> None:
         """Leave; the others are told."""

@@ -217,7 +217,7 @@ class RankLinks:
         self._closing = True
         for peer in self._peers.values():
             with suppress(OSError):
-                peer.line.shutdown(socket.SHUT_WR)
+                peer.line.shutdown(socket.SHUT_RDWR)  # which wakes the listener
         if threading.current_thread() is not self._listener:
             self._listener.join()
 
@@ -254,7 +254,7 @@ class RankLinks:
     def _listen(self) -> None:
         tick = min(1.0, self.timeout / 4)
         told = 0.0
-        while not self._closing:
+        while not self._closing and self._selector.get_map():
             for key, _ in self._selector.select(tick):
                 self._hear(key.data)
             now = time.monotonic()
