@@ -44,7 +44,12 @@ SERVER = (
         type=COUNT,
         default=1,
         show_default=True,
-        help="Engines, each a process with a copy of the model.",
+        help="Engines, each a process with requests of its own, and a GPU if there are any.",
+    ),
+    click.Option(
+        ["--enable-dp-attention"],
+        is_flag=True,
+        help="The engines share the model's MLPs, a part each; else each has a copy of all.",
     ),
     click.Option(["--log-requests"], is_flag=True, help="A line for each request; no texts."),
 )
@@ -152,6 +157,7 @@ def serve(**options: Any) -> None:
         max_queue=options["max_queue"],
         shutdown_timeout=options["shutdown_timeout"],
         dp_size=options["dp_size"],
+        enable_dp_attention=options["enable_dp_attention"],
         limits=Limits(
             max_body_bytes=options["max_body_size"],
             request_timeout=options["request_timeout"],

@@ -112,6 +112,7 @@ class EngineClient:
 
     Args:
         llm: arguments of ``LLM``.
+        name: how errors call it.
         chat_template: text of a template; None: the tokenizer's own.
         max_prompt_tokens: most of one prompt; None: what the context holds.
         on_warning: called with each warning of the engine.
@@ -122,6 +123,7 @@ class EngineClient:
         self,
         llm: dict[str, Any],
         *,
+        name: str = "the engine",
         chat_template: str | None,
         max_prompt_tokens: int | None,
         on_warning: Callable[[str], None],
@@ -132,6 +134,7 @@ class EngineClient:
             "chat_template": chat_template,
             "max_prompt_tokens": max_prompt_tokens,
         }
+        self._name = name
         self._on_warning = on_warning
         self._on_end = on_end
         self._numbers = count()
@@ -280,7 +283,7 @@ class EngineClient:
         """Wait until the process ends, and tell all who wait for it."""
         code = await self._process.wait()
         why = self._failed.message if self._failed else f"its process ended with exit code {code}"
-        self.ended = f"the engine has ended: {why}"
+        self.ended = f"{self._name} has ended: {why}"
         if not self._ready.done():
             usage = self._failed is not None and self._failed.usage
             self._ready.set_exception((UsageError if usage else SpecplugError)(why))

@@ -18,6 +18,7 @@ from specplug.serve.engine_client import EngineClient
 from specplug.serve.faults import unavailable
 from specplug.serve.limits import Limits
 from specplug.serve.metrics import Metrics
+from specplug.serve.rank_settings import settings_of_ranks
 from specplug.serve.ranks import Ranks
 
 _FLUSH_SECONDS = 5
@@ -36,7 +37,8 @@ class Settings:
         max_prompt_tokens: most of one prompt; None: what the context holds.
         max_queue: most requests that wait.
         shutdown_timeout: seconds that running requests have left when the server is to end.
-        dp_size: engines, each with a copy of the model.
+        dp_size: engines, each a rank with requests of its own.
+        enable_dp_attention: whether they share the model's MLPs; else each has a whole copy.
         limits: see there.
         log_requests: whether each request is a line on standard error.
     """
@@ -50,6 +52,7 @@ class Settings:
     max_queue: int = 256
     shutdown_timeout: float = 60.0
     dp_size: int = 1
+    enable_dp_attention: bool = False
     limits: Limits = attrs.field(factory=Limits)
     log_requests: bool = False
 
@@ -92,15 +95,22 @@ class Server:
         self._on_loaded = on_loaded
         self._on_listening = on_listening
         self._failure: str | None = None
+        ranks = settings_of_ranks(
+            settings.llm,
+            settings.dp_size,
+            enable_dp_attention=settings.enable_dp_attention,
+            num_gpus=_num_gpus() if settings.dp_size > 1 else 0,
+        )
         engines = [
             EngineClient(
-                settings.llm,
+                llm,
+                name="the engine" if len(ranks) == 1 else f"the engine of rank {rank}",
                 chat_template=settings.chat_template,
                 max_prompt_tokens=settings.max_prompt_tokens,
                 on_warning=on_warning,
                 on_end=self._fail,
             )
-            for _ in range(settings.dp_size)
+            for rank, llm in enumerate(ranks)
         ]
         self._ranks = Ranks(engines, settings.max_queue)
         self._desk = Desk(self._ranks, settings.limits, settings.served_model_name, Metrics())
@@ -129,7 +139,7 @@ class Server:
         (self._hurry if self._stopping.is_set() else self._stopping).set()
 
     def _fail(self, reason: str) -> None:
-        self._failure = reason
+        self._failure = self._failure or reason
         self._stopping.set()
         self._hurry.set()
 
@@ -173,8 +183,14 @@ class Server:
         )
         for way in ways:
             way.cancel()
-        self._ranks.fail_all(unavailable("the server is shutting down"))
+        self._ranks.fail_all(unavailable(self._failure or "the server is shutting down"))
         http.should_exit = True
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _listener(host: str, port: int) -> socket.socket:
