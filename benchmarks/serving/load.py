@@ -43,6 +43,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 from server_process import ServerProcess, free_port, start_server
+from torch import cuda
 
 from specplug.bench.dataset import HELD_OUT, read_prompts
 from specplug.bench.machine import describe_machine, versions
@@ -279,6 +280,7 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[Any, Cell], li
         pairs = [(a, m) for a in args.algorithms for m in args.modes]
         starting = [starters.submit(deploy, a, m, args.options) for a, m in pairs]
         deployments = [each.result() for each in starting]
+        console.print(f"{len(deployments)} deployments serve")
         for deployment in deployments:
             ends.callback(deployment.stop)
         columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
@@ -301,6 +303,9 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[Any, Cell], li
                         for prompt, sample in zip(chosen, samples, strict=True):
                             texts.setdefault(prompt, {})[deployment.name] = sample.text
                         progress.advance(task)
+                        if not console.is_terminal:  # a bar would not be seen
+                            took = f"{seconds:.1f} s"
+                            console.print(f"{turn + 1}: {deployment.name} {rate:g}/s, {took}")
     return cells, list(differences(texts))
 
 
@@ -342,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Console(width=120).print(table(cells, args))
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
-        device = next((o for o in args.options if o.startswith("cuda")), "cpu")
+        device = "cuda" if cuda.is_available() and "cpu" not in args.options else "cpu"
         report = {
             "settings": {name: value for name, value in vars(args).items() if name != "output"},
             "machine": describe_machine(device),
