@@ -435,9 +435,11 @@ class LLM:
             self._step()
         if self._ranks is None:
             return
-        self._ranks.links.say_done()
-        while not self._ranks.links.all_done:
-            self._step()
+        for _ in ("nothing to launch", "nothing on the device"):
+            self._ranks.links.say_done()
+            while not self._ranks.links.all_done:
+                self._step()
+            self._ranks.settle()
 
     def abort(self, request_id: str) -> None:
         """End a request; its output so far comes with ``finish_reason="abort"``.

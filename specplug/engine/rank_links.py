@@ -237,17 +237,21 @@ class RankLinks:
 
     def _compare(self, facts: Mapping[str, Any]) -> None:
         """Refuse ranks that were not started alike."""
-        self.store.set(f"facts/{self.rank}", json.dumps(dict(facts), default=str))
-        for rank in range(self.size):
-            theirs = json.loads(_read(self.store, f"facts/{rank}", rank))
-            ours = json.loads(json.dumps(dict(facts), default=str))
-            differing = [name for name in ours if theirs.get(name) != ours[name]]
-            if differing:
-                name = differing[0]
-                raise UsageError(
-                    f"{name}: {ours[name]!r} in rank {self.rank}, {theirs.get(name)!r} in rank "
-                    f"{rank}; expected the same in all ranks"
-                )
+        ours = json.dumps(dict(facts), default=str)
+        self.store.set(f"facts/{self.rank}", ours)
+        all_facts = [_read(self.store, f"facts/{rank}", rank) for rank in range(self.size)]
+        self.store.set(f"compared/{self.rank}", "")
+        if self.rank == 0:  # its store is there until all have read
+            for rank in range(self.size):
+                _read(self.store, f"compared/{rank}", rank)
+        own = json.loads(ours)
+        for rank, theirs in enumerate(map(json.loads, all_facts)):
+            for name in own:
+                if theirs.get(name) != own[name]:
+                    raise UsageError(
+                        f"{name}: {own[name]!r} in rank {self.rank}, {theirs.get(name)!r} in rank "
+                        f"{rank}; expected the same in all ranks"
+                    )
 
     # The listening thread
 

@@ -200,11 +200,12 @@ class RankWorker:
             time.sleep(0.005)
         return self.llm.must_step
 
-    def close(self) -> None:
-        """Close the LLM, if there is one."""
+    def close(self) -> str:
+        """Close the LLM, if there is one: "closed"."""
         if self._llm is not None:
             self._llm.close()
         self._llm = None
+        return "closed"
 
 
 def main(host: str, port: str, key: str) -> None:

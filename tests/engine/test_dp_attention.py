@@ -54,6 +54,15 @@ class Process:
         assert self.line.poll(within), f"no answer in {within} s"
         return self.line.recv()
 
+    def forget(self) -> bool:
+        """Close its LLM; whether it did. What it still had to say is lost."""
+        if self.process.poll() is None:
+            self.ask("close")
+            while self.line.poll(10.0):
+                if self.line.recv() == ("returned", "closed"):
+                    return True
+        return False
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -118,13 +127,11 @@ def all_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture
 def ranks(all_ranks: Ranks) -> Iterator[Ranks]:
-    """Rank processes; without an LLM afterwards."""
+    """Rank processes; without an LLM afterwards, and without those that do not answer."""
     yield all_ranks
     for process in all_ranks._processes:
-        if process.process.poll() is None:
-            process.ask("close")
-            while process.reply(DEADLINE) != ("returned", None):
-                pass  # the answers that the test did not wait for
+        if not process.forget():
+            process.kill()
 
 
 # The tokens are those of one process
@@ -178,8 +185,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "NONE in chunks, plain": {"chunked_prefill_size": 16, "disable_overlap_schedule": True},
     "NGRAM tree": {"speculative_eagle_topk": 3, "chunked_prefill_size": 16},
     "NGRAM chain, mixed": {"chunked_prefill_size": 16, "enable_mixed_chunk": True},
-    "EAGLE tree": {"chunked_prefill_size": 16, "enable_mixed_chunk": True},
-    "EAGLE3 tree, plain": {"disable_overlap_schedule": True, "page_size": 4},
+    "EAGLE tree, plain": {
+        "disable_overlap_schedule": True,
+        "chunked_prefill_size": 16,
+        "enable_mixed_chunk": True,
+        "page_size": 4,
+    },
     "EAGLE3 chain": {
         "speculative_eagle_topk": 1,
         "speculative_num_steps": 3,
@@ -409,6 +420,51 @@ def test_a_rank_that_dies_ends_the_other(
         assert other.process.wait(30.0) == 0
     assert time.monotonic() - began < 30.0
     ranks[dying].kill()
+
+
+# The same on GPUs, whose collectives no host waits for
+
+CUDA = {"dtype": "float64", "speculative_algorithm": "WIDE", "dp_timeout": 5.0}
+ON_EACH_GPU = {"device": "cuda:0"}, {"device": "cuda:1"}
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE3", "NGRAM"])
+def test_gpus_give_the_tokens_of_one_process(
+    ranks: Ranks, tiny_code: Target, algorithm: str
+) -> None:
+    ranks.begin(*ON_EACH_GPU, dtype="float64", speculative_algorithm=algorithm)
+    for process in ranks[:]:
+        assert process.answer(180.0)["cuda_graph"] == "off: data-parallel attention"
+    done, (_, steps) = ranks.run(tiny_code.jobs((0, 1)), [])
+    assert tokens(done) == tiny_code.of((0, 1))
+    assert set(steps) == {"idle"}
+    many, few = ranks.run(tiny_code.jobs((0, 1, 2, 3, 4), stagger=2), tiny_code.jobs((2,)))
+    assert tokens(many) == tiny_code.tokens
+    assert tokens(few) == tiny_code.of((2,))
+
+
+@needs_two_gpus
+@pytest.mark.parametrize(
+    ("how", "told"), [("SIGKILL", "died"), ("SIGSTOP", "was not heard of for 5 s")]
+)
+def test_a_rank_that_dies_ends_the_other_on_gpus(
+    ranks: Ranks, tiny: Target, how: str, told: str
+) -> None:
+    ranks.begin(*ON_EACH_GPU, model=tiny.model, **CUDA)
+    for process in ranks[:]:
+        process.answer(180.0)
+    ranks[1].ask("harm", how, 2, True)
+    ranks[1].answer()
+    for rank in range(2):
+        ranks[rank].ask("run", tiny.jobs((rank,)))
+    kind, text = ranks[0].error(within=30.0)
+    assert kind == "RankError"
+    assert text.startswith(f"rank 1 {told}")
+    ranks[0].ask("exit")
+    assert ranks[0].process.wait(30.0) == 0
+    ranks[1].kill()
 
 
 # What cannot be
