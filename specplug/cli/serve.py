@@ -12,7 +12,7 @@ import click
 from specplug.cli import say
 from specplug.cli.loading import status
 from specplug.cli.options import COUNT, DISAGGREGATION, ENGINE, check_speculation, chosen
-from specplug.errors import SpecplugError
+from specplug.errors import SpecplugError, UsageError
 from specplug.registry import Registry
 
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn", "zmq")
@@ -136,13 +136,14 @@ def serve(**options: Any) -> None:
             f"specplug serve needs {', '.join(missing)}, which is not installed: "
             "pip install 'specplug[serve]'"
         )
+    engine = chosen(ENGINE, options)
+    check_speculation(Registry().select(engine["speculative_algorithm"]).info, engine)
+    chat_template = _read(options["chat_template"])
     import asyncio
 
     from specplug.serve.limits import Limits
     from specplug.serve.server import Server, Settings
 
-    engine = chosen(ENGINE, options)
-    check_speculation(Registry().select(engine["speculative_algorithm"]).info, engine)
     settings = Settings(
         llm={
             **engine,
@@ -152,7 +153,7 @@ def serve(**options: Any) -> None:
         host=options["host"],
         port=options["port"],
         served_model_name=options["served_model_name"] or engine["model"],
-        chat_template=_read(options["chat_template"]),
+        chat_template=chat_template,
         max_prompt_tokens=options["max_prompt_tokens"],
         max_queue=options["max_queue"],
         shutdown_timeout=options["shutdown_timeout"],
@@ -185,5 +186,10 @@ def _read(template: Path | None) -> str | None:
         return None
     try:
         return template.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecplugError(f"chat template {str(template)!r} cannot be read: {error}") from error
+    except OSError as error:
+        why = error.strerror or error
+        raise UsageError(f"chat template {str(template)!r} cannot be read: {why}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"chat template {str(template)!r} is not UTF-8 (byte {error.start}); expected UTF-8 text"
+        ) from error
