@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from specplug.spec.draft import Draft, DraftInput
     from specplug.spec.feature_drafter import FeatureDrafter
     from specplug.spec.future_map import FutureMap
+    from specplug.spec.received import Form, received_state
     from specplug.spec.report import RequestReport, StepReport
     from specplug.spec.rotation import chunk_tails, rotate_chunks
     from specplug.spec.runtime import AttentionPlan, KVCache, Runtime
@@ -60,7 +61,9 @@ _LAZY = {
     "Draft": "specplug.spec.draft",
     "DraftInput": "specplug.spec.draft",
     "FeatureDrafter": "specplug.spec.feature_drafter",
+    "Form": "specplug.spec.received",
     "FutureMap": "specplug.spec.future_map",
+    "received_state": "specplug.spec.received",
     "RequestReport": "specplug.spec.report",
     "StepReport": "specplug.spec.report",
     "AttentionPlan": "specplug.spec.runtime",
@@ -91,6 +94,7 @@ __all__ = [
     "DraftInput",
     "FallbackWarning",
     "FeatureDrafter",
+    "Form",
     "FutureMap",
     "KVCache",
     "Logprob",
@@ -113,6 +117,7 @@ __all__ = [
     "couple",
     "hookimpl",
     "layers",
+    "received_state",
     "rotate_chunks",
     "select_tree",
     "verify_tree",

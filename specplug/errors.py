@@ -23,7 +23,11 @@ class CheckpointError(SpecplugError):
     """A checkpoint is missing, or does not fit the network or the target it is meant for."""
 
 
-class RankError(SpecplugError):
+class InstanceError(SpecplugError):
+    """This process and another that it works with cannot go on together; it has to end."""
+
+
+class RankError(InstanceError):
     """A rank process of a data-parallel run has failed, died or left, so that none can go on. The
     message names it and says what happened to it."""
 

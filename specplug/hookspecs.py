@@ -31,7 +31,10 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import click
+    from torch import Tensor
 
     from specplug.algorithm import AlgorithmInfo, SpecConfig
     from specplug.spec.batch import Batch
@@ -127,9 +130,14 @@ def build_disagg_draft_input(
 ) -> DraftInput | None:
     """Make the draft input of requests that another instance has prefilled.
 
-    Called by a decode instance for a batch of received requests, which may be empty, and may hold
-    requests without a draft state. ``last_tokens`` [bs] are their first tokens. None: plain last
-    tokens, no hidden state.
+    Called by a decode instance for a batch of received requests, before their first step; their KV,
+    the draft's too, is in the pool by then. ``last_tokens`` [bs] int64 are the roots of that step,
+    ``batch.seq_lens`` [bs] their positions, ``request.draft_state`` what ``export_draft_state``
+    gave over there. The batch may be empty, and a request may have come without a state (its
+    prefill ran under another algorithm, say) or without draft KV, which is zeros then: it drafts
+    from its last tokens. ``received_state`` stacks the states and says who has none. The result is
+    stashed as that of ``build_draft_input`` is. None: what was exported as it is, zeros for a
+    request without it.
     """
 
 
@@ -182,11 +190,15 @@ def supports_target_verify_for_draft() -> bool | None:
 
 
 @hookspec(firstresult=True)
-def export_draft_state(runtime: Runtime, request: Any) -> dict[str, Any] | None:
-    """The draft state that must travel with a prefilled request to a decode instance.
+def export_draft_state(
+    runtime: Runtime, batch: Batch, future_map: FutureMap
+) -> Mapping[str, Tensor | None] | None:
+    """The draft state that travels with prefilled requests to a decode instance.
 
-    Returns named CPU tensors; ``build_disagg_draft_input`` finds them on the other side. None:
-    nothing.
+    Called by a prefill instance after ``build_draft_input``, with a prefill batch in which some
+    request is at its last chunk. Return named tensors of leading size bs, on the device: the core
+    brings each request's row to the other side, where ``request.draft_state`` holds it. None: what
+    is stashed in the future map for the requests, which is all that ``build_draft_input`` returned.
     """
 
 

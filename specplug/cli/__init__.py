@@ -24,6 +24,7 @@ COMMANDS = {
     "info": "specplug.cli.info:info",
     "generate": "specplug.cli.generate:generate",
     "bench": "specplug.cli.bench:bench",
+    "serve": "specplug.cli.serve:serve",
     "doctor": "specplug.cli.doctor:doctor",
 }
 """Sub-command -> the module and the click command in it."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def load(engine: Mapping[str, Any]) -> LLM:
     """Make an ``LLM`` from its arguments, with a spinner on standard error meanwhile."""
-    with _status(f"loading {engine['model']}"):
+    with status(f"loading {engine['model']}"):
         from specplug.engine.llm import LLM
 
         silence()
@@ -29,7 +29,7 @@ def silence() -> None:
 
 
 @contextmanager
-def _status(message: str) -> Iterator[None]:
+def status(message: str) -> Iterator[None]:
     """A spinner on standard error, if that is a terminal."""
     if not sys.stderr.isatty():
         yield

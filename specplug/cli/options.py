@@ -123,6 +123,28 @@ ENGINE = (
 )
 """Options that are arguments of ``LLM``, under the same names and with the same defaults."""
 
+DISAGGREGATION = (
+    click.Option(
+        ["--disaggregation-mode", "disaggregation"],
+        type=click.Choice(["prefill", "decode"]),
+        help="Prefill for decode instances, or have prompts prefilled by prefill instances.",
+    ),
+    click.Option(
+        ["--disaggregation-address"],
+        metavar="tcp://HOST:PORT",
+        help="Where the decode instance waits for prefill instances; these may name several, with "
+        "commas between them.  [default: port 30100 of this machine]",
+    ),
+    click.Option(
+        ["--disaggregation-timeout"],
+        type=click.FloatRange(min=0, min_open=True),
+        default=30.0,
+        show_default=True,
+        help="Seconds without progress after which a request is prefilled elsewhere.",
+    ),
+)
+"""Options that are arguments of ``LLM`` too, of servers alone."""
+
 SAMPLING = (
     click.Option(
         ["--temperature"], type=float, default=0.0, show_default=True, help="0 is greedy."

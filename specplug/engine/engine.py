@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from specplug.debug import DEBUG
 from specplug.engine.captures import ROUTED_EXPERTS
 from specplug.engine.outputs import Logprob
+from specplug.engine.parcel import Cutting, KVSlice, RemotePrefill
 from specplug.engine.rank_group import RankGroup
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.runtime import EngineRuntime
@@ -18,6 +20,8 @@ from specplug.engine.scheduler import Scheduler, Step
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepResult, StepRunner
 from specplug.spec.report import RequestReport, StepReport
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -31,6 +35,10 @@ class Engine:
         overlap: whether a step is launched before the last one's results are processed.
         tokenizer: the ``tokenizers.Tokenizer``, for the text of log-probabilities; or None.
         ranks: that step together with this one; None: it is alone.
+        remote: who has requests prefilled by other instances; None: they are prefilled here.
+
+    Attributes:
+        outbox: what has been prefilled for other instances, for whoever sends it to them.
     """
 
     def __init__(
@@ -42,14 +50,19 @@ class Engine:
         hooks: Any,
         overlap: bool,
         tokenizer: Any | None,
+        remote: RemotePrefill | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.outbox: deque[Cutting] = deque()
+        self._remote = remote
         self.statistics = Statistics()
         self._steps = steps
         self._runtime = runtime
         self._hooks = hooks
         self._tokenizer = tokenizer
+        self._carries_state = hasattr(runtime.worker, "hidden_size_for")
+        self._told_stateless = False
         self._ranks = ranks
         self._launched: deque[StepResult] = deque()
         self._launching: Step | None = None
@@ -60,7 +73,13 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether another ``step`` is needed."""
-        return self.scheduler.has_work or bool(self._launched)
+        away = self._remote is not None and self._remote.has_work
+        return away or self.scheduler.has_work or bool(self._launched)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that have not ended."""
+        return [*(self._remote or ()), *self.scheduler]
 
     @property
     def cuda_graph(self) -> str:
@@ -69,7 +88,10 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        self.scheduler.add(request)
+        if self._remote is not None:
+            self._remote.add(request)
+        else:
+            self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; unknown and ended ones are ignored."""
@@ -83,7 +105,9 @@ class Engine:
         touched = [request for step in lost for request in step.requests]
         self._launched.clear()
         self._launching = None
-        ended = [request for request in self.scheduler.reset() if not request.finished]
+        self.outbox.clear()
+        reset = [*(self._remote.reset() if self._remote else ()), *self.scheduler.reset()]
+        ended = [request for request in reset if not request.finished]
         for request in (*touched, *ended):
             request.in_flight = 0
         for request in ended:
@@ -97,6 +121,7 @@ class Engine:
     def plain_step(self) -> list[Request]:
         """Launch a step and process it; the requests that moved."""
         self._process_aborts()
+        self._take_received()
         if self._launch():
             self._process()
         return self._finish_step()
@@ -104,6 +129,7 @@ class Engine:
     def overlap_step(self) -> list[Request]:
         """Launch a step, then process the one before it while this one runs."""
         self._process_aborts()
+        self._take_received()
         launched = self._launch()
         if len(self._launched) > launched:
             self._process()
@@ -184,7 +210,22 @@ class Engine:
             if chunk.is_last and request.finished and not ended:
                 self._report_finished(request)
             self.scheduler.processed(request, committed=None)
+        index = {chunk.request: i for i, chunk in enumerate(result.step.prefill.chunks)}
+        for kv in prefill.slices:
+            i = index[kv.request]
+            self.outbox.append(self._cutting(kv, tokens[i], logprobs, i))
         return given
+
+    def _cutting(self, kv: KVSlice, token: int, logprobs: dict[str, Any], row: int) -> Cutting:
+        """What another instance gets of a step; with the last slice what was sampled too."""
+        if kv.end < len(kv.request.prompt_token_ids):
+            return Cutting(kv=kv)
+        return Cutting(
+            kv=kv,
+            first_token=token,
+            logprobs=self._token_logprobs(kv.request, logprobs, row),
+            experts=kv.request.all_experts(),
+        )
 
     def _process_decode(self, result: StepResult) -> list[int]:
         """Hand out what a decode step has accepted; how many tokens each request took."""
@@ -241,13 +282,54 @@ class Engine:
             chosen.setdefault(token, Logprob(logprob=value, rank=rank, decoded_token=text))
         return chosen
 
+    def _take_received(self) -> None:
+        """Queue the requests that another instance has prefilled, with their first token."""
+        if self._remote is None:
+            return
+        busy = self.scheduler.has_work or bool(self._launched)
+        for request in self._remote.poll(len(self.scheduler.waiting), wait=not busy):
+            self._moved.append(request)
+            if request.error is not None:
+                request.finish("error")
+            else:
+                self._append_first(request)
+            if request.finished:
+                request.parcel = None
+                self._report_finished(request)
+            else:
+                self.scheduler.add(request)
+
+    def _append_first(self, request: Request) -> None:
+        """Give a received request the token that was sampled behind its prompt."""
+        parcel = request.parcel
+        assert parcel is not None
+        if request.guide is not None:
+            request.guide.advance([parcel.first_token])
+        request.append(parcel.first_token, parcel.logprobs)
+        if parcel.experts is not None:
+            request.append_experts(parcel.experts, 0)
+        stateless = self._carries_state and not parcel.draft_state
+        self.statistics.add_received(parcel.num_bytes, stateless=stateless)
+        if stateless and not self._told_stateless:
+            self._told_stateless = True
+            _log.warning(
+                "request %s came without a draft state: %s drafts it from its last tokens, as all "
+                "that come so (counted as 'stateless' in the statistics)",
+                request.request_id,
+                self._runtime.config.algorithm,
+            )
+
     def _process_aborts(self) -> None:
         wanted: dict[str, None] = {}
         while self._aborted:  # others may add to it meanwhile
             wanted[self._aborted.popleft()] = None
-        for request in self.scheduler.find(wanted) if wanted else ():
+        if not wanted:
+            return
+        away = self._remote.find(wanted) if self._remote is not None else []
+        for request in (*away, *self.scheduler.find(wanted)):
             request.finish("abort")
-            self.scheduler.release(request)
+            if self._remote is None or not self._remote.remove(request):
+                self.scheduler.release(request)
             self._moved.append(request)
             self._report_finished(request)
 
@@ -291,6 +373,10 @@ def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) ->
         evicted_pages=step.evicted_pages,
         num_running=step.num_running,
         num_waiting=step.num_waiting,
+        received_ids=tuple(u.request.request_id for u in step.unpacked),
+        received_tokens=tuple(u.parcel.end - u.start for u in step.unpacked),
+        received_cached=tuple(u.start for u in step.unpacked),
+        lost_prefixes=step.lost_prefixes,
         free_pages=step.free_pages,
         cached_pages=step.cached_pages,
         seconds={**result.clock.seconds(), "host": result.host_seconds},

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 
 from specplug.algorithm import DEFAULT_MODEL, SpecConfig
+from specplug.disagg.instances import (
+    check_mode,
+    identity_of,
+    make_decode_instance,
+    make_prefill_instance,
+)
 from specplug.engine.engine import Engine
 from specplug.engine.features import Features
+from specplug.engine.handover import Handover
 from specplug.engine.intake import Intake, Prompt
 from specplug.engine.loading import (
     ASSETS,
@@ -39,13 +47,20 @@ from specplug.engine.sampling_params import SamplingParams
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
-from specplug.errors import FallbackWarning, RankError, UsageError
+from specplug.errors import FallbackWarning, InstanceError, RankError, UsageError
 from specplug.registry import Registry, build_plugin_manager
 from specplug.spec.defaults import CoreDefaults
 from specplug.spec.runtime import RankInfo
 
+if TYPE_CHECKING:
+    from specplug.disagg.decode_instance import DecodeInstance
+    from specplug.disagg.prefill_instance import PrefillInstance
+
+_log = logging.getLogger(__name__)
 _CPU_POOL_BYTES = 512 << 20
 _CUDA_POOL_SHARE = 0.6
+_OF_ONE_SIDE = ("self", "disaggregation", "disaggregation_address")
+"""Arguments in which the two sides of a pair in one process differ."""
 
 
 class LLM:
@@ -75,6 +90,14 @@ class LLM:
         disable_overlap_schedule: process each step's results before the next step is launched.
         disable_radix_cache: do not keep the KV of prompts and outputs for others that begin alike.
         disable_cuda_graph: do not record passes as CUDA graphs (on the CPU there are none).
+        disaggregation: "prefill": prefill for the decode instances at the address; "decode": have
+            prompts prefilled by the instances that register there; "both": the two sides in this
+            process, with a transfer between them. None: one engine does both. See
+            docs/disaggregation.md.
+        disaggregation_address: tcp://HOST:PORT where the decode instance waits; a prefill instance
+            may serve several, with commas between them. None: port 30100 of this machine.
+        disaggregation_timeout: seconds without progress after which a decode instance gives a
+            request to another prefill instance, or ends it with an error if there is none.
         num_threads: torch's threads on the CPU, which are the whole process's. None: one for a
             model of under 50 million parameters, whose operations are too short to share (two
             threads on busy cores then wait for one another), else torch's own choice.
@@ -114,6 +137,9 @@ class LLM:
         disable_overlap_schedule: bool = False,
         disable_radix_cache: bool = False,
         disable_cuda_graph: bool = False,
+        disaggregation: str | None = None,
+        disaggregation_address: str | None = None,
+        disaggregation_timeout: float = 30.0,
         num_threads: int | None = None,
         dp_rank: int = 0,
         dp_size: int = 1,
@@ -121,6 +147,7 @@ class LLM:
         dp_timeout: float = 15.0,
         enable_dp_attention: bool = False,
     ) -> None:
+        same = {name: value for name, value in locals().items() if name not in _OF_ONE_SIDE}
         for name, value, optional in (
             ("page_size", page_size, False),
             ("chunked_prefill_size", chunked_prefill_size, True),
@@ -132,6 +159,7 @@ class LLM:
             _check_positive(name, value, optional)
         if not isinstance(seed, int):
             raise UsageError(f"seed={seed!r}: expected an integer")
+        check_mode(disaggregation, disaggregation_timeout, enable_dp_attention=enable_dp_attention)
         registry = Registry()
         selected = registry.select(speculative_algorithm)
         manager = build_plugin_manager(selected, registry.extensions(), CoreDefaults())
@@ -160,11 +188,10 @@ class LLM:
             },
             enabled=enable_dp_attention,
         )
-        config = self._hooks.validate_config(config=config)
+        self.spec_config = config = self._hooks.validate_config(config=config)
         for adjustment in config.adjustments:
             warnings.warn(f"{config.algorithm}: {adjustment}", FallbackWarning, stacklevel=2)
         self._runner = ModelRunner(path, choose_dtype(dtype, where), where, self._ranks)
-        self.spec_config = config
         if where.type == "cpu":
             set_threads(num_threads, self._runner.num_parameters)
         self.tokenizer = load_tokenizer(tokenizer, path)
@@ -179,7 +206,6 @@ class LLM:
             rank=RankInfo(rank=dp_rank, world_size=dp_size),
         )
         runtime.worker = self._hooks.create_worker(runtime=runtime)
-        self._inbox: list[Request] = []
         self._features = Features.of_run(
             selected.info,
             disable_overlap_schedule=disable_overlap_schedule,
@@ -194,15 +220,42 @@ class LLM:
             reserve=max(config.num_draft_tokens, config.num_draft_slots, config.num_steps + 1),
             steps_in_flight=2 if self._features.is_on("overlap") else 1,
         )
-        self._engine = self._make_engine(runtime, page_size, max_total_tokens)
+        cache, table = self._allocate(runtime, page_size, max_total_tokens)
+        self._disaggregation = disaggregation
+        self._remote: DecodeInstance | None = None
+        if disaggregation in ("decode", "both"):
+            self._remote = make_decode_instance(
+                runtime,
+                self._runner,
+                cache,
+                address=disaggregation_address,
+                timeout=disaggregation_timeout,
+                both=disaggregation == "both",
+            )
+        self._inbox: list[Request] = []
+        self._engine = self._make_engine(runtime, cache, table)
         self._intake = Intake(
             runner=self._runner,
             tokenizer=self.tokenizer,
-            pool=self._engine.scheduler.cache.pool,
+            pool=cache.pool,
             context_len=self.context_len,
             eos_token_ids=read_eos_token_ids(self._runner),
             seed=seed,
         )
+        self._prefill: PrefillInstance | None = None
+        if disaggregation == "prefill":
+            self._prefill = make_prefill_instance(
+                identity_of(self._runner, config, page_size),
+                address=disaggregation_address,
+                prepare=self.prepare,
+                submit=self._submit,
+                abort=self.abort,
+            )
+        self._partner: LLM | None = None
+        if disaggregation == "both":
+            assert self._remote is not None
+            address = self._remote.address
+            self._partner = LLM(**same, disaggregation="prefill", disaggregation_address=address)
 
     def __enter__(self) -> LLM:
         return self
@@ -226,6 +279,9 @@ class LLM:
             with suppress(RankError):  # the end of all, which has been told
                 self._abort_all()
         finally:
+            for other in (self._partner, self._prefill, self._remote):
+                if other is not None:
+                    other.close()
             self._engine = None  # type: ignore[assignment]
             self._runner = self._intake = None  # type: ignore[assignment]
             if self._ranks is not None:
@@ -311,7 +367,15 @@ class LLM:
         return request
 
     def submit(self, request: Request) -> None:
-        """Queue a prepared request for ``step``."""
+        """Queue a prepared request for ``step``.
+
+        Raises:
+            UsageError: this is a prefill instance, which takes requests from decode instances.
+        """
+        self._check_takes_requests()
+        self._submit(request)
+
+    def _submit(self, request: Request) -> None:
         self._check_open()
         request.inbox = self._inbox
         self._engine.add(request)
@@ -331,6 +395,9 @@ class LLM:
                 next call returns their outputs.
         """
         self._check_open()
+        if self._prefill is not None:
+            self._step_prefill(wait=True)
+            return []
         if self._engine.has_work or not self._inbox:
             self._step()
         moved = [request for request in _emptied(self._inbox) if not request.delivered]
@@ -348,6 +415,13 @@ class LLM:
         """Whether this rank has work, or another has begun a step and waits for this one."""
         waits = self._ranks is not None and self._ranks.called
         return waits or self.has_unfinished_requests
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other processes may want something of this one at any time (another rank a step,
+        a prefill or decode instance an answer), so that ``step`` is to be called again and again,
+        requests or not. With nothing to do it blocks for a moment."""
+        return self._ranks is not None or self._disaggregation in ("prefill", "decode")
 
     def wait_for_ranks(self) -> None:
         """Do this rank's work, and take part in the others' until they have none: until every rank
@@ -378,7 +452,27 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Totals since the engine was made; see ``specplug.engine.statistics``."""
         self._check_open()
-        return self._engine.statistics.as_dict()
+        stats = self._engine.statistics.as_dict()
+        if self._remote is not None:
+            stats |= self._remote.transfers.as_dict()
+        return stats
+
+    @property
+    def occupancy(self) -> dict[str, int]:
+        """What the engine holds now: requests "running" and "waiting"; pages "total" (all but the
+        padding page), "free", "cached", and "available", those that are free or cached for nobody
+        who runs."""
+        self._check_open()
+        scheduler = self._engine.scheduler
+        cache = scheduler.cache
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(self._engine.requests) - len(scheduler.running),
+            "total": cache.pool.num_pages - 1,
+            "free": cache.pool.num_free,
+            "cached": cache.num_pages,
+            "available": cache.num_available,
+        }
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes.
@@ -410,6 +504,8 @@ class LLM:
             "dp_rank": self._ranks.rank if self._ranks is not None else 0,
             "dp_size": self._ranks.size if self._ranks is not None else 1,
             "mixed_chunk": "on" if self._limits.mixed_chunk else "off: not enabled",
+            "disaggregation": self._disaggregation or "off",
+            "disaggregation_address": self._remote.address if self._remote else None,
             "chunked_prefill_size": self._limits.chunked_prefill_size,
             "max_running_requests": self._limits.max_running_requests,
             "page_size": pool.page_size,
@@ -424,31 +520,47 @@ class LLM:
         """Assert that every KV page is free, cached, or owned by one running request."""
         self._check_open()
         self._engine.scheduler.check()
+        if self._partner is not None:
+            self._partner.check_pool()
 
-    def _make_engine(
+    def _allocate(
         self, runtime: EngineRuntime, page_size: int, max_total_tokens: int | None
-    ) -> Engine:
+    ) -> tuple[PrefixCache, RequestTable]:
+        """The KV pool, who hands out its pages, and the table of whose they are."""
         limits, config = self._limits, self.spec_config
         width = self.context_len + limits.steps_in_flight * limits.columns + limits.reserve
         num_slots = max_total_tokens or _default_slots(runtime, width)
         num_pages = -(-num_slots // page_size) + 1
         table = RequestTable(runtime.num_rows, width, page_size, runtime.device)
-        kv = runtime.allocate_pool(num_pages * page_size, table)
-        future_map = self._hooks.create_future_map(runtime=runtime)
+        runtime.allocate_pool(num_pages * page_size, table)
         lookahead = config.draft_lookahead
         if lookahead is None:
             lookahead = 1 if runtime.has_draft_cache else 0
         enabled = self._features.is_on("prefix_cache")
-        cache = PrefixCache(PagePool(num_pages, page_size), lookahead, enabled=enabled)
+        return PrefixCache(PagePool(num_pages, page_size), lookahead, enabled=enabled), table
+
+    def _make_engine(
+        self, runtime: EngineRuntime, cache: PrefixCache, table: RequestTable
+    ) -> Engine:
+        future_map = self._hooks.create_future_map(runtime=runtime)
+        handover = Handover(runtime, self._hooks, future_map, cache.lookahead)
         return Engine(
-            scheduler=Scheduler(limits, cache, table),
-            steps=StepRunner(runtime, self._runner, self._hooks, future_map, kv, self._ranks),
+            scheduler=Scheduler(self._limits, cache, table),
+            steps=StepRunner(runtime, self._runner, self._hooks, future_map, handover, self._ranks),
             runtime=runtime,
             hooks=self._hooks,
-            overlap=limits.steps_in_flight > 1,
+            overlap=self._limits.steps_in_flight > 1,
             tokenizer=backend_of(self.tokenizer),
+            remote=self._remote,
             ranks=self._ranks,
         )
+
+    def _check_takes_requests(self) -> None:
+        if self._prefill is not None:
+            raise UsageError(
+                "this is a prefill instance: it takes its requests from decode instances; give "
+                "them to one of these, and call step() here"
+            )
 
     def _check_open(self) -> None:
         if self._engine is None:
@@ -467,6 +579,7 @@ class LLM:
         self, requests: Sequence[Request], *, partial: bool
     ) -> Generator[RequestOutput, None, None]:
         self._check_open()  # it may have been closed since the requests were made
+        self._check_takes_requests()
         live = {request.request_id: request for request in requests}
         inbox: list[Request] = []  # a step of another stream may move ours
         for request in requests:
@@ -491,6 +604,8 @@ class LLM:
         """Run a step, if the engine is still there."""
         if self._engine is None:  # closed in the middle of a stream, whose requests were aborted
             return
+        if self._partner is not None:
+            self._partner._step_prefill(wait=False)
         self._take(self._engine.step)
 
     def _take(self, move: Callable[[], list[Request]]) -> None:
@@ -509,6 +624,21 @@ class LLM:
             for request in moved:
                 request.inbox.append(request)
 
+    def _step_prefill(self, *, wait: bool) -> None:
+        """Take what decode instances ask for, run a step, and send them what it gave."""
+        assert self._prefill is not None
+        self._prefill.receive(wait=wait and not self._engine.has_work)
+        if self._engine.has_work:
+            try:
+                self._step()
+            except InstanceError:
+                raise
+            except Exception:  # its requests have ended; who waits for them is told
+                _log.exception("a step has failed")
+        outbox = self._engine.outbox
+        self._prefill.send(outbox.popleft() for _ in range(len(outbox)))
+        self._prefill.tell_failed(_emptied(self._inbox))
+
     def _drain(self, requests: Sequence[Request]) -> None:
         """Process aborts and what is in flight, so that nothing of these requests stays behind."""
         while self._engine is not None and self._engine.has_work:
@@ -517,7 +647,7 @@ class LLM:
             self._step()
 
     def _abort_all(self) -> None:
-        for request in list(self._engine.scheduler):
+        for request in self._engine.requests:
             self._engine.abort(request.request_id)
         self._take(self._engine.drain)
 

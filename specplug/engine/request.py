@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -13,6 +14,7 @@ from specplug.engine.cached_page import CachedPage
 from specplug.engine.detokenizer import Detokenizer
 from specplug.engine.guide import Guide
 from specplug.engine.outputs import Logprob, RequestOutput
+from specplug.engine.parcel import Parcel
 from specplug.engine.sampling_params import Needs, SamplingParams
 
 
@@ -51,6 +53,9 @@ class Request:
         num_routed: positions whose experts are in ``routed_experts``.
         inbox: where to put it when a step has moved it, for whoever waits for that.
         delivered: whether its last output has been handed out.
+        export_from: the first position whose KV another instance wants; None: nobody does.
+        parcel: its prefill by another instance, until that is in the pool.
+        draft_state: what came with it for the algorithm, until that has seen it.
     """
 
     request_id: str
@@ -92,6 +97,9 @@ class Request:
     sent: int = 0
     inbox: list[Request] = attrs.field(factory=list)
     delivered: bool = False
+    export_from: int | None = None
+    parcel: Parcel | None = None
+    draft_state: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -185,14 +193,15 @@ class Request:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             accept_lens=tuple(self.accept_lens),
-            routed_experts=self._all_experts() if self.finished else None,
+            routed_experts=self.all_experts() if self.finished else None,
             num_cached_tokens=self.num_cached,
             times_retracted=self.times_retracted,
             error=self.error,
             delta=delta,
         )
 
-    def _all_experts(self) -> Tensor | None:
+    def all_experts(self) -> Tensor | None:
+        """[tokens, layers, experts a token] of all positions so far; None if there are none."""
         return torch.cat(self.routed_experts) if self.routed_experts else None
 
 

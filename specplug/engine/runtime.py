@@ -33,6 +33,10 @@ class EngineRuntime:
         draft_verifies: whether the draft's pass has the shape of a target verify, as the
             algorithm's ``supports_target_verify_for_draft`` says.
         rank: of this process.
+
+    Attributes:
+        pools: the tensors of the target's cache, then of the draft models', each
+            [layers, 2, slots, Hkv, D].
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class EngineRuntime:
         self.max_slots = LENGTH_STEP
         self._runner = runner
         self._draft_caches: list[tuple[KVCache, KVShape]] = []
-        self._pools: list[Tensor] = []
+        self.pools: list[Tensor] = []
         self._graphs = graphs
         self._draft_runners: list[GraphRunner] = []
         self.draft_verifies = draft_verifies
@@ -171,20 +175,23 @@ class EngineRuntime:
         return noise.to(torch.float32).view(bs, width, -1)
 
     @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """Of the target's cache, then of the draft models'; as ``pools`` are."""
+        return (self._runner.kv_shape, *(shape for _, shape in self._draft_caches))
+
+    @property
     def has_draft_cache(self) -> bool:
         """Whether a draft model has KV in the pool."""
         return bool(self._draft_caches)
 
     def bytes_per_slot(self) -> int:
         """Of the target's and all draft models' caches together."""
-        shapes = [self._runner.kv_shape, *(shape for _, shape in self._draft_caches)]
-        return sum(shape.bytes_per_slot(self.dtype) for shape in shapes)
+        return sum(shape.bytes_per_slot(self.dtype) for shape in self.kv_shapes)
 
-    def allocate_pool(self, num_slots: int, table: RequestTable) -> Tensor:
-        """Make the tensors of all caches; the target's pool [layers, 2, slots, Hkv, D]."""
+    def allocate_pool(self, num_slots: int, table: RequestTable) -> None:
+        """Make the tensors of all caches."""
         self.table = table
         caches = [(self._runner.cache, self._runner.kv_shape), *self._draft_caches]
-        self._pools = [
+        self.pools = [
             fill_cache(cache, shape, num_slots, self.dtype, self.device) for cache, shape in caches
         ]
-        return self._pools[0]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specplug.engine.guide import mask_scores
-from specplug.engine.request import Request
+from specplug.engine.request import Request, RequestStatus
 from specplug.engine.sampling_params import Needs
 from specplug.spec.draft import Draft
 from specplug.spec.noise import gumbel
@@ -163,8 +163,11 @@ class Sampler:
             self._in_prompt = torch.zeros(self._size, dtype=torch.bool, device=self._device)
         prompt = self._upload(request.prompt_token_ids)
         self._output_counts[request.row] = 0
-        if request.output_token_ids:  # of one that was retracted
-            output = self._upload(request.output_token_ids)
+        counted = request.output_token_ids
+        if request.status is RequestStatus.RUNNING:  # a root is counted when it is verified
+            counted = counted[: request.kv_len - len(request.prompt_token_ids)]
+        if counted:  # of one that was retracted
+            output = self._upload(counted)
             once = torch.ones_like(output, dtype=torch.int32)
             self._output_counts[request.row].index_add_(0, output, once)
         self._in_prompt[request.row] = False

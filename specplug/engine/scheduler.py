@@ -9,6 +9,7 @@ from operator import attrgetter
 import attrs
 
 from specplug.engine.cached_page import CachedPage
+from specplug.engine.parcel import Unpacking
 from specplug.engine.prefix_cache import PrefixCache
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.request_table import RequestTable
@@ -93,6 +94,10 @@ class Step:
     """What to launch next: a prefill, a decode step, or both in one pass of the target.
 
     Attributes:
+        unpacked: prefills of other instances whose requests have just got a row, in the order in
+            which their KV is to be written: a page may be given up and taken again meanwhile.
+        lost_prefixes: parcels that did not begin where the prefix cache now ends, so that their
+            requests are prefilled here.
         admitted: requests that have just got a row.
         retracted: requests that have just lost theirs.
         evicted_pages: pages that the prefix cache has just lost.
@@ -102,6 +107,8 @@ class Step:
 
     prefill: Prefill | None
     decode: Decode | None
+    unpacked: tuple[Unpacking, ...] = ()
+    lost_prefixes: int = 0
     admitted: tuple[Request, ...]
     retracted: tuple[Request, ...]
     evicted_pages: int
@@ -112,10 +119,10 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """ "prefill", "decode" or "mixed"."""
+        """ "prefill", "decode", "mixed", or "unpack" if it has no pass."""
         if self.prefill and self.decode:
             return "mixed"
-        return "prefill" if self.prefill else "decode"
+        return "prefill" if self.prefill else "decode" if self.decode else "unpack"
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -147,6 +154,8 @@ class Scheduler:
         self.running: list[Request] = []
         self._admitted: list[Request] = []
         self._retracted: list[Request] = []
+        self._unpacked: list[Unpacking] = []
+        self._lost_prefixes = 0
         self._evicted = 0
         self._refused: tuple[str, int] | None = None
 
@@ -182,12 +191,14 @@ class Scheduler:
         else:
             prefill = self._schedule_prefill(budget)
             decode = None if prefill else self._schedule_decode()
-        return self._step(prefill, decode) if prefill or decode else None
+        return self._step(prefill, decode) if prefill or decode or self._unpacked else None
 
     def _step(self, prefill: Prefill | None, decode: Decode | None) -> Step:
         step = Step(
             prefill=prefill,
             decode=decode,
+            unpacked=tuple(self._unpacked),
+            lost_prefixes=self._lost_prefixes,
             admitted=tuple(self._admitted),
             retracted=tuple(self._retracted),
             evicted_pages=self.cache.evicted - self._evicted,
@@ -198,6 +209,8 @@ class Scheduler:
         )
         self._admitted.clear()
         self._retracted.clear()
+        self._unpacked.clear()
+        self._lost_prefixes = 0
         self._evicted = self.cache.evicted
         return step
 
@@ -211,6 +224,8 @@ class Scheduler:
             request = begun or self._admit()
             if request is None:
                 break
+            if request.parcel is not None and self._unpack(request):
+                continue
             chunk = self._launch_chunk(request, budget, is_first=begun is None)
             budget -= chunk.end - chunk.start
             chunks.append(chunk)
@@ -274,6 +289,30 @@ class Scheduler:
             is_last=end == known,
             recomputed=max(0, min(end, request.kv_peak) - start),
         )
+
+    def _unpack(self, request: Request) -> bool:
+        """Let an admitted request go on behind what another instance has prefilled; False if that
+        begins behind what is here, since the prefix cache has lost pages meanwhile."""
+        parcel, request.parcel = request.parcel, None
+        assert parcel is not None
+        if parcel.start > request.kv_len:
+            self._lost_prefixes += 1
+            return False
+        shared = request.shared.depth
+        self._unpacked.append(
+            Unpacking(
+                request=request,
+                parcel=parcel,
+                start=request.kv_len,
+                pages=tuple(request.pages[shared:]),
+            )
+        )
+        request.draft_state = parcel.draft_state
+        request.kv_len = request.kv_bound = parcel.end
+        request.status = RequestStatus.RUNNING
+        replaced = self.cache.keep(request)
+        assert not replaced, "a page is cached that the match did not find"
+        return True
 
     # Decode
 
@@ -424,6 +463,7 @@ class Scheduler:
         self.running.clear()
         self._admitted.clear()
         self._retracted.clear()
+        self._unpacked.clear()
         self._refused = None
         for request in requests:
             request.row, request.pages, request.shared = 0, [], self.cache.root

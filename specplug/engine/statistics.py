@@ -17,7 +17,7 @@ class Statistics:
 
     Attributes:
         requests: ended requests by finish reason.
-        steps: by mode, "prefill", "decode", "mixed", or "idle" where only other ranks had rows.
+        steps: by mode, as ``StepReport`` has it, and "idle" where only other ranks had rows.
         prompt_tokens: tokens that were prefilled.
         recomputed_tokens: how many of them for a second time, after a retraction.
         cached_tokens: tokens that were found in the prefix cache instead.
@@ -29,6 +29,13 @@ class Statistics:
         accepted_by_length: how often a verification gave 1, 2, … tokens.
         drafted_by_depth: how often a verified draft was 0, 1, 2, … tokens deep below its root.
         widths: how often 1, 2, … nodes were verified for a request.
+        received: requests that another instance has prefilled; each came with a first token.
+        received_bytes: of their KV and draft state.
+        stateless: how many of these came without the draft state that the algorithm carries, and
+            drafted first from their last tokens alone.
+        received_tokens: tokens whose KV went into the pool so.
+        lost_prefixes: received requests that were prefilled here all the same, because the prefix
+            cache had lost the pages before what was received.
         retractions: times that a request lost its pages.
         evicted_pages: pages that the prefix cache lost.
         seconds: time of the steps with a decode half by part, as ``StepReport`` has it.
@@ -49,6 +56,11 @@ class Statistics:
     accepted_by_length: Counter[int] = attrs.field(factory=Counter)
     drafted_by_depth: Counter[int] = attrs.field(factory=Counter)
     widths: Counter[int] = attrs.field(factory=Counter)
+    received: int = 0
+    received_bytes: int = 0
+    stateless: int = 0
+    received_tokens: int = 0
+    lost_prefixes: int = 0
     retractions: int = 0
     evicted_pages: int = 0
     seconds: Counter[str] = attrs.field(factory=Counter)
@@ -62,8 +74,8 @@ class Statistics:
 
     @property
     def cache_hit_rate(self) -> float:
-        """Of the tokens that were to be prefilled, the part that the prefix cache had."""
-        asked = self.cached_tokens + self.prompt_tokens
+        """Of the tokens whose KV was needed, the part that the prefix cache had."""
+        asked = self.cached_tokens + self.prompt_tokens + self.received_tokens
         return self.cached_tokens / asked if asked else 0.0
 
     @property
@@ -83,10 +95,12 @@ class Statistics:
         self.steps[step.mode] += 1
         self.prompt_tokens += sum(step.prefill_tokens)
         self.recomputed_tokens += sum(step.recomputed_tokens)
-        self.cached_tokens += sum(step.cached_tokens)
+        self.cached_tokens += sum(step.cached_tokens) + sum(step.received_cached)
         self.output_tokens += sum(step.sampled) + sum(step.kept)
         self.retractions += len(step.retracted_ids)
         self.evicted_pages += step.evicted_pages
+        self.received_tokens += sum(step.received_tokens)
+        self.lost_prefixes += step.lost_prefixes
         if step.decode_ids:
             self._add_decode(step)
             self.seconds.update(step.seconds)
@@ -116,6 +130,13 @@ class Statistics:
     def add_request(self, request: RequestReport) -> None:
         """Count an ended request."""
         self.requests[request.finish_reason] += 1
+
+    def add_received(self, num_bytes: int, *, stateless: bool) -> None:
+        """Count a request that came with its first token."""
+        self.received += 1
+        self.received_bytes += num_bytes
+        self.stateless += stateless
+        self.output_tokens += 1
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -14,9 +14,11 @@ from torch import Tensor
 from specplug.engine.attention import JoinedPlan, PagedPlan
 from specplug.engine.captures import ROUTED_EXPERTS
 from specplug.engine.guide import HostTree, allocate_masks
+from specplug.engine.handover import Handover
 from specplug.engine.host_copy import Arrival, to_host
 from specplug.engine.kv_cache import move_slots
 from specplug.engine.model_runner import ModelRunner
+from specplug.engine.parcel import KVSlice
 from specplug.engine.rank_group import RankGroup
 from specplug.engine.request import Request
 from specplug.engine.runtime import EngineRuntime
@@ -45,10 +47,12 @@ class PrefillResult:
         tokens: [bs] int64, the target's token behind each chunk.
         wanted: what requests asked for, by name: ``top_logprobs`` of these tokens, [bs, …], and the
             experts of all rows.
+        slices: of the requests that other instances wait for.
     """
 
     tokens: Tensor
     wanted: dict[str, Tensor]
+    slices: tuple[KVSlice, ...] = ()
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -144,7 +148,7 @@ class StepRunner:
         runner: the target.
         hooks: the plugin manager's ``hook``.
         future_map: the relay between steps.
-        pool: the target's KV pool, [layers, 2, slots, Hkv, D].
+        handover: to other instances and from them.
         ranks: that run each pass of the target together with this one; None: it is alone.
     """
 
@@ -154,14 +158,14 @@ class StepRunner:
         runner: ModelRunner,
         hooks: Any,
         future_map: FutureMap,
-        pool: Tensor,
+        handover: Handover,
         ranks: RankGroup | None = None,
     ) -> None:
         self._runtime = runtime
         self._runner = runner
         self._hooks = hooks
         self._future_map = future_map
-        self._pool = pool
+        self._handover = handover
         self._ranks = ranks
         self._numbers = count(1)
         self._unread: list[StepResult] = []
@@ -209,17 +213,22 @@ class StepRunner:
     def _run(self, step: Step) -> StepResult:
         clock = StepClock(self._runtime.device)
         slots = [chunk.end for chunk in step.prefill.chunks] if step.prefill else []
+        slots += [unpacking.parcel.end for unpacking in step.unpacked]
         self._runtime.max_slots = max([*slots, step.decode.max_slots if step.decode else 0])
+        if step.unpacked:
+            self._handover.unpack(step.unpacked)
+            clock.lap("unpack")
         prefill = self._chunks(step.prefill) if step.prefill else None
         decode = self._nodes(step.decode) if step.decode else None
         clock.lap("propose")
-        self._agree(*(half.tokens for half in (prefill, decode) if half))
+        if prefill or decode:
+            self._agree(*(half.tokens for half in (prefill, decode) if half))
         of_prefill, of_decode = self._target_pass(prefill, decode)
         clock.lap("target")
         result = StepResult(
             number=next(self._numbers),
             step=step,
-            prefill=self._finish_prefill(prefill, of_prefill, clock),
+            prefill=self._finish_prefill(step.prefill, prefill, of_prefill, clock),
             decode=self._finish_decode(decode, of_decode, clock),
             clock=clock,
             arrival=Arrival(self._runtime.device),  # behind all that was sent
@@ -279,7 +288,8 @@ class StepRunner:
         """The target's forward over the rows of both halves, together if there are two: the logits
         that each wants, and its captured outputs by name."""
         if prefill is None:
-            assert decode is not None
+            if decode is None:
+                return None, None
             experts = bool(decode.needs & Needs.EXPERTS)
             return None, self._runner.verify(decode.tokens, decode.plan, experts)
         assert prefill.logits_rows is not None
@@ -303,10 +313,14 @@ class StepRunner:
     # What each half makes of it
 
     def _finish_prefill(
-        self, half: _Half | None, outputs: Outputs | None, clock: StepClock
+        self,
+        scheduled: Prefill | None,
+        half: _Half | None,
+        outputs: Outputs | None,
+        clock: StepClock,
     ) -> PrefillResult | None:
-        """Sample behind each chunk, and feed the draft model."""
-        if half is None or outputs is None:
+        """Sample behind each chunk, feed the draft model, and cut out what others wait for."""
+        if scheduled is None or half is None or outputs is None:
             return None
         (logits, per_node), batch = outputs, half.batch
         assert half.logits_rows is not None
@@ -325,7 +339,8 @@ class StepRunner:
         clock.lap("verify")
         self._extend(batch, output, ends)
         wanted = _for_host({**per_node, **logprobs})
-        result = PrefillResult(tokens=to_host(predict), wanted=wanted)
+        slices = self._handover.cut(scheduled.chunks, batch)
+        result = PrefillResult(tokens=to_host(predict), wanted=wanted, slices=slices)
         clock.lap("extend")
         return result
 
@@ -383,7 +398,7 @@ class StepRunner:
             slots = self._runtime.table.slots
             source = torch.where(valid, slots[row, start + local], 0)
             target = torch.where(valid, slots[row, start + columns], 0)
-            move_slots(self._pool, source.view(-1), target.view(-1))
+            move_slots(self._runtime.pools[0], source.view(-1), target.view(-1))
         if needs & Needs.PENALTIES:
             nodes = draft.flatten(draft.tokens)[index.clamp(min=0)]
             self._runtime.sampler.count(batch.rows, nodes, valid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import attrs
@@ -34,6 +34,11 @@ class RequestView(Protocol):
     def token_ids(self) -> Sequence[int]:
         """Its prompt, and of what it has generated all that the host knows. While it is prefilled
         that is everything: a request which was retracted is prefilled with its output so far."""
+
+    @property
+    def draft_state(self) -> Mapping[str, Tensor]:
+        """In ``build_disagg_draft_input``: what the instance that prefilled it has exported, CPU
+        tensors without a leading size; empty if it gave nothing."""
 
 
 @attrs.define(eq=False, kw_only=True)

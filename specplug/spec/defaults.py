@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from specplug.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from specplug.algorithm import SpecConfig
+    from specplug.spec.batch import Batch
     from specplug.spec.draft import Draft, DraftInput
     from specplug.spec.future_map import FutureMap
     from specplug.spec.runtime import Runtime
@@ -29,10 +33,11 @@ class CoreDefaults:
         return FutureMap(runtime.num_rows, runtime.device)
 
     @hookimpl(trylast=True)
-    def build_disagg_draft_input(self, last_tokens: Any) -> DraftInput:
+    def build_disagg_draft_input(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
         from specplug.spec.draft import DraftInput
+        from specplug.spec.received import all_received
 
-        return DraftInput(bonus_tokens=last_tokens)
+        return DraftInput(bonus_tokens=last_tokens, state=all_received(batch))
 
     @hookimpl(trylast=True)
     def verify(self, draft: Draft, target_output: TargetOutput) -> VerifyOutput:
@@ -51,5 +56,7 @@ class CoreDefaults:
         return False
 
     @hookimpl(trylast=True)
-    def export_draft_state(self) -> dict[str, Any]:
-        return {}
+    def export_draft_state(
+        self, batch: Batch, future_map: FutureMap
+    ) -> Mapping[str, Tensor | None]:
+        return future_map.resolve(batch.rows)[1].state

@@ -17,6 +17,7 @@ from specplug.spec.batch import Batch
 from specplug.spec.coupling import couple
 from specplug.spec.draft import Draft, DraftInput
 from specplug.spec.layers import Attend
+from specplug.spec.received import Form, received_state
 from specplug.spec.runtime import AttentionPlan, Runtime
 from specplug.spec.target_output import CommittedOutput
 from specplug.spec.tree import select_tree
@@ -129,6 +130,37 @@ class FeatureDrafter(ABC):
         scores, tokens = self._best(batch, hidden, first.unsqueeze(1))
         state = {"hidden_states": hidden, "tokens": tokens, "scores": scores}
         return DraftInput(bonus_tokens=output.bonus_tokens, state=state)
+
+    def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
+        """The state of requests that another instance has prefilled. One that came without it is
+        drafted from its last token alone: one pass of the network, the feature unknown.
+
+        Args:
+            last_tokens: [bs] int64, the roots of the next step.
+        """
+        runtime, topk = self._runtime, self._topk
+        precise = torch.promote_types(runtime.dtype, torch.float32)
+        forms: dict[str, Form] = {
+            "hidden_states": ((self._hidden_size,), runtime.dtype),
+            "tokens": ((topk,), torch.int64),
+            "scores": ((topk,), precise),
+        }
+        state, lacking = received_state(batch, forms)
+        if lacking:
+            index = torch.tensor(lacking).to(runtime.device, non_blocking=True)
+            part = attrs.evolve(
+                batch,
+                requests=[batch.requests[i] for i in lacking],
+                rows=batch.rows[index],
+                seq_lens=batch.seq_lens[index],
+            )
+            plan = runtime.plan_attention(part, part.seq_lens, 1, offset=-1)
+            unknown = state["hidden_states"][index]
+            hidden = self._pass(last_tokens[index], unknown, plan)
+            scores, tokens = self._best(part, hidden, (part.seq_lens + 1).unsqueeze(1))
+            for name, rows in (("hidden_states", hidden), ("tokens", tokens), ("scores", scores)):
+                state[name].index_copy_(0, index, rows)
+        return DraftInput(bonus_tokens=last_tokens, state=state)
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         """A chain if ``topk`` is 1, else a dynamic tree."""

@@ -11,7 +11,7 @@ class StepReport:
 
     Attributes:
         number: of the step, from 1 on.
-        mode: "prefill", "decode" or "mixed".
+        mode: "prefill", "decode", "mixed", or "unpack" if it only took in what was received.
         prefill_ids: requests of which the step computed prompt tokens.
         prefill_tokens: how many of each; those of a request that was retracted are its output too.
         recomputed_tokens: how many of these had been computed before a retraction.
@@ -25,12 +25,18 @@ class StepReport:
         kept: how many of these it took; fewer if one of them ended it, none if it had ended.
         retracted_ids: requests that lost their pages when the step was scheduled.
         evicted_pages: pages that the prefix cache lost then.
+        received_ids: requests whose prefill came from another instance and went into the pool.
+        received_tokens: of each, the tokens whose KV came so.
+        received_cached: of each, the tokens that came from the prefix cache instead.
+        lost_prefixes: received requests that are prefilled here, because the prefix cache lost
+            the pages before what was received.
         num_running, num_waiting: requests, when it was scheduled.
         free_pages, cached_pages: of the KV pool, then; those of the cache that a request uses too
             are among the latter.
         seconds: time by part. Of the device, where that has a clock of its own, else of the host:
             "propose" the draft (and its plans), "target" the pass of the target, "verify" sampling,
-            acceptance and compaction, "extend" the draft model's context. And of the host:
+            acceptance and compaction, "extend" the draft model's context, "unpack" what was
+            received. And of the host:
             "host", scheduling the step and processing its results.
     """
 
@@ -48,6 +54,10 @@ class StepReport:
     kept: tuple[int, ...] = ()
     retracted_ids: tuple[str, ...] = ()
     evicted_pages: int = 0
+    received_ids: tuple[str, ...] = ()
+    received_tokens: tuple[int, ...] = ()
+    received_cached: tuple[int, ...] = ()
+    lost_prefixes: int = 0
     num_running: int = 0
     num_waiting: int = 0
     free_pages: int = 0

@@ -18,6 +18,8 @@ from specplug import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime
     from specplug_eagle.worker import EagleWorker
 
@@ -55,6 +57,13 @@ class Eagle:
     ) -> DraftInput:
         worker: EagleWorker = runtime.worker
         return worker.extend(batch, target_output)
+
+    @hookimpl
+    def build_disagg_draft_input(
+        self, runtime: Runtime, batch: Batch, last_tokens: Tensor
+    ) -> DraftInput:
+        worker: EagleWorker = runtime.worker
+        return worker.receive(batch, last_tokens)
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:

@@ -15,6 +15,8 @@ from specplug import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime
     from specplug_eagle3.worker import Eagle3Worker
 
@@ -52,6 +54,13 @@ class Eagle3:
     ) -> DraftInput:
         worker: Eagle3Worker = runtime.worker
         return worker.extend(batch, target_output)
+
+    @hookimpl
+    def build_disagg_draft_input(
+        self, runtime: Runtime, batch: Batch, last_tokens: Tensor
+    ) -> DraftInput:
+        worker: Eagle3Worker = runtime.worker
+        return worker.receive(batch, last_tokens)
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:

@@ -20,6 +20,8 @@ from specplug import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from specplug import Batch, CommittedOutput, Draft, DraftInput, FutureMap, Runtime
     from specplug_multi_layer_eagle.worker import MultiLayerEagleWorker
 
@@ -65,6 +67,13 @@ class MultiLayerEagle:
     ) -> DraftInput:
         worker: MultiLayerEagleWorker = runtime.worker
         return worker.extend(batch, target_output, future_map)
+
+    @hookimpl
+    def build_disagg_draft_input(
+        self, runtime: Runtime, batch: Batch, last_tokens: Tensor
+    ) -> DraftInput:
+        worker: MultiLayerEagleWorker = runtime.worker
+        return worker.receive(batch, last_tokens)
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:

@@ -17,10 +17,12 @@ from specplug import (
     CommittedOutput,
     Draft,
     DraftInput,
+    Form,
     FutureMap,
     Runtime,
     chunk_tails,
     couple,
+    received_state,
     rotate_chunks,
 )
 from specplug_multi_layer_eagle.checkpoint import load_network
@@ -79,6 +81,23 @@ class MultiLayerEagleWorker:
         root = draft_input.bonus_tokens.unsqueeze(1)
         drafts = draft_input.state.get("drafts")
         return Draft.chain(root if drafts is None else torch.cat((root, drafts), dim=1))
+
+    def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
+        """The state of requests that another instance has prefilled; one that came without it
+        guesses its last token again, since no layer runs without the target's hidden states."""
+        if not self._steps:
+            return DraftInput(bonus_tokens=last_tokens)
+        forms: dict[str, Form] = {
+            "hidden_states": ((self.hidden_size_for(),), self._runtime.dtype),
+            "tokens": ((self._earlier,), torch.int64),
+            "drafts": ((self._steps,), torch.int64),
+        }
+        state, lacking = received_state(batch, forms)
+        if lacking:
+            index = torch.tensor(lacking).to(last_tokens.device, non_blocking=True)
+            guess = last_tokens[index].unsqueeze(1).expand(-1, self._steps)
+            state["drafts"].index_copy_(0, index, guess)
+        return DraftInput(bonus_tokens=last_tokens, state=state)
 
     def extend(self, batch: Batch, output: CommittedOutput, future_map: FutureMap) -> DraftInput:
         """Run the committed rows through all layers and draft S tokens behind the last of each."""

@@ -1,0 +1,369 @@
+"""A server under load: Poisson arrivals of held-out prompts, through the openai client.
+
+    python benchmarks/serving/load.py [--algorithms A,B] [--modes plain,disaggregated]
+        [--rates R ...] [--requests N] [--rounds N] [--output DIR]
+
+For each algorithm a server is started (``specplug serve``), and, disaggregated, a decode and a
+prefill instance. All of them stay up, and take turns: in each round, at each rate, every one gets
+the same prompts at the same moments. Requests come after gaps that are exponentially distributed,
+whether or not the ones before have been answered. Reported are, over all rounds,
+
+- TTFT, the time to the first text: seconds from sending a request to its first piece of text,
+- ITL, the inter-token latency: of each request, the seconds from its first to its last piece of
+  text, by the tokens in between; a verification may give several tokens at once,
+- gap: seconds between two pieces of text that follow one another,
+
+as medians and 99th percentiles, and the output tokens a second from the first request of a round
+to the end of its last one. Exits with 1 if a request fails, or if its text is not that of the
+plain server under NONE.
+
+The load generator, all servers and their engines share the machine: give it more cores than there
+are engines that run at a time (one, or two where prefill and decode are apart), and one more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import attrs
+from openai import AsyncOpenAI
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.table import Table
+from server_process import ServerProcess, free_port, start_server
+from torch import cuda
+
+from specplug.bench.dataset import HELD_OUT, read_prompts
+from specplug.bench.machine import describe_machine, versions
+from specplug.registry import Registry
+
+MODES = ("plain", "disaggregated")
+PERCENTILES = (50, 99)
+
+
+@attrs.frozen
+class Sample:
+    """One request, as its client saw it.
+
+    Attributes:
+        text: what was generated.
+        tokens: how many.
+        ttft: seconds to the first piece of text.
+        seconds: to the last one.
+        gaps: seconds between pieces.
+    """
+
+    text: str
+    tokens: int
+    ttft: float
+    seconds: float
+    gaps: tuple[float, ...]
+
+    @property
+    def itl(self) -> float:
+        """Seconds a token behind the first piece, its first token counted as the first."""
+        return (self.seconds - self.ttft) / max(self.tokens - 1, 1)
+
+
+@attrs.define
+class Cell:
+    """What a deployment has shown at a rate.
+
+    Attributes:
+        samples: of all rounds.
+        tokens_per_second: of each round.
+    """
+
+    samples: list[Sample] = attrs.field(factory=list)
+    tokens_per_second: list[float] = attrs.field(factory=list)
+
+    def figures(self) -> dict[str, float]:
+        """Seconds and rates by name."""
+        found = {"tokens_per_second": statistics.median(self.tokens_per_second)}
+        of = {
+            "ttft": [s.ttft for s in self.samples],
+            "itl": [s.itl for s in self.samples],
+            "gap": [gap for s in self.samples for gap in s.gaps],
+        }
+        for name, values in of.items():
+            for share in PERCENTILES:
+                found[f"{name}_p{share}"] = percentile(values, share)
+        return found
+
+
+@attrs.frozen
+class Deployment:
+    """A server to load, and those that it works with.
+
+    Attributes:
+        algorithm, mode: what it runs.
+        servers: the one that clients know is the first.
+    """
+
+    algorithm: str
+    mode: str
+    servers: list[ServerProcess]
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        return self.servers[0].url
+
+    def stop(self) -> None:
+        """End its processes."""
+        for server in self.servers:
+            server.kill()
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.algorithm} {self.mode}"
+
+
+def percentile(values: Sequence[float], share: int) -> float:
+    """The value that ``share`` percent of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * share // 100) - 1)] if ordered else float("nan")
+
+
+def deploy(algorithm: str, mode: str, options: Sequence[str]) -> Deployment:
+    """Start the servers of a deployment and have them answer a request."""
+    speculative = ("--speculative-algorithm", algorithm, *options)
+    if mode == "plain":
+        servers = [start_server(*speculative)]
+    else:
+        address = ("--disaggregation-address", f"tcp://127.0.0.1:{free_port()}")
+        servers = [
+            start_server("--disaggregation-mode", side, *address, *speculative)
+            for side in ("decode", "prefill")
+        ]
+    first = servers[0].complete("import ", max_tokens=4)
+    assert first.ok, first.text
+    return Deployment(algorithm, mode, servers)
+
+
+async def complete(client: AsyncOpenAI, prompt: str, max_tokens: int, temperature: float) -> Sample:
+    """One request, streamed."""
+    began = time.perf_counter()
+    stream = await client.completions.create(
+        model="tiny-code",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=1,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, tokens, moments = "", 0, []
+    async for chunk in stream:
+        if chunk.usage is not None:
+            tokens = chunk.usage.completion_tokens
+        if chunk.choices and chunk.choices[0].text:
+            moments.append(time.perf_counter())
+            text += chunk.choices[0].text
+    moments = moments or [time.perf_counter()]
+    gaps = tuple(after - before for before, after in pairwise(moments))
+    return Sample(text, tokens, moments[0] - began, moments[-1] - began, gaps)
+
+
+async def load(
+    deployment: Deployment, prompts: Sequence[str], moments: Sequence[float], args: Any
+) -> tuple[list[Sample], float]:
+    """Send each prompt at its moment; the samples, and the seconds until all were answered."""
+    async with AsyncOpenAI(
+        base_url=f"{deployment.url}/v1", api_key="none", max_retries=0, timeout=600
+    ) as client:
+        began = time.perf_counter()
+
+        async def at(moment: float, prompt: str) -> Sample:
+            await asyncio.sleep(max(0.0, moment - (time.perf_counter() - began)))
+            return await complete(client, prompt, args.max_tokens, args.temperature)
+
+        samples = await asyncio.gather(*map(at, moments, prompts))
+        return samples, time.perf_counter() - began
+
+
+def arrivals(rate: float, count: int, seed: int) -> list[float]:
+    """Moments of a Poisson process: ``count`` of them, ``rate`` a second."""
+    gaps, now, moments = random.Random(seed), 0.0, []
+    for _ in range(count):
+        now += gaps.expovariate(rate)
+        moments.append(now)
+    return moments
+
+
+def table(cells: dict[tuple[str, str, float], Cell], args: Any) -> Table:
+    """Figures of all deployments."""
+    found = Table(title=f"{args.requests} requests a round, {args.rounds} rounds")
+    columns = "algorithm", "mode", "requests/s", "TTFT p50", "p99", "ITL p50", "p99", "gap p99"
+    for column in (*columns, "tokens/s"):
+        found.add_column(column, justify="left" if column in columns[:2] else "right")
+    for (algorithm, mode, rate), cell in cells.items():
+        figures = cell.figures()
+        times = "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "gap_p99"
+        found.add_row(
+            algorithm,
+            mode,
+            f"{rate:g}",
+            *(f"{1000 * figures[name]:.1f} ms" for name in times),
+            f"{figures['tokens_per_second']:.0f}",
+        )
+    return found
+
+
+def draw(cells: dict[tuple[str, str, float], Cell], file: Path) -> None:
+    """Medians and 99th percentiles by rate: a panel for each latency, a colour an algorithm,
+    a line style a mode."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from specplug.bench.plots import BASELINE_COLOR, COLORS, DPI, STYLE
+
+    names = list(dict.fromkeys(algorithm for algorithm, _, _ in cells))
+    others = [name for name in names if name != "NONE"]
+    colors = {"NONE": BASELINE_COLOR, **dict(zip(others, COLORS, strict=False))}
+    panels = (
+        ("ttft_p50", "TTFT, median", 1000, "ms"),
+        ("ttft_p99", "TTFT, 99th percentile", 1000, "ms"),
+        ("itl_p50", "ITL, median", 1000, "ms a token"),
+        ("itl_p99", "ITL, 99th percentile", 1000, "ms a token"),
+    )
+    with rc_context(STYLE):
+        figure = Figure(figsize=(9.5, 7.5), layout="constrained")
+        axes = figure.subplots(2, 2, sharex=True).flat
+        for axis, (figure_name, title, scale, unit) in zip(axes, panels, strict=True):
+            for algorithm in names:
+                for mode in MODES:
+                    points = [
+                        (rate, scale * cell.figures()[figure_name])
+                        for (a, m, rate), cell in cells.items()
+                        if (a, m) == (algorithm, mode)
+                    ]
+                    if points:
+                        axis.plot(
+                            *zip(*points, strict=True),
+                            color=colors[algorithm],
+                            linestyle="-" if mode == "plain" else "--",
+                            marker="o" if mode == "plain" else "s",
+                            markersize=4,
+                            label=f"{algorithm}, {mode}",
+                        )
+            axis.set_title(title)
+            axis.set_ylabel(unit)
+            axis.set_yscale("log")
+            axis.grid(axis="y")
+        for axis in figure.axes[2:]:
+            axis.set_xlabel("requests a second")
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9)
+        figure.savefig(file, dpi=DPI)
+
+
+def run(args: argparse.Namespace, console: Console) -> tuple[dict[Any, Cell], list[str]]:
+    """Load all deployments in turns; the figures, and which texts differ."""
+    prompts = [p.content for p in read_prompts(HELD_OUT) if isinstance(p.content, str)]
+    texts: dict[str, dict[str, str]] = {}
+    cells: dict[tuple[str, str, float], Cell] = {}
+    with ExitStack() as ends, ThreadPoolExecutor(args.starters) as starters:
+        pairs = [(a, m) for a in args.algorithms for m in args.modes]
+        starting = [starters.submit(deploy, a, m, args.options) for a, m in pairs]
+        deployments = [each.result() for each in starting]
+        console.print(f"{len(deployments)} deployments serve")
+        for deployment in deployments:
+            ends.callback(deployment.stop)
+        columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
+        total = args.rounds * len(args.rates) * len(deployments)
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("loading", total=total)
+            for turn in range(args.rounds):
+                for number, rate in enumerate(args.rates):
+                    start = (turn * len(args.rates) + number) * args.requests
+                    chosen = [prompts[(start + i) % len(prompts)] for i in range(args.requests)]
+                    moments = arrivals(rate, args.requests, seed=start)
+                    # Each begins a turn once, so that none is always the first.
+                    shift = turn % len(deployments)
+                    for deployment in deployments[shift:] + deployments[:shift]:
+                        samples, seconds = asyncio.run(load(deployment, chosen, moments, args))
+                        key = deployment.algorithm, deployment.mode, rate
+                        cell = cells.setdefault(key, Cell())
+                        cell.samples += samples
+                        cell.tokens_per_second.append(sum(s.tokens for s in samples) / seconds)
+                        for prompt, sample in zip(chosen, samples, strict=True):
+                            texts.setdefault(prompt, {})[deployment.name] = sample.text
+                        progress.advance(task)
+                        if not console.is_terminal:  # a bar would not be seen
+                            took = f"{seconds:.1f} s"
+                            console.print(f"{turn + 1}: {deployment.name} {rate:g}/s, {took}")
+    return cells, list(differences(texts))
+
+
+def differences(texts: dict[str, dict[str, str]]) -> Iterator[str]:
+    """Whose text of a prompt is another than that of the first deployment, plain NONE."""
+    for prompt, by_name in texts.items():
+        first, expected = next(iter(sorted(by_name.items(), key=lambda of: of[0] != "NONE plain")))
+        for name, text in by_name.items():
+            if text != expected:
+                yield f"{name} differs from {first} behind {prompt[:40]!r}"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    installed = [entry.name for entry in Registry().entries()]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--algorithms", default=",".join(["NONE", *sorted({*installed} - {"NONE"})]))
+    add("--modes", default=",".join(MODES))
+    add("--rates", type=float, nargs="+", default=[2.0, 4.0, 8.0], help="requests a second")
+    add("--requests", type=int, default=48, help="in a round")
+    add("--rounds", type=int, default=3)
+    add("--max-tokens", type=int, default=96)
+    add("--temperature", type=float, default=0.0)
+    add("--starters", type=int, default=2, help="deployments that are started at a time")
+    add("--output", type=Path, help="folder for load.json and load.png")
+    add("options", nargs="*", help="more options of specplug serve, behind --")
+    args = parser.parse_args(arguments)
+    args.algorithms, args.modes = args.algorithms.split(","), args.modes.split(",")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write; 1 if a text differs."""
+    args, console = parse(arguments), Console(stderr=True)
+    cells, different = run(args, console)
+    Console(width=120).print(table(cells, args))
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+        device = "cuda" if cuda.is_available() and "cpu" not in args.options else "cpu"
+        report = {
+            "settings": {name: value for name, value in vars(args).items() if name != "output"},
+            "machine": describe_machine(device),
+            "versions": versions(["specplug", "torch", "transformers", "pyzmq", "openai"]),
+            "cells": [
+                {"algorithm": a, "mode": m, "rate": rate, **cell.figures()}
+                for (a, m, rate), cell in cells.items()
+            ],
+        }
+        (args.output / "load.json").write_text(json.dumps(report, indent=2) + "\n")
+        draw(cells, args.output / "load.png")
+    for line in different:
+        console.print(line)
+    console.print("all texts identical" if not different else f"{len(different)} texts differ")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

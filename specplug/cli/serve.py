@@ -1,0 +1,195 @@
+"""``specplug serve``: an OpenAI-compatible server. What it needs is imported inside the command."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specplug.cli import say
+from specplug.cli.loading import status
+from specplug.cli.options import COUNT, DISAGGREGATION, ENGINE, check_speculation, chosen
+from specplug.errors import SpecplugError, UsageError
+from specplug.registry import Registry
+
+_NEEDED = ("fastapi", "prometheus_client", "uvicorn", "zmq")
+
+_SECONDS = click.FloatRange(min=0, min_open=True)
+
+SERVER = (
+    click.Option(
+        ["--host"],
+        default="127.0.0.1",
+        show_default=True,
+        help="Address to listen at; 0.0.0.0 is reachable from other machines.",
+    ),
+    click.Option(
+        ["--port"],
+        type=click.IntRange(0, 65535),
+        default=30000,
+        show_default=True,
+        help="0: any that is free; it is printed.",
+    ),
+    click.Option(["--served-model-name"], help="What clients call the model.  [default: --model]"),
+    click.Option(
+        ["--chat-template"],
+        type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
+        help="Template of chats in Jinja.  [default: the tokenizer's own]",
+    ),
+    click.Option(
+        ["--dp-size"],
+        type=COUNT,
+        default=1,
+        show_default=True,
+        help="Engines, each a process with requests of its own, and a GPU if there are any.",
+    ),
+    click.Option(
+        ["--enable-dp-attention"],
+        is_flag=True,
+        help="The engines share the model's MLPs, a part each; else each has a copy of all.",
+    ),
+    click.Option(["--log-requests"], is_flag=True, help="A line for each request; no texts."),
+)
+"""Where and how it serves."""
+
+LIMITS = (
+    click.Option(
+        ["--api-key"],
+        envvar="SPECPLUG_API_KEY",
+        show_envvar=True,
+        help="What clients must know; all but /health asks for it.",
+    ),
+    click.Option(
+        ["--max-model-len"],
+        type=COUNT,
+        help="Most tokens of a request, prompt and output.  [default: the model's context]",
+    ),
+    click.Option(
+        ["--max-prompt-tokens"],
+        type=COUNT,
+        help="Most tokens of a prompt.  [default: what the context holds]",
+    ),
+    click.Option(
+        ["--max-queue"],
+        type=click.IntRange(min=0),
+        default=256,
+        show_default=True,
+        help="Most requests that wait; more are refused with status 429.",
+    ),
+    click.Option(
+        ["--max-body-size"],
+        type=COUNT,
+        default=4 << 20,
+        show_default=True,
+        help="Most bytes of a request's body.",
+    ),
+    click.Option(
+        ["--request-timeout"],
+        type=_SECONDS,
+        default=600.0,
+        show_default=True,
+        help="Seconds from a request's arrival to its last token.",
+    ),
+    click.Option(
+        ["--shutdown-timeout"],
+        type=_SECONDS,
+        default=60.0,
+        show_default=True,
+        help="Seconds that running requests have left on SIGTERM or Ctrl-C.",
+    ),
+)
+"""What clients may do."""
+
+
+class Grouped(click.Command):
+    """A command whose help has a heading over each group of options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the groups."""
+        ours = {*SERVER, *LIMITS, *ENGINE, *DISAGGREGATION}
+        others = [option for option in self.get_params(ctx) if option not in ours]
+        groups = {
+            "Server": SERVER,
+            "Limits": LIMITS,
+            "Engine": ENGINE,
+            "Disaggregation": DISAGGREGATION,
+            "Other": others,
+        }
+        for title, options in groups.items():
+            records = [record for option in options if (record := option.get_help_record(ctx))]
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+@click.command(cls=Grouped, params=[*SERVER, *LIMITS, *ENGINE, *DISAGGREGATION])
+def serve(**options: Any) -> None:
+    """Serve a model to OpenAI's clients, until SIGTERM or Ctrl-C.
+
+    When it is ready, its address is printed.
+    """
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise SpecplugError(
+            f"specplug serve needs {', '.join(missing)}, which is not installed: "
+            "pip install 'specplug[serve]'"
+        )
+    engine = chosen(ENGINE, options)
+    check_speculation(Registry().select(engine["speculative_algorithm"]).info, engine)
+    chat_template = _read(options["chat_template"])
+    import asyncio
+
+    from specplug.serve.limits import Limits
+    from specplug.serve.server import Server, Settings
+
+    settings = Settings(
+        llm={
+            **engine,
+            **chosen(DISAGGREGATION, options),
+            "max_model_len": options["max_model_len"],
+        },
+        host=options["host"],
+        port=options["port"],
+        served_model_name=options["served_model_name"] or engine["model"],
+        chat_template=chat_template,
+        max_prompt_tokens=options["max_prompt_tokens"],
+        max_queue=options["max_queue"],
+        shutdown_timeout=options["shutdown_timeout"],
+        dp_size=options["dp_size"],
+        enable_dp_attention=options["enable_dp_attention"],
+        limits=Limits(
+            max_body_bytes=options["max_body_size"],
+            request_timeout=options["request_timeout"],
+            api_key=options["api_key"],
+        ),
+        log_requests=options["log_requests"],
+    )
+    with ExitStack() as loading:
+        loading.enter_context(status(f"loading {engine['model']}"))
+        server = Server(
+            settings,
+            on_loaded=loading.close,
+            on_listening=_announce,
+            on_warning=lambda message: say("warning", message),
+        )
+        asyncio.run(server.run())
+
+
+def _announce(address: str) -> None:
+    click.echo(f"listening on {address}")
+
+
+def _read(template: Path | None) -> str | None:
+    if template is None:
+        return None
+    try:
+        return template.read_text(encoding="utf-8")
+    except OSError as error:
+        why = error.strerror or error
+        raise UsageError(f"chat template {str(template)!r} cannot be read: {why}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"chat template {str(template)!r} is not UTF-8 (byte {error.start}); expected UTF-8 text"
+        ) from error

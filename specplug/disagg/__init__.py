@@ -1,0 +1,1 @@
+"""Prefill and decode as separate instances, and the transfer between them."""

@@ -1,0 +1,375 @@
+"""The decode side: has each request prefilled by another instance, and takes back what it gives."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from specplug.disagg.identity import HandshakeError, Identity
+from specplug.disagg.incoming import Incoming, KVForm
+from specplug.disagg.job import job_message
+from specplug.disagg.message import Message, MessageError
+from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost, Transport
+from specplug.engine.prefix_cache import PrefixCache
+from specplug.engine.request import Request
+from specplug.engine.waiting_queue import WaitingQueue
+
+_log = logging.getLogger(__name__)
+
+
+@attrs.define(eq=False)
+class _Peer:
+    """A registered prefill instance.
+
+    Attributes:
+        session: what it calls the time since it last began anew.
+        same_draft: whether its draft KV and states are of use here.
+        jobs: requests it has, by job.
+        heard: when it last did something.
+    """
+
+    session: int
+    same_draft: bool
+    jobs: dict[str, Incoming] = attrs.field(factory=dict)
+    heard: float = 0.0
+
+
+@attrs.define(kw_only=True)
+class Transfers:
+    """What has happened between this instance and those that prefill.
+
+    Attributes:
+        sent: requests given to an instance, each try counted.
+        received: prefills that came back whole.
+        tries_again: requests that were given to an instance once more, as the first was lost.
+        failed: requests that ended with an error because nobody could prefill them.
+        refused: instances that were refused at the handshake.
+        lost: instances that went away.
+        seconds: from giving to having, of all received together.
+        peers: instances that are registered now.
+    """
+
+    sent: int = 0
+    received: int = 0
+    tries_again: int = 0
+    failed: int = 0
+    refused: int = 0
+    lost: int = 0
+    seconds: float = 0.0
+    peers: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``LLM.stats``: the counts as ``transfers``, the others under names of their own."""
+        counts = attrs.asdict(self)
+        seconds, peers = counts.pop("seconds"), counts.pop("peers")
+        return {"transfers": counts, "transfer_seconds": seconds, "prefill_instances": peers}
+
+
+class DecodeInstance:
+    """Gives requests to the prefill instances that have registered. Implements ``RemotePrefill``.
+
+    It says ``who`` to an instance that it does not know, ``accepted`` or ``refused`` to one that
+    registers, ``prefill`` with each request and ``cancel`` if that has ended. It hears
+    ``register``, ``part`` (some positions of a request, in order; the last one with its first
+    token), ``failed`` and ``leave``.
+
+    A request whose instance is lost, or gives nonsense, is given away again, ``tries`` times in
+    all, and then ends with an error; one for which no instance registers in time does so too.
+
+    Args:
+        transport: bound where prefill instances connect to.
+        identity: of this instance.
+        cache: whose prefixes need not be sent.
+        form: of what must come.
+        most_away: requests that may be away or back without a row: as many as can run.
+        timeout: seconds without any sign of progress after which an instance is given up, and that
+            a request waits for an instance to register.
+        tries: see above.
+        moment: seconds that ``poll`` may wait.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        identity: Identity,
+        *,
+        cache: PrefixCache,
+        form: KVForm,
+        most_away: int,
+        timeout: float,
+        tries: int = 3,
+        moment: float = 0.002,
+    ) -> None:
+        self.transfers = Transfers()
+        self._transport = transport
+        self._identity = identity
+        self._cache = cache
+        self._form = form
+        self._most_away = most_away
+        self._timeout = timeout
+        self._tries = tries
+        self._moment = moment
+        self._name = uuid.uuid4().hex
+        self._jobs = 0
+        self._waiting = WaitingQueue()
+        self._peers: dict[str, _Peer] = {}
+        self._away: dict[str, Incoming] = {}
+        self._tried: dict[str, list[str]] = {}
+        self._alone_since = time.monotonic()
+        self._queued_at: dict[str, float] = {}
+
+    # What the engine asks (see ``RemotePrefill``)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is here or away."""
+        return bool(self._waiting or self._away)
+
+    @property
+    def address(self) -> str:
+        """Where prefill instances connect to."""
+        return self._transport.address
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from (away.request for away in self._away.values())
+        yield from self._waiting
+
+    def add(self, request: Request) -> None:
+        """Take a request."""
+        self._queue(request)
+
+    def find(self, request_ids: Collection[str]) -> list[Request]:
+        """Those of these names that are here or away."""
+        away = (a.request for a in self._away.values() if a.request.request_id in request_ids)
+        return [*away, *filter(None, map(self._waiting.get, request_ids))]
+
+    def remove(self, request: Request) -> bool:
+        """Forget a request that has ended; its instance is told."""
+        self._tried.pop(request.request_id, None)
+        away = self._away.get(request.request_id)
+        if away is not None:
+            self._cancel(away)
+            return True
+        if self._waiting.get(request.request_id) is None:
+            return False
+        self._unqueue(request)
+        return True
+
+    def reset(self) -> list[Request]:
+        """Forget all requests; these."""
+        requests = list(self)
+        for request in requests:
+            self.remove(request)
+        return requests
+
+    def poll(self, num_waiting: int, *, wait: bool) -> list[Request]:
+        """Those that have come back, each with a parcel or an error."""
+        back: list[Request] = []
+        for event in self._transport.receive(self._moment if wait else 0.0):
+            back += self._take(event)
+        back += self._give_up()
+        self._give_away(self._most_away - num_waiting - len(back))
+        return back
+
+    def close(self) -> None:
+        """Hang up; prefill instances look for this one until it is there again."""
+        self._transport.close()
+
+    # Giving away
+
+    def _queue(self, request: Request) -> None:
+        self._waiting.add(request)
+        self._queued_at[request.request_id] = time.monotonic()
+
+    def _unqueue(self, request: Request) -> None:
+        self._waiting.remove(request)
+        del self._queued_at[request.request_id]
+
+    def _give_away(self, room: int) -> None:
+        """Send the first of the waiting requests to the instances that have the fewest."""
+        while self._peers and len(self._away) < room:
+            request = self._waiting.first()
+            if request is None:
+                return
+            self._unqueue(request)
+            self._send(request, self._choose(request))
+
+    def _choose(self, request: Request) -> str:
+        """The instance that has failed this request least, and has the fewest."""
+        tried = self._tried.get(request.request_id, [])
+        return min(self._peers, key=lambda name: (tried.count(name), len(self._peers[name].jobs)))
+
+    def _send(self, request: Request, name: str) -> None:
+        peer, self._jobs = self._peers[name], self._jobs + 1
+        tokens = request.prompt_token_ids
+        most = 0 if request.params.return_routed_experts else len(tokens)
+        start = self._cache.match(tokens, most).depth * self._cache.pool.page_size
+        away = Incoming(
+            request=request,
+            peer=name,
+            job=f"{self._name}-{self._jobs}",
+            start=start,
+            form=self._form if peer.same_draft else self._form.target_alone,
+        )
+        if not peer.jobs:
+            peer.heard = away.sent_at  # it had nothing to do till now
+        peer.jobs[away.job] = self._away[request.request_id] = away
+        self._tried.setdefault(request.request_id, []).append(name)
+        self.transfers.sent += 1
+        self._transport.send(name, job_message(away.job, request, start, peer.same_draft))
+
+    def _cancel(self, away: Incoming) -> None:
+        self._forget(away)
+        if away.peer in self._peers:
+            self._transport.send(away.peer, Message("cancel", {"job": away.job}))
+
+    def _forget(self, away: Incoming) -> None:
+        del self._away[away.request.request_id]
+        if away.peer in self._peers:
+            del self._peers[away.peer].jobs[away.job]
+
+    def _again(self, away: Incoming, why: str) -> list[Request]:
+        """Queue a request once more; back it comes if it has been tried often enough."""
+        self._cancel(away)
+        request = away.request
+        tried = len(self._tried[request.request_id])
+        _log.warning("request %s, try %d of %d: %s", request.request_id, tried, self._tries, why)
+        if tried >= self._tries:
+            return [self._fail(request, f"prefill failed {tried} times; the last time {why}")]
+        self.transfers.tries_again += 1
+        self._queue(request)
+        return []
+
+    def _fail(self, request: Request, why: str) -> Request:
+        self._tried.pop(request.request_id, None)
+        self.transfers.failed += 1
+        request.error = why
+        return request
+
+    def _give_up(self) -> list[Request]:
+        """Part with instances that make no progress, and with requests that nobody takes."""
+        now, back = time.monotonic(), []
+        for name, peer in list(self._peers.items()):
+            if peer.jobs and now - peer.heard > self._timeout:
+                why = f"the prefill instance gave nothing for {self._timeout:g} s"
+                for away in list(peer.jobs.values()):
+                    back += self._again(away, why)
+                peer.heard = now
+                _log.warning("%s (%s)", why, name[:8])
+        if not self._peers and self._waiting and now - self._alone_since > self._timeout:
+            why = (
+                f"no prefill instance has registered at {self.address} for {self._timeout:g} s; "
+                f"start one with --disaggregation-mode prefill and this address"
+            )
+            for request in list(self._waiting):
+                if now - self._queued_at[request.request_id] > self._timeout:
+                    self._unqueue(request)
+                    back.append(self._fail(request, why))
+        return back
+
+    # What instances say
+
+    def _take(self, event: Event) -> list[Request]:
+        """Take note of an event; the requests that came back by it."""
+        match event:
+            case Found(peer):
+                self._transport.send(peer, Message("who"))
+            case Lost(peer):
+                return self._lose(peer, "the connection to the prefill instance was lost")
+            case Broken(peer, error):
+                _log.warning("from %s: %s", peer[:8], error)
+                return self._spoil(peer, error.fields, str(error))
+            case Arrived(peer, message):
+                try:
+                    return self._hear(peer, message)
+                except (MessageError, KeyError, TypeError, ValueError) as error:
+                    why = f"a {message.kind!r} message makes no sense: {error!r}"
+                    _log.warning("from %s: %s", peer[:8], why)
+                    return self._spoil(peer, message.fields, why)
+        return []
+
+    def _hear(self, name: str, message: Message) -> list[Request]:
+        if message.kind == "register":
+            return self._register(name, message.fields)
+        if name not in self._peers:
+            self._transport.send(name, Message("who"))
+            return []
+        peer = self._peers[name]
+        peer.heard = time.monotonic()
+        if message.kind == "leave":
+            return self._lose(name, "the prefill instance has left")
+        away = peer.jobs.get(message.fields["job"])
+        if away is None:  # it has ended meanwhile
+            return []
+        if message.kind == "failed":
+            return self._again(away, f"the prefill instance said: {message.fields['error']}")
+        if message.kind != "part":
+            raise MessageError("expected register, part, failed or leave", message.fields)
+        away.take(message)
+        if "token" not in message.fields:
+            return []
+        away.request.parcel = away.parcel(message)
+        self._forget(away)
+        self._tried.pop(away.request.request_id, None)
+        self.transfers.received += 1
+        self.transfers.seconds += time.monotonic() - away.sent_at
+        return [away.request]
+
+    def _register(self, name: str, fields: Mapping[str, Any]) -> list[Request]:
+        """Let an instance in, or say why not. If it has begun anew, what it had is void."""
+        session, peer = fields["session"], self._peers.get(name)
+        if type(session) is not int:
+            raise MessageError(f"session {session!r:.40}; expected an integer")
+        if peer is not None and peer.session == session:
+            self._transport.send(name, Message("accepted"))
+            return []
+        back = self._lose(name, "the prefill instance has begun anew")
+        try:
+            theirs = Identity.from_fields(fields["identity"])
+            misfit = self._identity.misfit(theirs)
+        except HandshakeError as error:
+            misfit = str(error)
+        if misfit is not None:
+            self.transfers.refused += 1
+            _log.warning("a prefill instance was refused: %s", misfit)
+            self._transport.send(name, Message("refused", {"why": misfit}))
+            return back
+        same = theirs.draft == self._identity.draft
+        if not same:
+            _log.warning(
+                "a prefill instance has the draft %r, this one has %r: requests begin without a "
+                "draft state",
+                theirs.draft,
+                self._identity.draft,
+            )
+        self._peers[name] = _Peer(session, same, heard=time.monotonic())
+        self.transfers.peers = len(self._peers)
+        self._transport.send(name, Message("accepted"))
+        _log.info("a prefill instance has registered (%s)", name[:8])
+        return back
+
+    def _lose(self, name: str, why: str) -> list[Request]:
+        peer = self._peers.pop(name, None)
+        if peer is None:
+            return []
+        self.transfers.lost += 1
+        self.transfers.peers = len(self._peers)
+        if not self._peers:
+            self._alone_since = time.monotonic()
+        _log.info("%s (%s)", why, name[:8])
+        return [request for away in list(peer.jobs.values()) for request in self._again(away, why)]
+
+    def _spoil(self, name: str, fields: Mapping[str, Any], why: str) -> list[Request]:
+        """Try the request again that a bad message was about; if it does not say which, all of
+        this instance's, as any may wait for it."""
+        peer = self._peers.get(name)
+        if peer is None:
+            return []
+        job = fields.get("job")
+        jobs = [peer.jobs.get(job)] if isinstance(job, str) else list(peer.jobs.values())
+        return [request for away in jobs if away for request in self._again(away, why)]

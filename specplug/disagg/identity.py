@@ -1,0 +1,118 @@
+"""What an instance is, and whether two of them can work together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from specplug import __version__
+from specplug.errors import InstanceError
+
+_SAMPLES = 32
+_BLOCK = 4096
+
+
+def _as_tuple(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+class HandshakeError(InstanceError):
+    """Two instances cannot work together; the message names both values."""
+
+
+@attrs.frozen(kw_only=True)
+class Identity:
+    """What is told at registration. All but ``draft`` must be the same on both sides.
+
+    Attributes:
+        version: of specplug.
+        model: class and fingerprint of the target's weights.
+        dtype: of its KV.
+        page_size: tokens a page.
+        kv: layers, key/value heads and head size of the target's cache.
+        draft: algorithm, its settings and the fingerprint of its weights. Where it differs, the
+            target's KV still travels, the draft's does not.
+    """
+
+    version: str = __version__
+    model: str
+    dtype: str
+    page_size: int
+    kv: tuple[int, ...] = attrs.field(converter=_as_tuple)
+    draft: str
+
+    def misfit(self, other: Identity) -> str | None:
+        """Why the two cannot work together, ``self`` the decode instance; None if they can."""
+        mend = {
+            "version": "install the same version of specplug on both sides",
+            "model": "start both with the same --model",
+            "dtype": "start both with the same --dtype",
+            "page_size": "start both with the same --page-size",
+            "kv": "start both with the same --model",
+        }
+        for name, how in mend.items():
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                return (
+                    f"{name} is {ours!r} at the decode instance and {theirs!r} at the prefill "
+                    f"instance; expected the same: {how}"
+                )
+        return None
+
+    def as_fields(self) -> dict[str, Any]:
+        """For a message."""
+        return attrs.asdict(self)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Identity:
+        """From a message.
+
+        Raises:
+            HandshakeError: the fields are not those of an identity, as those of another version
+                may be.
+        """
+        if not isinstance(fields, Mapping):
+            raise HandshakeError(f"an identity is {fields!r:.60}; expected names and values")
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise HandshakeError(
+                f"version is {__version__!r} at the decode instance and "
+                f"{fields.get('version')!r} at the prefill instance, which introduces itself by "
+                f"{sorted(fields)}; expected the same: install the same version on both sides"
+            ) from error
+
+
+@torch.inference_mode()
+def model_fingerprint(model: nn.Module) -> str:
+    """The class of a model and a hash of its parameters' names, shapes and some of their values."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        size = parameter.numel()
+        places = torch.arange(0, size, max(1, size // _SAMPLES), device=parameter.device)
+        values = torch.take(parameter, places).to("cpu", torch.float64)
+        digest.update(values.numpy().tobytes())
+    return f"{type(model).__name__} {digest.hexdigest()}"
+
+
+def folder_fingerprint(folder: Path | None) -> str:
+    """A hash of the sizes and of some blocks of a folder's weight files; "" for no folder."""
+    if folder is None:
+        return ""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(folder.glob("*")):
+        if file.suffix in (".safetensors", ".bin", ".json"):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}".encode())
+            with file.open("rb") as data:
+                for place in range(0, size, max(_BLOCK, size // _SAMPLES)):
+                    data.seek(place)
+                    digest.update(data.read(_BLOCK))
+    return digest.hexdigest()

@@ -1,0 +1,122 @@
+"""A prefill that comes in, part by part, from another instance."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.disagg.message import Message, MessageError
+from specplug.engine.kv_cache import KVShape
+from specplug.engine.outputs import Logprob
+from specplug.engine.parcel import Parcel
+from specplug.engine.request import Request
+
+
+@attrs.frozen(kw_only=True)
+class KVForm:
+    """What a prefill's tensors must be like.
+
+    Attributes:
+        shapes: of the target's cache, then of the draft models'.
+        dtype: of them all.
+        vocab_size: of the target.
+    """
+
+    shapes: Sequence[KVShape]
+    dtype: torch.dtype
+    vocab_size: int
+
+    @property
+    def target_alone(self) -> KVForm:
+        """Without draft caches."""
+        return attrs.evolve(self, shapes=self.shapes[:1])
+
+
+@attrs.define(eq=False, kw_only=True)
+class Incoming:
+    """A request that another instance prefills.
+
+    Attributes:
+        peer: the instance.
+        job: the request's name between the two.
+        start: the first position whose KV was asked for.
+        end: the position behind what has come so far.
+        form: of what must come.
+        sent_at: when it was asked for, on the monotonic clock.
+    """
+
+    request: Request
+    peer: str
+    job: str
+    start: int
+    form: KVForm
+    end: int = attrs.field(init=False)
+    sent_at: float = attrs.field(factory=time.monotonic)
+    _caches: list[list[Tensor]] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.end = self.start
+        self._caches = [[] for _ in self.form.shapes]
+
+    def take(self, message: Message) -> None:
+        """Keep a part's KV.
+
+        Raises:
+            MessageError: it does not follow the one before, or has not the form it must have.
+            KeyError: something is missing.
+        """
+        start, end = message.fields["start"], message.fields["end"]
+        most = len(self.request.prompt_token_ids)
+        if start != self.end or type(end) is not int or not start <= end <= most:
+            raise MessageError(
+                f"a part has positions {start!r} to {end!r}; expected them from {self.end} on, "
+                f"up to {most}"
+            )
+        if "token" in message.fields and end != most:
+            raise MessageError(f"the last part ends at {end}; expected {most}")
+        tensors = [message.tensors[f"cache{number}"] for number in range(len(self._caches))]
+        for number, (shape, tensor) in enumerate(zip(self.form.shapes, tensors, strict=True)):
+            size = (shape.num_layers, 2, end - start, shape.num_kv_heads, shape.head_dim)
+            if tuple(tensor.shape) != size or tensor.dtype != self.form.dtype:
+                raise MessageError(
+                    f"cache{number} is {tuple(tensor.shape)} {tensor.dtype}; "
+                    f"expected {size} {self.form.dtype}"
+                )
+        for parts, tensor in zip(self._caches, tensors, strict=True):
+            parts.append(tensor)
+        self.end = end
+
+    def parcel(self, message: Message) -> Parcel:
+        """All of it, with the last part, which has been taken.
+
+        Raises:
+            MessageError: what it says of the first token cannot be.
+            KeyError: something is missing.
+        """
+        token, logprobs = message.fields["token"], message.fields["logprobs"]
+        if type(token) is not int or not 0 <= token < self.form.vocab_size:
+            raise MessageError(
+                f"token {token!r}; expected an integer from 0 to {self.form.vocab_size - 1}"
+            )
+        experts = message.tensors.get("experts")
+        if self.request.params.return_routed_experts and (
+            experts is None or experts.dim() != 3 or len(experts) != self.end
+        ):
+            raise MessageError(f"the experts of {self.end} tokens are missing")
+        return Parcel(
+            start=self.start,
+            end=self.end,
+            caches=self._caches,
+            draft_state={
+                name.removeprefix("state."): tensor
+                for name, tensor in message.tensors.items()
+                if name.startswith("state.")
+            },
+            first_token=token,
+            logprobs=None if logprobs is None else {t: Logprob(**of) for t, of in logprobs},
+            experts=experts,
+        )

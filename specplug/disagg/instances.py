@@ -1,0 +1,117 @@
+"""Makes the prefill or the decode instance of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from specplug.algorithm import SpecConfig
+from specplug.disagg.identity import Identity, folder_fingerprint, model_fingerprint
+from specplug.engine.model_runner import ModelRunner
+from specplug.engine.prefix_cache import PrefixCache
+from specplug.engine.request import Request
+from specplug.engine.runtime import EngineRuntime
+from specplug.errors import UsageError
+
+if TYPE_CHECKING:
+    from specplug.disagg.decode_instance import DecodeInstance
+    from specplug.disagg.prefill_instance import PrefillInstance
+    from specplug.disagg.zmq_transport import ZmqTransport
+
+MODES = ("prefill", "decode", "both")
+"""What ``disaggregation`` may be: one of the two sides, or both of them in one process."""
+
+DEFAULT_ADDRESS = "tcp://127.0.0.1:30100"
+"""Where a decode instance waits for prefill instances unless told otherwise."""
+
+
+def check_mode(mode: str | None, timeout: float, *, enable_dp_attention: bool) -> None:
+    """Refuse a mode that there is not.
+
+    Raises:
+        UsageError: it, or the timeout, cannot be used, or not with data-parallel attention.
+    """
+    if mode is not None and enable_dp_attention:
+        raise UsageError(
+            f"disaggregation={mode!r} with enable_dp_attention is not supported yet: run each "
+            "instance without enable_dp_attention"
+        )
+    if mode is not None and mode not in MODES:
+        raise UsageError(f"disaggregation={mode!r}: expected {', '.join(MODES)}, or None")
+    if not isinstance(timeout, int | float) or not timeout > 0:
+        raise UsageError(f"disaggregation_timeout={timeout!r}: expected seconds, above 0")
+
+
+def make_decode_instance(
+    runtime: EngineRuntime,
+    runner: ModelRunner,
+    cache: PrefixCache,
+    *,
+    address: str | None,
+    timeout: float,
+    both: bool,
+) -> DecodeInstance:
+    """The decode instance of an engine, bound at ``address``.
+
+    Raises:
+        UsageError: it cannot be bound, or pyzmq is missing.
+    """
+    from specplug.disagg.decode_instance import DecodeInstance
+    from specplug.disagg.incoming import KVForm
+
+    where = address or ("tcp://127.0.0.1:*" if both else DEFAULT_ADDRESS)
+    return DecodeInstance(
+        _zmq().bind(where),
+        identity_of(runner, runtime.config, cache.pool.page_size),
+        cache=cache,
+        form=KVForm(shapes=runtime.kv_shapes, dtype=runtime.dtype, vocab_size=runtime.vocab_size),
+        most_away=runtime.max_running_requests,
+        timeout=timeout,
+        moment=0.0005 if both else 0.002,  # the other side takes its turn in the same thread
+    )
+
+
+def make_prefill_instance(
+    identity: Identity,
+    *,
+    address: str | None,
+    prepare: Callable[..., Request],
+    submit: Callable[[Request], None],
+    abort: Callable[[str], None],
+) -> PrefillInstance:
+    """The prefill instance of an engine, for the decode instances at ``address``, or at several
+    with commas between them.
+
+    Raises:
+        UsageError: an address cannot be one, or pyzmq is missing.
+    """
+    from specplug.disagg.prefill_instance import Link, PrefillInstance
+
+    addresses = [part.strip() for part in (address or DEFAULT_ADDRESS).split(",")]
+    links = [Link(_zmq().connect(each)) for each in addresses]
+    return PrefillInstance(links, identity, prepare=prepare, submit=submit, abort=abort)
+
+
+def identity_of(runner: ModelRunner, config: SpecConfig, page_size: int) -> Identity:
+    """What an instance says of itself."""
+    shape = runner.kv_shape
+    draft = config.algorithm, config.num_steps, config.topk, config.num_draft_tokens
+    return Identity(
+        model=model_fingerprint(runner.model),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        page_size=page_size,
+        kv=(shape.num_layers, shape.num_kv_heads, shape.head_dim),
+        draft=" ".join(map(str, (*draft, folder_fingerprint(config.draft_model_path)))),
+    )
+
+
+def _zmq() -> type[ZmqTransport]:
+    try:
+        from specplug.disagg.zmq_transport import ZmqTransport
+    except ModuleNotFoundError as error:
+        if error.name != "zmq":
+            raise
+        raise UsageError(
+            "disaggregation needs pyzmq, which is not installed: pip install 'specplug[disagg]'"
+        ) from error
+    return ZmqTransport

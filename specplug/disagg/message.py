@@ -1,0 +1,127 @@
+"""What instances say to one another, as frames of bytes: JSON and raw tensors, never pickle."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.errors import SpecplugError
+
+MAGIC = b"specplug/1"
+"""First frame of every message; another version of the protocol has another one."""
+
+_GREATEST = 1 << 32
+"""Of the sizes of a tensor. An empty one may have any others, which torch would not take."""
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+class MessageError(SpecplugError):
+    """Frames are no whole message.
+
+    Attributes:
+        fields: of its header, as far as that could be read.
+    """
+
+    def __init__(self, what: str, fields: Mapping[str, Any] | None = None) -> None:
+        super().__init__(what)
+        self.fields = dict(fields or {})
+
+
+@attrs.define(eq=False)
+class Message:
+    """One message.
+
+    Attributes:
+        kind: what it says; see ``PrefillInstance`` and ``DecodeInstance``.
+        fields: values that JSON can express.
+        tensors: by name, on the CPU.
+    """
+
+    kind: str
+    fields: dict[str, Any] = attrs.field(factory=dict)
+    tensors: dict[str, Tensor] = attrs.field(factory=dict)
+
+
+def encode(message: Message) -> list[bytes | memoryview]:
+    """The frames of a message: magic, header, then each tensor's bytes, which are not copied."""
+    tensors = {name: tensor.contiguous() for name, tensor in message.tensors.items()}
+    header = {
+        "kind": message.kind,
+        "fields": message.fields,
+        "tensors": [
+            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            for name, tensor in tensors.items()
+        ],
+    }
+    return [MAGIC, json.dumps(header).encode(), *map(_as_bytes, tensors.values())]
+
+
+def decode(frames: Sequence[bytes | memoryview]) -> Message:
+    """The message of these frames.
+
+    Raises:
+        MessageError: they are none, or not whole; it says what is wrong.
+    """
+    if not frames or bytes(frames[0]) != MAGIC:
+        first = bytes(frames[0][:20]) if frames else b""
+        raise MessageError(f"a message begins with {first!r}; expected {MAGIC!r}")
+    try:
+        header = json.loads(bytes(frames[1]))
+        kind, fields, forms = header["kind"], header["fields"], header["tensors"]
+        named = [(str(name), _DTYPES[dtype], _shape(shape)) for name, dtype, shape in forms]
+    except (IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise MessageError(f"a message's header cannot be read: {error!r}") from error
+    if not isinstance(kind, str) or not isinstance(fields, dict):
+        raise MessageError(f"a message's header has kind {kind!r:.40} and no fields")
+    if len(frames) != len(named) + 2:
+        raise MessageError(
+            f"a {kind!r} message has {len(frames) - 2} tensors; its header says {len(named)}",
+            fields,
+        )
+    tensors = {}
+    for (name, dtype, shape), frame in zip(named, frames[2:], strict=True):
+        size = math.prod(shape) * dtype.itemsize
+        if len(frame) != size:
+            raise MessageError(
+                f"tensor {name!r} of a {kind!r} message has {len(frame)} bytes; its header says "
+                f"{size}: it was cut short, or is not what it says",
+                fields,
+            )
+        data = bytearray(frame)
+        flat = torch.frombuffer(data, dtype=dtype) if size else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.view(shape)
+    return Message(kind, fields, tensors)
+
+
+def _as_bytes(tensor: Tensor) -> memoryview | bytes:
+    if not tensor.numel():
+        return b""
+    flat: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    if not all(type(size) is int and 0 <= size <= _GREATEST for size in shape):
+        raise ValueError(f"shape {shape!r:.60}")
+    return tuple(shape)

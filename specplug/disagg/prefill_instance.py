@@ -1,0 +1,262 @@
+"""The prefill side: looks for decode instances, and prefills what they send."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import attrs
+
+from specplug.disagg.backoff import Backoff
+from specplug.disagg.identity import HandshakeError, Identity
+from specplug.disagg.job import Job, read_job
+from specplug.disagg.message import Message
+from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost, Transport
+from specplug.engine.parcel import Cutting
+from specplug.engine.request import Request
+
+_log = logging.getLogger(__name__)
+_MOMENT = 0.002
+"""Seconds to wait where nothing is to be done: a new request may have come another way."""
+
+
+@attrs.define(eq=False)
+class Link:
+    """The way to one decode instance, the one peer of its transport.
+
+    Attributes:
+        peer: how the transport calls it.
+        accepted: whether it has let this instance in.
+        session: names what it has been asked for since it last began anew.
+        backoff: of registering.
+        next_try: when to register again if no answer has come.
+    """
+
+    transport: Transport
+    peer: str = ""
+    accepted: bool = False
+    session: int = 0
+    backoff: Backoff = attrs.field(factory=Backoff)
+    next_try: float = 0.0
+
+    def say(self, message: Message) -> None:
+        """Send a message."""
+        self.transport.send(self.peer, message)
+
+
+@attrs.define(eq=False)
+class _Work:
+    """A job, and the request that it becomes."""
+
+    job: Job
+    link: Link
+    request: Request | None = None
+
+
+class PrefillInstance:
+    """Prefills for decode instances.
+
+    It says ``register`` until it is ``accepted``, after growing delays, and again whenever the
+    connection was lost or a decode instance asks ``who`` it is; what it had been asked for before
+    is void then. It hears ``prefill`` and ``cancel``, and says ``part`` with each piece of KV that
+    is final, with the last one the first token too, or ``failed``; and ``leave`` when it closes.
+
+    Args:
+        links: to the decode instances.
+        identity: of this instance.
+        prepare: ``LLM.prepare``, which may be called from other threads.
+        submit: queues a request.
+        abort: ends one by its name.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        identity: Identity,
+        *,
+        prepare: Callable[..., Request],
+        submit: Callable[[Request], None],
+        abort: Callable[[str], None],
+    ) -> None:
+        self._links = list(links)
+        self._identity = identity
+        self._prepare = prepare
+        self._submit = submit
+        self._abort = abort
+        self._work: dict[tuple[int, str], _Work] = {}
+        self._by_request: dict[Request, _Work] = {}
+        self._preparing: dict[Future[Request], _Work] = {}
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+
+    @property
+    def registered(self) -> int:
+        """Decode instances that have let this one in."""
+        return sum(link.accepted for link in self._links)
+
+    def receive(self, *, wait: bool) -> None:
+        """Register where that is due, and take what has come.
+
+        Args:
+            wait: nothing else is to be done: block for a moment if nothing has.
+
+        Raises:
+            HandshakeError: a decode instance cannot work with this one.
+        """
+        for link in self._links:
+            self._register(link)
+            for event in link.transport.receive(_MOMENT / len(self._links) if wait else 0.0):
+                self._take(link, event)
+        for future in [f for f in self._preparing if f.done()]:
+            work = self._preparing.pop(future)
+            if self._work.get(self._key(work)) is work:
+                self._begin(work, future)
+
+    def send(self, cuttings: Iterable[Cutting]) -> None:
+        """Send what has been prefilled to those that wait for it."""
+        for cutting in cuttings:
+            work = self._by_request.get(cutting.kv.request)
+            if work is not None:
+                work.link.say(_part(work.job, cutting))
+                if cutting.first_token is not None:
+                    self._drop(work)
+
+    def tell_failed(self, ended: Iterable[Request]) -> None:
+        """Tell of requests that ended before they were prefilled."""
+        for request in ended:
+            work = self._by_request.get(request)
+            if work is not None and request.finished:
+                self._fail(work, request.error or f"it ended: {request.finish_reason}")
+
+    def close(self) -> None:
+        """Take leave and hang up."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for link in self._links:
+            link.say(Message("leave"))
+            link.transport.close()
+
+    def _register(self, link: Link) -> None:
+        now = time.monotonic()
+        if not link.accepted and now >= link.next_try:
+            link.next_try = now + link.backoff.next()
+            fields = {"session": link.session, "identity": self._identity.as_fields()}
+            link.say(Message("register", fields))
+
+    def _take(self, link: Link, event: Event) -> None:
+        match event:
+            case Found(peer):
+                link.peer = peer
+            case Lost():
+                _log.warning("the decode instance at %s is lost", link.transport.address)
+                self._start_anew(link)
+            case Broken(_, error):
+                _log.warning("from %s: %s", link.transport.address, error)
+                name = error.fields.get("job")
+                if isinstance(name, str):
+                    link.say(Message("failed", {"job": name, "error": str(error)}))
+            case Arrived(_, message):
+                self._hear(link, message)
+
+    def _hear(self, link: Link, message: Message) -> None:
+        match message.kind:
+            case "accepted":
+                if not link.accepted:
+                    _log.info("registered at %s", link.transport.address)
+                link.accepted = True
+                link.backoff.reset()
+            case "refused":
+                raise HandshakeError(
+                    f"the decode instance at {link.transport.address} refuses this one: "
+                    f"{message.fields.get('why')}"
+                )
+            case "who" if link.accepted:  # it has begun anew itself, or had lost this one
+                self._start_anew(link)
+            case "who":
+                link.next_try = 0.0
+            case "prefill":
+                self._accept(link, message)
+            case "cancel":
+                work = self._work.get((id(link), str(message.fields.get("job"))))
+                if work is not None:
+                    self._cancel(work)
+            case kind:
+                _log.warning("%s says %r, which is no message", link.transport.address, kind)
+
+    def _start_anew(self, link: Link) -> None:
+        """Forget what the link's decode instance has asked for, and register again."""
+        for work in [w for w in self._work.values() if w.link is link]:
+            self._cancel(work)
+        link.accepted = False
+        link.session += 1
+        link.next_try = 0.0
+
+    def _accept(self, link: Link, message: Message) -> None:
+        """Make a request of a job; in a thread if a grammar is to be compiled."""
+        try:
+            job = read_job(message)
+        except (KeyError, TypeError, ValueError) as error:
+            link.say(
+                Message("failed", {"job": message.fields.get("job"), "error": f"no job: {error!r}"})
+            )
+            return
+        work = _Work(job, link)
+        self._work[self._key(work)] = work
+        ask = job.token_ids, job.params
+        if job.params.grammar is not None:
+            future = self._threads.submit(self._prepare, *ask, priority=job.priority)
+            self._preparing[future] = work
+            return
+        prepared: Future[Request] = Future()
+        try:
+            prepared.set_result(self._prepare(*ask, priority=job.priority))
+        except Exception as error:
+            prepared.set_exception(error)
+        self._begin(work, prepared)
+
+    def _begin(self, work: _Work, prepared: Future[Request]) -> None:
+        error = prepared.exception()
+        if error is not None:
+            self._fail(work, str(error))
+            return
+        request = work.request = prepared.result()
+        request.export_from = work.job.start
+        self._by_request[request] = work
+        self._submit(request)
+
+    def _fail(self, work: _Work, why: str) -> None:
+        self._drop(work)
+        work.link.say(Message("failed", {"job": work.job.name, "error": why}))
+
+    def _cancel(self, work: _Work) -> None:
+        self._drop(work)
+        if work.request is not None:
+            self._abort(work.request.request_id)
+
+    def _drop(self, work: _Work) -> None:
+        self._work.pop(self._key(work), None)
+        if work.request is not None:
+            self._by_request.pop(work.request, None)
+
+    def _key(self, work: _Work) -> tuple[int, str]:
+        return id(work.link), work.job.name
+
+
+def _part(job: Job, cutting: Cutting) -> Message:
+    """The message that brings a piece of KV."""
+    kv = cutting.kv
+    fields: dict[str, Any] = {"job": job.name, "start": kv.start, "end": kv.end}
+    caches = kv.caches if job.draft else kv.caches[:1]
+    tensors = {f"cache{n}": tensor for n, tensor in enumerate(caches)}
+    if cutting.first_token is None:
+        return Message("part", fields, tensors)
+    fields["token"] = cutting.first_token
+    fields["logprobs"] = None
+    if cutting.logprobs is not None:
+        fields["logprobs"] = [[t, attrs.asdict(of)] for t, of in cutting.logprobs.items()]
+    if cutting.experts is not None:
+        tensors["experts"] = cutting.experts
+    if job.draft:
+        tensors |= {f"state.{name}": tensor for name, tensor in kv.draft_state.items()}
+    return Message("part", fields, tensors)

@@ -1,0 +1,244 @@
+"""``Transport`` over ZeroMQ: a ROUTER that decode instances bind, and a DEALER of each prefill
+instance. Multipart messages over TCP; pickle is nowhere."""
+
+from __future__ import annotations
+
+import queue
+import time
+import uuid
+from collections import deque
+from contextlib import suppress
+from threading import Thread
+from typing import Any
+
+import attrs
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from specplug.disagg.message import Message, MessageError, decode, encode
+from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost
+from specplug.errors import InstanceError, UsageError
+
+_BEAT = b"beat"
+_LARGEST = 2 << 30
+_LINGER = 500
+
+ROUTER_SIDE = "decode instance"
+"""How a connected side calls its one peer."""
+
+
+@attrs.frozen
+class Pulse:
+    """How a peer's end is noticed where the connection does not tell.
+
+    Attributes:
+        interval: seconds between two signs of life.
+        silence: seconds without any after which a peer is lost.
+    """
+
+    interval: float = 0.5
+    silence: float = 5.0
+
+
+class ZmqTransport:
+    """A socket with a thread of its own, so that signs of life go out while a step runs.
+
+    Made by ``bind`` or ``connect``.
+
+    Args:
+        socket: ROUTER or DEALER, not yet bound or connected.
+        pulse: see there.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], pulse: Pulse) -> None:
+        self._socket = socket
+        self._is_router = socket.socket_type == zmq.ROUTER
+        self._pulse = pulse
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._outgoing: deque[tuple[str, Message]] = deque()
+        self._heard: dict[str, float] = {}
+        self._closing = False
+        self._failure: Exception | None = None
+        self._monitor: Any = None
+        if not self._is_router:
+            self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._bell, self._ear = _pair(socket.context)
+        self._thread = Thread(target=self._run, name="transport", daemon=True)
+        self.address = ""
+
+    @classmethod
+    def bind(cls, address: str, pulse: Pulse = Pulse()) -> ZmqTransport:
+        """Wait for peers at ``address``, such as ``tcp://127.0.0.1:9000``; port ``*`` is any.
+
+        Raises:
+            UsageError: it cannot be bound.
+        """
+        socket = _socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to who is gone says so
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who comes back takes its old name over
+        transport = cls(socket, pulse)
+        transport._start(socket.bind, address)
+        transport.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        transport._thread.start()
+        return transport
+
+    @classmethod
+    def connect(cls, address: str, pulse: Pulse = Pulse()) -> ZmqTransport:
+        """Reach the peer bound at ``address``; it need not be there yet.
+
+        Raises:
+            UsageError: the address cannot be one.
+        """
+        socket = _socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, uuid.uuid4().hex.encode())
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # what cannot go out now is not kept for later
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+        transport = cls(socket, pulse)
+        transport._start(socket.connect, address)
+        transport.address = address
+        transport._thread.start()
+        return transport
+
+    def send(self, peer: str, message: Message) -> None:
+        """See ``Transport``."""
+        self._outgoing.append((peer, message))
+        self._ring()
+
+    def receive(self, timeout: float) -> list[Event]:
+        """See ``Transport``.
+
+        Raises:
+            InstanceError: its thread has failed, which should not happen.
+        """
+        if self._failure is not None:
+            raise InstanceError(f"the transport at {self.address} has failed: {self._failure!r}")
+        events: list[Event] = []
+        with suppress(queue.Empty):
+            events.append(self._events.get(block=timeout > 0, timeout=timeout))
+            while True:
+                events.append(self._events.get_nowait())
+        return events
+
+    def close(self) -> None:
+        """See ``Transport``."""
+        if not self._closing:
+            self._closing = True
+            self._ring()
+            self._thread.join()
+
+    def _start(self, way: Any, address: str) -> None:
+        try:
+            way(address)
+        except zmq.ZMQError as error:
+            self._hang_up()
+            raise UsageError(
+                f"disaggregation_address={address!r}: {error.strerror}; expected "
+                "tcp://HOST:PORT, free to be bound by a decode instance"
+            ) from error
+
+    def _ring(self) -> None:
+        with suppress(zmq.Again):  # it rings already
+            self._bell.send(b"", zmq.NOBLOCK)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in filter(None, (self._socket, self._ear, self._monitor)):
+            poller.register(source, zmq.POLLIN)
+        next_beat = 0.0
+        try:
+            while not self._closing:
+                now = time.monotonic()
+                if now >= next_beat:
+                    next_beat = now + self._pulse.interval
+                    self._beat(now)
+                ready = dict(poller.poll(max(1, int(1000 * (next_beat - now)))))
+                if self._ear in ready:
+                    self._ear.recv()
+                self._send_all()
+                if self._monitor in ready:
+                    recv_monitor_message(self._monitor)
+                    self._lose(ROUTER_SIDE)
+                if self._socket in ready:
+                    self._receive_all()
+            self._send_all()
+        except Exception as error:  # for ``receive`` to tell: nothing comes any more
+            self._failure = error
+        finally:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor = None
+        for socket in (self._socket, self._bell, self._ear):
+            socket.close()
+
+    def _beat(self, now: float) -> None:
+        """Give a sign of life to all peers, and look for those that give none."""
+        for peer, heard in list(self._heard.items()):
+            if now - heard > self._pulse.silence:
+                self._lose(peer)
+            elif self._is_router:
+                self._post(peer, [_BEAT])
+        if not self._is_router:
+            self._post(ROUTER_SIDE, [_BEAT])
+
+    def _send_all(self) -> None:
+        while self._outgoing:
+            peer, message = self._outgoing.popleft()
+            self._post(peer, encode(message))
+
+    def _post(self, peer: str, frames: list[Any]) -> None:
+        if self._is_router:
+            frames = [bytes.fromhex(peer), *frames]
+        try:
+            # Large frames are not copied: zmq holds the memory of their tensors until they are out.
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:  # a connection that is not there yet, full of beats
+            pass
+        except zmq.ZMQError:  # EHOSTUNREACH
+            self._lose(peer)
+
+    def _receive_all(self) -> None:
+        while True:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            peer = parts.pop(0).bytes.hex() if self._is_router else ROUTER_SIDE
+            if peer not in self._heard:
+                self._events.put(Found(peer))
+            self._heard[peer] = time.monotonic()
+            frames = [part.buffer for part in parts]
+            if len(frames) == 1 and bytes(frames[0]) == _BEAT:
+                continue
+            try:
+                self._events.put(Arrived(peer, decode(frames)))
+            except MessageError as error:
+                self._events.put(Broken(peer, error))
+
+    def _lose(self, peer: str) -> None:
+        if self._heard.pop(peer, None) is not None:
+            self._events.put(Lost(peer))
+
+
+def _socket(kind: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.setsockopt(zmq.LINGER, _LINGER)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    return socket
+
+
+def _pair(context: zmq.Context[Any]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """A bell that wakes a poll, and the ear that hears it."""
+    name = f"inproc://{uuid.uuid4().hex}"
+    ear, bell = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket in (ear, bell):
+        socket.setsockopt(zmq.LINGER, 0)
+    ear.bind(name)
+    bell.connect(name)
+    return bell, ear

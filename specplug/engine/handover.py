@@ -1,0 +1,118 @@
+"""Prefills that leave the KV pool for another instance, and those that come into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specplug.engine.host_copy import to_host
+from specplug.engine.parcel import KVSlice, Unpacking
+from specplug.engine.runtime import EngineRuntime
+from specplug.engine.sampling_params import Needs
+from specplug.engine.scheduler import PrefillChunk
+from specplug.spec.batch import Batch, ForwardMode
+from specplug.spec.future_map import FutureMap
+from specplug.spec.target_output import CommittedOutput
+
+
+class Handover:
+    """Cuts what is prefilled out of the pool, and writes what is received into it.
+
+    Args:
+        runtime: of the run; its pools are those of the target and of all draft models.
+        hooks: the plugin manager's ``hook``.
+        future_map: where the draft state of a prefilled request stands, and of a received one goes.
+        lookahead: positions behind which a prefill's KV may still change: the last of the layers
+            that read further ahead compute theirs again when those tokens are known.
+    """
+
+    def __init__(
+        self, runtime: EngineRuntime, hooks: Any, future_map: FutureMap, lookahead: int
+    ) -> None:
+        self._runtime = runtime
+        self._hooks = hooks
+        self._future_map = future_map
+        self._lookahead = lookahead
+
+    def cut(self, chunks: Sequence[PrefillChunk], batch: Batch) -> tuple[KVSlice, ...]:
+        """Start the way of what these chunks have made final, of requests that another instance
+        waits for; with the last chunk of each, of all the rest and of its draft state."""
+        state = {}
+        if any(chunk.is_last and chunk.request.export_from is not None for chunk in chunks):
+            state = self._hooks.export_draft_state(
+                runtime=self._runtime, batch=batch, future_map=self._future_map
+            )
+        slices = []
+        for i, chunk in enumerate(chunks):
+            request, start = chunk.request, chunk.request.export_from
+            if start is None:
+                continue
+            end = chunk.end if chunk.is_last else max(start, chunk.end - self._lookahead)
+            if end == start and not chunk.is_last:
+                continue
+            request.export_from = end
+            slots = self._runtime.table.slots[request.row, start:end]
+            left = state.items() if chunk.is_last else ()
+            slices.append(
+                KVSlice(
+                    request=request,
+                    start=start,
+                    end=end,
+                    caches=tuple(to_host(pool[:, :, slots]) for pool in self._runtime.pools),
+                    draft_state={name: to_host(t[i].clone()) for name, t in left if t is not None},
+                )
+            )
+        return tuple(slices)
+
+    def unpack(self, unpackings: Sequence[Unpacking]) -> None:
+        """Write received prefills to the pool, and leave the draft input of their first step."""
+        for unpacking in unpackings:
+            self._write(unpacking)
+        # Whoever was retracted since has given its row away, and will be prefilled here.
+        live = [u for u in unpackings if u.request.row]
+        requests = [u.request for u in live]
+        batch = Batch(
+            mode=ForwardMode.DECODE,
+            requests=requests,
+            rows=self._upload([request.row for request in requests]),
+            seq_lens=self._upload([u.parcel.end for u in live]),
+            greedy=not any(request.needs & Needs.NOISE for request in requests),
+        )
+        last_tokens = self._upload([u.request.token_ids[u.parcel.end] for u in live])
+        draft_input = self._hooks.build_disagg_draft_input(
+            runtime=self._runtime,
+            batch=batch,
+            last_tokens=last_tokens,
+            future_map=self._future_map,
+        )
+        order = torch.arange(len(live), device=self._runtime.device)
+        output = CommittedOutput(
+            tokens=last_tokens,
+            last_rows=order,
+            accept_lens=torch.ones_like(order),
+            bonus_tokens=last_tokens,
+        )
+        self._future_map.publish(batch.rows, batch.seq_lens, output)
+        self._future_map.stash(batch.rows, draft_input)
+        for request in requests:
+            request.draft_state = {}
+
+    def _write(self, unpacking: Unpacking) -> None:
+        parcel, start = unpacking.parcel, unpacking.start
+        size = self._runtime.table.page_size
+        pages = torch.tensor(unpacking.pages, dtype=torch.int64).unsqueeze(1)
+        slots = (pages * size + torch.arange(size)).view(-1)[: parcel.end - start]
+        slots = slots.to(self._runtime.device, non_blocking=True)
+        for number, pool in enumerate(self._runtime.pools):
+            if number < len(parcel.caches):
+                rows = torch.cat(list(parcel.caches[number]), dim=2)[:, :, start - parcel.start :]
+                pool.index_copy_(2, slots, rows.to(pool.device, non_blocking=True))
+            else:  # what lay there is another request's
+                pool.index_fill_(2, slots, 0)
+
+    def _upload(self, values: Sequence[int]) -> Tensor:
+        tensor = torch.tensor(values, dtype=torch.int64)
+        return tensor.to(self._runtime.device, non_blocking=True)

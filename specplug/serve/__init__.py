@@ -1,0 +1,1 @@
+"""``specplug serve``: an OpenAI-compatible server over engines in processes of their own."""

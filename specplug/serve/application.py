@@ -1,0 +1,314 @@
+"""The routes of the API."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specplug import __version__
+from specplug.serve.engine_client import Job
+from specplug.serve.faults import Fault, invalid, timed_out, unavailable
+from specplug.serve.limits import Gate, Limits, fault_response
+from specplug.serve.metrics import Counted, Metrics, Stopwatch
+from specplug.serve.protocol import (
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    ErrorResponse,
+    Health,
+    Model,
+    ModelList,
+)
+from specplug.serve.ranks import Ranks
+from specplug.serve.replies import ChatReply, CompletionReply, Reply
+from specplug.serve.sampling import sampling_arguments
+
+_T = TypeVar("_T")
+
+_STATS_SECONDS = 2.0
+"""How long metrics wait for an engine in a long step; then its last ones are told."""
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorResponse, "description": "The request cannot be served"},
+    "5XX": {"model": ErrorResponse, "description": "The server cannot serve"},
+}
+
+
+def _or_stream(what: str) -> dict[int | str, dict[str, Any]]:
+    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {**_ERRORS, 200: {"description": f"{what}, or its stream", "content": stream}}
+
+
+class ClientGone(Exception):
+    """Nobody waits for the response any more."""
+
+
+class EventStream(StreamingResponse):
+    """A job as server-sent events; when the response ends, however it does, so does the job."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], job: Job) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.close()
+
+
+class Desk:
+    """Takes requests of the API and answers them.
+
+    Args:
+        ranks: the engines.
+        limits: see there.
+        model: the name under which the model is served.
+        metrics: where times go.
+
+    Attributes:
+        draining: whether no more requests are taken.
+    """
+
+    def __init__(self, ranks: Ranks, limits: Limits, model: str, metrics: Metrics) -> None:
+        self.draining = False
+        self.model = model
+        self.ranks = ranks
+        self.metrics = metrics
+        self._limits = limits
+        self._created = int(time.time())
+
+    @property
+    def models(self) -> list[Model]:
+        """What is served."""
+        length = self.ranks.context_len
+        return [Model(id=self.model, created=self._created, max_model_len=length)]
+
+    @property
+    def health(self) -> Health:
+        """Whether requests are taken."""
+        if self.ranks.failed:
+            return Health(status="failed")
+        return Health(status="draining" if self.draining else "ok")
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse another model's name."""
+        if name is not None and name != self.model:
+            raise Fault(
+                404,
+                f"model {name!r} is not served here; expected {self.model!r} (GET /v1/models)",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """Answer ``/v1/completions``."""
+        reply = CompletionReply(body, self.model)
+        size = len(body.prompts) * (body.n or 1)
+        return await self._answer(
+            body, request, reply, size=size, prompts=body.prompts, echo=bool(body.echo)
+        )
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Answer ``/v1/chat/completions``."""
+        return await self._answer(
+            body,
+            request,
+            ChatReply(body, self.model),
+            size=body.n or 1,
+            messages=[message.for_template() for message in body.messages],
+            template_options=body.chat_template_kwargs or {},
+        )
+
+    async def stats(self) -> None:
+        """Ask the engines for what metrics tell."""
+        engines = self.metrics.engines
+        engines.algorithms = [ready.algorithm for ready in self.ranks.ready]
+        self.metrics.open_requests.set(self.ranks.num_open)
+        with suppress(TimeoutError):
+            engines.stats = await asyncio.wait_for(self.ranks.stats(), _STATS_SECONDS)
+
+    async def _answer(
+        self,
+        body: CompletionRequest | ChatRequest,
+        request: Request,
+        reply: Reply,
+        **fields: Any,
+    ) -> Response:
+        if self.draining:
+            raise unavailable("the server is shutting down and takes no more requests")
+        if self.ranks.prefills_for_others:
+            raise Fault(
+                400,
+                "this is a prefill instance: it serves decode instances alone; send requests to "
+                "one of these",
+                code="prefill_instance",
+            )
+        self.check_model(body.model)
+        stopwatch = Stopwatch(self.metrics)
+        job = self.ranks.submit(
+            params=sampling_arguments(body), n=body.n or 1, priority=body.priority or 0, **fields
+        )
+        seconds = self._limits.request_timeout
+        deadline = asyncio.get_running_loop().call_later(seconds, job.fail, timed_out(seconds))
+        streamed = False
+        try:
+            accepted = await _unless_gone(request.receive, job.accepted())
+            reply.accept(accepted)
+            if body.stream:
+                usage = body.stream_options is not None and body.stream_options.include_usage
+                events = _events(job, reply, stopwatch, bool(usage))
+                streamed = True
+                return EventStream(events, job)
+            await _unless_gone(request.receive, _collect(job, reply, stopwatch))
+            text = reply.whole().model_dump_json()
+            return Response(text, media_type="application/json")
+        finally:
+            if not streamed:
+                deadline.cancel()
+                job.close()
+
+
+async def _collect(job: Job, reply: Reply, stopwatch: Stopwatch) -> None:
+    async for update in job:
+        stopwatch.lap(update)
+        reply.add(update)
+
+
+async def _events(job: Job, reply: Reply, stopwatch: Stopwatch, usage: bool) -> AsyncIterator[str]:
+    try:
+        for chunk in reply.begin():
+            yield _event(chunk.model_dump_json())
+        async for update in job:
+            stopwatch.lap(update)
+            news = reply.add(update)
+            if news is not None:
+                yield _event(news.model_dump_json())
+        if usage:
+            yield _event(reply.end().model_dump_json())
+        yield _event("[DONE]")
+    except Fault as fault:
+        yield _event(fault.body().decode())
+
+
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Wait for ``work``, as long as the client does.
+
+    Raises:
+        ClientGone: it went away.
+    """
+    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def create_application(desk: Desk, limits: Limits) -> ASGIApp:
+    """The API as an ASGI application."""
+    app = FastAPI(
+        title="specplug",
+        version=__version__,
+        summary="An OpenAI-compatible server of one model",
+        responses=_ERRORS,
+    )
+    _add_faults(app)
+
+    @app.post("/v1/completions", response_model=Completion, responses=_or_stream("A completion"))
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Complete a prompt, or several."""
+        return await desk.complete(body, request)
+
+    @app.post(
+        "/v1/chat/completions", response_model=ChatCompletion, responses=_or_stream("An answer")
+    )
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Go on with a chat."""
+        return await desk.chat(body, request)
+
+    @app.get("/v1/models")
+    async def models() -> ModelList:
+        """The model that is served."""
+        return ModelList(data=desk.models)
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Model:
+        """One model."""
+        desk.check_model(model)
+        return desk.models[0]
+
+    @app.get("/health", responses={503: {"model": Health, "description": "No requests are taken"}})
+    async def health() -> Response:
+        """Whether requests are taken."""
+        health = desk.health
+        code = 200 if health.status == "ok" else 503
+        return Response(health.model_dump_json(), code, media_type="application/json")
+
+    @app.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    async def metrics() -> Response:
+        """What Prometheus asks for."""
+        await desk.stats()
+        return Response(desk.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return Counted(Gate(app, limits), desk.metrics)
+
+
+def _add_faults(app: FastAPI) -> None:
+    """Every error has OpenAI's shape."""
+
+    @app.exception_handler(Fault)
+    async def fault(request: Request, error: Fault) -> Response:
+        return fault_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def bad_body(request: Request, error: RequestValidationError) -> Response:
+        return fault_response(invalid(list(error.errors())))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        path = f"{request.method} {request.url.path}"
+        reasons = {404: f"{path}: there is nothing here", 405: f"{path}: wrong method"}
+        message = reasons.get(error.status_code, str(error.detail))
+        response = fault_response(Fault(error.status_code, message))
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(ClientGone)
+    async def gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    @app.exception_handler(Exception)
+    async def failure(request: Request, error: Exception) -> Response:
+        return fault_response(Fault(500, f"{type(error).__name__} in the server; it is logged"))

@@ -1,0 +1,295 @@
+"""The server's side of an engine process: starts it, gives it jobs, hands out what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from specplug.errors import SpecplugError, UsageError
+from specplug.serve.faults import Fault, bad_request, engine_error
+from specplug.serve.messages import (
+    Abort,
+    Accepted,
+    Add,
+    AskStats,
+    Command,
+    End,
+    Failed,
+    Ready,
+    Refused,
+    Stats,
+    Stepped,
+    Update,
+    Warned,
+    decode,
+    encode,
+)
+
+_END_SECONDS = 10.0
+"""How long an engine may take to end when it is told to."""
+
+
+class Job:
+    """Prompts that were given to an engine, and what comes back.
+
+    Iterate over it for the updates of all its requests, up to the last one's end; ``close`` it in
+    any case, which aborts what still runs.
+
+    Attributes:
+        size: its requests.
+    """
+
+    def __init__(self, name: str, size: int, on_end: Callable[[Job, bool], None]) -> None:
+        self.name = name
+        self.size = size
+        self._left = size
+        self._on_end = on_end
+        self._news: asyncio.Queue[Accepted | Update | Fault] = asyncio.Queue()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the engine still works on it."""
+        return self._left > 0
+
+    def put(self, news: Accepted | Update | Fault) -> None:
+        """Take what the engine reports, or why it will report no more."""
+        self._news.put_nowait(news)
+        if isinstance(news, Fault):
+            self.close()
+        elif isinstance(news, Update) and news.finish_reason is not None:
+            self._left -= 1
+            if not self._left:
+                self._on_end(self, False)
+
+    def fail(self, fault: Fault) -> None:
+        """End it from here."""
+        if self.unfinished:
+            self.put(fault)
+
+    def close(self) -> None:
+        """Nobody waits for more of it."""
+        if self.unfinished:
+            self._left = 0
+            self._on_end(self, True)
+
+    async def accepted(self) -> Accepted:
+        """Wait until the engine has taken it.
+
+        Raises:
+            Fault: it has not.
+        """
+        news = await self._news.get()
+        if isinstance(news, Fault):
+            raise news
+        assert isinstance(news, Accepted), news
+        return news
+
+    async def __aiter__(self) -> AsyncIterator[Update]:
+        left = self.size
+        while left:
+            news = await self._news.get()
+            if isinstance(news, Fault):
+                raise news
+            assert isinstance(news, Update), news
+            if news.finish_reason == "error":
+                raise engine_error(news.error or "the engine failed")
+            left -= news.finish_reason is not None
+            yield news
+
+
+class EngineClient:
+    """One engine process.
+
+    Args:
+        llm: arguments of ``LLM``.
+        name: how errors call it.
+        chat_template: text of a template; None: the tokenizer's own.
+        max_prompt_tokens: most of one prompt; None: what the context holds.
+        on_warning: called with each warning of the engine.
+        on_end: called with the reason when the engine ends and was not told to.
+    """
+
+    def __init__(
+        self,
+        llm: dict[str, Any],
+        *,
+        name: str = "the engine",
+        chat_template: str | None,
+        max_prompt_tokens: int | None,
+        on_warning: Callable[[str], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self._settings: dict[str, Any] = {
+            "llm": llm,
+            "chat_template": chat_template,
+            "max_prompt_tokens": max_prompt_tokens,
+        }
+        self._name = name
+        self._on_warning = on_warning
+        self._on_end = on_end
+        self._numbers = count()
+        self._jobs: dict[str, Job] = {}
+        self._asked: list[asyncio.Future[Stats]] = []
+        self._failed: Failed | None = None
+        self._ending = False
+        self.ended: str | None = None
+        """Why it takes no more jobs."""
+        self.idle = asyncio.Event()
+        """Set while no job is open."""
+        self.idle.set()
+
+    async def start(self) -> Ready:
+        """Start the process and wait until its model is loaded.
+
+        Raises:
+            SpecplugError: it cannot be.
+        """
+        self._context = zmq.asyncio.Context()
+        self._folder = tempfile.TemporaryDirectory(prefix="specplug-")
+        self._reports = self._context.socket(zmq.PULL)
+        self._commands = zmq.Socket(self._context, zmq.PUSH)  # without a limit: sending never waits
+        for socket, name in ((self._reports, "reports"), (self._commands, "commands")):
+            socket.set_hwm(0)
+            self._settings[name] = f"ipc://{Path(self._folder.name) / name}"
+        self._reports.bind(self._settings["reports"])
+        self._commands.connect(self._settings["commands"])
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "specplug.serve.engine_process"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,  # Ctrl-C is the server's to handle
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(self._settings).encode() + b"\n")
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._tasks = [asyncio.create_task(work()) for work in (self._receive, self._watch)]
+        return await self._ready
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return sum(job.size for job in self._jobs.values())
+
+    def submit(self, **fields: Any) -> Job:
+        """Give the engine a job.
+
+        Args:
+            fields: of ``Add``, but for its id.
+
+        Raises:
+            Fault: the engine has ended.
+        """
+        if self.ended is not None:
+            raise engine_error(self.ended)
+        add = Add(id=str(next(self._numbers)), **fields)
+        job = Job(add.id, max(1, len(add.prompts)) * add.n, self._end)
+        self._jobs[job.name] = job
+        self.idle.clear()
+        self._send(add)
+        return job
+
+    async def stats(self) -> Stats:
+        """What it has done and holds, asked between two steps.
+
+        Raises:
+            Fault: the engine has ended.
+        """
+        if self.ended is not None:
+            raise engine_error(self.ended)
+        future: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        self._asked.append(future)
+        self._send(AskStats())
+        return await future
+
+    def fail_all(self, fault: Fault) -> None:
+        """End all jobs with an error."""
+        for job in list(self._jobs.values()):
+            job.fail(fault)
+
+    async def stop(self) -> None:
+        """End the process; jobs that are open fail."""
+        self._ending = True
+        if self._process.returncode is None and self._ready.done():
+            self._send(End())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _END_SECONDS)
+        if self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._commands.close(linger=0)
+        self._reports.close(linger=0)
+        self._context.term()
+        self._folder.cleanup()
+
+    def _send(self, command: Command) -> None:
+        self._commands.send(encode(command), zmq.NOBLOCK)
+
+    def _end(self, job: Job, aborted: bool) -> None:
+        """Forget a job; the engine ends what of it still runs."""
+        del self._jobs[job.name]
+        if not self._jobs:
+            self.idle.set()
+        if aborted and self.ended is None:
+            self._send(Abort(id=job.name))
+
+    async def _receive(self) -> None:
+        while True:
+            self._take(decode(await self._reports.recv()))
+
+    def _take(self, report: Any) -> None:
+        match report:
+            case Stepped():
+                for update in report.updates:
+                    self._put(update.id, update)
+            case Accepted():
+                self._put(report.id, report)
+            case Refused():
+                make = engine_error if report.fault else bad_request
+                self._put(report.id, make(report.message))
+            case Stats():
+                asked, self._asked = self._asked, []
+                for future in asked:
+                    if not future.done():
+                        future.set_result(report)
+            case Ready():
+                self._ready.set_result(report)
+            case Warned():
+                self._on_warning(report.message)
+            case Failed():
+                self._failed = report
+                assert self._process.stdin is not None
+                self._process.stdin.close()  # it waits for that
+
+    def _put(self, name: str, news: Accepted | Update | Fault) -> None:
+        job = self._jobs.get(name)
+        if job is not None:  # else nobody waits for it any more
+            job.put(news)
+
+    async def _watch(self) -> None:
+        """Wait until the process ends, and tell all who wait for it."""
+        code = await self._process.wait()
+        why = self._failed.message if self._failed else f"its process ended with exit code {code}"
+        self.ended = f"{self._name} has ended: {why}"
+        if not self._ready.done():
+            usage = self._failed is not None and self._failed.usage
+            self._ready.set_exception((UsageError if usage else SpecplugError)(why))
+        self.fail_all(engine_error(self.ended))
+        for future in self._asked:
+            if not future.done():
+                future.set_exception(engine_error(self.ended))
+        if not self._ending and self._ready.exception() is None:
+            self._on_end(self.ended)

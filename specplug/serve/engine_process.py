@@ -1,0 +1,431 @@
+"""An engine in a process of its own: takes commands, runs steps, tells what they gave.
+
+``python -m specplug.serve.engine_process`` reads its settings as one line of JSON from standard
+input, and ends when that is closed: it never outlives the server. Four kinds of threads share the
+work, and each socket belongs to one of them:
+
+the loop     (main thread) steps the engine and sends all reports
+the receiver takes commands from the server; it passes on to intake, or to the loop
+intake       tokenizes, checks, compiles grammars; those that compile are other threads than the
+             rest, so that a slow grammar holds up nobody else
+the guard    waits for standard input to close
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+import attrs
+import zmq
+
+from specplug.debug import DEBUG
+from specplug.engine.llm import LLM
+from specplug.engine.outputs import Logprob, RequestOutput
+from specplug.engine.request import Request
+from specplug.engine.sampling_params import SamplingParams
+from specplug.errors import InstanceError, SpecplugError, UsageError
+from specplug.serve.messages import (
+    Abort,
+    Accepted,
+    Add,
+    AskStats,
+    End,
+    Failed,
+    Ready,
+    Refused,
+    Report,
+    Stats,
+    Stepped,
+    TokenLogprobs,
+    Update,
+    Warned,
+    decode,
+    encode,
+)
+
+_INTAKE_THREADS = 2
+_GRAMMAR_THREADS = 4
+
+_SWITCH_SECONDS = 0.0005
+"""How long intake may hold Python's lock when a step waits for it; Python's own 5 ms would be
+felt, since a step gives up the lock hundreds of times."""
+
+
+_FAREWELL_SECONDS = 10.0
+"""How long an engine that fails waits for the server to have read why."""
+
+
+@attrs.frozen(kw_only=True)
+class Prepared:
+    """A job whose requests are ready for the loop."""
+
+    id: str
+    requests: list[Request]
+    answer: Accepted
+
+
+class Intake:
+    """Makes requests of jobs, beside the loop.
+
+    Args:
+        llm: whose ``prepare`` is called.
+        chat_template: instead of the tokenizer's own.
+        max_prompt_tokens: most of one prompt; None: what the context holds.
+        done: where to put each ``Prepared`` or ``Refused`` job.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        chat_template: str | None,
+        max_prompt_tokens: int | None,
+        done: SimpleQueue[Any],
+    ) -> None:
+        self._llm = llm
+        self._template = chat_template
+        self._most = max_prompt_tokens
+        self._done = done
+        self._plain = ThreadPoolExecutor(_INTAKE_THREADS, "intake")
+        self._grammars = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammars")
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be completed."""
+        own = getattr(self._llm.tokenizer, "chat_template", None)
+        return self._llm.tokenizer is not None and bool(self._template or own)
+
+    def take(self, job: Add) -> None:
+        """Begin with a job."""
+        grammar = any(job.params.get(name) for name in ("json_schema", "regex", "ebnf"))
+        (self._grammars if grammar else self._plain).submit(self._work, job)
+
+    def _work(self, job: Add) -> None:
+        try:
+            self._done.put(self._prepare(job))
+        except UsageError as error:
+            self._done.put(Refused(id=job.id, message=str(error)))
+        except Exception as error:
+            traceback.print_exc()
+            why = f"{type(error).__name__} while the prompt was read"
+            self._done.put(Refused(id=job.id, message=why, fault=True))
+
+    def _prepare(self, job: Add) -> Prepared:
+        bias = {int(token): value for token, value in job.params.get("logit_bias", {}).items()}
+        params = SamplingParams(**{**job.params, "logit_bias": bias})
+        prompts = job.prompts if job.messages is None else [self._render(job)]
+        requests: list[Request] = []
+        for number, prompt in enumerate(prompts, 1):
+            try:
+                requests += self._choices(job, prompt, params)
+            except UsageError as error:
+                if len(prompts) == 1:
+                    raise
+                raise UsageError(f"prompt {number} of {len(prompts)}: {error}") from error
+        for index, request in enumerate(requests):
+            request.request_id = f"{job.id}.{index}"
+        firsts = requests[:: job.n]
+        return Prepared(
+            id=job.id,
+            requests=requests,
+            answer=Accepted(
+                id=job.id,
+                prompt_tokens=[len(request.prompt_token_ids) for request in firsts],
+                echo=[self._text(request) for request in firsts] if job.echo else None,
+            ),
+        )
+
+    def _choices(self, job: Add, prompt: str | list[int], params: SamplingParams) -> list[Request]:
+        """The n requests of a prompt, which is tokenized once."""
+        requests = [self._llm.prepare(prompt, params, priority=job.priority)]
+        tokens = requests[0].prompt_token_ids
+        if self._most is not None and len(tokens) > self._most:
+            raise UsageError(
+                f"the prompt has {len(tokens)} tokens; expected at most {self._most} "
+                "(--max-prompt-tokens)"
+            )
+        for i in range(1, job.n):
+            seed = None if params.seed is None else seed_of_choice(params.seed, i)
+            own = attrs.evolve(params, seed=seed)
+            requests.append(self._llm.prepare(tokens, own, priority=job.priority))
+        return requests
+
+    def _render(self, job: Add) -> list[int]:
+        """A chat as the prompt that the template makes of it."""
+        if self._llm.tokenizer is None:
+            raise UsageError("the model has no tokenizer, so it cannot chat: use /v1/completions")
+        if not self.has_chat_template:
+            raise UsageError(
+                "the model's tokenizer has no chat template: use /v1/completions, or start the "
+                "server with --chat-template FILE"
+            )
+        try:
+            text = self._llm.tokenizer.apply_chat_template(
+                job.messages,
+                chat_template=self._template,
+                tokenize=False,
+                **{"add_generation_prompt": True, **job.template_options},
+            )
+        except Exception as error:  # a template refuses what it wants to, with any error
+            raise UsageError(f"messages: the chat template refuses them: {error}") from error
+        # The template writes special tokens itself.
+        tokens: list[int] = self._llm.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
+
+    def _text(self, request: Request) -> str:
+        if request.prompt is not None:
+            return request.prompt
+        if self._llm.tokenizer is None:
+            raise UsageError("echo=True: the model has no tokenizer, so the prompt has no text")
+        text: str = self._llm.tokenizer.decode(list(request.prompt_token_ids))
+        return text
+
+
+class EngineLoop:
+    """Steps an engine and reports what that gave.
+
+    Args:
+        llm: the engine.
+        intake: where jobs begin.
+        inbox: what the receiver and intake put for the loop.
+        reports: the socket to the server.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        intake: Intake,
+        inbox: SimpleQueue[Any],
+        reports: zmq.Socket[bytes],
+    ) -> None:
+        self._llm = llm
+        self._intake = intake
+        self._inbox = inbox
+        self._reports = reports
+        self._preparing: dict[str, bool] = {}
+        """Jobs at intake; whether they are still wanted."""
+        self._jobs: dict[str, set[int]] = {}
+        """Of each submitted job, the requests that have not ended."""
+        self._told: dict[str, int] = {}
+        """Of each request, the tokens that were told."""
+        self._ended = False
+
+    def take(self, command: Any) -> None:
+        """Called by the receiver for each command."""
+        if isinstance(command, Add):
+            self._preparing[command.id] = True  # before an abort of it can come
+            self._intake.take(command)
+        else:
+            self._inbox.put(command)
+
+    def run(self) -> None:
+        """Go on until told to end."""
+        while not self._ended:
+            self._take_all()
+            if self._llm.has_unfinished_requests or self._llm.has_peers:
+                self._step()
+            if DEBUG and not self._llm.has_unfinished_requests:
+                self._llm.check_pool()
+
+    def _take_all(self) -> None:
+        """Do what the inbox asks for; where nothing runs, and nobody else may ask, wait."""
+        idle = not (self._llm.has_unfinished_requests or self._llm.has_peers)
+        while idle or not self._inbox.empty():
+            self._do(self._inbox.get())
+            idle = False
+
+    def _do(self, item: Any) -> None:
+        match item:
+            case Prepared():
+                self._submit(item)
+            case Refused():
+                del self._preparing[item.id]
+                self._send(item)
+            case Abort():
+                self._abort(item.id)
+            case AskStats():
+                self._send(Stats(totals=self._llm.stats(), occupancy=self._llm.occupancy))
+            case End():
+                self._ended = True
+
+    def _submit(self, job: Prepared) -> None:
+        if not self._preparing.pop(job.id):
+            return
+        self._send(job.answer)
+        self._jobs[job.id] = set(range(len(job.requests)))
+        for request in job.requests:
+            self._llm.submit(request)
+
+    def _abort(self, job: str) -> None:
+        if job in self._preparing:
+            self._preparing[job] = False
+        for index in self._jobs.get(job, ()):
+            self._llm.abort(f"{job}.{index}")
+
+    def _step(self) -> None:
+        try:
+            outputs = self._llm.step()
+        except InstanceError:
+            raise
+        except Exception:  # every request has ended; the next step says so
+            traceback.print_exc()
+            return
+        updates = [self._update(output) for output in outputs]
+        if updates:
+            self._send(Stepped(updates=updates))
+
+    def _update(self, output: RequestOutput) -> Update:
+        name, job, index = output.request_id, *_parsed(output.request_id)
+        told = self._told.get(name, 0)
+        self._told[name] = len(output.token_ids)
+        if output.finished:
+            self._forget(name, job, index)
+        new = None if output.logprobs is None else output.logprobs[told:]
+        return Update(
+            id=job,
+            index=index,
+            text=output.delta,
+            token_ids=list(output.token_ids[told:]),
+            logprobs=None if new is None else _logprobs(output.token_ids[told:], new),
+            cached_tokens=output.num_cached_tokens,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            error=output.error,
+        )
+
+    def _forget(self, name: str, job: str, index: int) -> None:
+        del self._told[name]
+        self._jobs[job].discard(index)
+        if not self._jobs[job]:
+            del self._jobs[job]
+
+    def _send(self, report: Report) -> None:
+        self._reports.send(encode(report))
+
+
+def seed_of_choice(seed: int, i: int) -> int:
+    """The seed of a prompt's i-th choice: ``seed + i``, within 64 bits."""
+    return (seed + i + 2**63) % 2**64 - 2**63
+
+
+def _parsed(request_id: str) -> tuple[str, int]:
+    job, _, index = request_id.rpartition(".")
+    return job, int(index)
+
+
+def _logprobs(tokens: Iterable[int], logprobs: Iterable[dict[int, Logprob]]) -> list[TokenLogprobs]:
+    return [
+        TokenLogprobs(
+            text=found[token].decoded_token or "",
+            logprob=found[token].logprob,
+            top=[
+                (each.decoded_token or "", each.logprob)
+                for each in sorted(found.values(), key=lambda each: each.rank)
+            ],
+        )
+        for token, found in zip(tokens, logprobs, strict=True)
+    ]
+
+
+def _receive(address: str, loop: EngineLoop) -> None:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+    socket.set_hwm(0)
+    socket.bind(address)
+    while True:
+        loop.take(decode(socket.recv()))
+
+
+def _end_with_the_server() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+def _load(settings: dict[str, Any], reports: zmq.Socket[bytes]) -> LLM:
+    """The model; what is said on the way goes to the server."""
+    from specplug.cli.loading import silence
+
+    silence()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        llm = LLM(**settings["llm"])
+    for each in told:
+        if each.category.__module__.startswith("specplug"):
+            reports.send(encode(Warned(message=str(each.message))))
+    return llm
+
+
+def _run(settings: dict[str, Any], reports: zmq.Socket[bytes]) -> None:
+    llm = _load(settings, reports)
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    intake = Intake(llm, settings["chat_template"], settings["max_prompt_tokens"], inbox)
+    loop = EngineLoop(llm, intake, inbox, reports)
+    config = {name: value for name, value in llm.effective_config.items() if _is_plain(value)}
+    algorithm = llm.spec_config.algorithm
+    reports.send(
+        encode(
+            Ready(algorithm=algorithm, config=config, has_chat_template=intake.has_chat_template)
+        )
+    )
+    threading.Thread(target=_receive, args=(settings["commands"], loop), daemon=True).start()
+    loop.run()
+    llm.close()
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+def main() -> None:
+    """Run an engine until the server ends it, or ends itself."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they are the server's to handle
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("specplug").setLevel(logging.INFO)
+    settings = json.loads(_first_line())
+    guard = threading.Thread(target=_end_with_the_server, daemon=True)
+    guard.start()
+    reports: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+    reports.set_hwm(0)
+    reports.connect(settings["reports"])
+    try:
+        _run(settings, reports)
+    except Exception as error:
+        _tell(error, reports)
+        guard.join(_FAREWELL_SECONDS)
+        os._exit(1)
+    os._exit(0)  # threads at intake may be at it for a while
+
+
+def _tell(error: Exception, reports: zmq.Socket[bytes]) -> None:
+    """Say why the engine ends."""
+    ours = isinstance(error, SpecplugError)
+    if DEBUG or not ours:
+        traceback.print_exc()
+    text = str(error) if ours else f"{type(error).__name__}: {error}"
+    reports.send(encode(Failed(message=text, usage=isinstance(error, UsageError))))
+
+
+def _first_line() -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        read = os.read(0, 1)
+        if not read:
+            raise SystemExit(1)
+        line += read
+    return line
+
+
+if __name__ == "__main__":
+    main()

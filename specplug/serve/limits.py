@@ -1,0 +1,126 @@
+"""What a client may do, and what is checked before a request is read."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from typing import Any
+
+import attrs
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specplug.serve.faults import Fault
+
+_BODY_SECONDS = 60.0
+"""In which a body must have come."""
+
+_OPEN_PATHS = frozenset({"/health"})
+"""What needs no API key: who looks after the server's health has none."""
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """Of one server.
+
+    Attributes:
+        max_body_bytes: of a request's body.
+        request_timeout: seconds from a request's arrival to its last token.
+        api_key: what clients must know; None: nothing.
+    """
+
+    max_body_bytes: int = 4 << 20
+    request_timeout: float = 600.0
+    api_key: str | None = None
+
+
+class Gate:
+    """Lets through who knows the key and whose body is within bounds, which it reads whole.
+
+    Args:
+        app: behind it.
+        limits: see there.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_key(scope)
+            body = await self._read(scope, receive)
+        except Fault as fault:
+            await fault_response(fault)(scope, receive, send)
+            return
+        if body is not None:
+            await self._app(scope, _replayed(body, receive), send)
+
+    def _check_key(self, scope: Scope) -> None:
+        key = self._limits.api_key
+        if key is None or scope["path"] in _OPEN_PATHS:
+            return
+        given = _header(scope, b"authorization") or b""
+        scheme, _, token = given.partition(b" ")
+        known = hmac.compare_digest(token.strip(), key.encode())
+        if scheme.lower() != b"bearer" or not known:
+            why = "is wrong" if given else "is missing"
+            raise Fault(
+                401,
+                f"the API key {why}; expected the header Authorization: Bearer KEY with the key "
+                "that the server was started with (--api-key)",
+                code="invalid_api_key",
+            )
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The body; None if the client goes away meanwhile."""
+        length = _header(scope, b"content-length") or b"0"
+        if length.isdigit() and int(length[:20]) > self._limits.max_body_bytes:
+            raise self._too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    if len(body) > self._limits.max_body_bytes:
+                        raise self._too_large()
+                    if not message.get("more_body"):
+                        return bytes(body)
+        except TimeoutError:
+            raise Fault(
+                408, f"the body did not come within {_BODY_SECONDS:g} s", code="timeout"
+            ) from None
+
+    def _too_large(self) -> Fault:
+        return Fault(
+            413,
+            f"the body is too large; expected at most {self._limits.max_body_bytes} bytes "
+            "(--max-body-size)",
+            code="body_too_large",
+        )
+
+
+def fault_response(fault: Fault) -> Response:
+    """A fault as a response."""
+    return Response(fault.body(), fault.status, fault.headers, "application/json")
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """``receive`` as if the body came now."""
+    messages: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replayed

@@ -1,0 +1,429 @@
+"""Requests and responses of the API, in the shapes that OpenAI's clients know."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+_IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"}
+)
+"""Fields that change no token."""
+
+_REFUSED = {
+    "tools": "tools are not supported",
+    "tool_choice": "tools are not supported",
+    "functions": "functions are not supported",
+    "function_call": "functions are not supported",
+    "suffix": "text behind a gap is not supported",
+    "best_of": "choosing among candidates is not supported; use n",
+    "modalities": "only text is supported",
+    "audio": "only text is supported",
+    "prediction": "the algorithm drafts by itself",
+    "reasoning_effort": "efforts are not supported",
+    "web_search_options": "searching is not supported",
+    "prompt_logprobs": "log-probabilities of the prompt are not supported",
+}
+"""Fields that would change the result, and why they are not taken."""
+
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "tools": [],
+    "tool_choice": "none",
+    "functions": [],
+    "function_call": "none",
+    "suffix": "",
+    "best_of": 1,
+    "modalities": ["text"],
+}
+"""Their values that ask for nothing; None does not either."""
+
+_MOST_NESTED = 100
+"""Levels of a value; what reads it recurses."""
+
+TokenId = Annotated[int, Field(ge=0)]
+_NonEmpty = Annotated[str, Field(min_length=1)]
+
+
+def _refusal(name: str, why: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{why}", {"param": name, "why": why})
+
+
+def _is_nested_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MOST_NESTED):
+        parts = [p.values() if isinstance(p, dict) else p for p in level if _has_parts(p)]
+        level = [part for of_one in parts for part in of_one]
+    return bool(level)
+
+
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, dict | list)
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class _Strict(BaseModel):
+    """No value is taken for another type's, and no field passed over."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Strict):
+    """What a stream has beyond its text."""
+
+    include_usage: bool | None = Field(None, description="End with a chunk that has the usage.")
+
+
+class JsonSchema(_Strict):
+    """A JSON schema and its name."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description="Outputs match in any case.")
+
+
+class TextFormat(_Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(_Strict):
+    """What a JSON schema allows."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+class GenerationRequest(_Strict):
+    """What completions and chats have in common. None is a field's default."""
+
+    model: str | None = Field(None, description="Must be one of /v1/models, if it is given.")
+    temperature: float | None = Field(None, ge=0, description="1 by default; 0 is greedy.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(
+        None, ge=1, le=128, description="Choices for each prompt; the i-th one's seed is seed + i."
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: _NonEmpty | list[_NonEmpty] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(
+        None, description="Token id -> what is added to its logit."
+    )
+    response_format: ResponseFormat | None = None
+
+    top_k: int | None = Field(None, ge=-1, description="0 and -1 keep all tokens.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=1e6)
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    skip_special_tokens: bool | None = None
+    json_schema: dict[str, Any] | _NonEmpty | None = Field(
+        None, description="As response_format's."
+    )
+    regex: _NonEmpty | None = Field(None, description="The output matches it as a whole.")
+    ebnf: _NonEmpty | None = Field(None, description="The output follows this grammar in GBNF.")
+    priority: int | None = Field(None, ge=-(2**63), lt=2**63, description="Lower ones come first.")
+    return_token_ids: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        """Pass over fields without effect; refuse those that are not supported, or no Unicode."""
+        if not isinstance(data, dict):
+            return data
+        for name, value in data.items():
+            if name in _REFUSED and value is not None and value != _WITHOUT_EFFECT.get(name):
+                raise _refusal(name, f"cannot be used: {_REFUSED[name]}; leave it out")
+            if _is_nested_too_deep(value):
+                raise _refusal(name, f"is nested too deep; expected at most {_MOST_NESTED} levels")
+            if not _is_unicode(value):
+                raise _refusal(name, "has a lone surrogate; expected Unicode text")
+        return {k: v for k, v in data.items() if k not in _IGNORED and k not in _REFUSED}
+
+
+class CompletionRequest(GenerationRequest):
+    """A prompt, or several, to complete."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    ) = Field(description="A text, token ids, or a list of either.")
+    max_tokens: int | None = Field(None, ge=1, description="16 by default.")
+    logprobs: int | None = Field(None, ge=0, le=20, description="Of this many top tokens.")
+    echo: bool | None = Field(None, description="Put the prompt before the text.")
+
+    @model_validator(mode="after")
+    def _together(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError(
+                "echo and logprobs cannot be used together: log-probabilities of the prompt are "
+                "not supported; leave one of them out"
+            )
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """All prompts."""
+        given: Any = self.prompt
+        alone = isinstance(given, str) or isinstance(given[0], int)
+        return [given] if alone else given
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Top tokens whose log-probabilities are wanted; None: not even the chosen one's."""
+        return self.logprobs
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens to generate; None: up to the context's end."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
+
+class TextPart(_Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a chat. Further fields are handed to the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: _NonEmpty
+    content: str | list[TextPart] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As templates expect it: the content is one text."""
+        fields = self.model_dump()
+        if isinstance(self.content, list):
+            fields["content"] = "".join(part.text for part in self.content)
+        return fields
+
+
+class ChatRequest(GenerationRequest):
+    """A chat to go on with."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, description="Old name of max_completion_tokens.")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="Up to the context's end by default."
+    )
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further variables of the chat template."
+    )
+
+    @model_validator(mode="after")
+    def _together(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Top tokens whose log-probabilities are wanted; None: not even the chosen one's."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens to generate; None: up to the context's end."""
+        wanted = self.max_completion_tokens
+        return self.max_tokens if wanted is None else wanted
+
+
+class CachedTokens(BaseModel):
+    """Tokens that were in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of a whole response, all choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class CompletionLogprobs(BaseModel):
+    """An entry for each token.
+
+    Attributes:
+        top_logprobs: text -> log-probability of the most likely tokens and the chosen one.
+        text_offset: where the token begins, in characters, if each is as long as its own text.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One completion, or what came of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class Completion(BaseModel):
+    """The response to a completion request, and each chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    """One of the most likely tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    """A token's log-probability."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """An entry for each token."""
+
+    content: list[ChatLogprob]
+
+
+class Answer(BaseModel):
+    """The message that a chat's choice is."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: Answer
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """The response to a chat request."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+
+
+class Delta(BaseModel):
+    """What a chunk adds to an answer."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatDeltaChoice(BaseModel):
+    """What came of one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(BaseModel):
+    """A chunk of a chat's stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatDeltaChoice]
+    usage: Usage | None = None
+
+
+class Model(BaseModel):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "specplug"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All models: one."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Health(BaseModel):
+    """Whether requests are taken."""
+
+    status: Literal["ok", "draining", "failed"]
+
+
+class ErrorBody(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """Every response of 4xx and 5xx, but for /health."""
+
+    error: ErrorBody

@@ -1,0 +1,78 @@
+"""The arguments of each rank's ``LLM``, where a server runs several."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from specplug.errors import UsageError
+
+
+def settings_of_ranks(
+    llm: Mapping[str, Any], size: int, *, enable_dp_attention: bool, num_gpus: int
+) -> list[dict[str, Any]]:
+    """Arguments of ``LLM`` for each of ``size`` ranks.
+
+    Each rank has a GPU of its own, if there are any, and a decode instance's ranks wait for prefill
+    instances at ports that follow one another. With data-parallel attention the ranks find each
+    other at a free port of this machine.
+
+    Args:
+        llm: arguments that all have in common.
+        num_gpus: CUDA devices of this machine.
+
+    Raises:
+        UsageError: there are fewer GPUs than ranks, or a port is not among those there are.
+    """
+    if size == 1:
+        return [dict(llm)]
+    together: dict[str, Any] = {}
+    if enable_dp_attention:
+        together = {
+            "dp_size": size,
+            "dp_address": f"127.0.0.1:{_free_port()}",
+            "enable_dp_attention": True,
+        }
+    settings = []
+    for rank in range(size):
+        own = {**llm, **together, **_address(llm, rank)}
+        if enable_dp_attention:
+            own["dp_rank"] = rank
+        own["device"] = _device(llm.get("device"), rank, size, num_gpus)
+        settings.append(own)
+    return settings
+
+
+def _device(device: str | None, rank: int, size: int, num_gpus: int) -> str | None:
+    if device not in (None, "cuda") or not num_gpus:
+        return device
+    if size > num_gpus:
+        raise UsageError(
+            f"dp_size={size}: this machine has {num_gpus} GPUs; expected no more ranks than these, "
+            "or --device cpu"
+        )
+    return f"cuda:{rank}"
+
+
+def _address(llm: Mapping[str, Any], rank: int) -> dict[str, str]:
+    """A decode rank's own address."""
+    if llm.get("disaggregation") != "decode":
+        return {}
+    from specplug.disagg.instances import DEFAULT_ADDRESS
+
+    address = llm.get("disaggregation_address") or DEFAULT_ADDRESS
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or int(port) + rank > 65535:
+        raise UsageError(
+            f"disaggregation_address={address!r}: expected tcp://HOST:PORT; with several ranks "
+            "each takes the next port"
+        )
+    return {"disaggregation_address": f"{host}:{int(port) + rank}"}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,251 @@
+"""What engines give, as the responses and stream chunks of the API."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from typing import Any
+
+import attrs
+from pydantic import BaseModel
+
+from specplug.serve.messages import Accepted, TokenLogprobs, Update
+from specplug.serve.protocol import (
+    Answer,
+    CachedTokens,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatDeltaChoice,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatRequest,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    Delta,
+    TopLogprob,
+    Usage,
+)
+
+_LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON has not."""
+
+
+@attrs.define(kw_only=True)
+class Choice:
+    """One completion, as far as it came; of a chunk, what the chunk adds.
+
+    Attributes:
+        offset: characters before ``text``, if each token is as long as its own text.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = attrs.field(factory=list)
+    logprobs: list[TokenLogprobs] = attrs.field(factory=list)
+    cached_tokens: int = 0
+    finish_reason: Any = None
+    stop_reason: str | int | None = None
+    offset: int = 0
+
+    def add(self, update: Update) -> None:
+        """Go on with what a step gave."""
+        self.text += update.text
+        self.token_ids += update.token_ids
+        self.logprobs += update.logprobs or ()
+        self.cached_tokens = update.cached_tokens
+        self.finish_reason = update.finish_reason
+        self.stop_reason = update.stop_reason
+
+
+class Reply(ABC):
+    """The response to one request: fed with updates, asked for chunks or for the whole.
+
+    Args:
+        model: the name under which it is served.
+    """
+
+    prefix: str
+
+    def __init__(self, request: CompletionRequest | ChatRequest, model: str) -> None:
+        self.choices: list[Choice] = []
+        self._request = request
+        self._head: dict[str, Any] = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._prompt_tokens: list[int] = []
+
+    def accept(self, accepted: Accepted) -> None:
+        """The engine has taken the request."""
+        n = self._request.n or 1
+        self._prompt_tokens = accepted.prompt_tokens
+        self.choices = [Choice(index=i) for i in range(n * len(accepted.prompt_tokens))]
+        for choice in self.choices if accepted.echo else ():
+            choice.text = accepted.echo[choice.index // n]  # type: ignore[index]
+
+    def add(self, update: Update) -> BaseModel | None:
+        """Take what a step gave; the chunk that tells it, if there is anything to tell."""
+        whole = self.choices[update.index]
+        new = Choice(index=update.index, offset=whole.offset)
+        new.add(update)
+        whole.add(update)
+        whole.offset += sum(len(each.text) for each in new.logprobs)
+        tokens = self._request.return_token_ids or self._request.num_logprobs is not None
+        if new.text or new.finish_reason or (tokens and new.token_ids):
+            return self._chunk(new)
+        return None
+
+    def usage(self) -> Usage:
+        """Tokens so far. A prompt counts once, however many choices it has."""
+        n = self._request.n or 1
+        prompt = sum(self._prompt_tokens)
+        completion = sum(len(choice.token_ids) for choice in self.choices)
+        cached = sum(choice.cached_tokens for choice in self.choices[::n])
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=CachedTokens(cached_tokens=cached),
+        )
+
+    def _ids(self, choice: Choice) -> list[int] | None:
+        return choice.token_ids if self._request.return_token_ids else None
+
+    @abstractmethod
+    def begin(self) -> list[BaseModel]:
+        """Chunks before the first token."""
+
+    @abstractmethod
+    def _chunk(self, new: Choice) -> BaseModel:
+        """A chunk of a stream."""
+
+    @abstractmethod
+    def end(self) -> BaseModel:
+        """The last chunk of a stream, which has the usage."""
+
+    @abstractmethod
+    def whole(self) -> BaseModel:
+        """The response that is no stream."""
+
+
+class CompletionReply(Reply):
+    """To ``/v1/completions``."""
+
+    prefix = "cmpl"
+
+    def begin(self) -> list[BaseModel]:
+        """The prompts, if they are wanted."""
+        return [self._chunk(choice) for choice in self.choices if choice.text]
+
+    def _chunk(self, new: Choice) -> BaseModel:
+        return Completion(**self._head, choices=[self._choice(new)])
+
+    def end(self) -> BaseModel:
+        """No choices, but the usage."""
+        return Completion(**self._head, choices=[], usage=self.usage())
+
+    def whole(self) -> BaseModel:
+        """All choices."""
+        choices = [attrs.evolve(choice, offset=0) for choice in self.choices]
+        shown = [self._choice(choice) for choice in choices]
+        return Completion(**self._head, choices=shown, usage=self.usage())
+
+    def _choice(self, choice: Choice) -> CompletionChoice:
+        wanted = self._request.num_logprobs is not None
+        return CompletionChoice(
+            index=choice.index,
+            text=choice.text,
+            logprobs=_completion_logprobs(choice) if wanted else None,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            token_ids=self._ids(choice),
+        )
+
+
+def _completion_logprobs(choice: Choice) -> CompletionLogprobs:
+    offsets, at = [], choice.offset
+    for each in choice.logprobs:
+        offsets.append(at)
+        at += len(each.text)
+    return CompletionLogprobs(
+        tokens=[each.text for each in choice.logprobs],
+        token_logprobs=[_finite(each.logprob) for each in choice.logprobs],
+        top_logprobs=[
+            {text: _finite(logprob) for text, logprob in reversed(each.top)}  # the likelier stays
+            for each in choice.logprobs
+        ],
+        text_offset=offsets,
+    )
+
+
+class ChatReply(Reply):
+    """To ``/v1/chat/completions``."""
+
+    prefix = "chatcmpl"
+
+    def begin(self) -> list[BaseModel]:
+        """Who speaks."""
+        return [
+            self._delta(ChatDeltaChoice(index=c.index, delta=Delta(role="assistant", content="")))
+            for c in self.choices
+        ]
+
+    def _chunk(self, new: Choice) -> BaseModel:
+        return self._delta(
+            ChatDeltaChoice(
+                index=new.index,
+                delta=Delta(content=new.text or None),
+                logprobs=self._logprobs(new),
+                finish_reason=new.finish_reason,
+                stop_reason=new.stop_reason,
+                token_ids=self._ids(new),
+            )
+        )
+
+    def _delta(self, choice: ChatDeltaChoice) -> BaseModel:
+        return ChatChunk(**self._head, choices=[choice])
+
+    def end(self) -> BaseModel:
+        """No choices, but the usage."""
+        return ChatChunk(**self._head, choices=[], usage=self.usage())
+
+    def whole(self) -> BaseModel:
+        """All answers."""
+        choices = [
+            ChatChoice(
+                index=choice.index,
+                message=Answer(content=choice.text),
+                logprobs=self._logprobs(choice),
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+                token_ids=self._ids(choice),
+            )
+            for choice in self.choices
+        ]
+        return ChatCompletion(**self._head, choices=choices, usage=self.usage())
+
+    def _logprobs(self, choice: Choice) -> ChatLogprobs | None:
+        count = self._request.num_logprobs
+        if count is None:
+            return None
+        content = [
+            ChatLogprob(
+                **_entry(each.text, each.logprob),
+                top_logprobs=[TopLogprob(**_entry(*pair)) for pair in each.top[:count]],
+            )
+            for each in choice.logprobs
+        ]
+        return ChatLogprobs(content=content)
+
+
+def _entry(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)

@@ -1,0 +1,218 @@
+"""A server's life: it listens, loads, serves, and ends when it is told to or an engine does."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import uvicorn
+
+from specplug.errors import SpecplugError
+from specplug.serve.application import Desk, create_application
+from specplug.serve.engine_client import EngineClient
+from specplug.serve.faults import unavailable
+from specplug.serve.limits import Limits
+from specplug.serve.metrics import Metrics
+from specplug.serve.rank_settings import settings_of_ranks
+from specplug.serve.ranks import Ranks
+
+_FLUSH_SECONDS = 5
+"""For responses to be read by their clients, after their requests have ended."""
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """What a server is.
+
+    Attributes:
+        llm: arguments of ``LLM``.
+        host, port: where it listens; port 0: any that is free.
+        served_model_name: what clients call the model.
+        chat_template: text of a template in Jinja; None: the tokenizer's own.
+        max_prompt_tokens: most of one prompt; None: what the context holds.
+        max_queue: most requests that wait.
+        shutdown_timeout: seconds that running requests have left when the server is to end.
+        dp_size: engines, each a rank with requests of its own.
+        enable_dp_attention: whether they share the model's MLPs; else each has a whole copy.
+        limits: see there.
+        log_requests: whether each request is a line on standard error.
+    """
+
+    llm: dict[str, Any]
+    host: str = "127.0.0.1"
+    port: int = 30000
+    served_model_name: str
+    chat_template: str | None = None
+    max_prompt_tokens: int | None = None
+    max_queue: int = 256
+    shutdown_timeout: float = 60.0
+    dp_size: int = 1
+    enable_dp_attention: bool = False
+    limits: Limits = attrs.field(factory=Limits)
+    log_requests: bool = False
+
+
+class _HTTP(uvicorn.Server):
+    """uvicorn, which leaves signals to ``Server`` and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
+
+
+class Server:
+    """Serves one model until SIGTERM or SIGINT. A second signal ends it at once.
+
+    Args:
+        settings: see there.
+        on_loaded: called when the model is loaded.
+        on_listening: called with the address then.
+        on_warning: called with what is off or other than asked for.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        on_loaded: Callable[[], None],
+        on_listening: Callable[[str], None],
+        on_warning: Callable[[str], None],
+    ) -> None:
+        self._settings = settings
+        self._on_loaded = on_loaded
+        self._on_listening = on_listening
+        self._failure: str | None = None
+        ranks = settings_of_ranks(
+            settings.llm,
+            settings.dp_size,
+            enable_dp_attention=settings.enable_dp_attention,
+            num_gpus=_num_gpus() if settings.dp_size > 1 else 0,
+        )
+        engines = [
+            EngineClient(
+                llm,
+                name="the engine" if len(ranks) == 1 else f"the engine of rank {rank}",
+                chat_template=settings.chat_template,
+                max_prompt_tokens=settings.max_prompt_tokens,
+                on_warning=on_warning,
+                on_end=self._fail,
+            )
+            for rank, llm in enumerate(ranks)
+        ]
+        self._ranks = Ranks(engines, settings.max_queue)
+        self._desk = Desk(self._ranks, settings.limits, settings.served_model_name, Metrics())
+
+    async def run(self) -> None:
+        """Serve until the end.
+
+        Raises:
+            SpecplugError: it cannot start, or an engine has ended.
+        """
+        self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop)
+        with _listener(self._settings.host, self._settings.port) as listener:
+            try:
+                if await self._load():
+                    await self._serve(listener)
+            finally:
+                await self._ranks.stop()
+        if self._failure is not None:
+            raise SpecplugError(self._failure)
+
+    def _stop(self) -> None:
+        (self._hurry if self._stopping.is_set() else self._stopping).set()
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        self._stopping.set()
+        self._hurry.set()
+
+    async def _load(self) -> bool:
+        """Load the model; whether to go on."""
+        loading = asyncio.create_task(self._ranks.start())
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        self._on_loaded()
+        if loading.done():
+            stopping.cancel()
+            loading.result()
+            return not self._stopping.is_set()
+        loading.cancel()
+        return False
+
+    async def _serve(self, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            create_application(self._desk, self._settings.limits),
+            log_level="info" if self._settings.log_requests else "error",
+            access_log=self._settings.log_requests,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+        )
+        http = _HTTP(config, lambda: self._on_listening(_address(listener)))
+        draining = asyncio.create_task(self._drain(http))
+        try:
+            await http.serve([listener])
+        finally:
+            draining.cancel()
+
+    async def _drain(self, http: uvicorn.Server) -> None:
+        """Once told to stop: take no more, let what runs finish or time out, and end."""
+        await self._stopping.wait()
+        self._desk.draining = True
+        ways = [asyncio.create_task(way) for way in (self._ranks.idle(), self._hurry.wait())]
+        await asyncio.wait(
+            ways, timeout=self._settings.shutdown_timeout, return_when=asyncio.FIRST_COMPLETED
+        )
+        for way in ways:
+            way.cancel()
+        self._ranks.fail_all(unavailable(self._failure or "the server is shutting down"))
+        http.should_exit = True
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A socket at an address, which refuses connections until it listens.
+
+    Raises:
+        SpecplugError: there is none to be had.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        why = error.strerror or error
+        raise SpecplugError(
+            f"cannot listen at {host}:{port}: {why}; give another --host or --port"
+        ) from error
+    return listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

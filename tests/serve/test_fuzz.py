@@ -1,0 +1,44 @@
+"""``benchmarks/serving/fuzz.py``, small: no request takes the server down, and it notices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fuzz
+import pytest
+from rich.progress import Progress
+from server_process import ServerProcess
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_some_fuzzed_requests() -> None:
+    with Progress(disable=True) as progress:
+        result = fuzz.fuzz(200, workers=3, seed=1, progress=progress)
+    assert result.failures == []
+    assert result.sent == 200
+    assert {mode for _, mode, _ in result.statuses} == {"positive", "negative"}
+    assert {status for _, _, status in result.statuses} >= {200, 400}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_wrong_is_told(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A response that the schema does not know: the server's own, but for its status."""
+    fuzzer = fuzz.Fuzzer(server, 5, seed=0)
+    (operation,) = [o for o in fuzzer._operations if o.path == "/v1/models"]
+    call = operation.Case().call
+
+    def changed(status: int) -> Any:
+        def call_and_change(case: Any, **options: Any) -> Any:
+            response = call(**options)
+            response.status_code = status
+            return response
+
+        return call_and_change
+
+    case = operation.Case()
+    for status, complaint in ((500, "Server error"), (302, "Undocumented HTTP status code")):
+        monkeypatch.setattr(type(case), "call", changed(status))
+        with fuzzer._generating:
+            fuzzer._one(case, schema_mode := fuzz.GenerationMode.POSITIVE)
+        assert any(complaint in failure for failure in fuzzer.result.failures), complaint
+        assert fuzzer.result.statuses["GET /v1/models", schema_mode.value, status] == 1

@@ -1,0 +1,187 @@
+"""How a server starts, drains and ends, and what happens when an engine does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from server_process import DEADLINE, ServerProcess, is_alive, wait_until
+
+from specplug import LLM, SamplingParams
+
+LONG: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
+
+
+def test_a_server_that_is_told_to_end_lets_requests_finish(serve: Any) -> None:
+    server: ServerProcess = serve()
+    (child,) = server.children()
+    with LLM() as llm:
+        (expected,) = llm.generate("def f(", SamplingParams(max_tokens=200, ignore_eos=True))
+    with server.client as client, ThreadPoolExecutor(1) as others:
+        fields: dict[str, Any] = {"prompt": "def f(", "model": "tiny-code", "temperature": 0}
+        fields |= {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
+        whole = others.submit(client.completions.create, **fields)
+        stream = client.completions.create(**fields, stream=True)
+        text = next(iter(stream)).choices[0].text
+        wait_until(lambda: server.metric("running_requests") == 2)
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/health").json() == {"status": "draining"})
+        assert server.get("/health").status_code == 503
+        refused = server.complete("x")
+        assert (refused.status_code, "Retry-After" in refused.headers) == (503, True)
+        assert "shutting down" in refused.json()["error"]["message"]
+        text += "".join(chunk.choices[0].text for chunk in stream)
+        assert text == expected.text
+        assert whole.result().choices[0].text == expected.text
+    assert server.wait() == 0
+    assert not is_alive(child)
+    assert server.errors == []
+
+
+def test_what_does_not_finish_in_time_is_aborted(serve: Any) -> None:
+    server: ServerProcess = serve(
+        *("--shutdown-timeout", "1", "--speculative-algorithm", "EAGLE3"),
+        *("--speculative-eagle-topk", "4", "--speculative-num-steps", "2"),
+        *("--speculative-num-draft-tokens", "400"),
+    )
+    with ThreadPoolExecutor(2) as clients:
+        whole = clients.submit(server.complete, **LONG)
+        stream = clients.submit(server.complete, stream=True, **LONG)
+        wait_until(lambda: server.metric("running_requests") == 2)
+        server.signal(signal.SIGINT)
+        assert whole.result().status_code == 503
+        assert stream.result().status_code == 200
+        *_, last = filter(None, stream.result().text.split("\n\n"))
+        assert "the server is shutting down" in last
+    assert server.wait() == 0
+    (line,) = server.errors
+    assert line.startswith("warning: EAGLE3: "), "an engine's warnings are the server's"
+
+
+FAILS = """
+from specplug import AlgorithmInfo, Defaults, Draft, DraftInput, hookimpl
+
+
+class Algorithm:
+    @hookimpl
+    def describe(self):
+        return AlgorithmInfo(
+            name="NAME", summary="Fails", api_version=1, defaults=Defaults(num_steps=1)
+        )
+
+    @hookimpl
+    def create_worker(self, runtime):
+        return self
+
+    @hookimpl
+    def build_draft_input(self, runtime, batch, target_output):
+        return DraftInput(bonus_tokens=target_output.bonus_tokens)
+
+    @hookimpl
+    def propose(self, runtime, batch, draft_input):
+        if any(len(request.token_ids) == 13 for request in batch.requests):
+            raise RuntimeError("thirteen tokens")
+        return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
+
+
+algorithm = Algorithm()
+"""
+
+
+def test_a_step_that_fails_ends_its_requests_and_no_others(plugin_folder: Any, serve: Any) -> None:
+    plugin_folder.write("FAILS", code=FAILS)
+    path = plugin_folder.environment()["PYTHONPATH"]
+    server: ServerProcess = serve("--speculative-algorithm", "FAILS", PYTHONPATH=path)
+    for stream in (False, True):
+        failed = server.complete([1] * 10, stream=stream, **LONG)
+        assert failed.status_code == (200 if stream else 500)
+        assert "RuntimeError: thirteen tokens" in failed.text
+        assert '"type": "server_error"' in failed.text
+    assert server.complete([1] * 20, max_tokens=4).status_code == 200
+    wait_until(lambda: server.is_whole)
+    assert any("thirteen tokens" in line for line in server.errors), "it is logged too"
+    with ThreadPoolExecutor(1) as clients:
+        running = clients.submit(server.complete, [1] * 20, **LONG)
+        wait_until(lambda: server.metric("running_requests") == 1)
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/health").status_code == 503)
+        server.signal(signal.SIGTERM)
+        assert running.result().status_code == 503, "a second signal is not patient"
+    assert server.wait() == 0
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A server that does not get as far as to listen."""
+    return subprocess.run(
+        [sys.executable, "-m", "specplug", "serve", *arguments],
+        env={**os.environ, "SPECPLUG_DEBUG": "", **variables},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run("--port", str(port))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: cannot listen at 127.0.0.1:{port}: Address already in")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_engine_that_cannot_start(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as runs:
+        asked = (("--model", str(tmp_path)), ("--device", "abacus"))
+        failed, misused = runs.map(lambda arguments: run("--port", "0", *arguments), asked)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.startswith("error: model ")
+    assert len(failed.stderr.splitlines()) == 1
+    assert (misused.returncode, misused.stdout) == (2, "")
+    assert misused.stderr.startswith("error: device='abacus': expected cpu, cuda or cuda:N")
+
+
+def test_two_engines_share_the_requests_and_their_end(serve: Any) -> None:
+    server: ServerProcess = serve("--dp-size", "2", "--speculative-algorithm", "NGRAM")
+    children = server.children()
+    assert len(children) == 2
+    prompts = [f"def {name}(" for name in ("total", "mean", "median", "mode")]
+    with LLM() as llm:
+        params = SamplingParams(max_tokens=24, temperature=0.8, seed=3)
+        expected = [output.text for output in llm.generate(prompts, params)]
+    with server.client as client, ThreadPoolExecutor(4) as clients:
+        fields: dict[str, Any] = {"model": "tiny-code", "temperature": 0.8, "seed": 3}
+        asked = [
+            clients.submit(client.completions.create, prompt=p, max_tokens=24, **fields)
+            for p in prompts
+        ]
+        assert [each.result().choices[0].text for each in asked] == expected
+    for rank in ("0", "1"):
+        assert server.metric("requests_total", rank=rank, finish_reason="length") >= 1
+    assert server.metric("requests_total") == 4
+    assert server.is_whole
+    with ThreadPoolExecutor(4) as clients:
+        wholes = [clients.submit(server.complete, **LONG) for _ in range(2)]
+        streams = [clients.submit(server.complete, stream=True, **LONG) for _ in range(2)]
+        wait_until(lambda: server.metric("running_requests") == 4)
+        os.kill(children[1], signal.SIGKILL)
+        answers = [each.result() for each in wholes + streams]
+    assert sorted(answer.status_code for answer in answers[:2]) in (
+        [500, 503],
+        [500, 500],
+        [503, 503],
+    )
+    ended = [answer for answer in answers if "exit code -9" in answer.text]
+    assert len(ended) == 2, "those that the engine had"
+    assert all("the engine has ended: its process ended" in answer.text for answer in ended)
+    assert server.wait() == 1
+    wait_until(lambda: server.errors)
+    assert "the engine has ended: its process ended with exit code -9" in server.errors[-1]
+    assert not any(map(is_alive, children))
