@@ -191,5 +191,6 @@ def _read(template: Path | None) -> str | None:
         raise UsageError(f"chat template {str(template)!r} cannot be read: {why}") from error
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"chat template {str(template)!r} is not UTF-8 (byte {error.start}); expected UTF-8 text"
+            f"chat template {str(template)!r} is not UTF-8 (byte {error.start}); "
+            "expected UTF-8 text"
         ) from error

@@ -46,8 +46,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def _or_stream(what: str) -> dict[int | str, dict[str, Any]]:
-    stream = {"text/event-stream": {"schema": {"type": "string"}}}
-    return {**_ERRORS, 200: {"description": f"{what}, or its stream", "content": stream}}
+    data = {"type": "string", "description": "A chunk as JSON; [DONE] at the end; or an error"}
+    event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    content = {"text/event-stream": {"schema": event}}
+    return {**_ERRORS, 200: {"description": f"{what}, or its stream", "content": content}}
 
 
 class ClientGone(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 _IGNORED = frozenset(
@@ -43,7 +43,20 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 _MOST_NESTED = 100
 """Levels of a value; what reads it recurses."""
 
-TokenId = Annotated[int, Field(ge=0)]
+
+def _integral(value: Any) -> Any:
+    """In JSON, 1.0 is an integer too."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_Integral = BeforeValidator(_integral)
+_Count = Annotated[int, Field(ge=1), _Integral]
+_Choices = Annotated[int, Field(ge=1, le=128), _Integral]
+_Most = Annotated[int, Field(ge=-1), _Integral]
+_Top = Annotated[int, Field(ge=0, le=20), _Integral]
+_Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63), _Integral]
+TokenId = Annotated[int, Field(ge=0, lt=2**31), _Integral]
+_TokenName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _NonEmpty = Annotated[str, Field(min_length=1)]
 
 
@@ -122,21 +135,21 @@ class GenerationRequest(_Strict):
     model: str | None = Field(None, description="Must be one of /v1/models, if it is given.")
     temperature: float | None = Field(None, ge=0, description="1 by default; 0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1)
-    n: int | None = Field(
-        None, ge=1, le=128, description="Choices for each prompt; the i-th one's seed is seed + i."
+    n: _Choices | None = Field(
+        None, description="Choices for each prompt; the i-th one's seed is seed + i."
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: _NonEmpty | list[_NonEmpty] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: _Int64 | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(
+    logit_bias: dict[_TokenName, float] | None = Field(
         None, description="Token id -> what is added to its logit."
     )
     response_format: ResponseFormat | None = None
 
-    top_k: int | None = Field(None, ge=-1, description="0 and -1 keep all tokens.")
+    top_k: _Most | None = Field(None, description="0 and -1 keep all tokens.")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=1e6)
     ignore_eos: bool | None = None
@@ -147,7 +160,7 @@ class GenerationRequest(_Strict):
     )
     regex: _NonEmpty | None = Field(None, description="The output matches it as a whole.")
     ebnf: _NonEmpty | None = Field(None, description="The output follows this grammar in GBNF.")
-    priority: int | None = Field(None, ge=-(2**63), lt=2**63, description="Lower ones come first.")
+    priority: _Int64 | None = Field(None, description="Lower ones come first.")
     return_token_ids: bool | None = None
 
     @model_validator(mode="before")
@@ -170,13 +183,13 @@ class CompletionRequest(GenerationRequest):
     """A prompt, or several, to complete."""
 
     prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1)]
+        _NonEmpty
+        | Annotated[list[_NonEmpty], Field(min_length=1)]
         | Annotated[list[TokenId], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     ) = Field(description="A text, token ids, or a list of either.")
-    max_tokens: int | None = Field(None, ge=1, description="16 by default.")
-    logprobs: int | None = Field(None, ge=0, le=20, description="Of this many top tokens.")
+    max_tokens: _Count | None = Field(None, description="16 by default.")
+    logprobs: _Top | None = Field(None, description="Of this many top tokens.")
     echo: bool | None = Field(None, description="Put the prompt before the text.")
 
     @model_validator(mode="after")
@@ -233,12 +246,12 @@ class ChatRequest(GenerationRequest):
     """A chat to go on with."""
 
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, description="Old name of max_completion_tokens.")
-    max_completion_tokens: int | None = Field(
-        None, ge=1, description="Up to the context's end by default."
+    max_tokens: _Count | None = Field(None, description="Old name of max_completion_tokens.")
+    max_completion_tokens: _Count | None = Field(
+        None, description="Up to the context's end by default."
     )
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: _Top | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Further variables of the chat template."
     )

@@ -59,8 +59,9 @@ def sampling_arguments(request: CompletionRequest | ChatRequest) -> dict[str, An
                 "response_format",
             )
         arguments["json_schema"] = schema
+    bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
     try:
-        SamplingParams(**arguments, logit_bias=_bias(request.logit_bias))
+        SamplingParams(**arguments, logit_bias=bias)
     except UsageError as error:
         raise bad_request(str(error)) from error
     return {**arguments, "logit_bias": request.logit_bias or {}}
@@ -71,12 +72,3 @@ def _schema(request: GenerationRequest) -> dict[str, Any] | None:
     if wanted is None or isinstance(wanted, TextFormat):
         return None
     return wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else _ANY_OBJECT
-
-
-def _bias(given: dict[str, float] | None) -> dict[int, float]:
-    bias = {}
-    for token, value in (given or {}).items():
-        if not (token.isascii() and token.isdecimal() and len(token) < 10):
-            raise bad_request(f"logit_bias[{token!r}]: expected a token id, as in {{'50': -1.5}}")
-        bias[int(token)] = value
-    return bias

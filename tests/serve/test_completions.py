@@ -100,7 +100,11 @@ def test_a_stop_string_is_never_shown(client: openai.OpenAI, llm: LLM) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
     (expected,) = llm.generate(PROMPT, SamplingParams(max_tokens=8))
-    for prompt in (PROMPT, list(expected.prompt_token_ids)):
+    for prompt in (
+        PROMPT,
+        list(expected.prompt_token_ids),
+        [*map(float, expected.prompt_token_ids)],
+    ):
         answer = client.completions.create(
             model="tiny-code", prompt=prompt, temperature=0, max_tokens=8, echo=True, stream=stream
         )

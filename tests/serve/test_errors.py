@@ -33,7 +33,7 @@ def nested(levels: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"prompt": ""}, None, "the prompt is empty"),
+        ({"prompt": ""}, "prompt", "at least 1 character"),
         ({"prompt": []}, "prompt", "at least 1 item"),
         ({"prompt": [[]]}, "prompt", "at least 1 item"),
         ({"prompt": [5000]}, "prompt", None),
@@ -54,10 +54,11 @@ def nested(levels: int) -> dict[str, Any]:
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 100}, None, "100 choices are asked for"),
         ({"n": True}, "n", "valid integer"),
+        ({"n": 1.5}, "n", "valid integer"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         ({"stop": [""]}, "stop", "at least 1 character"),
         ({"seed": 2**63}, "seed", "less than"),
-        ({"logit_bias": {"a": 1}}, "logit_bias", "expected a token id"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "match pattern"),
         ({"logit_bias": {"9999": 1}}, "logit_bias", "expected an integer from 0 to 4095"),
         ({"stop_token_ids": [4096]}, "stop_token_ids", "stop_token_ids 4096"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
