@@ -173,11 +173,15 @@ class RankGroup:
 
     def settle(self) -> None:
         """Wait until the device has done all that it was given: it may still be at a pass of others
-        that the host has long launched."""
+        that the host has long launched.
+
+        Raises:
+            RankError: a rank has failed.
+        """
         if not self._on_cpu:
             with self.stepping():
                 torch.cuda.synchronize(self.device)
-            self.check()
+        self.check()
 
     def check(self) -> None:
         """Raise ``RankError`` if a rank has failed."""
