@@ -54,6 +54,7 @@ class Job:
         self.size = size
         self._left = size
         self._on_end = on_end
+        self._deadline: asyncio.TimerHandle | None = None
         self._news: asyncio.Queue[Accepted | Update | Fault] = asyncio.Queue()
 
     @property
@@ -69,18 +70,27 @@ class Job:
         elif isinstance(news, Update) and news.finish_reason is not None:
             self._left -= 1
             if not self._left:
-                self._on_end(self, False)
+                self._end(aborted=False)
 
     def fail(self, fault: Fault) -> None:
         """End it from here."""
         if self.unfinished:
             self.put(fault)
 
+    def fail_after(self, seconds: float, fault: Fault) -> None:
+        """End it with this error unless it has ended by then."""
+        self._deadline = asyncio.get_running_loop().call_later(seconds, self.fail, fault)
+
     def close(self) -> None:
         """Nobody waits for more of it."""
         if self.unfinished:
             self._left = 0
-            self._on_end(self, True)
+            self._end(aborted=True)
+
+    def _end(self, *, aborted: bool) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._on_end(self, aborted)
 
     async def accepted(self) -> Accepted:
         """Wait until the engine has taken it.
