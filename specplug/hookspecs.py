@@ -18,7 +18,9 @@ One decode step, and where each hook stands in it::
     resolve the future map -> propose -> target forward over T nodes -> verify
         -> compact the accepted path -> build_draft_input (draft extend) -> publish, stash
 
-A prefill step has the pass and ``build_draft_input`` alone. Where prompts and drafts share a step,
+A rank without requests takes part in the pass of other ranks as an idle batch (bs 0, nothing
+captured): verify, then ``fixup_idle`` in the place of ``build_draft_input``. A prefill step has the
+pass and ``build_draft_input`` alone. Where prompts and drafts share a step,
 each half calls its hooks with a batch of its own, so a batch is always one or the other.
 """
 
@@ -160,8 +162,9 @@ def verify(  # type: ignore[empty-body]
     (sampling, penalties and masks already applied along the node's own path). None: the core's
     tree verify, which is exact. An implementation may add tensors of leading size T to
     ``target_output.per_node`` before it returns None: they are compacted with all others and come
-    to ``build_draft_input``. A replacement must accept a node only if its token is what
-    ``predict`` says at its parent, or the output is no longer that of the target.
+    to ``build_draft_input``. An idle batch has no node and nothing in ``per_node``: hidden states
+    are absent, and their width is not guessed at. A replacement must accept a node only if its
+    token is what ``predict`` says at its parent, or the output is no longer that of the target.
     """
 
 
@@ -170,8 +173,9 @@ def fixup_idle(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft
     """Rebuild the draft input when the draft extend has no tokens.
 
     Called whenever nothing is left to extend: on a rank without requests, and on a batch all of
-    whose requests have ended. None: the core's, with empty tensors of the worker's own
-    ``hidden_size_for()`` and ``dtype_for()``.
+    whose requests have ended. ``draft_input`` has no hidden states then. What is returned is
+    stashed for no row, and gives the relay its shapes. None: the core's, with empty tensors of the
+    worker's own ``hidden_size_for()`` and ``dtype_for()``.
     """
 
 

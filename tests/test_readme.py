@@ -109,8 +109,11 @@ def test_tests_that_are_named_are_there(page):
             assert f"def {name}(" in code, f"{file} has no {name}"
 
 
-def test_the_scheduler_page_names_tests():
-    assert len(TESTS.findall((ROOT / "docs" / "scheduler.md").read_text(encoding="utf-8"))) > 10
+def test_every_behaviour_names_a_test():
+    text = (ROOT / "docs" / "behaviours.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 15
+    assert all(TESTS.search(row) for row in rows)
 
 
 def test_the_table_names_every_algorithm_of_this_repository():

@@ -27,15 +27,12 @@ import argparse
 import asyncio
 import json
 import random
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,13 +42,14 @@ from openai import AsyncOpenAI
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
+from server_process import ServerProcess, free_port, start_server
+from torch import cuda
 
 from specplug.bench.dataset import HELD_OUT, read_prompts
 from specplug.bench.machine import describe_machine, versions
 from specplug.registry import Registry
 
 MODES = ("plain", "disaggregated")
-START_SECONDS = 180
 PERCENTILES = (50, 99)
 
 
@@ -107,16 +105,26 @@ class Cell:
 
 @attrs.frozen
 class Deployment:
-    """A server to load.
+    """A server to load, and those that it works with.
 
     Attributes:
         algorithm, mode: what it runs.
-        url: its base, without ``/v1``.
+        servers: the one that clients know is the first.
     """
 
     algorithm: str
     mode: str
-    url: str
+    servers: list[ServerProcess]
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        return self.servers[0].url
+
+    def stop(self) -> None:
+        """End its processes."""
+        for server in self.servers:
+            server.kill()
 
     @property
     def name(self) -> str:
@@ -130,61 +138,20 @@ def percentile(values: Sequence[float], share: int) -> float:
     return ordered[max(0, -(-len(ordered) * share // 100) - 1)] if ordered else float("nan")
 
 
-def free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-@contextmanager
-def serve(*arguments: str) -> Iterator[str]:
-    """A server process; its base URL. It is asked to end when the block does."""
-    port = free_port()
-    command = [sys.executable, "-m", "specplug", "serve", "--port", str(port), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-@contextmanager
-def deploy(algorithm: str, mode: str, options: Sequence[str]) -> Iterator[Deployment]:
-    """Start the processes of a deployment."""
+def deploy(algorithm: str, mode: str, options: Sequence[str]) -> Deployment:
+    """Start the servers of a deployment and have them answer a request."""
     speculative = ("--speculative-algorithm", algorithm, *options)
-    with ExitStack() as stack:
-        if mode == "plain":
-            url = stack.enter_context(serve(*speculative))
-        else:
-            address = ("--disaggregation-address", f"tcp://127.0.0.1:{free_port()}")
-            side = "--disaggregation-mode"
-            url = stack.enter_context(serve(side, "decode", *address, *speculative))
-            stack.enter_context(serve(side, "prefill", *address, *speculative))
-        yield Deployment(algorithm, mode, url)
-
-
-def wait_until_ready(deployment: Deployment) -> None:
-    """Wait for a server, and for its first answer."""
-    deadline = time.monotonic() + START_SECONDS
-    request = urllib.request.Request(
-        f"{deployment.url}/v1/completions",
-        json.dumps({"model": "tiny-code", "prompt": "import ", "max_tokens": 4}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    while True:
-        try:
-            with urllib.request.urlopen(request, timeout=START_SECONDS):
-                return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise SystemExit(f"{deployment.name} does not answer: {error}") from error
-            time.sleep(0.2)
+    if mode == "plain":
+        servers = [start_server(*speculative)]
+    else:
+        address = ("--disaggregation-address", f"tcp://127.0.0.1:{free_port()}")
+        servers = [
+            start_server("--disaggregation-mode", side, *address, *speculative)
+            for side in ("decode", "prefill")
+        ]
+    first = servers[0].complete("import ", max_tokens=4)
+    assert first.ok, first.text
+    return Deployment(algorithm, mode, servers)
 
 
 async def complete(client: AsyncOpenAI, prompt: str, max_tokens: int, temperature: float) -> Sample:
@@ -309,11 +276,13 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[Any, Cell], li
     prompts = [p.content for p in read_prompts(HELD_OUT) if isinstance(p.content, str)]
     texts: dict[str, dict[str, str]] = {}
     cells: dict[tuple[str, str, float], Cell] = {}
-    with ExitStack() as stack:
+    with ExitStack() as ends, ThreadPoolExecutor(args.starters) as starters:
         pairs = [(a, m) for a in args.algorithms for m in args.modes]
-        deployments = [stack.enter_context(deploy(a, m, args.options)) for a, m in pairs]
+        starting = [starters.submit(deploy, a, m, args.options) for a, m in pairs]
+        deployments = [each.result() for each in starting]
+        console.print(f"{len(deployments)} deployments serve")
         for deployment in deployments:
-            wait_until_ready(deployment)
+            ends.callback(deployment.stop)
         columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
         total = args.rounds * len(args.rates) * len(deployments)
         with Progress(*columns, console=console, transient=True) as progress:
@@ -334,6 +303,9 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[Any, Cell], li
                         for prompt, sample in zip(chosen, samples, strict=True):
                             texts.setdefault(prompt, {})[deployment.name] = sample.text
                         progress.advance(task)
+                        if not console.is_terminal:  # a bar would not be seen
+                            took = f"{seconds:.1f} s"
+                            console.print(f"{turn + 1}: {deployment.name} {rate:g}/s, {took}")
     return cells, list(differences(texts))
 
 
@@ -360,6 +332,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--max-tokens", type=int, default=96)
     add("--temperature", type=float, default=0.0)
+    add("--starters", type=int, default=2, help="deployments that are started at a time")
     add("--output", type=Path, help="folder for load.json and load.png")
     add("options", nargs="*", help="more options of specplug serve, behind --")
     args = parser.parse_args(arguments)
@@ -374,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Console(width=120).print(table(cells, args))
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
-        device = next((o for o in args.options if o.startswith("cuda")), "cpu")
+        device = "cuda" if cuda.is_available() and "cpu" not in args.options else "cpu"
         report = {
             "settings": {name: value for name, value in vars(args).items() if name != "output"},
             "machine": describe_machine(device),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -120,6 +121,14 @@ class ServerProcess:
     def wait(self) -> int:
         """Wait until it has ended; its exit code."""
         return self.process.wait(DEADLINE)
+
+
+def free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def start_server(*arguments: str, **variables: str) -> ServerProcess:

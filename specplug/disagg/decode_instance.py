@@ -119,7 +119,7 @@ class DecodeInstance:
         self._waiting = WaitingQueue()
         self._peers: dict[str, _Peer] = {}
         self._away: dict[str, Incoming] = {}
-        self._tried: dict[str, int] = {}
+        self._tried: dict[str, list[str]] = {}
         self._alone_since = time.monotonic()
         self._queued_at: dict[str, float] = {}
 
@@ -197,8 +197,12 @@ class DecodeInstance:
             if request is None:
                 return
             self._unqueue(request)
-            name = min(self._peers, key=lambda peer: len(self._peers[peer].jobs))
-            self._send(request, name)
+            self._send(request, self._choose(request))
+
+    def _choose(self, request: Request) -> str:
+        """The instance that has failed this request least, and has the fewest."""
+        tried = self._tried.get(request.request_id, [])
+        return min(self._peers, key=lambda name: (tried.count(name), len(self._peers[name].jobs)))
 
     def _send(self, request: Request, name: str) -> None:
         peer, self._jobs = self._peers[name], self._jobs + 1
@@ -215,7 +219,7 @@ class DecodeInstance:
         if not peer.jobs:
             peer.heard = away.sent_at  # it had nothing to do till now
         peer.jobs[away.job] = self._away[request.request_id] = away
-        self._tried[request.request_id] = self._tried.get(request.request_id, 0) + 1
+        self._tried.setdefault(request.request_id, []).append(name)
         self.transfers.sent += 1
         self._transport.send(name, job_message(away.job, request, start, peer.same_draft))
 
@@ -233,7 +237,7 @@ class DecodeInstance:
         """Queue a request once more; back it comes if it has been tried often enough."""
         self._cancel(away)
         request = away.request
-        tried = self._tried[request.request_id]
+        tried = len(self._tried[request.request_id])
         _log.warning("request %s, try %d of %d: %s", request.request_id, tried, self._tries, why)
         if tried >= self._tries:
             return [self._fail(request, f"prefill failed {tried} times; the last time {why}")]
@@ -318,7 +322,9 @@ class DecodeInstance:
 
     def _register(self, name: str, fields: Mapping[str, Any]) -> list[Request]:
         """Let an instance in, or say why not. If it has begun anew, what it had is void."""
-        session, peer = int(fields["session"]), self._peers.get(name)
+        session, peer = fields["session"], self._peers.get(name)
+        if type(session) is not int:
+            raise MessageError(f"session {session!r:.40}; expected an integer")
         if peer is not None and peer.session == session:
             self._transport.send(name, Message("accepted"))
             return []
@@ -359,8 +365,11 @@ class DecodeInstance:
         return [request for away in list(peer.jobs.values()) for request in self._again(away, why)]
 
     def _spoil(self, name: str, fields: Mapping[str, Any], why: str) -> list[Request]:
-        """Try the request again that a bad message was about, if it says which."""
+        """Try the request again that a bad message was about; if it does not say which, all of
+        this instance's, as any may wait for it."""
         peer = self._peers.get(name)
+        if peer is None:
+            return []
         job = fields.get("job")
-        away = peer.jobs.get(job) if peer is not None and isinstance(job, str) else None
-        return [] if away is None else self._again(away, why)
+        jobs = [peer.jobs.get(job)] if isinstance(job, str) else list(peer.jobs.values())
+        return [request for away in jobs if away for request in self._again(away, why)]

@@ -25,12 +25,17 @@ DEFAULT_ADDRESS = "tcp://127.0.0.1:30100"
 """Where a decode instance waits for prefill instances unless told otherwise."""
 
 
-def check_mode(mode: str | None, timeout: float) -> None:
+def check_mode(mode: str | None, timeout: float, *, enable_dp_attention: bool) -> None:
     """Refuse a mode that there is not.
 
     Raises:
-        UsageError: it, or the timeout, cannot be used.
+        UsageError: it, or the timeout, cannot be used, or not with data-parallel attention.
     """
+    if mode is not None and enable_dp_attention:
+        raise UsageError(
+            f"disaggregation={mode!r} with enable_dp_attention is not supported yet: run each "
+            "instance without enable_dp_attention"
+        )
     if mode is not None and mode not in MODES:
         raise UsageError(f"disaggregation={mode!r}: expected {', '.join(MODES)}, or None")
     if not isinstance(timeout, int | float) or not timeout > 0:

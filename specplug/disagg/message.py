@@ -16,6 +16,9 @@ from specplug.errors import SpecplugError
 MAGIC = b"specplug/1"
 """First frame of every message; another version of the protocol has another one."""
 
+_GREATEST = 1 << 32
+"""Of the sizes of a tensor. An empty one may have any others, which torch would not take."""
+
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -119,6 +122,6 @@ def _as_bytes(tensor: Tensor) -> memoryview | bytes:
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
-    if not all(type(size) is int and size >= 0 for size in shape):
+    if not all(type(size) is int and 0 <= size <= _GREATEST for size in shape):
         raise ValueError(f"shape {shape!r:.60}")
     return tuple(shape)

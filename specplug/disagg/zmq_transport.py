@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from specplug.disagg.message import Message, MessageError, decode, encode
 from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost
-from specplug.errors import SpecplugError, UsageError
+from specplug.errors import InstanceError, UsageError
 
 _BEAT = b"beat"
 _LARGEST = 2 << 30
@@ -109,10 +109,10 @@ class ZmqTransport:
         """See ``Transport``.
 
         Raises:
-            SpecplugError: its thread has failed, which should not happen.
+            InstanceError: its thread has failed, which should not happen.
         """
         if self._failure is not None:
-            raise SpecplugError(f"the transport at {self.address} has failed: {self._failure!r}")
+            raise InstanceError(f"the transport at {self.address} has failed: {self._failure!r}")
         events: list[Event] = []
         with suppress(queue.Empty):
             events.append(self._events.get(block=timeout > 0, timeout=timeout))

@@ -47,7 +47,7 @@ from specplug.engine.sampling_params import SamplingParams
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
-from specplug.errors import FallbackWarning, RankError, UsageError
+from specplug.errors import FallbackWarning, InstanceError, RankError, UsageError
 from specplug.registry import Registry, build_plugin_manager
 from specplug.spec.defaults import CoreDefaults
 from specplug.spec.runtime import RankInfo
@@ -58,10 +58,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CPU_POOL_BYTES = 512 << 20
+_CUDA_POOL_SHARE = 0.6
 _OF_ONE_SIDE = ("self", "disaggregation", "disaggregation_address")
 """Arguments in which the two sides of a pair in one process differ."""
-
-_CUDA_POOL_SHARE = 0.6
 
 
 class LLM:
@@ -160,13 +159,7 @@ class LLM:
             _check_positive(name, value, optional)
         if not isinstance(seed, int):
             raise UsageError(f"seed={seed!r}: expected an integer")
-        check_mode(disaggregation, disaggregation_timeout)
-        if disaggregation is not None and enable_dp_attention:
-            raise UsageError(
-                f"disaggregation={disaggregation!r} with enable_dp_attention is not supported yet: "
-                "run each instance without enable_dp_attention"
-            )
-        self._disaggregation = disaggregation
+        check_mode(disaggregation, disaggregation_timeout, enable_dp_attention=enable_dp_attention)
         registry = Registry()
         selected = registry.select(speculative_algorithm)
         manager = build_plugin_manager(selected, registry.extensions(), CoreDefaults())
@@ -195,11 +188,10 @@ class LLM:
             },
             enabled=enable_dp_attention,
         )
-        config = self._hooks.validate_config(config=config)
+        self.spec_config = config = self._hooks.validate_config(config=config)
         for adjustment in config.adjustments:
             warnings.warn(f"{config.algorithm}: {adjustment}", FallbackWarning, stacklevel=2)
         self._runner = ModelRunner(path, choose_dtype(dtype, where), where, self._ranks)
-        self.spec_config = config
         if where.type == "cpu":
             set_threads(num_threads, self._runner.num_parameters)
         self.tokenizer = load_tokenizer(tokenizer, path)
@@ -214,7 +206,6 @@ class LLM:
             rank=RankInfo(rank=dp_rank, world_size=dp_size),
         )
         runtime.worker = self._hooks.create_worker(runtime=runtime)
-        self._inbox: list[Request] = []
         self._features = Features.of_run(
             selected.info,
             disable_overlap_schedule=disable_overlap_schedule,
@@ -229,20 +220,29 @@ class LLM:
             reserve=max(config.num_draft_tokens, config.num_draft_slots, config.num_steps + 1),
             steps_in_flight=2 if self._features.is_on("overlap") else 1,
         )
+        cache, table = self._allocate(runtime, page_size, max_total_tokens)
+        self._disaggregation = disaggregation
         self._remote: DecodeInstance | None = None
-        self._prefill: PrefillInstance | None = None
-        self._partner: LLM | None = None
-        self._engine = self._make_engine(
-            runtime, page_size, max_total_tokens, disaggregation_address, disaggregation_timeout
-        )
+        if disaggregation in ("decode", "both"):
+            self._remote = make_decode_instance(
+                runtime,
+                self._runner,
+                cache,
+                address=disaggregation_address,
+                timeout=disaggregation_timeout,
+                both=disaggregation == "both",
+            )
+        self._inbox: list[Request] = []
+        self._engine = self._make_engine(runtime, cache, table)
         self._intake = Intake(
             runner=self._runner,
             tokenizer=self.tokenizer,
-            pool=self._engine.scheduler.cache.pool,
+            pool=cache.pool,
             context_len=self.context_len,
             eos_token_ids=read_eos_token_ids(self._runner),
             seed=seed,
         )
+        self._prefill: PrefillInstance | None = None
         if disaggregation == "prefill":
             self._prefill = make_prefill_instance(
                 identity_of(self._runner, config, page_size),
@@ -251,6 +251,7 @@ class LLM:
                 submit=self._submit,
                 abort=self.abort,
             )
+        self._partner: LLM | None = None
         if disaggregation == "both":
             assert self._remote is not None
             address = self._remote.address
@@ -434,9 +435,11 @@ class LLM:
             self._step()
         if self._ranks is None:
             return
-        self._ranks.links.say_done()
-        while not self._ranks.links.all_done:
-            self._step()
+        for _ in ("nothing to launch", "nothing on the device"):
+            self._ranks.links.say_done()
+            while not self._ranks.links.all_done:
+                self._step()
+            self._ranks.settle()
 
     def abort(self, request_id: str) -> None:
         """End a request; its output so far comes with ``finish_reason="abort"``.
@@ -520,44 +523,33 @@ class LLM:
         if self._partner is not None:
             self._partner.check_pool()
 
-    def _make_engine(
-        self,
-        runtime: EngineRuntime,
-        page_size: int,
-        max_total_tokens: int | None,
-        address: str | None,
-        timeout: float,
-    ) -> Engine:
+    def _allocate(
+        self, runtime: EngineRuntime, page_size: int, max_total_tokens: int | None
+    ) -> tuple[PrefixCache, RequestTable]:
+        """The KV pool, who hands out its pages, and the table of whose they are."""
         limits, config = self._limits, self.spec_config
         width = self.context_len + limits.steps_in_flight * limits.columns + limits.reserve
         num_slots = max_total_tokens or _default_slots(runtime, width)
         num_pages = -(-num_slots // page_size) + 1
         table = RequestTable(runtime.num_rows, width, page_size, runtime.device)
-        kv = runtime.allocate_pool(num_pages * page_size, table)
-        future_map = self._hooks.create_future_map(runtime=runtime)
+        runtime.allocate_pool(num_pages * page_size, table)
         lookahead = config.draft_lookahead
         if lookahead is None:
             lookahead = 1 if runtime.has_draft_cache else 0
         enabled = self._features.is_on("prefix_cache")
-        cache = PrefixCache(PagePool(num_pages, page_size), lookahead, enabled=enabled)
-        handover = Handover(runtime, self._hooks, future_map, lookahead)
-        if self._disaggregation in ("decode", "both"):
-            self._remote = make_decode_instance(
-                runtime,
-                self._runner,
-                cache,
-                address=address,
-                timeout=timeout,
-                both=self._disaggregation == "both",
-            )
+        return PrefixCache(PagePool(num_pages, page_size), lookahead, enabled=enabled), table
+
+    def _make_engine(
+        self, runtime: EngineRuntime, cache: PrefixCache, table: RequestTable
+    ) -> Engine:
+        future_map = self._hooks.create_future_map(runtime=runtime)
+        handover = Handover(runtime, self._hooks, future_map, cache.lookahead)
         return Engine(
-            scheduler=Scheduler(limits, cache, table),
-            steps=StepRunner(
-                runtime, self._runner, self._hooks, future_map, kv, handover, self._ranks
-            ),
+            scheduler=Scheduler(self._limits, cache, table),
+            steps=StepRunner(runtime, self._runner, self._hooks, future_map, handover, self._ranks),
             runtime=runtime,
             hooks=self._hooks,
-            overlap=limits.steps_in_flight > 1,
+            overlap=self._limits.steps_in_flight > 1,
             tokenizer=backend_of(self.tokenizer),
             remote=self._remote,
             ranks=self._ranks,
@@ -639,6 +631,8 @@ class LLM:
         if self._engine.has_work:
             try:
                 self._step()
+            except InstanceError:
+                raise
             except Exception:  # its requests have ended; who waits for them is told
                 _log.exception("a step has failed")
         outbox = self._engine.outbox

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specplug.engine.rank_links import RankLinks
-from specplug.errors import RankError, UsageError
+from specplug.errors import RankError, SpecplugError, UsageError
 from specplug.spec.runtime import RankInfo
 
 _POLL = timedelta(seconds=0.5)
@@ -60,16 +60,20 @@ class RankGroup:
         self.device = device
         self.links = RankLinks(rank, size, address, facts, timeout=timeout)
         self._rows: tuple[int, ...] = (1,) * size
-        self._stepping = threading.Event()
+        self._resting = threading.Event()
+        self._resting.set()
         self._on_cpu = device.type == "cpu"
         # A collective of gloo cannot be called off, and the process cannot end before it does.
         limit = timedelta(seconds=timeout + 5.0)
+        self._process_group: Any = None
+        self.links.on_failure(self._call_off)
         try:
             self._process_group = self._gloo(limit) if self._on_cpu else self._nccl()
             self.sum(torch.zeros(1, device=device))  # all are there
         except BaseException as error:
-            raise self.end(error) from error
-        self.links.on_failure(self._call_off)
+            cause = self.end(error)
+            self.links.close()
+            raise cause from error
 
     def _gloo(self, limit: timedelta) -> Any:
         from torch.distributed import ProcessGroupGloo
@@ -131,8 +135,9 @@ class RankGroup:
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of all ranks' tensors, of one shape and on any device."""
         total = tensor.to(self.device, copy=True)
-        self._wait(lambda: self._process_group.allreduce([total]))
-        return total.to(tensor.device)
+        with self.stepping():
+            self._wait(lambda: self._process_group.allreduce([total]))
+            return total.to(tensor.device)
 
     def _wait(self, begin: Callable[[], Any]) -> None:
         """Begin a collective and wait for it, on the CPU for as long as no rank fails."""
@@ -142,8 +147,8 @@ class RankGroup:
                 self.links.check()
         except RuntimeError as error:
             self.links.wait_for_failure()
-            self.links.check()
-            raise RankError(f"rank {self.rank}: a collective has failed: {error}") from error
+            self.links.fail(self.rank, f"failed: in a collective: {error}")  # if none is known
+            raise RankError(str(self.links.failure)) from error
 
     def _arrived(self, work: Any) -> bool:
         if not self._on_cpu:
@@ -160,11 +165,19 @@ class RankGroup:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Around all that may wait for a collective."""
-        self._stepping.set()
+        self._resting.clear()
         try:
             yield
         finally:
-            self._stepping.clear()
+            self._resting.set()
+
+    def settle(self) -> None:
+        """Wait until the device has done all that it was given: it may still be at a pass of others
+        that the host has long launched."""
+        if not self._on_cpu:
+            with self.stepping():
+                torch.cuda.synchronize(self.device)
+            self.check()
 
     def check(self) -> None:
         """Raise ``RankError`` if a rank has failed."""
@@ -177,31 +190,32 @@ class RankGroup:
         Args:
             error: what a step has raised.
         """
-        if isinstance(error, RankError):
+        caused = self.links.failure
+        if not isinstance(error, RankError):
+            self.links.fail(self.rank, f"failed: {type(error).__name__}: {error}")
+        if caused is None or isinstance(error, SpecplugError):
             return error
-        if self.links.failure is not None:
-            return RankError(str(self.links.failure))
-        self.links.fail(self.rank, f"failed: {type(error).__name__}: {error}")
-        return error
+        return RankError(str(caused))
 
     def close(self) -> None:
         """Leave; the others are told."""
+        with suppress(RankError, RuntimeError):
+            if self.links.failure is None:
+                self.settle()  # the others wait for this rank's part of the last pass
         self.links.close()
-        if not self._on_cpu:
-            with suppress(RuntimeError):
+        with suppress(RuntimeError):
+            if not self._on_cpu and self._process_group is not None:
                 self._process_group.abort()
-        del self._process_group, self.links.store
+        self._process_group = None
 
     def _call_off(self) -> None:
         """End the device's collectives after a failure, or the process if that does not help."""
         if self._on_cpu:
-            return
+            return  # nobody waits for long there
         with suppress(RuntimeError):
-            self._process_group.abort()
-        deadline = threading.Event()
-        if self._stepping.is_set():
-            deadline.wait(_CALL_OFF_SECONDS)
-        if self._stepping.is_set():
+            if self._process_group is not None:
+                self._process_group.abort()
+        if not self._resting.wait(_CALL_OFF_SECONDS):
             print(f"specplug: {self.links.failure}", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -227,7 +241,7 @@ def join_ranks(
             raise UsageError(f"{name}={value!r}: expected an integer of at least {low}")
     if rank >= size:
         raise UsageError(f"dp_rank={rank}: expected 0 to {size - 1}, since dp_size={size}")
-    if not timeout > 0:
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise UsageError(f"dp_timeout={timeout!r}: expected seconds, more than 0")
     if size == 1:
         return None

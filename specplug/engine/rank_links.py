@@ -120,8 +120,6 @@ class RankLinks:
         self.store = _meet(rank, size, address, join_timeout)
         self._compare(facts)
         self._peers = {peer.rank: peer for peer in _lines(self.store, rank, size, join_timeout)}
-        if len(self._peers) < size - 1:
-            raise UsageError(f"dp_rank: expected 0 to {size - 1} once each; two ranks have one")
         self._selector = selectors.DefaultSelector()
         for peer in self._peers.values():
             self._selector.register(peer.line, selectors.EVENT_READ, peer)
@@ -147,6 +145,7 @@ class RankLinks:
         Raises:
             RankError: one of the others cannot enter it any more.
         """
+        self.check()
         self._number += 1
         self._tell(_Kind.STEP, self._number, rows)
         peers, began, warned = self._peers.values(), time.monotonic(), False
@@ -217,12 +216,12 @@ class RankLinks:
         self._closing = True
         for peer in self._peers.values():
             with suppress(OSError):
-                peer.line.shutdown(socket.SHUT_WR)
-        if threading.current_thread() is not self._listener:
-            self._listener.join()
+                peer.line.shutdown(socket.SHUT_RDWR)  # which wakes the listener
+        self._listener.join()
+        del self.store  # which ends at rank 0 when its process group has ended
 
     def _tell(self, kind: _Kind, first: int = 0, second: int = 0, text: str = "") -> None:
-        encoded = text.encode()
+        encoded = text.encode(errors="replace")
         message = _HEADER.pack(kind, first, second, len(encoded)) + encoded
         for peer in self._peers.values():
             peer.send(message)
@@ -237,31 +236,35 @@ class RankLinks:
 
     def _compare(self, facts: Mapping[str, Any]) -> None:
         """Refuse ranks that were not started alike."""
-        self.store.set(f"facts/{self.rank}", json.dumps(dict(facts), default=str))
-        for rank in range(self.size):
-            theirs = json.loads(_read(self.store, f"facts/{rank}", rank))
-            ours = json.loads(json.dumps(dict(facts), default=str))
-            differing = [name for name in ours if theirs.get(name) != ours[name]]
-            if differing:
-                name = differing[0]
-                raise UsageError(
-                    f"{name}: {ours[name]!r} in rank {self.rank}, {theirs.get(name)!r} in rank "
-                    f"{rank}; expected the same in all ranks"
-                )
+        ours = json.dumps(dict(facts), default=str)
+        self.store.set(f"facts/{self.rank}", ours)
+        all_facts = [_read(self.store, f"facts/{rank}", rank) for rank in range(self.size)]
+        self.store.set(f"compared/{self.rank}", "")
+        if self.rank == 0:  # its store is there until all have read
+            for rank in range(self.size):
+                _read(self.store, f"compared/{rank}", rank)
+        own = json.loads(ours)
+        for rank, theirs in enumerate(map(json.loads, all_facts)):
+            for name in own:
+                if theirs.get(name) != own[name]:
+                    raise UsageError(
+                        f"{name}: {own[name]!r} in rank {self.rank}, {theirs.get(name)!r} in rank "
+                        f"{rank}; expected the same in all ranks"
+                    )
 
     # The listening thread
 
     def _listen(self) -> None:
         tick = min(1.0, self.timeout / 4)
-        told = 0.0
-        while not self._closing:
+        told = time.monotonic()
+        while not self._closing and self._selector.get_map():
             for key, _ in self._selector.select(tick):
                 self._hear(key.data)
             now = time.monotonic()
             if now - told >= tick:
-                told = now
                 self._tell(_Kind.ALIVE)
-                self._check_silence(now)
+                self._check_silence(now, was_away=now - told > 3 * tick)
+                told = now
             if self.failure is not None and self._on_failure is not None:
                 call, self._on_failure = self._on_failure, None
                 call()
@@ -269,8 +272,10 @@ class RankLinks:
         for peer in self._peers.values():
             peer.line.close()
 
-    def _check_silence(self, now: float) -> None:
+    def _check_silence(self, now: float, *, was_away: bool) -> None:
         for peer in self._peers.values():
+            if was_away:  # this process was stopped itself: the others have yet to be heard
+                peer.heard = now
             if not peer.closed and now - peer.heard > self.timeout:
                 silent = f"was not heard of for {self.timeout:g} s: it hangs, or is cut off"
                 self.fail(peer.rank, silent)
@@ -351,7 +356,9 @@ def _read(store: TCPStore, key: str, rank: int) -> str:
     try:
         value: bytes = store.get(key)
     except (DistError, RuntimeError) as error:
-        raise RankError(f"rank {rank} did not come in time: start all ranks") from error
+        raise RankError(
+            f"rank {rank} did not come in time: start all ranks, each with a dp_rank of its own"
+        ) from error
     return value.decode()
 
 

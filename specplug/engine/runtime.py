@@ -33,6 +33,10 @@ class EngineRuntime:
         draft_verifies: whether the draft's pass has the shape of a target verify, as the
             algorithm's ``supports_target_verify_for_draft`` says.
         rank: of this process.
+
+    Attributes:
+        pools: the tensors of the target's cache, then of the draft models', each
+            [layers, 2, slots, Hkv, D].
     """
 
     def __init__(
@@ -184,11 +188,10 @@ class EngineRuntime:
         """Of the target's and all draft models' caches together."""
         return sum(shape.bytes_per_slot(self.dtype) for shape in self.kv_shapes)
 
-    def allocate_pool(self, num_slots: int, table: RequestTable) -> Tensor:
-        """Make the tensors of all caches; the target's pool [layers, 2, slots, Hkv, D]."""
+    def allocate_pool(self, num_slots: int, table: RequestTable) -> None:
+        """Make the tensors of all caches."""
         self.table = table
         caches = [(self._runner.cache, self._runner.kv_shape), *self._draft_caches]
         self.pools = [
             fill_cache(cache, shape, num_slots, self.dtype, self.device) for cache, shape in caches
         ]
-        return self.pools[0]

@@ -141,6 +141,6 @@ def _check(found: Tensor, expected: Tensor, what: str) -> None:
     if not (found - expected).norm() <= allowed * expected.norm():
         raise UsageError(
             f"enable_dp_attention: {what}: the shards of its MLP do not add up to the whole; "
-            "expected the same weights in all ranks, and an MLP that ends with its down "
-            "projection: choose another model, or run each rank without it"
+            "expected the same weights in all ranks, and all of the MLP in transformers' plan: "
+            "choose another model, or run each rank without it"
         )

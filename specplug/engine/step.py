@@ -148,7 +148,6 @@ class StepRunner:
         runner: the target.
         hooks: the plugin manager's ``hook``.
         future_map: the relay between steps.
-        pool: the target's KV pool, [layers, 2, slots, Hkv, D].
         handover: to other instances and from them.
         ranks: that run each pass of the target together with this one; None: it is alone.
     """
@@ -159,7 +158,6 @@ class StepRunner:
         runner: ModelRunner,
         hooks: Any,
         future_map: FutureMap,
-        pool: Tensor,
         handover: Handover,
         ranks: RankGroup | None = None,
     ) -> None:
@@ -167,7 +165,6 @@ class StepRunner:
         self._runner = runner
         self._hooks = hooks
         self._future_map = future_map
-        self._pool = pool
         self._handover = handover
         self._ranks = ranks
         self._numbers = count(1)
@@ -401,7 +398,7 @@ class StepRunner:
             slots = self._runtime.table.slots
             source = torch.where(valid, slots[row, start + local], 0)
             target = torch.where(valid, slots[row, start + columns], 0)
-            move_slots(self._pool, source.view(-1), target.view(-1))
+            move_slots(self._runtime.pools[0], source.view(-1), target.view(-1))
         if needs & Needs.PENALTIES:
             nodes = draft.flatten(draft.tokens)[index.clamp(min=0)]
             self._runtime.sampler.count(batch.rows, nodes, valid)

@@ -21,32 +21,6 @@ PARAMS = [
 
 
 @pytest.fixture(scope="session")
-def moe_model(build_model: Callable[..., Path]) -> Path:
-    """Three layers of Qwen3-MoE, the middle one dense; two of five experts a token."""
-    from transformers import Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=5,
-        num_experts_per_tok=2,
-        mlp_only_layers=[1],
-        norm_topk_prob=True,
-        max_position_embeddings=96,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return build_model(config)
-
-
-@pytest.fixture(scope="session")
 def expected(moe_model: Path) -> list[tuple[tuple[int, ...], Tensor]]:
     """NONE's tokens, and the experts that transformers' own forward routes them to."""
     from transformers import AutoModelForCausalLM

@@ -1,0 +1,559 @@
+"""Ranks that step together: the tokens of one process, whoever is idle; and none that hangs."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specplug import LLM, SamplingParams, UsageError
+
+WORKER = Path(__file__).parent / "rank_worker.py"
+DEADLINE = 60.0
+"""Seconds for whatever a rank is asked to do, on a busy machine."""
+
+Job = tuple[int, Any, SamplingParams]
+
+
+class Process:
+    """A rank's process, and the line to it."""
+
+    def __init__(self) -> None:
+        key = secrets.token_hex(8)
+        with Listener(("127.0.0.1", 0), authkey=key.encode()) as listener:
+            host, port = listener.address
+            self.process = subprocess.Popen([sys.executable, WORKER, host, str(port), key])
+            self.line: Connection[Any, Any] = listener.accept()
+
+    def ask(self, name: str, *arguments: Any, **settings: Any) -> None:
+        """Begin a method of the worker."""
+        self.line.send((name, arguments, settings))
+
+    def answer(self, within: float = DEADLINE) -> Any:
+        """What it returned; what it raised is an ``AssertionError`` here."""
+        how, what = self.reply(within)
+        assert how == "returned", what
+        return what
+
+    def error(self, within: float = DEADLINE) -> tuple[str, str]:
+        """The type and text of what it raised."""
+        how, what = self.reply(within)
+        assert how == "raised", what
+        return tuple(what)  # type: ignore[return-value]
+
+    def reply(self, within: float) -> Any:
+        assert self.line.poll(within), f"no answer in {within} s"
+        return self.line.recv()
+
+    def forget(self) -> bool:
+        """Close its LLM; whether it did. What it still had to say is lost."""
+        if self.process.poll() is None:
+            self.ask("close")
+            while self.line.poll(10.0):
+                if self.line.recv() == ("returned", "closed"):
+                    return True
+        return False
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.line.close()
+
+
+class Ranks:
+    """Rank processes that are used again and again; who died is started anew."""
+
+    def __init__(self) -> None:
+        self._processes: list[Process] = []
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._processes[rank]
+
+    def open(self, **settings: Any) -> list[dict[str, Any]]:
+        """Have two processes make an LLM; what each uses."""
+        self.begin({}, {}, **settings)
+        return [process.answer() for process in self._processes]
+
+    def begin(self, *own: dict[str, Any], **common: Any) -> None:
+        """Begin to make an LLM in as many processes as there are settings of their own."""
+        alive = [p for p in self._processes if p.process.poll() is None]
+        started = [Process() for _ in range(len(own) - len(alive))]
+        for process in started:
+            assert process.reply(DEADLINE) == "ready"
+        self._processes = alive + started
+        where = f"127.0.0.1:{free_port()}"
+        group = {"dp_size": len(own), "dp_address": where, "enable_dp_attention": True}
+        for rank, (process, settings) in enumerate(zip(self._processes, own, strict=True)):
+            process.ask("open", **{**common, **settings, **group, "dp_rank": rank})
+
+    def all(self, name: str, *arguments: Any) -> list[Any]:
+        """Have every process do something."""
+        for process in self._processes:
+            process.ask(name, *arguments)
+        return [process.answer() for process in self._processes]
+
+    def run(self, *loads: Sequence[Job]) -> list[Any]:
+        """Have each process run its requests; see ``RankWorker.run``."""
+        for process, jobs in zip(self._processes, loads, strict=True):
+            process.ask("run", list(jobs))
+        return [process.answer() for process in self._processes]
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self._processes = []
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def all_ranks() -> Iterator[Ranks]:
+    ranks = Ranks()
+    yield ranks
+    ranks.kill()
+
+
+@pytest.fixture
+def ranks(all_ranks: Ranks) -> Iterator[Ranks]:
+    """Rank processes; without an LLM afterwards, and without those that do not answer."""
+    yield all_ranks
+    for process in all_ranks._processes:
+        if not process.forget():
+            process.kill()
+
+
+# The tokens are those of one process
+
+TEXTS = (
+    "def mean(values):\n    ",
+    "class Stack:\n    def push(self, item):\n        ",
+    "import os\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n    parser.",
+    "for i in range(10):\n    ",
+    "0, ",
+)
+IDS = tuple(tuple(range(3, 3 + n)) for n in (11, 23, 37, 5, 3))
+MAX_TOKENS = 12
+
+
+def sampling(number: int) -> SamplingParams:
+    temperature = 0.8 if number % 2 else 0.0
+    return SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=number)
+
+
+class Target:
+    """A model, prompts for it, and what plain decoding in one process gives for each."""
+
+    def __init__(self, model: Path | None, prompts: Sequence[Any]) -> None:
+        self.model = model
+        self.prompts = prompts
+        params = [sampling(i) for i in range(len(prompts))]
+        with LLM(model, dtype="float64", disable_overlap_schedule=True) as llm:
+            self.tokens = [o.token_ids for o in llm.generate(prompts, params)]
+
+    def jobs(self, numbers: Sequence[int], stagger: int = 0) -> list[Job]:
+        """Requests for these prompts, ``stagger`` steps one after the other."""
+        return [(k * stagger, self.prompts[i], sampling(i)) for k, i in enumerate(numbers)]
+
+    def of(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        return [self.tokens[i] for i in numbers]
+
+
+@pytest.fixture(scope="module")
+def tiny_code() -> Target:
+    return Target(None, TEXTS)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Path) -> Target:
+    return Target(tiny_model, IDS)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "NONE": {},
+    "NONE in chunks, plain": {"chunked_prefill_size": 16, "disable_overlap_schedule": True},
+    "NGRAM tree": {"speculative_eagle_topk": 3, "chunked_prefill_size": 16},
+    "NGRAM chain, mixed": {"chunked_prefill_size": 16, "enable_mixed_chunk": True},
+    "EAGLE tree, plain": {
+        "disable_overlap_schedule": True,
+        "chunked_prefill_size": 16,
+        "enable_mixed_chunk": True,
+        "page_size": 4,
+    },
+    "EAGLE3 chain": {
+        "speculative_eagle_topk": 1,
+        "speculative_num_steps": 3,
+        "speculative_num_draft_tokens": 4,
+        "chunked_prefill_size": 16,
+    },
+    "MULTI_LAYER_EAGLE chain": {"max_total_tokens": 160},
+    "DFLASH chain, plain": {"disable_overlap_schedule": True, "enable_mixed_chunk": True},
+}
+WITHOUT_WEIGHTS = "NONE", "NGRAM"
+
+
+@pytest.mark.parametrize("setting", SETTINGS.items(), ids=SETTINGS)
+def test_tokens_are_those_of_one_process(
+    ranks: Ranks, request: pytest.FixtureRequest, setting: tuple[str, dict[str, Any]]
+) -> None:
+    algorithm, options = setting[0].split()[0], setting[1]
+    name = "tiny" if algorithm in WITHOUT_WEIGHTS else "tiny_code"
+    target: Target = request.getfixturevalue(name)
+    ranks.open(model=target.model, dtype="float64", speculative_algorithm=algorithm, **options)
+    # One rank is idle from start to end: the first thing its relay ever sees is an idle step.
+    done, (nothing, steps) = ranks.run(target.jobs((0, 1)), [])
+    assert tokens(done) == target.of((0, 1))
+    assert nothing == []
+    assert set(steps) == {"idle"}
+    # Unbalanced, requests come and go.
+    many, few = ranks.run(target.jobs((0, 1, 2, 3, 4), stagger=2), target.jobs((2,)))
+    assert tokens(many) == target.tokens
+    assert tokens(few) == target.of((2,))
+    assert few[1]["idle"] > 0
+    # All requests of one rank end in the same step, and the other goes on.
+    rest, same = ranks.run(target.jobs((1, 3, 0, 2), stagger=6), target.jobs((4, 4, 4)))
+    assert tokens(rest) == target.of((1, 3, 0, 2))
+    assert tokens(same) == target.of((4, 4, 4))
+    assert len({step for _, _, step, _ in same[0]}) == 1
+    assert same[1]["idle"] > 0
+
+
+def tokens(answer: Any) -> list[tuple[int, ...]]:
+    """Of each request that ``RankWorker.run`` tells of; none has an error."""
+    assert not any(error for _, error, _, _ in answer[0])
+    return [tokens for tokens, *_ in answer[0]]
+
+
+def test_routed_experts_are_those_of_the_own_rows(ranks: Ranks, moe_model: Path) -> None:
+    """A router sees the rows of all ranks."""
+    prompts = [tuple(range(3, 3 + n)) for n in (1, 4, 11, 23)]
+    params = [
+        SamplingParams(max_tokens=12, temperature=0.8 * (i % 2), seed=i, return_routed_experts=True)
+        for i in range(4)
+    ]
+    with LLM(moe_model, dtype="float64") as llm:
+        expected = llm.generate(prompts, params)
+        whole = llm._runner.num_parameters
+    ranks.open(model=moe_model, dtype="float64", chunked_prefill_size=8)
+    assert all(parameters < 0.75 * whole for parameters in ranks.all("parameters"))
+    (many, _), (one, _) = ranks.run(
+        [(2 * i, prompts[i], params[i]) for i in (0, 1, 2)], [(1, prompts[3], params[3])]
+    )
+    for (tokens, error, _, experts), output in zip((*many, *one), expected, strict=True):
+        assert error is None
+        assert tokens == output.token_ids
+        assert experts == output.routed_experts.tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("GPTNeoXConfig", {"num_attention_heads": 4}),  # biases: the down projection's counts once
+        ("Gemma2Config", {"head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}),
+        (
+            "DeepseekV3Config",
+            {
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "q_lora_rank": 12,
+                "kv_lora_rank": 10,
+                "qk_nope_head_dim": 8,
+                "qk_rope_head_dim": 4,
+                "v_head_dim": 6,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "n_shared_experts": 1,
+                "n_group": 2,
+                "topk_group": 1,
+                "moe_intermediate_size": 16,
+                "first_k_dense_replace": 1,
+            },
+        ),
+    ],
+)
+def test_other_families_can_be_cut(
+    ranks: Ranks, build_model: Callable[..., Path], family: str, shape: dict[str, Any]
+) -> None:
+    import transformers
+
+    common = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 45,  # no even number
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 96,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    target = Target(build_model(getattr(transformers, family)(**common, **shape)), IDS)
+    ranks.open(model=target.model, dtype="float64")
+    answers = ranks.run(target.jobs((0, 1)), target.jobs((2, 3, 4), stagger=2))
+    assert tokens(answers[0]) == target.of((0, 1))
+    assert tokens(answers[1]) == target.of((2, 3, 4))
+
+
+# What an algorithm sees of idle steps
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_idle_inputs_are_rebuilt_as_the_worker_says(
+    ranks: Ranks, tiny: Target, overlap: bool
+) -> None:
+    """Verify hands on no hidden states; the one fixup makes them as wide as the worker's, which
+    are wider than the model's; and what is stashed has that width from the first step on."""
+    ranks.open(
+        model=tiny.model,
+        dtype="float64",
+        speculative_algorithm="WIDE",
+        disable_overlap_schedule=not overlap,
+    )
+    ranks.run(tiny.jobs((0,)), [])
+    answers = ranks.run(tiny.jobs((1, 2), stagger=20), tiny.jobs((4, 4)))
+    assert [tokens(answer) for answer in answers] == [tiny.of((1, 2)), tiny.of((4, 4))]
+    for seen, (_, steps) in zip(ranks.all("seen"), answers, strict=True):
+        stashed = [what for what in seen if what[0] == "stash"]
+        assert {what[2:] for what in stashed} == {(3 * 32, torch.float64)}
+        idle = sum(size == 0 for _, size, *_ in stashed)
+        assert seen.count(("verify", "idle", [])) == idle
+        assert seen.count(("fixup_idle", "idle", None)) == idle
+        assert idle >= steps.get("idle", 0)
+    assert answers[1][1]["idle"] > 0
+
+
+# Who must step
+
+
+def test_a_rank_is_called_by_another_that_has_work(ranks: Ranks, tiny: Target) -> None:
+    one, other = ranks.open(model=tiny.model, dtype="float64")
+    assert one["dp_attention"] == "on"
+    assert (one["dp_rank"], one["dp_size"]) == (0, 2)
+    assert (other["dp_rank"], other["dp_size"]) == (1, 2)
+    assert ranks.all("must_step") == [False, False]
+    began = time.monotonic()
+    assert ranks.all("step", 20) == [0, 0]  # returns, though the ranks do not step as often
+    assert time.monotonic() - began < DEADLINE
+    ranks[0].ask("run", tiny.jobs((0,)))
+    ranks[1].ask("must_step", DEADLINE)
+    assert ranks[1].answer()
+    ranks[1].ask("run", [])
+    assert tokens(ranks[0].answer()) == tiny.of((0,))
+    assert ranks[1].answer()[1].keys() == {"idle"}
+
+
+def test_a_bad_request_takes_nobody_down(ranks: Ranks, tiny: Target) -> None:
+    ranks.open(model=tiny.model, dtype="float64")
+    ranks[0].ask("run", [(0, (1, 2, 1000), sampling(0))])
+    kind, text = ranks[0].error()
+    assert kind == "UsageError"
+    assert "1000" in text
+    answers = ranks.run(tiny.jobs((0,)), tiny.jobs((1,)))
+    assert [tokens(answer) for answer in answers] == [tiny.of((0,)), tiny.of((1,))]
+
+
+def test_who_closes_early_is_named(ranks: Ranks, tiny: Target) -> None:
+    ranks.open(model=tiny.model, dtype="float64")
+    ranks[1].ask("close")
+    ranks[1].answer()
+    ranks[0].ask("step", 3)
+    assert ranks[0].answer() == 0  # nothing to do, nothing lost
+    ranks[0].ask("run", tiny.jobs((0,)))
+    kind, text = ranks[0].error()
+    assert kind == "RankError"
+    assert text.startswith("rank 1 has closed, and rank 0 has work")
+
+
+# A rank that fails or dies ends the others
+
+QUICK = {"dtype": "float64", "speculative_algorithm": "WIDE", "dp_timeout": 3.0}
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_an_error_of_one_rank_is_that_of_all(ranks: Ranks, tiny: Target, idle: bool) -> None:
+    ranks.open(model=tiny.model, **QUICK)
+    ranks[1].ask("harm", "raise", 3)
+    ranks[1].answer()
+    ranks[0].ask("run", [] if idle else tiny.jobs((0, 1)))
+    ranks[1].ask("run", tiny.jobs((2,)))
+    assert ranks[1].error() == ("ValueError", "a bug in a plugin")
+    for _ in range(2):  # and so it stays
+        assert ranks[0].error() == ("RankError", "rank 1 failed: ValueError: a bug in a plugin")
+        ranks[0].ask("run", tiny.jobs((0,)))
+    assert ranks[0].error()[0] == "RankError"
+
+
+@pytest.mark.parametrize(
+    ("dying", "how", "where", "told"),
+    [
+        (0, "SIGKILL", "before a pass", "died"),
+        (1, "SIGKILL", "in a pass", "died"),
+        (1, "SIGSTOP", "before a pass", "was not heard of for 3 s"),
+        (1, "SIGSTOP", "in a pass", "was not heard of for 3 s"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_other(
+    ranks: Ranks, tiny: Target, dying: int, how: str, where: str, told: str
+) -> None:
+    ranks.open(model=tiny.model, **QUICK)
+    ranks[dying].ask("harm", how, 2, where == "in a pass")
+    ranks[dying].answer()
+    for rank in range(2):
+        ranks[rank].ask("run", tiny.jobs((rank,)))
+    began, other = time.monotonic(), ranks[1 - dying]
+    kind, text = other.error(within=30.0)
+    assert kind == "RankError"
+    assert text.startswith(f"rank {dying} {told}")
+    if how == "SIGSTOP":  # the process ends by itself, though a collective still hangs
+        other.ask("exit")
+        assert other.process.wait(30.0) == 0
+    assert time.monotonic() - began < 30.0
+    ranks[dying].kill()
+
+
+# The same on GPUs, whose collectives no host waits for
+
+CUDA = {"dtype": "float64", "speculative_algorithm": "WIDE", "dp_timeout": 5.0}
+ON_EACH_GPU = {"device": "cuda:0"}, {"device": "cuda:1"}
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE3", "NGRAM"])
+def test_gpus_give_the_tokens_of_one_process(
+    ranks: Ranks, tiny_code: Target, algorithm: str
+) -> None:
+    ranks.begin(*ON_EACH_GPU, dtype="float64", speculative_algorithm=algorithm)
+    for process in ranks[:]:
+        assert process.answer(180.0)["cuda_graph"] == "off: data-parallel attention"
+    done, (_, steps) = ranks.run(tiny_code.jobs((0, 1)), [])
+    assert tokens(done) == tiny_code.of((0, 1))
+    assert set(steps) == {"idle"}
+    many, few = ranks.run(tiny_code.jobs((0, 1, 2, 3, 4), stagger=2), tiny_code.jobs((2,)))
+    assert tokens(many) == tiny_code.tokens
+    assert tokens(few) == tiny_code.of((2,))
+
+
+@needs_two_gpus
+@pytest.mark.parametrize(
+    ("how", "told"), [("SIGKILL", "died"), ("SIGSTOP", "was not heard of for 5 s")]
+)
+def test_a_rank_that_dies_ends_the_other_on_gpus(
+    ranks: Ranks, tiny: Target, how: str, told: str
+) -> None:
+    ranks.begin(*ON_EACH_GPU, model=tiny.model, **CUDA)
+    for process in ranks[:]:
+        process.answer(180.0)
+    ranks[1].ask("harm", how, 2, True)
+    ranks[1].answer()
+    for rank in range(2):
+        ranks[rank].ask("run", tiny.jobs((rank,)))
+    kind, text = ranks[0].error(within=30.0)
+    assert kind == "RankError"
+    assert text.startswith(f"rank 1 {told}")
+    ranks[0].ask("exit")
+    assert ranks[0].process.wait(30.0) == 0
+    ranks[1].kill()
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dp_size": 0}, "dp_size=0: expected an integer of at least 1"),
+        ({"dp_rank": -1}, "dp_rank=-1: expected an integer of at least 0"),
+        ({"dp_rank": 2, "dp_size": 2}, "dp_rank=2: expected 0 to 1"),
+        ({"dp_timeout": 0}, "dp_timeout=0: expected seconds"),
+        ({"dp_size": 2}, "dp_size=2 without enable_dp_attention"),
+        ({"dp_size": 2, "enable_dp_attention": True}, "expected dp_address"),
+        (
+            {"dp_size": 2, "enable_dp_attention": True, "dp_address": "here"},
+            "dp_address='here': expected host:port",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(
+    tiny_model: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        LLM(tiny_model, **settings)
+
+
+def test_one_rank_alone_is_no_group(tiny_model: Path) -> None:
+    with LLM(tiny_model, dp_size=1, enable_dp_attention=True) as llm:
+        assert llm.effective_config["dp_attention"].startswith("off")
+        assert len(llm.generate([IDS[0]], SamplingParams(max_tokens=3))[0].token_ids) == 3
+        llm.wait_for_ranks()
+
+
+def test_ranks_that_differ_are_told(ranks: Ranks, tiny_model: Path) -> None:
+    ranks.begin({"dtype": "float64"}, {"dtype": "float32"}, model=tiny_model)
+    for process, own, other in zip(ranks[:], ("64", "32"), ("32", "64"), strict=True):
+        kind, text = process.error()
+        assert kind == "UsageError"
+        assert text.startswith(f"dtype: 'float{own}' in rank")
+        assert f"'float{other}' in rank" in text
+
+
+def test_a_rank_that_cannot_load_ends_the_other(ranks: Ranks, tiny_model: Path) -> None:
+    nowhere = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/nowhere"}
+    ranks.begin({}, nowhere, model=tiny_model)
+    kind, _ = ranks[1].error()
+    assert kind == "CheckpointError"
+    how, what = ranks[0].reply(DEADLINE)
+    if how == "returned":  # it was ready before it was told
+        ranks[0].ask("run", [(0, IDS[0], sampling(0))])
+        what = ranks[0].error()
+    assert what[0] == "RankError"
+    assert what[1].startswith("rank 1 failed: CheckpointError: ")
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "message"),
+    [
+        ("GPT2Config", {"n_embd": 32, "n_head": 4, "n_layer": 2}, "no plan to cut the MLPs of"),
+        (
+            "Phi3Config",
+            {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
+            "gate_up_proj is a Linear to be cut 'colwise_gather_output'",
+        ),
+        (  # its shared expert is not in the plan, and would be added by every rank
+            "Qwen2MoeConfig",
+            {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "moe_intermediate_size": 16,
+                "shared_expert_intermediate_size": 24,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+            },
+            "Qwen2MoeForCausalLM, layer 0: the shards of its MLP do not add up to the whole",
+        ),
+    ],
+)
+def test_models_that_cannot_be_cut(
+    ranks: Ranks, build_model: Callable[..., Path], family: str, shape: dict[str, Any], message: str
+) -> None:
+    import transformers
+
+    common = {"vocab_size": 96, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    ranks.begin({}, {}, model=build_model(getattr(transformers, family)(**common, **shape)))
+    for process in ranks[:]:
+        kind, text = process.error()
+        assert kind == "UsageError"
+        assert message in text
