@@ -166,23 +166,17 @@ class Desk:
             params=sampling_arguments(body), n=body.n or 1, priority=body.priority or 0, **fields
         )
         seconds = self._limits.request_timeout
-        deadline = asyncio.get_running_loop().call_later(seconds, job.fail, timed_out(seconds))
-        streamed = False
+        job.fail_after(seconds, timed_out(seconds))
         try:
-            accepted = await _unless_gone(request.receive, job.accepted())
-            reply.accept(accepted)
+            reply.accept(await _unless_gone(request.receive, job.accepted()))
             if body.stream:
                 usage = body.stream_options is not None and body.stream_options.include_usage
-                events = _events(job, reply, stopwatch, bool(usage))
-                streamed = True
-                return EventStream(events, job)
+                return EventStream(_events(job, reply, stopwatch, bool(usage)), job)
             await _unless_gone(request.receive, _collect(job, reply, stopwatch))
-            text = reply.whole().model_dump_json()
-            return Response(text, media_type="application/json")
-        finally:
-            if not streamed:
-                deadline.cancel()
-                job.close()
+        except BaseException:
+            job.close()
+            raise
+        return Response(reply.whole().model_dump_json(), media_type="application/json")
 
 
 async def _collect(job: Job, reply: Reply, stopwatch: Stopwatch) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import json
 import sys
 import tempfile
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class Job:
         self.size = size
         self._left = size
         self._on_end = on_end
+        self._deadline: asyncio.TimerHandle | None = None
         self._news: asyncio.Queue[Accepted | Update | Fault] = asyncio.Queue()
 
     @property
@@ -69,18 +71,27 @@ class Job:
         elif isinstance(news, Update) and news.finish_reason is not None:
             self._left -= 1
             if not self._left:
-                self._on_end(self, False)
+                self._end(aborted=False)
 
     def fail(self, fault: Fault) -> None:
         """End it from here."""
         if self.unfinished:
             self.put(fault)
 
+    def fail_after(self, seconds: float, fault: Fault) -> None:
+        """End it with this error unless it has ended by then."""
+        self._deadline = asyncio.get_running_loop().call_later(seconds, self.fail, fault)
+
     def close(self) -> None:
         """Nobody waits for more of it."""
         if self.unfinished:
             self._left = 0
-            self._on_end(self, True)
+            self._end(aborted=True)
+
+    def _end(self, *, aborted: bool) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._on_end(self, aborted)
 
     async def accepted(self) -> Accepted:
         """Wait until the engine has taken it.
@@ -142,6 +153,10 @@ class EngineClient:
         self._asked: list[asyncio.Future[Stats]] = []
         self._failed: Failed | None = None
         self._ending = False
+        self._process: Process | None = None
+        self._ready: asyncio.Future[Ready]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._resources = ExitStack()
         self.ended: str | None = None
         """Why it takes no more jobs."""
         self.idle = asyncio.Event()
@@ -154,15 +169,8 @@ class EngineClient:
         Raises:
             SpecplugError: it cannot be.
         """
-        self._context = zmq.asyncio.Context()
-        self._folder = tempfile.TemporaryDirectory(prefix="specplug-")
-        self._reports = self._context.socket(zmq.PULL)
-        self._commands = zmq.Socket(self._context, zmq.PUSH)  # without a limit: sending never waits
-        for socket, name in ((self._reports, "reports"), (self._commands, "commands")):
-            socket.set_hwm(0)
-            self._settings[name] = f"ipc://{Path(self._folder.name) / name}"
-        self._reports.bind(self._settings["reports"])
-        self._commands.connect(self._settings["commands"])
+        self._open_sockets()
+        self._ready = asyncio.get_running_loop().create_future()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "specplug.serve.engine_process"),
@@ -172,9 +180,21 @@ class EngineClient:
         )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(self._settings).encode() + b"\n")
-        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self._tasks = [asyncio.create_task(work()) for work in (self._receive, self._watch)]
+        self._tasks += [asyncio.create_task(work()) for work in (self._receive, self._watch)]
         return await self._ready
+
+    def _open_sockets(self) -> None:
+        folder = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="specplug-"))
+        context = zmq.asyncio.Context()
+        self._resources.callback(context.term)
+        self._reports = context.socket(zmq.PULL)
+        self._commands = zmq.Socket(context, zmq.PUSH)  # without a limit: sending never waits
+        for socket, name in ((self._reports, "reports"), (self._commands, "commands")):
+            socket.set_hwm(0)
+            self._resources.callback(socket.close, linger=0)
+            self._settings[name] = f"ipc://{Path(folder) / name}"
+        self._reports.bind(self._settings["reports"])
+        self._commands.connect(self._settings["commands"])
 
     @property
     def num_open(self) -> int:
@@ -220,20 +240,21 @@ class EngineClient:
     async def stop(self) -> None:
         """End the process; jobs that are open fail."""
         self._ending = True
-        if self._process.returncode is None and self._ready.done():
-            self._send(End())
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _END_SECONDS)
-        if self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
+        if self._process is not None:
+            await self._end_process(self._process)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._commands.close(linger=0)
-        self._reports.close(linger=0)
-        self._context.term()
-        self._folder.cleanup()
+        self._resources.close()
+
+    async def _end_process(self, process: Process) -> None:
+        if process.returncode is None and self._ready.done():
+            self._send(End())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _END_SECONDS)
+        if process.returncode is None:  # it loads, or hangs
+            process.kill()
+            await process.wait()
 
     def _send(self, command: Command) -> None:
         self._commands.send(encode(command), zmq.NOBLOCK)
@@ -271,6 +292,7 @@ class EngineClient:
                 self._on_warning(report.message)
             case Failed():
                 self._failed = report
+                assert self._process is not None
                 assert self._process.stdin is not None
                 self._process.stdin.close()  # it waits for that
 
@@ -281,6 +303,7 @@ class EngineClient:
 
     async def _watch(self) -> None:
         """Wait until the process ends, and tell all who wait for it."""
+        assert self._process is not None
         code = await self._process.wait()
         why = self._failed.message if self._failed else f"its process ended with exit code {code}"
         self.ended = f"{self._name} has ended: {why}"

@@ -1,0 +1,61 @@
+"""What goes between the server and its engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specplug.serve.engine_process import seed_of_choice
+from specplug.serve.messages import (
+    Abort,
+    Accepted,
+    Add,
+    AskStats,
+    End,
+    Failed,
+    Ready,
+    Refused,
+    Stats,
+    Stepped,
+    TokenLogprobs,
+    Update,
+    Warned,
+    decode,
+    encode,
+)
+
+LOGPROBS = TokenLogprobs(text="é", logprob=-0.5, top=[["é", -0.5], ["\ufffd", float("-inf")]])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Add(id="1", prompts=["def", [1, 2]], params={"seed": -1}, n=2, priority=-3, echo=True),
+        Add(id="2", messages=[{"role": "user", "content": "hi"}], template_options={"a": [1]}),
+        Abort(id="1"),
+        AskStats(),
+        End(),
+        Ready(algorithm="NONE", config={"context_len": 8}, has_chat_template=False),
+        Failed(message="no", usage=True),
+        Warned(message="less"),
+        Accepted(id="1", prompt_tokens=[3, 4], echo=["def", "x"]),
+        Refused(id="1", message="no", fault=True),
+        Stepped(
+            updates=[
+                Update(id="1", index=0, text="a", token_ids=[5], logprobs=[LOGPROBS]),
+                Update(id="1", index=1, finish_reason="stop", stop_reason="\n", cached_tokens=16),
+            ]
+        ),
+        Stats(totals={"output_tokens": 1}, occupancy={"running": 0}),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_message_arrives_as_it_was(message: Any) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_seeds_of_choices_stay_within_64_bits() -> None:
+    assert [seed_of_choice(5, i) for i in range(3)] == [5, 6, 7]
+    assert seed_of_choice(2**63 - 1, 1) == -(2**63)
+    assert seed_of_choice(-(2**63), 1) == -(2**63) + 1
