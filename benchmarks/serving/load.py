@@ -30,7 +30,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
@@ -51,6 +51,16 @@ from specplug.registry import Registry
 
 MODES = ("plain", "disaggregated")
 PERCENTILES = (50, 99)
+STYLES = {"plain": "-o", "disaggregated": "--s"}
+PANELS = (
+    ("ttft_p50", "TTFT, median", "ms"),
+    ("ttft_p99", "TTFT, 99th percentile", "ms"),
+    ("itl_p50", "ITL, median", "ms a token"),
+    ("itl_p99", "ITL, 99th percentile", "ms a token"),
+)
+
+Row = dict[str, Any]
+"""Algorithm, mode, rate and figures of a deployment at a rate; times in seconds."""
 
 
 @attrs.frozen
@@ -204,26 +214,33 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
     return moments
 
 
-def table(cells: dict[tuple[str, str, float], Cell], args: Any) -> Table:
+def rows_of(cells: Mapping[tuple[str, str, float], Cell]) -> list[Row]:
+    """The figures of all cells, as the report has them."""
+    return [
+        {"algorithm": algorithm, "mode": mode, "rate": rate, **cell.figures()}
+        for (algorithm, mode, rate), cell in cells.items()
+    ]
+
+
+def table(rows: Sequence[Row], title: str) -> Table:
     """Figures of all deployments."""
-    found = Table(title=f"{args.requests} requests a round, {args.rounds} rounds")
+    found = Table(title=title)
     columns = "algorithm", "mode", "requests/s", "TTFT p50", "p99", "ITL p50", "p99", "gap p99"
     for column in (*columns, "tokens/s"):
         found.add_column(column, justify="left" if column in columns[:2] else "right")
-    for (algorithm, mode, rate), cell in cells.items():
-        figures = cell.figures()
+    for row in rows:
         times = "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "gap_p99"
         found.add_row(
-            algorithm,
-            mode,
-            f"{rate:g}",
-            *(f"{1000 * figures[name]:.1f} ms" for name in times),
-            f"{figures['tokens_per_second']:.0f}",
+            row["algorithm"],
+            row["mode"],
+            f"{row['rate']:g}",
+            *(f"{1000 * row[name]:.1f} ms" for name in times),
+            f"{row['tokens_per_second']:.0f}",
         )
     return found
 
 
-def draw(cells: dict[tuple[str, str, float], Cell], file: Path) -> None:
+def draw(rows: Sequence[Row], title: str, file: Path) -> None:
     """Medians and 99th percentiles by rate: a panel for each latency, a colour an algorithm,
     a line style a mode."""
     from matplotlib import rc_context
@@ -231,39 +248,34 @@ def draw(cells: dict[tuple[str, str, float], Cell], file: Path) -> None:
 
     from specplug.bench.plots import BASELINE_COLOR, COLORS, DPI, STYLE
 
-    names = list(dict.fromkeys(algorithm for algorithm, _, _ in cells))
+    names = list(dict.fromkeys(row["algorithm"] for row in rows))
     others = [name for name in names if name != "NONE"]
     colors = {"NONE": BASELINE_COLOR, **dict(zip(others, COLORS, strict=False))}
-    panels = (
-        ("ttft_p50", "TTFT, median", 1000, "ms"),
-        ("ttft_p99", "TTFT, 99th percentile", 1000, "ms"),
-        ("itl_p50", "ITL, median", 1000, "ms a token"),
-        ("itl_p99", "ITL, 99th percentile", 1000, "ms a token"),
-    )
     with rc_context(STYLE):
-        figure = Figure(figsize=(9.5, 7.5), layout="constrained")
+        figure = Figure(figsize=(9.5, 8), layout="constrained")
+        figure.suptitle(title)
         axes = figure.subplots(2, 2, sharex=True).flat
-        for axis, (figure_name, title, scale, unit) in zip(axes, panels, strict=True):
+        for axis, (name, heading, unit) in zip(axes, PANELS, strict=True):
             for algorithm in names:
-                for mode in MODES:
-                    points = [
-                        (rate, scale * cell.figures()[figure_name])
-                        for (a, m, rate), cell in cells.items()
-                        if (a, m) == (algorithm, mode)
-                    ]
-                    if points:
+                for mode, style in STYLES.items():
+                    own = [r for r in rows if (r["algorithm"], r["mode"]) == (algorithm, mode)]
+                    if own:
                         axis.plot(
-                            *zip(*points, strict=True),
+                            [row["rate"] for row in own],
+                            [1000 * row[name] for row in own],
+                            style,
                             color=colors[algorithm],
-                            linestyle="-" if mode == "plain" else "--",
-                            marker="o" if mode == "plain" else "s",
                             markersize=4,
                             label=f"{algorithm}, {mode}",
                         )
-            axis.set_title(title)
+            axis.set_title(heading)
             axis.set_ylabel(unit)
             axis.set_yscale("log")
-            axis.grid(axis="y")
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
+            axis.tick_params(axis="y", which="minor", labelsize=7)
+            axis.set_xticks(sorted({row["rate"] for row in rows}))
+            axis.grid(axis="y", which="both")
         for axis in figure.axes[2:]:
             axis.set_xlabel("requests a second")
         handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -344,21 +356,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; 1 if a text differs."""
     args, console = parse(arguments), Console(stderr=True)
     cells, different = run(args, console)
-    Console(width=120).print(table(cells, args))
+    rows = rows_of(cells)
+    title = f"{args.rounds} rounds of {args.requests} requests"
+    Console(width=120).print(table(rows, title))
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
         device = "cuda" if cuda.is_available() and "cpu" not in args.options else "cpu"
+        machine = describe_machine(device)
         report = {
             "settings": {name: value for name, value in vars(args).items() if name != "output"},
-            "machine": describe_machine(device),
+            "machine": machine,
             "versions": versions(["specplug", "torch", "transformers", "pyzmq", "openai"]),
-            "cells": [
-                {"algorithm": a, "mode": m, "rate": rate, **cell.figures()}
-                for (a, m, rate), cell in cells.items()
-            ],
+            "cells": rows,
         }
         (args.output / "load.json").write_text(json.dumps(report, indent=2) + "\n")
-        draw(cells, args.output / "load.png")
+        where = machine["gpu"] or machine["cpu"]
+        draw(rows, f"{title}, {where}", args.output / "load.png")
     for line in different:
         console.print(line)
     console.print("all texts identical" if not different else f"{len(different)} texts differ")
