@@ -1,0 +1,122 @@
+"""Instances as processes of their own, which tests stop, kill and start again.
+
+They are forked from a process that has imported torch and transformers already, so one is there as
+soon as its model is loaded.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["specplug.engine.llm", "transformers.models.llama.modeling_llama", "zmq"]
+)
+DEADLINE = 60.0
+"""Seconds after which something will not happen any more."""
+
+
+class Instance:
+    """A process, and the pipe through which it speaks.
+
+    Args:
+        main: its function, which gets the other end of the pipe and the options.
+        log: where its stderr goes.
+        options: of its ``LLM``.
+    """
+
+    def __init__(self, main: Callable[..., None], log: Path, **options: Any) -> None:
+        self.log = log
+        self.pipe, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=_run, args=(main, theirs, log, options), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def hear(self) -> Any:
+        """The next thing that it says."""
+        assert self.pipe.poll(DEADLINE), f"nothing was said: {self.log.read_text()}"
+        return self.pipe.recv()
+
+    def halt(self) -> None:
+        """Stop it where it stands, with all of its threads."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it without a word."""
+        if self._process.is_alive():
+            self._signal(signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> int:
+        """Its exit code, when it has ended."""
+        self._process.join(DEADLINE)
+        assert self._process.exitcode is not None, "it has not ended"
+        return self._process.exitcode
+
+    def _signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+
+def _run(main: Callable[..., None], pipe: Any, log: Path, options: dict[str, Any]) -> None:
+    with log.open("w") as stderr:
+        os.dup2(stderr.fileno(), 2)
+    main(pipe, **options)
+
+
+def prefill(pipe: Any, **options: Any) -> None:
+    """Prefill until something comes through the pipe. Says "ready", and whenever all requests have
+    ended how many there were, if no page is lost."""
+    from specplug import LLM
+
+    with LLM(disaggregation="prefill", **options) as llm:
+        pipe.send("ready")
+        told = 0
+        while not pipe.poll():
+            llm.step()
+            ended = sum(llm.stats()["requests"].values())
+            if ended > told and not llm.has_unfinished_requests:
+                check_whole(llm)
+                pipe.send(ended)
+                told = ended
+
+
+def decode(pipe: Any, **options: Any) -> None:
+    """Complete prompts that come through the pipe with their settings, and say the tokens; says
+    its address first."""
+    from specplug import LLM, SamplingParams
+
+    with LLM(disaggregation="decode", **options) as llm:
+        pipe.send(llm.effective_config["disaggregation_address"])
+        while True:
+            if pipe.poll():
+                prompt, settings = pipe.recv()
+                llm.add_request(prompt, SamplingParams(**settings))
+            for output in llm.step():
+                if output.finished:
+                    pipe.send((output.token_ids, output.finish_reason, output.error))
+
+
+def connect_and_beat(pipe: Any, *, address: str) -> None:
+    """Give signs of life at an address until something comes through the pipe."""
+    from specplug.disagg.zmq_transport import Pulse, ZmqTransport
+
+    transport = ZmqTransport.connect(address, Pulse(interval=0.05, silence=1.0))
+    pipe.poll(None)
+    transport.close()
+
+
+def check_whole(llm: Any) -> None:
+    """Assert that every page of an idle engine is free, or cached and nobody's."""
+    llm.check_pool()
+    pages = llm.occupancy
+    assert pages["free"] + pages["cached"] == pages["available"] == pages["total"], pages

@@ -1,0 +1,199 @@
+"""Real sockets: peers are found and lost, messages come whole and in order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from child_instances import DEADLINE, Instance, connect_and_beat
+from tcp_proxy import Proxy
+
+from specplug import UsageError
+from specplug.disagg.message import MAGIC, Message
+from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost
+from specplug.disagg.zmq_transport import ROUTER_SIDE, Pulse, ZmqTransport
+
+PULSE = Pulse(interval=0.05, silence=1.0)
+
+
+class Listener:
+    """A transport, and all that has happened there."""
+
+    def __init__(self, transport: ZmqTransport) -> None:
+        self.transport = transport
+        self.events: list[Event] = []
+
+    def wait_for(self, kind: type, count: int = 1) -> list[Any]:
+        """The events of a kind, when there are so many."""
+        deadline = time.monotonic() + DEADLINE
+        while True:
+            found = [event for event in self.events if isinstance(event, kind)]
+            if len(found) >= count:
+                return found
+            assert time.monotonic() < deadline, self.events
+            self.events += self.transport.receive(0.1)
+
+    def messages(self, count: int) -> list[Message]:
+        """The first messages."""
+        return [event.message for event in self.wait_for(Arrived, count)]
+
+
+Ends = tuple[Listener, Listener, Proxy]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """A bound transport, and one that is connected to it through a proxy."""
+    with ExitStack() as stack:
+        bound = ZmqTransport.bind("tcp://127.0.0.1:*", PULSE)
+        stack.callback(bound.close)
+        proxy = stack.enter_context(Proxy(int(bound.address.rpartition(":")[2])))
+        connected = ZmqTransport.connect(proxy.address, PULSE)
+        stack.callback(connected.close)
+        yield Listener(bound), Listener(connected), proxy
+
+
+def test_both_sides_find_each_other(ends: Ends) -> None:
+    bound, connected, _ = ends
+    (found,) = bound.wait_for(Found)
+    bound.transport.send(found.peer, Message("who"))
+    assert connected.wait_for(Found) == [Found(ROUTER_SIDE)]
+    assert connected.messages(1)[0].kind == "who"
+
+
+def test_messages_arrive_in_order_from_many_threads(ends: Ends) -> None:
+    bound, connected, _ = ends
+    bound.wait_for(Found)
+
+    def send(thread: int) -> None:
+        for number in range(200):
+            tensors = {"x": torch.full((number % 7,), number)}
+            connected.transport.send(ROUTER_SIDE, Message("part", {"n": [thread, number]}, tensors))
+
+    threads = [threading.Thread(target=send, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    arrived = bound.messages(600)
+    for i in range(3):
+        own = [m for m in arrived if m.fields["n"][0] == i]
+        assert [m.fields["n"][1] for m in own] == list(range(200))
+    for message in arrived:
+        number = message.fields["n"][1]
+        assert message.tensors["x"].tolist() == [number] * (number % 7)
+
+
+def test_large_tensors_arrive(ends: Ends) -> None:
+    bound, connected, _ = ends
+    bound.wait_for(Found)
+    sent = torch.arange(6 << 20)
+    connected.transport.send(ROUTER_SIDE, Message("part", {}, {"x": sent, "y": sent[5:9]}))
+    (arrived,) = bound.messages(1)
+    assert torch.equal(arrived.tensors["x"], sent)
+    assert arrived.tensors["y"].tolist() == [5, 6, 7, 8]
+
+
+def test_silence_is_noticed_on_both_sides_and_its_end_too(ends: Ends) -> None:
+    bound, connected, proxy = ends
+    (found,) = bound.wait_for(Found)
+    connected.wait_for(Found)
+    proxy.hold()
+    assert bound.wait_for(Lost) == [Lost(found.peer)]
+    assert connected.wait_for(Lost)[0] == Lost(ROUTER_SIDE)
+    proxy.cut()
+    assert bound.wait_for(Found, 2) == [found] * 2
+    connected.wait_for(Found, 2)
+
+
+def test_a_cut_is_noticed_at_once_where_one_connects(ends: Ends) -> None:
+    """And by its next sign of life where one is bound; long before the silence would tell."""
+    bound, connected, proxy = ends
+    bound.wait_for(Found)
+    connected.wait_for(Found)
+    proxy.cut()
+    assert connected.wait_for(Lost) == [Lost(ROUTER_SIDE)]
+    connected.wait_for(Found, 2)
+    connected.transport.send(ROUTER_SIDE, Message("register"))
+    assert bound.messages(1)[0].kind == "register"
+
+
+def test_of_a_message_that_is_cut_nothing_arrives(ends: Ends) -> None:
+    bound, connected, proxy = ends
+    bound.wait_for(Found)
+    connected.wait_for(Found)
+    proxy.hold(after=1 << 20)
+    tensor = torch.ones(1 << 20)  # 4 MiB
+    connected.transport.send(ROUTER_SIDE, Message("part", {"n": 0}, {"x": tensor}))
+    proxy.wait_until_held(DEADLINE)
+    proxy.cut()
+    connected.wait_for(Lost)
+    connected.wait_for(Found, 2)
+    connected.transport.send(ROUTER_SIDE, Message("part", {"n": 1}, {"x": tensor}))
+    assert [m.fields["n"] for m in bound.messages(1)] == [1]
+    assert not [event for event in bound.events if isinstance(event, Broken)]
+
+
+@pytest.fixture
+def bound() -> Iterator[Listener]:
+    listener = Listener(ZmqTransport.bind("tcp://127.0.0.1:*", PULSE))
+    yield listener
+    listener.transport.close()
+
+
+@pytest.mark.parametrize("end", [Instance.halt, Instance.kill], ids=["halted", "killed"])
+def test_a_process_that_ends_or_hangs_is_lost(
+    bound: Listener, tmp_path: Path, end: Callable[[Instance], None]
+) -> None:
+    child = Instance(connect_and_beat, tmp_path / "log", address=bound.transport.address)
+    try:
+        (found,) = bound.wait_for(Found)
+        end(child)
+        assert bound.wait_for(Lost) == [Lost(found.peer)]
+    finally:
+        child.kill()
+
+
+def test_what_is_no_message_is_told_and_does_no_harm(bound: Listener) -> None:
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(bound.transport.address)
+        garbage = [[b""], [b"\xff" * 9], [MAGIC], [MAGIC, b"{"], [b"beat", b"beat"]]
+        for frames in garbage:
+            socket.send_multipart(frames)
+        broken = bound.wait_for(Broken, len(garbage))
+        assert len({event.peer for event in broken}) == 1
+        socket.send_multipart([MAGIC, b'{"kind": "leave", "fields": {}, "tensors": []}'])
+        assert bound.messages(1)[0].kind == "leave"
+    context.term()
+
+
+def test_a_peer_that_is_not_there_can_be_written_to(bound: Listener) -> None:
+    for peer in ("00ff", ""):
+        bound.transport.send(peer, Message("who"))
+    elsewhere = ZmqTransport.connect("tcp://127.0.0.1:9", PULSE)
+    for _ in range(3):
+        elsewhere.send(ROUTER_SIDE, Message("register"))
+    assert elsewhere.receive(0.2) == []
+    elsewhere.close()
+    assert bound.transport.receive(0.2) == []
+
+
+@pytest.mark.parametrize("address", ["nowhere", "tcp://", "tcp://x", "udp://x:1"])
+def test_an_address_that_cannot_be_is_refused(address: str) -> None:
+    for way in (ZmqTransport.bind, ZmqTransport.connect):
+        with pytest.raises(
+            UsageError, match=r"disaggregation_address=.*expected\s+tcp://HOST:PORT"
+        ):
+            way(address, PULSE)
+
+
+def test_a_port_that_is_taken_is_told(bound: Listener) -> None:
+    with pytest.raises(UsageError, match="in use"):
+        ZmqTransport.bind(bound.transport.address)
