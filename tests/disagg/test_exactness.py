@@ -227,6 +227,23 @@ def test_an_abort_at_any_moment_leaves_the_others_theirs(plain: Plain, overlap: 
         settle(llm)
 
 
+def test_of_prompts_that_begin_alike_only_the_rest_is_written(plain: Plain) -> None:
+    """What came for the first of them is in the cache when the others get their pages."""
+    head = plain.ids(TEXT[:120])
+    prompts = [head, head, (*head, 5, 6), (*head[:-3], 7)]
+    params = SamplingParams(max_tokens=12)
+    with LLM(
+        dtype="float64", speculative_algorithm="EAGLE3", page_size=4, disaggregation="both"
+    ) as llm:
+        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+            check(output, plain.output(prompt, params))
+        stats = llm.stats()
+        assert stats["received"] == 4
+        assert stats["received_tokens"] < 2 * len(head)
+        assert stats["cached_tokens"] > 2 * len(head)
+        settle(llm)
+
+
 def _where(llm: LLM, name: str) -> str:
     remote, scheduler = llm._remote, llm._engine.scheduler
     assert remote is not None

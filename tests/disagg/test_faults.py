@@ -17,7 +17,7 @@ import pytest
 import zmq
 from child_instances import DEADLINE, Instance, check_whole, decode, prefill
 
-from conftest import Plain, Site, finish, step_until
+from conftest import Pair, Plain, Site, finish, step_until
 from specplug import LLM, RequestOutput, SamplingParams
 from specplug.disagg.backoff import Backoff
 from specplug.disagg.message import decode as read
@@ -211,6 +211,27 @@ def test_an_abort_while_away_gives_the_pages_back(
     assert instance.hear() == 1, "its pages were looked at when it was idle"
     site.llm.add_request(long_prompt, PARAMS)
     check_end(site, plain, long_prompt, time.monotonic())
+
+
+def test_an_abort_while_away_ends_the_prefill_too(long_prompt: tuple[int, ...]) -> None:
+    with Pair.open({"chunked_prefill_size": 8}, decode="NONE", prefill="NONE") as pair:
+        remote, prefilling = pair.decode._remote, pair.prefill._prefill
+        assert remote is not None
+        assert prefilling is not None
+        name = pair.decode.add_request(long_prompt, PARAMS)
+        while not any(incoming.end for incoming in remote._away.values()):
+            pair.prefill._step_prefill(wait=False)
+            pair.decode.step()
+        pair.decode.abort(name)
+        finish(pair.decode)
+        deadline = time.monotonic() + DEADLINE
+        while prefilling._work:
+            assert time.monotonic() < deadline, "it was not told"
+            prefilling.receive(wait=True)
+        while pair.prefill.has_unfinished_requests:
+            pair.prefill.step()
+        assert pair.prefill.stats()["requests"] == {"abort": 1}
+        check_whole(pair.prefill)
 
 
 def free_port() -> int:

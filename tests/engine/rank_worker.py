@@ -131,7 +131,7 @@ class RankWorker:
         """Make the LLM; its configuration."""
         if settings.get("speculative_algorithm") == "WIDE":
             settings["speculative_algorithm"] = self._wide = Wide()
-        self._llm = LLM(**settings)
+        self._llm = LLM(**{"device": "cpu", **settings})
         return self.llm.effective_config
 
     def run(self, jobs: Sequence[Job]) -> tuple[list[Ended], dict[str, int]]:

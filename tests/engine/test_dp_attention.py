@@ -159,7 +159,7 @@ class Target:
         self.model = model
         self.prompts = prompts
         params = [sampling(i) for i in range(len(prompts))]
-        with LLM(model, dtype="float64", disable_overlap_schedule=True) as llm:
+        with LLM(model, dtype="float64", device="cpu", disable_overlap_schedule=True) as llm:
             self.tokens = [o.token_ids for o in llm.generate(prompts, params)]
 
     def jobs(self, numbers: Sequence[int], stagger: int = 0) -> list[Job]:
@@ -242,7 +242,7 @@ def test_routed_experts_are_those_of_the_own_rows(ranks: Ranks, moe_model: Path)
         SamplingParams(max_tokens=12, temperature=0.8 * (i % 2), seed=i, return_routed_experts=True)
         for i in range(4)
     ]
-    with LLM(moe_model, dtype="float64") as llm:
+    with LLM(moe_model, dtype="float64", device="cpu") as llm:
         expected = llm.generate(prompts, params)
         whole = llm._runner.num_parameters
     ranks.open(model=moe_model, dtype="float64", chunked_prefill_size=8)
@@ -489,11 +489,11 @@ def test_settings_that_do_not_go_together(
     tiny_model: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        LLM(tiny_model, **settings)
+        LLM(tiny_model, device="cpu", **settings)
 
 
 def test_one_rank_alone_is_no_group(tiny_model: Path) -> None:
-    with LLM(tiny_model, dp_size=1, enable_dp_attention=True) as llm:
+    with LLM(tiny_model, device="cpu", dp_size=1, enable_dp_attention=True) as llm:
         assert llm.effective_config["dp_attention"].startswith("off")
         assert len(llm.generate([IDS[0]], SamplingParams(max_tokens=3))[0].token_ids) == 3
         llm.wait_for_ranks()
