@@ -16,7 +16,6 @@ import click
 from specplug.bench.contender import EVERY, SETTINGS, Contender, parse_contenders
 from specplug.bench.dataset import HELD_OUT, Deal, deal, read_prompts
 from specplug.cli import say
-from specplug.cli.loading import silence
 from specplug.cli.options import COUNT, ENGINE, SAMPLING, check_speculation, chosen
 from specplug.cli.table import print_table
 from specplug.errors import SpecplugError, UsageError
@@ -175,8 +174,9 @@ def _measure(
     """Measure at each batch size in turn."""
     from specplug.bench.measurement import measure
     from specplug.bench.report import summarize
+    from specplug.engine.loading import silence_libraries
 
-    silence()
+    silence_libraries()
     shared = chosen(SHARED, options)
     summaries, told = [], list(problems)
     count = len(contenders) * sum(deal.num_prompts for deal in deals.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,16 +15,10 @@ def load(engine: Mapping[str, Any]) -> LLM:
     """Make an ``LLM`` from its arguments, with a spinner on standard error meanwhile."""
     with status(f"loading {engine['model']}"):
         from specplug.engine.llm import LLM
+        from specplug.engine.loading import silence_libraries
 
-        silence()
+        silence_libraries()
         return LLM(**engine)
-
-
-def silence() -> None:
-    """No warnings or progress bars of the libraries that load models: errors say what matters."""
-    for library in ("transformers", "huggingface_hub"):
-        import_module(f"{library}.utils.logging").set_verbosity_error()
-    import_module("transformers.utils.logging").disable_progress_bar()
 
 
 @contextmanager

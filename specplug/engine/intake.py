@@ -79,6 +79,8 @@ class Intake:
         self._check_tokens("stop_token_ids", params.stop_token_ids)
         self._check(len(ids), params)
         room = self._context_len - len(ids)
+        if params.max_tokens is None:  # as far as it can go
+            room = max(1, min(room, self._pool.num_tokens - len(ids)))
         number = next(self._numbers)
         request = Request(
             request_id=str(number),

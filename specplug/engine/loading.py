@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,13 @@ from specplug.errors import UsageError
 
 ASSETS = Path(__file__).parent.parent / "assets"
 _SMALL_MODEL = 50_000_000
+
+
+def silence_libraries() -> None:
+    """No warnings or progress bars of the libraries that load models: errors say what matters."""
+    for library in ("transformers", "huggingface_hub"):
+        import_module(f"{library}.utils.logging").set_verbosity_error()
+    import_module("transformers.utils.logging").disable_progress_bar()
 
 
 def choose_device(device: str | None) -> torch.device:

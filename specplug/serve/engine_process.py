@@ -31,6 +31,7 @@ import zmq
 
 from specplug.debug import DEBUG
 from specplug.engine.llm import LLM
+from specplug.engine.loading import silence_libraries
 from specplug.engine.outputs import Logprob, RequestOutput
 from specplug.engine.request import Request
 from specplug.engine.sampling_params import SamplingParams
@@ -353,9 +354,7 @@ def _end_with_the_server() -> None:
 
 def _load(settings: dict[str, Any], reports: zmq.Socket[bytes]) -> LLM:
     """The model; what is said on the way goes to the server."""
-    from specplug.cli.loading import silence
-
-    silence()
+    silence_libraries()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         llm = LLM(**settings["llm"])

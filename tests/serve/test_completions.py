@@ -208,7 +208,7 @@ def test_response_formats(client: openai.OpenAI, llm: LLM) -> None:
     )
     texts = [choice.message.content for choice in any_object.choices]
     assert all(text.startswith("{") for text in texts)
-    assert any(len(text) > 4 for text in texts), "not only {}"
+    assert any('"' in text for text in texts), "not only {}"
     plain = client.chat.completions.create(**fields, max_tokens=8, response_format={"type": "text"})
     assert plain.choices[0].message.content
 

@@ -13,9 +13,9 @@ from server_process import ServerProcess
 @pytest.mark.filterwarnings("ignore")
 def test_some_fuzzed_requests() -> None:
     with Progress(disable=True) as progress:
-        result = fuzz.fuzz(200, workers=3, seed=1, progress=progress)
+        result = fuzz.fuzz(150, workers=3, seed=1, progress=progress)
     assert result.failures == []
-    assert result.sent == 200
+    assert result.sent == 150
     assert {mode for _, mode, _ in result.statuses} == {"positive", "negative"}
     assert {status for _, _, status in result.statuses} >= {200, 400}
 
@@ -36,7 +36,7 @@ def test_what_is_wrong_is_told(server: ServerProcess, monkeypatch: pytest.Monkey
         return call_and_change
 
     case = operation.Case()
-    for status, complaint in ((500, "Server error"), (302, "Undocumented HTTP status code")):
+    for status, complaint in ((500, "Server error"), (302, "Received: 302")):
         monkeypatch.setattr(type(case), "call", changed(status))
         with fuzzer._generating:
             fuzzer._one(case, schema_mode := fuzz.GenerationMode.POSITIVE)
