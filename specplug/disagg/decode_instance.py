@@ -30,7 +30,7 @@ class _Peer:
         session: what it calls the time since it last began anew.
         same_draft: whether its draft KV and states are of use here.
         jobs: requests it has, by job.
-        heard: when it last did something.
+        heard: when its loop last said something.
     """
 
     session: int
@@ -76,7 +76,7 @@ class DecodeInstance:
     It says ``who`` to an instance that it does not know, ``accepted`` or ``refused`` to one that
     registers, ``prefill`` with each request and ``cancel`` if that has ended. It hears
     ``register``, ``part`` (some positions of a request, in order; the last one with its first
-    token), ``failed`` and ``leave``.
+    token), ``working`` (the jobs that an instance has), ``failed`` and ``leave``.
 
     A request whose instance is lost, or gives nonsense, is given away again, ``tries`` times in
     all, and then ends with an error; one for which no instance registers in time does so too.
@@ -87,7 +87,7 @@ class DecodeInstance:
         cache: whose prefixes need not be sent.
         form: of what must come.
         most_away: requests that may be away or back without a row: as many as can run.
-        timeout: seconds without any sign of progress after which an instance is given up, and that
+        timeout: seconds without a sign of its loop after which an instance is given up, and that
             a request waits for an instance to register.
         tries: see above.
         moment: seconds that ``poll`` may wait.
@@ -122,13 +122,14 @@ class DecodeInstance:
         self._tried: dict[str, list[str]] = {}
         self._alone_since = time.monotonic()
         self._queued_at: dict[str, float] = {}
+        self._back: list[Request] = []
 
     # What the engine asks (see ``RemotePrefill``)
 
     @property
     def has_work(self) -> bool:
         """Whether a request is here or away."""
-        return bool(self._waiting or self._away)
+        return bool(self._waiting or self._away or self._back)
 
     @property
     def address(self) -> str:
@@ -138,6 +139,7 @@ class DecodeInstance:
     def __iter__(self) -> Iterator[Request]:
         yield from (away.request for away in self._away.values())
         yield from self._waiting
+        yield from self._back
 
     def add(self, request: Request) -> None:
         """Take a request."""
@@ -160,20 +162,25 @@ class DecodeInstance:
         self._unqueue(request)
         return True
 
+    def reset_transfers(self) -> None:
+        """Count anew."""
+        self.transfers = Transfers(peers=len(self._peers))
+
     def reset(self) -> list[Request]:
         """Forget all requests; these."""
         requests = list(self)
         for request in requests:
             self.remove(request)
+        self._back.clear()
         return requests
 
     def poll(self, num_waiting: int, *, wait: bool) -> list[Request]:
         """Those that have come back, each with a parcel or an error."""
-        back: list[Request] = []
         for event in self._transport.receive(self._moment if wait else 0.0):
-            back += self._take(event)
-        back += self._give_up()
-        self._give_away(self._most_away - num_waiting - len(back))
+            self._take(event)
+        self._give_up()
+        self._give_away(self._most_away - num_waiting - len(self._back))
+        back, self._back = self._back, []
         return back
 
     def close(self) -> None:
@@ -218,10 +225,15 @@ class DecodeInstance:
         )
         if not peer.jobs:
             peer.heard = away.sent_at  # it had nothing to do till now
+        message = job_message(away.job, request, start, peer.same_draft)
+        try:
+            self._transport.send(name, message)
+        except (TypeError, ValueError) as error:  # of its parameters; nothing was sent
+            self._fail(request, f"it cannot be told to a prefill instance: {error}")
+            return
         peer.jobs[away.job] = self._away[request.request_id] = away
         self._tried.setdefault(request.request_id, []).append(name)
         self.transfers.sent += 1
-        self._transport.send(name, job_message(away.job, request, start, peer.same_draft))
 
     def _cancel(self, away: Incoming) -> None:
         self._forget(away)
@@ -233,32 +245,32 @@ class DecodeInstance:
         if away.peer in self._peers:
             del self._peers[away.peer].jobs[away.job]
 
-    def _again(self, away: Incoming, why: str) -> list[Request]:
+    def _again(self, away: Incoming, why: str) -> None:
         """Queue a request once more; back it comes if it has been tried often enough."""
         self._cancel(away)
         request = away.request
         tried = len(self._tried[request.request_id])
         _log.warning("request %s, try %d of %d: %s", request.request_id, tried, self._tries, why)
         if tried >= self._tries:
-            return [self._fail(request, f"prefill failed {tried} times; the last time {why}")]
+            self._fail(request, f"prefill failed {tried} times; the last time {why}")
+            return
         self.transfers.tries_again += 1
         self._queue(request)
-        return []
 
-    def _fail(self, request: Request, why: str) -> Request:
+    def _fail(self, request: Request, why: str) -> None:
         self._tried.pop(request.request_id, None)
         self.transfers.failed += 1
         request.error = why
-        return request
+        self._back.append(request)
 
-    def _give_up(self) -> list[Request]:
-        """Part with instances that make no progress, and with requests that nobody takes."""
-        now, back = time.monotonic(), []
+    def _give_up(self) -> None:
+        """Part with instances that hang, and with requests that nobody takes."""
+        now = time.monotonic()
         for name, peer in list(self._peers.items()):
             if peer.jobs and now - peer.heard > self._timeout:
                 why = f"the prefill instance gave nothing for {self._timeout:g} s"
                 for away in list(peer.jobs.values()):
-                    back += self._again(away, why)
+                    self._again(away, why)
                 peer.heard = now
                 _log.warning("%s (%s)", why, name[:8])
         if not self._peers and self._waiting and now - self._alone_since > self._timeout:
@@ -269,66 +281,76 @@ class DecodeInstance:
             for request in list(self._waiting):
                 if now - self._queued_at[request.request_id] > self._timeout:
                     self._unqueue(request)
-                    back.append(self._fail(request, why))
-        return back
+                    self._fail(request, why)
 
     # What instances say
 
-    def _take(self, event: Event) -> list[Request]:
-        """Take note of an event; the requests that came back by it."""
+    def _take(self, event: Event) -> None:
+        """Take note of an event."""
         match event:
             case Found(peer):
                 self._transport.send(peer, Message("who"))
             case Lost(peer):
-                return self._lose(peer, "the connection to the prefill instance was lost")
+                self._lose(peer, "the connection to the prefill instance was lost")
             case Broken(peer, error):
                 _log.warning("from %s: %s", peer[:8], error)
-                return self._spoil(peer, error.fields, str(error))
+                self._spoil(peer, error.fields, str(error))
             case Arrived(peer, message):
                 try:
-                    return self._hear(peer, message)
+                    self._hear(peer, message)
                 except (MessageError, KeyError, TypeError, ValueError) as error:
                     why = f"a {message.kind!r} message makes no sense: {error!r}"
                     _log.warning("from %s: %s", peer[:8], why)
-                    return self._spoil(peer, message.fields, why)
-        return []
+                    self._spoil(peer, message.fields, why)
 
-    def _hear(self, name: str, message: Message) -> list[Request]:
+    def _hear(self, name: str, message: Message) -> None:
         if message.kind == "register":
-            return self._register(name, message.fields)
-        if name not in self._peers:
+            self._register(name, message.fields)
+        elif name not in self._peers:
             self._transport.send(name, Message("who"))
-            return []
-        peer = self._peers[name]
-        peer.heard = time.monotonic()
-        if message.kind == "leave":
-            return self._lose(name, "the prefill instance has left")
-        away = peer.jobs.get(message.fields["job"])
-        if away is None:  # it has ended meanwhile
-            return []
-        if message.kind == "failed":
-            return self._again(away, f"the prefill instance said: {message.fields['error']}")
-        if message.kind != "part":
-            raise MessageError("expected register, part, failed or leave", message.fields)
+        elif message.kind == "leave":
+            self._lose(name, "the prefill instance has left")
+        elif message.kind == "working":
+            self._check_jobs(self._peers[name], message.fields["jobs"])
+        elif message.kind in ("part", "failed"):
+            peer = self._peers[name]
+            peer.heard = time.monotonic()
+            away = peer.jobs.get(message.fields["job"])
+            if away is not None and message.kind == "failed":
+                self._again(away, f"the prefill instance said: {message.fields['error']}")
+            elif away is not None:  # else it has ended meanwhile
+                self._take_part(away, message)
+        else:
+            known = "register, part, working, failed or leave"
+            raise MessageError(f"expected {known}", message.fields)
+
+    def _check_jobs(self, peer: _Peer, names: Collection[str]) -> None:
+        """Try again what an instance should have by now, and does not."""
+        peer.heard = now = time.monotonic()
+        for away in list(peer.jobs.values()):
+            if away.job not in names and now - away.sent_at > self._timeout:
+                self._again(away, "the prefill instance does not know of it")
+
+    def _take_part(self, away: Incoming, message: Message) -> None:
         away.take(message)
         if "token" not in message.fields:
-            return []
+            return
         away.request.parcel = away.parcel(message)
         self._forget(away)
         self._tried.pop(away.request.request_id, None)
         self.transfers.received += 1
         self.transfers.seconds += time.monotonic() - away.sent_at
-        return [away.request]
+        self._back.append(away.request)
 
-    def _register(self, name: str, fields: Mapping[str, Any]) -> list[Request]:
+    def _register(self, name: str, fields: Mapping[str, Any]) -> None:
         """Let an instance in, or say why not. If it has begun anew, what it had is void."""
         session, peer = fields["session"], self._peers.get(name)
         if type(session) is not int:
             raise MessageError(f"session {session!r:.40}; expected an integer")
         if peer is not None and peer.session == session:
             self._transport.send(name, Message("accepted"))
-            return []
-        back = self._lose(name, "the prefill instance has begun anew")
+            return
+        self._lose(name, "the prefill instance has begun anew")
         try:
             theirs = Identity.from_fields(fields["identity"])
             misfit = self._identity.misfit(theirs)
@@ -338,7 +360,7 @@ class DecodeInstance:
             self.transfers.refused += 1
             _log.warning("a prefill instance was refused: %s", misfit)
             self._transport.send(name, Message("refused", {"why": misfit}))
-            return back
+            return
         same = theirs.draft == self._identity.draft
         if not same:
             _log.warning(
@@ -351,25 +373,26 @@ class DecodeInstance:
         self.transfers.peers = len(self._peers)
         self._transport.send(name, Message("accepted"))
         _log.info("a prefill instance has registered (%s)", name[:8])
-        return back
 
-    def _lose(self, name: str, why: str) -> list[Request]:
+    def _lose(self, name: str, why: str) -> None:
         peer = self._peers.pop(name, None)
         if peer is None:
-            return []
+            return
         self.transfers.lost += 1
         self.transfers.peers = len(self._peers)
         if not self._peers:
             self._alone_since = time.monotonic()
         _log.info("%s (%s)", why, name[:8])
-        return [request for away in list(peer.jobs.values()) for request in self._again(away, why)]
+        for away in list(peer.jobs.values()):
+            self._again(away, why)
 
-    def _spoil(self, name: str, fields: Mapping[str, Any], why: str) -> list[Request]:
+    def _spoil(self, name: str, fields: Mapping[str, Any], why: str) -> None:
         """Try the request again that a bad message was about; if it does not say which, all of
         this instance's, as any may wait for it."""
         peer = self._peers.get(name)
         if peer is None:
-            return []
+            return
         job = fields.get("job")
         jobs = [peer.jobs.get(job)] if isinstance(job, str) else list(peer.jobs.values())
-        return [request for away in jobs if away for request in self._again(away, why)]
+        for away in filter(None, jobs):
+            self._again(away, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from torch import nn
 
 from specplug import __version__
 from specplug.errors import InstanceError
+
+_OF_THE_FILE = ("dtype", "torch_dtype", "transformers_version")
+"""What a configuration says of how it was saved."""
 
 _SAMPLES = 32
 _BLOCK = 4096
@@ -90,9 +94,12 @@ class Identity:
 
 
 @torch.inference_mode()
-def model_fingerprint(model: nn.Module) -> str:
-    """The class of a model and a hash of its parameters' names, shapes and some of their values."""
+def model_fingerprint(model: nn.Module, config: Mapping[str, Any]) -> str:
+    """The class of a model and a hash of its configuration, and of its parameters' names, shapes
+    and some of their values."""
     digest = hashlib.blake2b(digest_size=8)
+    told = {k: v for k, v in config.items() if not k.startswith("_") and k not in _OF_THE_FILE}
+    digest.update(json.dumps(told, sort_keys=True, default=str).encode())
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         size = parameter.numel()

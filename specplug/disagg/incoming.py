@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -102,11 +103,11 @@ class Incoming:
             raise MessageError(
                 f"token {token!r}; expected an integer from 0 to {self.form.vocab_size - 1}"
             )
+        if self.request.params.logprobs is not None:
+            _check_logprobs(logprobs, token)
         experts = message.tensors.get("experts")
-        if self.request.params.return_routed_experts and (
-            experts is None or experts.dim() != 3 or len(experts) != self.end
-        ):
-            raise MessageError(f"the experts of {self.end} tokens are missing")
+        if self.request.params.return_routed_experts:
+            _check_experts(experts, self.end)
         return Parcel(
             start=self.start,
             end=self.end,
@@ -117,6 +118,31 @@ class Incoming:
                 if name.startswith("state.")
             },
             first_token=token,
-            logprobs=None if logprobs is None else {t: Logprob(**of) for t, of in logprobs},
+            logprobs={t: Logprob(**of) for t, of in logprobs} if logprobs else None,
             experts=experts,
         )
+
+
+def _check_experts(experts: Tensor | None, num_tokens: int) -> None:
+    """Refuse routed experts that are not whole.
+
+    Raises:
+        MessageError: they are missing, or are not those of so many tokens.
+    """
+    if experts is None or experts.dim() != 3 or experts.dtype != torch.int64:
+        raise MessageError("the routed experts are missing; expected [tokens, layers, experts]")
+    if len(experts) != num_tokens:
+        raise MessageError(f"there are experts of {len(experts)} tokens; expected {num_tokens}")
+
+
+def _check_logprobs(logprobs: Any, token: int) -> None:
+    """Refuse log-probabilities that are not whole.
+
+    Raises:
+        MessageError: they are missing, or are not those of the token and others.
+    """
+    sound = isinstance(logprobs, list) and all(
+        type(of["logprob"]) is float and type(of["rank"]) is int for _, of in logprobs
+    )
+    if not sound or token not in [each for each, _ in logprobs]:
+        raise MessageError(f"the log-probabilities of token {token} are {logprobs!r:.60}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from specplug.algorithm import SpecConfig
@@ -25,12 +26,20 @@ DEFAULT_ADDRESS = "tcp://127.0.0.1:30100"
 """Where a decode instance waits for prefill instances unless told otherwise."""
 
 
-def check_mode(mode: str | None, timeout: float, *, enable_dp_attention: bool) -> None:
+def check_mode(
+    mode: str | None, address: str | None, timeout: float, *, enable_dp_attention: bool
+) -> None:
     """Refuse a mode that there is not.
 
     Raises:
-        UsageError: it, or the timeout, cannot be used, or not with data-parallel attention.
+        UsageError: it, or the timeout, cannot be used, or not with data-parallel attention; or
+            there is an address and no mode.
     """
+    if mode is None and address is not None:
+        raise UsageError(
+            f"disaggregation_address={address!r} without disaggregation: expected one of "
+            f"{', '.join(MODES)} with it"
+        )
     if mode is not None and enable_dp_attention:
         raise UsageError(
             f"disaggregation={mode!r} with enable_dp_attention is not supported yet: run each "
@@ -87,8 +96,12 @@ def make_prefill_instance(
     """
     from specplug.disagg.prefill_instance import Link, PrefillInstance
 
-    addresses = [part.strip() for part in (address or DEFAULT_ADDRESS).split(",")]
-    links = [Link(_zmq().connect(each)) for each in addresses]
+    links = []
+    with ExitStack() as opened:
+        for each in (address or DEFAULT_ADDRESS).split(","):
+            links.append(Link(_zmq().connect(each.strip())))
+            opened.callback(links[-1].transport.close)
+        opened.pop_all()
     return PrefillInstance(links, identity, prepare=prepare, submit=submit, abort=abort)
 
 
@@ -97,7 +110,7 @@ def identity_of(runner: ModelRunner, config: SpecConfig, page_size: int) -> Iden
     shape = runner.kv_shape
     draft = config.algorithm, config.num_steps, config.topk, config.num_draft_tokens
     return Identity(
-        model=model_fingerprint(runner.model),
+        model=model_fingerprint(runner.model, config.target_config),
         dtype=str(runner.dtype).removeprefix("torch."),
         page_size=page_size,
         kv=(shape.num_layers, shape.num_kv_heads, shape.head_dim),

@@ -36,6 +36,9 @@ _DTYPES = {
 }
 
 
+_MOST_AXES = 8
+
+
 class MessageError(SpecplugError):
     """Frames are no whole message.
 
@@ -110,7 +113,10 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
             )
         data = bytearray(frame)
         flat = torch.frombuffer(data, dtype=dtype) if size else torch.empty(0, dtype=dtype)
-        tensors[name] = flat.view(shape)
+        try:
+            tensors[name] = flat.view(shape)
+        except RuntimeError as error:  # an empty one whose strides are too large
+            raise MessageError(f"tensor {name!r} has the shape {shape}: {error}", fields) from error
     return Message(kind, fields, tensors)
 
 
@@ -122,6 +128,7 @@ def _as_bytes(tensor: Tensor) -> memoryview | bytes:
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
-    if not all(type(size) is int and 0 <= size <= _GREATEST for size in shape):
+    sound = all(type(size) is int and 0 <= size <= _GREATEST for size in shape)
+    if not sound or len(shape) > _MOST_AXES:
         raise ValueError(f"shape {shape!r:.60}")
     return tuple(shape)

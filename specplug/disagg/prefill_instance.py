@@ -19,6 +19,7 @@ from specplug.engine.parcel import Cutting
 from specplug.engine.request import Request
 
 _log = logging.getLogger(__name__)
+_TELL_SECONDS = 1.0
 _MOMENT = 0.002
 """Seconds to wait where nothing is to be done: a new request may have come another way."""
 
@@ -33,6 +34,8 @@ class Link:
         session: names what it has been asked for since it last began anew.
         backoff: of registering.
         next_try: when to register again if no answer has come.
+        next_told: when to say again what is being done.
+        refused: why it was refused, if it was.
     """
 
     transport: Transport
@@ -41,6 +44,8 @@ class Link:
     session: int = 0
     backoff: Backoff = attrs.field(factory=Backoff)
     next_try: float = 0.0
+    next_told: float = 0.0
+    refused: str | None = None
 
     def say(self, message: Message) -> None:
         """Send a message."""
@@ -62,7 +67,9 @@ class PrefillInstance:
     It says ``register`` until it is ``accepted``, after growing delays, and again whenever the
     connection was lost or a decode instance asks ``who`` it is; what it had been asked for before
     is void then. It hears ``prefill`` and ``cancel``, and says ``part`` with each piece of KV that
-    is final, with the last one the first token too, or ``failed``; and ``leave`` when it closes.
+    is final, with the last one the first token too, or ``failed``. Every second it says which jobs
+    it has (``working``), and ``leave`` when it closes. An instance that all refuse ends; one that
+    some refuse serves the others, and asks again.
 
     Args:
         links: to the decode instances.
@@ -107,6 +114,7 @@ class PrefillInstance:
         """
         for link in self._links:
             self._register(link)
+            self._tell_jobs(link)
             for event in link.transport.receive(_MOMENT / len(self._links) if wait else 0.0):
                 self._take(link, event)
         for future in [f for f in self._preparing if f.done()]:
@@ -144,6 +152,14 @@ class PrefillInstance:
             fields = {"session": link.session, "identity": self._identity.as_fields()}
             link.say(Message("register", fields))
 
+    def _tell_jobs(self, link: Link) -> None:
+        """Say from time to time what is being done."""
+        now = time.monotonic()
+        if link.accepted and now >= link.next_told:
+            link.next_told = now + _TELL_SECONDS
+            names = [work.job.name for work in self._work.values() if work.link is link]
+            link.say(Message("working", {"jobs": names}))
+
     def _take(self, link: Link, event: Event) -> None:
         match event:
             case Found(peer):
@@ -164,13 +180,10 @@ class PrefillInstance:
             case "accepted":
                 if not link.accepted:
                     _log.info("registered at %s", link.transport.address)
-                link.accepted = True
+                link.accepted, link.refused = True, None
                 link.backoff.reset()
             case "refused":
-                raise HandshakeError(
-                    f"the decode instance at {link.transport.address} refuses this one: "
-                    f"{message.fields.get('why')}"
-                )
+                self._note_refusal(link, str(message.fields.get("why")))
             case "who" if link.accepted:  # it has begun anew itself, or had lost this one
                 self._start_anew(link)
             case "who":
@@ -183,6 +196,15 @@ class PrefillInstance:
                     self._cancel(work)
             case kind:
                 _log.warning("%s says %r, which is no message", link.transport.address, kind)
+
+    def _note_refusal(self, link: Link, why: str) -> None:
+        """Go on for the others, if there are any."""
+        told = f"the decode instance at {link.transport.address} refuses this one: {why}"
+        if all(each.refused for each in self._links if each is not link):
+            raise HandshakeError(told)
+        if link.refused is None:
+            _log.warning("%s", told)
+        link.accepted, link.refused = False, why
 
     def _start_anew(self, link: Link) -> None:
         """Forget what the link's decode instance has asked for, and register again."""

@@ -55,7 +55,7 @@ class ZmqTransport:
         self._is_router = socket.socket_type == zmq.ROUTER
         self._pulse = pulse
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._outgoing: deque[tuple[str, Message]] = deque()
+        self._outgoing: deque[tuple[str, list[bytes | memoryview]]] = deque()
         self._heard: dict[str, float] = {}
         self._closing = False
         self._failure: Exception | None = None
@@ -101,8 +101,12 @@ class ZmqTransport:
         return transport
 
     def send(self, peer: str, message: Message) -> None:
-        """See ``Transport``."""
-        self._outgoing.append((peer, message))
+        """See ``Transport``.
+
+        Raises:
+            TypeError, ValueError: the message has what cannot be told.
+        """
+        self._outgoing.append((peer, encode(message)))
         self._ring()
 
     def receive(self, timeout: float) -> list[Event]:
@@ -138,18 +142,20 @@ class ZmqTransport:
             ) from error
 
     def _ring(self) -> None:
-        with suppress(zmq.Again):  # it rings already
+        with suppress(zmq.ZMQError):  # it rings already, or nobody hears it any more
             self._bell.send(b"", zmq.NOBLOCK)
 
     def _run(self) -> None:
         poller = zmq.Poller()
         for source in filter(None, (self._socket, self._ear, self._monitor)):
             poller.register(source, zmq.POLLIN)
-        next_beat = 0.0
+        next_beat = time.monotonic()
         try:
             while not self._closing:
                 now = time.monotonic()
                 if now >= next_beat:
+                    if now - next_beat > self._pulse.silence / 2:  # it was this one that was away
+                        self._heard = dict.fromkeys(self._heard, now)
                     next_beat = now + self._pulse.interval
                     self._beat(now)
                 ready = dict(poller.poll(max(1, int(1000 * (next_beat - now)))))
@@ -186,8 +192,7 @@ class ZmqTransport:
 
     def _send_all(self) -> None:
         while self._outgoing:
-            peer, message = self._outgoing.popleft()
-            self._post(peer, encode(message))
+            self._post(*self._outgoing.popleft())
 
     def _post(self, peer: str, frames: list[Any]) -> None:
         if self._is_router:
@@ -217,6 +222,8 @@ class ZmqTransport:
                 self._events.put(Arrived(peer, decode(frames)))
             except MessageError as error:
                 self._events.put(Broken(peer, error))
+            except Exception as error:  # what nobody has thought of ends no instance
+                self._events.put(Broken(peer, MessageError(f"it cannot be read: {error!r}")))
 
     def _lose(self, peer: str) -> None:
         if self._heard.pop(peer, None) is not None:

@@ -67,6 +67,7 @@ class Engine:
         self._launched: deque[StepResult] = deque()
         self._launching: Step | None = None
         self._moved: list[Request] = []
+        self._received: deque[Request] = deque()
         self._aborted: deque[str] = deque()
         self.step = self.overlap_step if overlap else self.plain_step
 
@@ -79,7 +80,7 @@ class Engine:
     @property
     def requests(self) -> list[Request]:
         """All that have not ended."""
-        return [*(self._remote or ()), *self.scheduler]
+        return [*self._received, *(self._remote or ()), *self.scheduler]
 
     @property
     def cuda_graph(self) -> str:
@@ -106,8 +107,10 @@ class Engine:
         self._launched.clear()
         self._launching = None
         self.outbox.clear()
-        reset = [*(self._remote.reset() if self._remote else ()), *self.scheduler.reset()]
-        ended = [request for request in reset if not request.finished]
+        reset = [*self._received, *(self._remote.reset() if self._remote else ())]
+        reset += self.scheduler.reset()
+        self._received.clear()
+        ended = [request for request in dict.fromkeys(reset) if not request.finished]
         for request in (*touched, *ended):
             request.in_flight = 0
         for request in ended:
@@ -287,7 +290,9 @@ class Engine:
         if self._remote is None:
             return
         busy = self.scheduler.has_work or bool(self._launched)
-        for request in self._remote.poll(len(self.scheduler.waiting), wait=not busy):
+        self._received += self._remote.poll(len(self.scheduler.waiting), wait=not busy)
+        while self._received:
+            request = self._received[0]
             self._moved.append(request)
             if request.error is not None:
                 request.finish("error")
@@ -298,6 +303,7 @@ class Engine:
                 self._report_finished(request)
             else:
                 self.scheduler.add(request)
+            self._received.popleft()  # last, so that no error can lose it
 
     def _append_first(self, request: Request) -> None:
         """Give a received request the token that was sampled behind its prompt."""

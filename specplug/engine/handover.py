@@ -10,12 +10,16 @@ from torch import Tensor
 
 from specplug.engine.host_copy import to_host
 from specplug.engine.parcel import KVSlice, Unpacking
+from specplug.engine.request import Request
 from specplug.engine.runtime import EngineRuntime
 from specplug.engine.sampling_params import Needs
 from specplug.engine.scheduler import PrefillChunk
 from specplug.spec.batch import Batch, ForwardMode
 from specplug.spec.future_map import FutureMap
 from specplug.spec.target_output import CommittedOutput
+
+_SLICE_BYTES = 4 << 20
+"""About the most of one slice: what follows it on the wire, signs of life too, waits for it."""
 
 
 class Handover:
@@ -45,7 +49,7 @@ class Handover:
             state = self._hooks.export_draft_state(
                 runtime=self._runtime, batch=batch, future_map=self._future_map
             )
-        slices = []
+        slices: list[KVSlice] = []
         for i, chunk in enumerate(chunks):
             request, start = chunk.request, chunk.request.export_from
             if start is None:
@@ -54,18 +58,19 @@ class Handover:
             if end == start and not chunk.is_last:
                 continue
             request.export_from = end
-            slots = self._runtime.table.slots[request.row, start:end]
-            left = state.items() if chunk.is_last else ()
-            slices.append(
-                KVSlice(
-                    request=request,
-                    start=start,
-                    end=end,
-                    caches=tuple(to_host(pool[:, :, slots]) for pool in self._runtime.pools),
-                    draft_state={name: to_host(t[i].clone()) for name, t in left if t is not None},
-                )
-            )
+            most = max(1, _SLICE_BYTES // self._runtime.bytes_per_slot())
+            for first in range(start, max(end, start + 1), most):
+                slices.append(self._cut_slice(request, first, min(first + most, end)))
+            if chunk.is_last:
+                slices[-1].draft_state = {
+                    name: to_host(t[i].clone()) for name, t in state.items() if t is not None
+                }
         return tuple(slices)
+
+    def _cut_slice(self, request: Request, start: int, end: int) -> KVSlice:
+        slots = self._runtime.table.slots[request.row, start:end]
+        caches = tuple(to_host(pool[:, :, slots]) for pool in self._runtime.pools)
+        return KVSlice(request=request, start=start, end=end, caches=caches)
 
     def unpack(self, unpackings: Sequence[Unpacking]) -> None:
         """Write received prefills to the pool, and leave the draft input of their first step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,7 +159,12 @@ class LLM:
             _check_positive(name, value, optional)
         if not isinstance(seed, int):
             raise UsageError(f"seed={seed!r}: expected an integer")
-        check_mode(disaggregation, disaggregation_timeout, enable_dp_attention=enable_dp_attention)
+        check_mode(
+            disaggregation,
+            disaggregation_address,
+            disaggregation_timeout,
+            enable_dp_attention=enable_dp_attention,
+        )
         registry = Registry()
         selected = registry.select(speculative_algorithm)
         manager = build_plugin_manager(selected, registry.extensions(), CoreDefaults())
@@ -222,18 +227,7 @@ class LLM:
         )
         cache, table = self._allocate(runtime, page_size, max_total_tokens)
         self._disaggregation = disaggregation
-        self._remote: DecodeInstance | None = None
-        if disaggregation in ("decode", "both"):
-            self._remote = make_decode_instance(
-                runtime,
-                self._runner,
-                cache,
-                address=disaggregation_address,
-                timeout=disaggregation_timeout,
-                both=disaggregation == "both",
-            )
         self._inbox: list[Request] = []
-        self._engine = self._make_engine(runtime, cache, table)
         self._intake = Intake(
             runner=self._runner,
             tokenizer=self.tokenizer,
@@ -242,20 +236,42 @@ class LLM:
             eos_token_ids=read_eos_token_ids(self._runner),
             seed=seed,
         )
+        self._remote: DecodeInstance | None = None
         self._prefill: PrefillInstance | None = None
-        if disaggregation == "prefill":
-            self._prefill = make_prefill_instance(
-                identity_of(self._runner, config, page_size),
-                address=disaggregation_address,
-                prepare=self.prepare,
-                submit=self._submit,
-                abort=self.abort,
-            )
         self._partner: LLM | None = None
-        if disaggregation == "both":
-            assert self._remote is not None
-            address = self._remote.address
-            self._partner = LLM(**same, disaggregation="prefill", disaggregation_address=address)
+        with ExitStack() as opened:  # what was opened is closed if the rest fails
+            opened.callback(self._hang_up)
+            if disaggregation in ("decode", "both"):
+                self._remote = make_decode_instance(
+                    runtime,
+                    self._runner,
+                    cache,
+                    address=disaggregation_address,
+                    timeout=disaggregation_timeout,
+                    both=disaggregation == "both",
+                )
+            self._engine = self._make_engine(runtime, cache, table)
+            if disaggregation == "prefill":
+                self._prefill = make_prefill_instance(
+                    identity_of(self._runner, config, page_size),
+                    address=disaggregation_address,
+                    prepare=self.prepare,
+                    submit=self._submit,
+                    abort=self.abort,
+                )
+            if self._remote is not None and disaggregation == "both":
+                other = {
+                    "disaggregation": "prefill",
+                    "disaggregation_address": self._remote.address,
+                }
+                self._partner = LLM(**same, **other)
+            opened.pop_all()
+
+    def _hang_up(self) -> None:
+        """Leave the instances that this one works with."""
+        for other in (self._partner, self._prefill, self._remote):
+            if other is not None:
+                other.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -279,9 +295,7 @@ class LLM:
             with suppress(RankError):  # the end of all, which has been told
                 self._abort_all()
         finally:
-            for other in (self._partner, self._prefill, self._remote):
-                if other is not None:
-                    other.close()
+            self._hang_up()
             self._engine = None  # type: ignore[assignment]
             self._runner = self._intake = None  # type: ignore[assignment]
             if self._ranks is not None:
@@ -484,11 +498,17 @@ class LLM:
         if self._engine.has_work:
             raise UsageError("flush_cache: requests are running; wait for them or abort them")
         self._engine.scheduler.cache.clear()
+        if self._partner is not None:
+            self._partner.flush_cache()
 
     def reset_stats(self) -> None:
         """Start counting anew."""
         self._check_open()
         self._engine.statistics = Statistics()
+        if self._remote is not None:
+            self._remote.reset_transfers()
+        if self._partner is not None:
+            self._partner.reset_stats()
 
     @property
     def effective_config(self) -> dict[str, Any]:

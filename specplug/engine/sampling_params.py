@@ -57,6 +57,11 @@ def _integer(low: int, why: str, *, optional: bool = False) -> Callable[..., Non
     return check
 
 
+def _flag(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, bool):
+        raise UsageError(f"{attribute.name}={value!r}: expected True or False")
+
+
 def _bias(value: Mapping[int, float] | None) -> dict[int, float]:
     try:
         return {} if value is None else dict(value)
@@ -155,12 +160,12 @@ class SamplingParams:
     seed: int | None = attrs.field(default=None)
     stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
     stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_tokens)
-    ignore_eos: bool = False
+    ignore_eos: bool = attrs.field(default=False, validator=_flag)
     logprobs: int | None = attrs.field(
         default=None, validator=_integer(0, "an integer of at least 0, or None", optional=True)
     )
-    skip_special_tokens: bool = True
-    return_routed_experts: bool = False
+    skip_special_tokens: bool = attrs.field(default=True, validator=_flag)
+    return_routed_experts: bool = attrs.field(default=False, validator=_flag)
     json_schema: str | None = attrs.field(
         default=None,
         converter=_schema,

@@ -419,6 +419,7 @@ class Scheduler:
         self._give_up(request)
         request.kv_peak = max(request.kv_peak, request.kv_len)
         request.kv_len = request.kv_bound = 0
+        request.draft_state = {}
         request.times_retracted += 1
         self._retracted.append(request)
 
@@ -464,6 +465,7 @@ class Scheduler:
         self._admitted.clear()
         self._retracted.clear()
         self._unpacked.clear()
+        self._lost_prefixes = 0
         self._refused = None
         for request in requests:
             request.row, request.pages, request.shared = 0, [], self.cache.root

@@ -146,6 +146,7 @@ class FeatureDrafter(ABC):
             "scores": ((topk,), precise),
         }
         state, lacking = received_state(batch, forms)
+        state["tokens"].clamp_(0, runtime.vocab_size - 1)  # a peer's word is not to be trusted
         if lacking:
             index = torch.tensor(lacking).to(runtime.device, non_blocking=True)
             part = attrs.evolve(

@@ -14,8 +14,8 @@ from specplug import LLM, Batch, Draft, DraftInput, Runtime, SamplingParams, hoo
 from specplug.registry import Registry
 from specplug.spec.batch import ForwardMode
 
-PROMPT = TEXT[:140]
-PARAMS = SamplingParams(max_tokens=10, temperature=0.7, seed=1)
+PROMPT = TEXT[:110]
+PARAMS = SamplingParams(max_tokens=8, temperature=0.7, seed=1)
 Proposals = dict[tuple[int, ...], list[tuple[int, int]]]
 NAMES = [name for name in Registry().names() if name != "NONE"]
 STATEFUL = [name for name in NAMES if name not in ("NGRAM", "DFLASH")]

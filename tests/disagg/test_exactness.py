@@ -83,21 +83,19 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("x", {"frequency_penalty": 0.9, "logit_bias": {50: 4.0, 60: -9.0}}),
     ("import ", {"logprobs": 3}),
     ("class Stack:\n    def ", {"logprobs": 0, "temperature": 0.8}),
-    ("import os\nimport ", {"max_tokens": 1}),
-    ("import os\nimport re", {"max_tokens": 1, "logprobs": 2, "temperature": 1.0}),
+    ("import os\nimport ", {"max_tokens": 1, "logprobs": 2, "temperature": 1.0}),
     ("return ", {"logit_bias": {EOS: 100.0}}),
     ("def f(x):\n    return", {"stop": ("\n",)}),
     ("name = ", {"regex": '"[a-z]{3,9}"'}),
     ("number = ", {"regex": "[0-9]{2,5}", "temperature": 1.0}),
     ("# one\n", {"stop": ("e", "a")}),
-    (TEXT[:120], {"max_tokens": 2}),
     (TEXT[:120] + "y", {}),
 ]
 
 
 def requests(plain: Plain) -> list[tuple[tuple[int, ...], SamplingParams]]:
     assert plain.llm.tokenizer.eos_token_id == EOS
-    common = {"max_tokens": 12}
+    common = {"max_tokens": 8}
     return [
         (plain.ids(text), SamplingParams(**{**common, "seed": i, **settings}))
         for i, (text, settings) in enumerate(REQUESTS)
@@ -131,10 +129,10 @@ def settle(llm: LLM) -> None:
 
 def test_the_requests_end_in_every_way(plain: Plain) -> None:
     outputs = [plain.output(*request) for request in requests(plain)]
-    assert outputs[9].token_ids == (EOS,)
+    assert outputs[8].token_ids == (EOS,)
     assert {o.finish_reason for o in outputs} == {"stop", "length"}
     assert len(outputs[7].token_ids) == 1
-    assert outputs[10].stop_reason == "\n"
+    assert outputs[9].stop_reason == "\n"
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
@@ -159,9 +157,30 @@ def test_tokens_are_those_of_none(plain: Plain, successors: Any, setting: Settin
         assert stats["received"] == stats["transfers"]["received"] == len(outputs) * rounds
         assert stats["transfers"]["tries_again"] == stats["transfers"]["failed"] == 0
         assert stats["cached_tokens"]
-        if setting.pressed:
-            assert stats["retractions"] or setting.page_size == 16, "there was no pressure"
-            assert stats["evicted_pages"]
+        assert stats["evicted_pages"] or not setting.pressed, "there was no pressure"
+
+
+@pytest.mark.parametrize("name", ["EAGLE3", "MULTI_LAYER_EAGLE"])
+def test_what_is_retracted_is_prefilled_here(plain: Plain, name: str) -> None:
+    """When memory runs short, as it does sooner or later, depending on what comes back when."""
+    prompts = [plain.ids(text) for text in ("import ", "class ", "def ", "return ")]
+    params = SamplingParams(max_tokens=30, temperature=0.7, seed=3)
+    with LLM(
+        dtype="float64",
+        speculative_algorithm=name,
+        page_size=1,
+        max_total_tokens=30 + 16,
+        disaggregation="both",
+    ) as llm:
+        for _ in range(9):
+            for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+                check(output, plain.output(prompt, params))
+            if llm.stats()["retractions"]:
+                break
+            llm.flush_cache()
+        assert llm.stats()["retractions"]
+        assert llm.stats()["prompt_tokens"] > 0, "nothing was prefilled again"
+        settle(llm)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
@@ -272,10 +291,12 @@ def test_experts_arrive_with_the_prompt(moe_model: Path) -> None:
             max_total_tokens=pool,
             disaggregation="both",
         ) as llm:
-            for _ in range(2):
+            for _ in range(9):
                 outputs = llm.generate(prompts, params)
                 for output, other in zip(outputs, expected, strict=True):
                     assert output.token_ids == other.token_ids
                     assert torch.equal(output.routed_experts, other.routed_experts)
+                if pool is None or llm.stats()["retractions"]:
+                    break
             assert bool(llm.stats()["retractions"]) == (pool is not None)
             settle(llm)

@@ -304,8 +304,10 @@ def test_a_step_that_fails_at_the_prefill_instance_is_told(plain: Plain) -> None
         assert llm._partner is not None
         llm._partner._runner.captures.layers[-1].register_forward_pre_hook(fail_once)
         prompts = [plain.ids("import os\n"), plain.ids("class ")]
+        began = time.monotonic()
         for prompt, output in zip(prompts, llm.generate(prompts, PARAMS), strict=True):
             assert output.token_ids == plain.output(prompt, PARAMS).token_ids
+        assert time.monotonic() - began < 25, "it was not told: the timeout did it"
         assert llm.stats()["transfers"]["tries_again"] == 2
         check_whole(llm)
         check_whole(llm._partner)

@@ -93,6 +93,8 @@ class MultiLayerEagleWorker:
             "drafts": ((self._steps,), torch.int64),
         }
         state, lacking = received_state(batch, forms)
+        for name in ("tokens", "drafts"):  # a peer's word is not to be trusted
+            state[name].clamp_(0, self._runtime.vocab_size - 1)
         if lacking:
             index = torch.tensor(lacking).to(last_tokens.device, non_blocking=True)
             guess = last_tokens[index].unsqueeze(1).expand(-1, self._steps)
