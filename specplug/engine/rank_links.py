@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("!BqqI")
 """A message: its kind, two numbers, and how many bytes of text follow."""
+
+_LONGEST_TEXT = 1 << 16
+"""In bytes; what says that more follows is no message."""
 
 _REST_SECONDS = 0.01
 _JOIN_SECONDS = 120.0
@@ -47,6 +50,9 @@ class _Kind(enum.IntEnum):
     DONE = 3
     CLOSED = 4
     FAILED = 5
+
+
+_KINDS = frozenset(_Kind)
 
 
 @attrs.define(eq=False)
@@ -221,7 +227,7 @@ class RankLinks:
         del self.store  # which ends at rank 0 when its process group has ended
 
     def _tell(self, kind: _Kind, first: int = 0, second: int = 0, text: str = "") -> None:
-        encoded = text.encode(errors="replace")
+        encoded = text.encode(errors="replace")[:_LONGEST_TEXT]
         message = _HEADER.pack(kind, first, second, len(encoded)) + encoded
         for peer in self._peers.values():
             peer.send(message)
@@ -255,6 +261,17 @@ class RankLinks:
     # The listening thread
 
     def _listen(self) -> None:
+        try:
+            self._hear_all()
+        except Exception as error:  # nobody would listen any more
+            what = f"failed: {type(error).__name__} where it listens to the others: {error}"
+            self.fail(self.rank, what)
+            self._call_on_failure()
+        self._selector.close()
+        for peer in self._peers.values():
+            peer.line.close()
+
+    def _hear_all(self) -> None:
         tick = min(1.0, self.timeout / 4)
         told = time.monotonic()
         while not self._closing and self._selector.get_map():
@@ -265,12 +282,12 @@ class RankLinks:
                 self._tell(_Kind.ALIVE)
                 self._check_silence(now, was_away=now - told > 3 * tick)
                 told = now
-            if self.failure is not None and self._on_failure is not None:
-                call, self._on_failure = self._on_failure, None
-                call()
-        self._selector.close()
-        for peer in self._peers.values():
-            peer.line.close()
+            self._call_on_failure()
+
+    def _call_on_failure(self) -> None:
+        if self.failure is not None and self._on_failure is not None:
+            call, self._on_failure = self._on_failure, None
+            call()
 
     def _check_silence(self, now: float, *, was_away: bool) -> None:
         for peer in self._peers.values():
@@ -294,15 +311,23 @@ class RankLinks:
         with self._changed:
             peer.heard = time.monotonic()
             peer.unread += data
-            while len(peer.unread) >= _HEADER.size:
-                kind, first, second, length = _HEADER.unpack_from(peer.unread)
-                end = _HEADER.size + length
-                if len(peer.unread) < end:
-                    break
-                text = peer.unread[_HEADER.size : end].decode()
-                del peer.unread[:end]
-                self._take(peer, _Kind(kind), first, second, text)
+            self._read(peer)
             self._changed.notify_all()
+
+    def _read(self, peer: _Peer) -> None:
+        """Take the messages that have come whole."""
+        while len(peer.unread) >= _HEADER.size:
+            kind, first, second, length = _HEADER.unpack_from(peer.unread)
+            if kind not in _KINDS or length > _LONGEST_TEXT:
+                self._selector.unregister(peer.line)
+                self.fail(peer.rank, f"sent what is no message (kind {kind}, {length} bytes)")
+                return
+            end = _HEADER.size + length
+            if len(peer.unread) < end:
+                return
+            text = peer.unread[_HEADER.size : end].decode(errors="replace")
+            del peer.unread[:end]
+            self._take(peer, _Kind(kind), first, second, text)
 
     def _take(self, peer: _Peer, kind: _Kind, first: int, second: int, text: str) -> None:
         """Note what a message says."""
@@ -377,9 +402,7 @@ def _lines(store: TCPStore, rank: int, size: int, join_timeout: float) -> list[_
             line = _call(where, int(port), other)
             line.sendall(_HEADER.pack(_Kind.HELLO, rank, 0, len(token)) + token)
             peers.append(_Peer(other, line))
-        server.settimeout(join_timeout)
-        while len(peers) < size - 1:
-            peers += _answer(server, token)
+        peers += _answer(server, token, size - 1 - rank, join_timeout)
     for peer in peers:
         peer.line.settimeout(None)
         peer.line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -397,18 +420,70 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _answer(server: socket.socket, token: bytes) -> list[_Peer]:
-    """Take a call, if it is from a rank of this run."""
-    try:
-        line, _ = server.accept()
-    except TimeoutError as error:
-        raise RankError("not all ranks came in time: start all ranks") from error
-    line.settimeout(10.0)
-    hello = b""
-    with suppress(OSError):
-        while len(hello) < _HEADER.size + len(token) and (data := line.recv(256)):
-            hello += data
-    if hello[_HEADER.size :] != token:
-        line.close()
-        return []
-    return [_Peer(_HEADER.unpack_from(hello)[1], line)]
+def _answer(server: socket.socket, token: bytes, count: int, join_timeout: float) -> list[_Peer]:
+    """Take the calls of ``count`` ranks. Strangers may call too, and hold up none of them."""
+    peers: list[_Peer] = []
+    ends = time.monotonic() + join_timeout
+    server.setblocking(False)
+    with _Callers(server, len(token)) as callers:
+        while len(peers) < count:
+            left = ends - time.monotonic()
+            if left <= 0:
+                raise RankError("not all ranks came in time: start all ranks")
+            for line, hello in callers.wait(left):
+                if hello[_HEADER.size :] == token:
+                    peers.append(_Peer(_HEADER.unpack_from(hello)[1], line))
+                else:
+                    line.close()
+    return peers
+
+
+class _Callers:
+    """Those who call a rank and have not said all of a hello yet; at the end they are hung up on.
+
+    Args:
+        server: where they call.
+        token_size: of a hello, in bytes.
+    """
+
+    def __init__(self, server: socket.socket, token_size: int) -> None:
+        self._server = server
+        self._size = _HEADER.size + token_size
+        self._hellos: dict[socket.socket, bytes] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._selector.close()
+        for line in self._hellos:
+            line.close()
+
+    def wait(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
+        """Lines that have sent what is as long as a hello, or have ended, and what that is."""
+        done = []
+        for key, _ in self._selector.select(seconds):
+            line = key.fileobj
+            assert isinstance(line, socket.socket)
+            if line is self._server:
+                self._accept()
+            elif self._has_all(line):
+                self._selector.unregister(line)
+                done.append((line, self._hellos.pop(line)))
+        return done
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it has hung up
+            line, _ = self._server.accept()
+            self._hellos[line] = b""
+            self._selector.register(line, selectors.EVENT_READ)
+
+    def _has_all(self, line: socket.socket) -> bool:
+        """Read on, and no further than a hello goes: what follows is for the listening thread."""
+        data = b""
+        with suppress(OSError):
+            data = line.recv(self._size - len(self._hellos[line]))
+        self._hellos[line] += data
+        return not data or len(self._hellos[line]) == self._size

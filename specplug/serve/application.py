@@ -37,7 +37,8 @@ from specplug.serve.sampling import sampling_arguments
 _T = TypeVar("_T")
 
 _STATS_SECONDS = 2.0
-"""How long metrics wait for an engine in a long step; then its last ones are told."""
+"""How long metrics wait for an engine in a long step; then the last ones are told, as they are
+after an engine's end."""
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorResponse, "description": "The request cannot be served"},
@@ -141,7 +142,7 @@ class Desk:
         engines = self.metrics.engines
         engines.algorithms = [ready.algorithm for ready in self.ranks.ready]
         self.metrics.open_requests.set(self.ranks.num_open)
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, Fault):
             engines.stats = await asyncio.wait_for(self.ranks.stats(), _STATS_SECONDS)
 
     async def _answer(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import tempfile
+import traceback
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, suppress
@@ -181,10 +183,12 @@ class EngineClient:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(self._settings).encode() + b"\n")
         self._tasks += [asyncio.create_task(work()) for work in (self._receive, self._watch)]
-        return await self._ready
+        return await asyncio.shield(self._ready)  # who waits may be called off
 
     def _open_sockets(self) -> None:
-        folder = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="specplug-"))
+        folder = self._resources.enter_context(
+            tempfile.TemporaryDirectory(prefix="specplug-", dir=_place())
+        )
         context = zmq.asyncio.Context()
         self._resources.callback(context.term)
         self._reports = context.socket(zmq.PULL)
@@ -247,14 +251,18 @@ class EngineClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._resources.close()
 
+    def kill(self) -> None:
+        """End the process at once."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
     async def _end_process(self, process: Process) -> None:
         if process.returncode is None and self._ready.done():
             self._send(End())
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _END_SECONDS)
-        if process.returncode is None:  # it loads, or hangs
-            process.kill()
-            await process.wait()
+        self.kill()  # it loads, or hangs
+        await process.wait()
 
     def _send(self, command: Command) -> None:
         self._commands.send(encode(command), zmq.NOBLOCK)
@@ -268,8 +276,14 @@ class EngineClient:
             self._send(Abort(id=job.name))
 
     async def _receive(self) -> None:
-        while True:
-            self._take(decode(await self._reports.recv()))
+        try:
+            while True:
+                self._take(decode(await self._reports.recv()))
+        except Exception as error:  # nobody would read the next report
+            traceback.print_exc()
+            why = f"{type(error).__name__} while its report was read: {error}"
+            self._failed = self._failed or Failed(message=why)
+            self.kill()
 
     def _take(self, report: Any) -> None:
         match report:
@@ -314,5 +328,13 @@ class EngineClient:
         for future in self._asked:
             if not future.done():
                 future.set_exception(engine_error(self.ended))
-        if not self._ending and self._ready.exception() is None:
+        was_loaded = self._ready.exception() is None  # it is read, whoever waited is gone or not
+        if was_loaded and not self._ending:
             self._on_end(self.ended)
+
+
+def _place() -> str:
+    """Where the folder of the sockets is to be: the system limits how long their paths are."""
+    usual = tempfile.gettempdir()
+    longest = os.fsencode(Path(usual) / "specplug-12345678" / "commands")
+    return usual if len(longest) <= zmq.IPC_PATH_MAX_LEN else "/tmp"

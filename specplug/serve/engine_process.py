@@ -5,7 +5,8 @@ input, and ends when that is closed: it never outlives the server. Four kinds of
 work, and each socket belongs to one of them:
 
 the loop     (main thread) steps the engine and sends all reports
-the receiver takes commands from the server; it passes on to intake, or to the loop
+the receiver takes commands from the server; it passes on to intake, or to the loop, and drops
+             from intake what is aborted before it has begun
 intake       tokenizes, checks, compiles grammars; those that compile are other threads than the
              rest, so that a slow grammar holds up nobody else
 the guard    waits for standard input to close
@@ -23,6 +24,7 @@ import traceback
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -97,6 +99,9 @@ class Intake:
         self._template = chat_template
         self._most = max_prompt_tokens
         self._done = done
+        self._waiting: dict[str, Add] = {}
+        """Jobs that no thread has begun with. The threads' own queues have nothing but their names,
+        so what is dropped takes no room."""
         self._plain = ThreadPoolExecutor(_INTAKE_THREADS, "intake")
         self._grammars = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammars")
 
@@ -107,11 +112,19 @@ class Intake:
         return self._llm.tokenizer is not None and bool(self._template or own)
 
     def take(self, job: Add) -> None:
-        """Begin with a job."""
+        """Begin with a job as soon as a thread is free."""
+        self._waiting[job.id] = job
         grammar = any(job.params.get(name) for name in ("json_schema", "regex", "ebnf"))
-        (self._grammars if grammar else self._plain).submit(self._work, job)
+        (self._grammars if grammar else self._plain).submit(self._work, job.id)
 
-    def _work(self, job: Add) -> None:
+    def drop(self, name: str) -> bool:
+        """Do not begin with a job. Returns whether that was in time: nothing comes of it then."""
+        return self._waiting.pop(name, None) is not None
+
+    def _work(self, name: str) -> None:
+        job = self._waiting.pop(name, None)
+        if job is None:
+            return
         try:
             self._done.put(self._prepare(job))
         except UsageError as error:
@@ -226,8 +239,14 @@ class EngineLoop:
         if isinstance(command, Add):
             self._preparing[command.id] = True  # before an abort of it can come
             self._intake.take(command)
+        elif isinstance(command, Abort) and self._intake.drop(command.id):
+            del self._preparing[command.id]
         else:
             self._inbox.put(command)
+
+    def fail(self, error: Exception) -> None:
+        """Called by the receiver when it cannot go on: nor can the loop."""
+        self._inbox.put(error)
 
     def run(self) -> None:
         """Go on until told to end."""
@@ -258,6 +277,8 @@ class EngineLoop:
                 self._send(Stats(totals=self._llm.stats(), occupancy=self._llm.occupancy))
             case End():
                 self._ended = True
+            case Exception():
+                raise item
 
     def _submit(self, job: Prepared) -> None:
         if not self._preparing.pop(job.id):
@@ -281,16 +302,29 @@ class EngineLoop:
         except Exception:  # every request has ended; the next step says so
             traceback.print_exc()
             return
-        updates = [self._update(output) for output in outputs]
+        updates = [update for output in outputs if (update := self._news(output))]
         if updates:
             self._send(Stepped(updates=updates))
 
-    def _update(self, output: RequestOutput) -> Update:
+    def _news(self, output: RequestOutput) -> Update | None:
+        """What a step gave a request; None if it has been told of as failed."""
         name, job, index = output.request_id, *_parsed(output.request_id)
-        told = self._told.get(name, 0)
-        self._told[name] = len(output.token_ids)
-        if output.finished:
+        if index not in self._jobs.get(job, ()):
+            return None
+        try:
+            update = self._update(output, job, index)
+        except Exception as error:  # it ends this request, and no other
+            traceback.print_exc()
+            self._llm.abort(name)
+            why = f"{type(error).__name__} while the output was read"
+            update = Update(id=job, index=index, finish_reason="error", error=why)
+        if update.finish_reason is not None:
             self._forget(name, job, index)
+        return update
+
+    def _update(self, output: RequestOutput, job: str, index: int) -> Update:
+        told = self._told.get(output.request_id, 0)
+        self._told[output.request_id] = len(output.token_ids)
         new = None if output.logprobs is None else output.logprobs[told:]
         return Update(
             id=job,
@@ -305,7 +339,7 @@ class EngineLoop:
         )
 
     def _forget(self, name: str, job: str, index: int) -> None:
-        del self._told[name]
+        self._told.pop(name, None)
         self._jobs[job].discard(index)
         if not self._jobs[job]:
             del self._jobs[job]
@@ -339,16 +373,20 @@ def _logprobs(tokens: Iterable[int], logprobs: Iterable[dict[int, Logprob]]) -> 
 
 
 def _receive(address: str, loop: EngineLoop) -> None:
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-    socket.set_hwm(0)
-    socket.bind(address)
-    while True:
-        loop.take(decode(socket.recv()))
+    try:
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        socket.set_hwm(0)
+        socket.bind(address)
+        while True:
+            loop.take(decode(socket.recv()))
+    except Exception as error:  # nobody would notice
+        loop.fail(error)
 
 
 def _end_with_the_server() -> None:
-    while os.read(0, 4096):
-        pass
+    with suppress(OSError):
+        while os.read(0, 4096):
+            pass
     os._exit(1)
 
 

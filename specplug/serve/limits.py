@@ -10,6 +10,7 @@ import attrs
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specplug.errors import UsageError
 from specplug.serve.faults import Fault
 
 _BODY_SECONDS = 60.0
@@ -27,11 +28,22 @@ class Limits:
         max_body_bytes: of a request's body.
         request_timeout: seconds from a request's arrival to its last token.
         api_key: what clients must know; None: nothing.
+
+    Raises:
+        UsageError: the key is empty, or no header can have it.
     """
 
     max_body_bytes: int = 4 << 20
     request_timeout: float = 600.0
-    api_key: str | None = None
+    api_key: str | None = attrs.field(default=None)
+
+    @api_key.validator
+    def _check_api_key(self, attribute: attrs.Attribute[str | None], key: str | None) -> None:
+        if key is not None and (not key or key != key.strip()):
+            what = "has spaces around it" if key.strip() else "is empty"
+            raise UsageError(
+                f"api_key {what}; expected a key that clients send, or no --api-key at all"
+            )
 
 
 class Gate:

@@ -23,9 +23,15 @@ def settings_of_ranks(
         num_gpus: CUDA devices of this machine.
 
     Raises:
-        UsageError: there are fewer GPUs than ranks, or a port is not among those there are.
+        UsageError: there are fewer GPUs than ranks, a port is not among those there are, or a
+            single rank is to share.
     """
     if size == 1:
+        if enable_dp_attention:
+            raise UsageError(
+                "dp_size=1 with enable_dp_attention: there is no other rank to share the MLPs "
+                "with; expected a dp_size of 2 or more (--dp-size)"
+            )
         return [dict(llm)]
     together: dict[str, Any] = {}
     if enable_dp_attention:

@@ -37,6 +37,11 @@ class Ranks:
         """End all engines."""
         await asyncio.gather(*(engine.stop() for engine in self._engines))
 
+    def kill(self) -> None:
+        """End all engines at once."""
+        for engine in self._engines:
+            engine.kill()
+
     @property
     def failed(self) -> bool:
         """Whether an engine has ended."""

@@ -123,6 +123,7 @@ class Server:
         """
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._at_once = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
@@ -131,12 +132,15 @@ class Server:
                 if await self._load():
                     await self._serve(listener)
             finally:
-                await self._ranks.stop()
+                await self._end()
         if self._failure is not None:
             raise SpecplugError(self._failure)
 
     def _stop(self) -> None:
-        (self._hurry if self._stopping.is_set() else self._stopping).set()
+        if self._stopping.is_set():
+            self._hurry.set()
+            self._at_once.set()
+        self._stopping.set()
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
@@ -154,7 +158,17 @@ class Server:
             loading.result()
             return not self._stopping.is_set()
         loading.cancel()
+        await asyncio.wait({loading})
         return False
+
+    async def _end(self) -> None:
+        """End the engines, at once if a second signal comes."""
+        ending = asyncio.create_task(self._ranks.stop())
+        signalled = asyncio.create_task(self._at_once.wait())
+        await asyncio.wait({ending, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
+        self._ranks.kill()
+        await ending
 
     async def _serve(self, listener: socket.socket) -> None:
         config = uvicorn.Config(
@@ -166,6 +180,7 @@ class Server:
             server_header=False,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
         )
+        _listen(listener, config.backlog)
         http = _HTTP(config, lambda: self._on_listening(_address(listener)))
         draining = asyncio.create_task(self._drain(http))
         try:
@@ -194,7 +209,8 @@ def _num_gpus() -> int:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """A socket at an address, which refuses connections until it listens.
+    """A socket at an address, which refuses connections until it listens. Nor does it keep others
+    from the address until then.
 
     Raises:
         SpecplugError: there is none to be had.
@@ -211,6 +227,22 @@ def _listener(host: str, port: int) -> socket.socket:
             f"cannot listen at {host}:{port}: {why}; give another --host or --port"
         ) from error
     return listener
+
+
+def _listen(listener: socket.socket, backlog: int) -> None:
+    """Take connections from now on.
+
+    Raises:
+        SpecplugError: another process listens there by now.
+    """
+    try:
+        listener.listen(backlog)
+    except OSError as error:
+        where = _address(listener).removeprefix("http://")
+        raise SpecplugError(
+            f"cannot listen at {where} any more: {error.strerror or error}: another process began "
+            "to while the model was loaded; give another --port"
+        ) from error
 
 
 def _address(listener: socket.socket) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -147,14 +148,67 @@ def test_a_stranger_who_calls_is_not_answered(monkeypatch: pytest.MonkeyPatch) -
         server = listen(address, **how)
         stranger = socket.create_connection(server.getsockname())
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n" + b"x: y\r\n" * 20)
-        strangers.append(stranger)
+        silent = socket.create_connection(server.getsockname())
+        strangers.extend((stranger, silent))
         return server
 
     address = free_address()
     monkeypatch.setattr(rank_links.socket, "create_server", with_a_stranger)
+    began = time.monotonic()
     links = join(range(2), 2, address)
+    assert time.monotonic() - began < 8.0, "a rank does not wait for one that says nothing"
     assert all_of([lambda: links[0].agree(1), lambda: links[1].agree(2)]) == [(1, 2)] * 2
     close(links)
-    assert len(strangers) == 2
+    assert len(strangers) == 4
     for stranger in strangers:
         stranger.close()
+
+
+def test_a_rank_may_go_on_before_it_is_answered() -> None:
+    token = b"t" * 32
+    alive = rank_links._HEADER.pack(rank_links._Kind.ALIVE, 0, 0, 0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as caller:
+            hello = rank_links._HEADER.pack(rank_links._Kind.HELLO, 1, 0, len(token))
+            caller.sendall(hello + token + alive)
+            (peer,) = rank_links._answer(server, token, 1, DEADLINE)
+        with peer.line:
+            assert peer.rank == 1
+            assert peer.line.recv(65536) == alive, "this is for the listening thread"
+
+
+def failure_of(link: RankLinks) -> str:
+    """What its listening thread fails with."""
+    told = threading.Event()
+    link.on_failure(told.set)
+    assert told.wait(DEADLINE)
+    return str(link.failure)
+
+
+@pytest.mark.parametrize(("kind", "length"), [(99, 0), (rank_links._Kind.ALIVE, 1 << 31)])
+def test_what_is_no_message_fails_all(kind: int, length: int) -> None:
+    links = join(range(3), 3)
+    links[1]._peers[0].send(rank_links._HEADER.pack(kind, 0, 0, length))
+    why = f"rank 1 sent what is no message (kind {kind:d}, {length} bytes)"
+    assert [failure_of(link) for link in links] == [why] * 3
+    close(links)
+
+
+def test_a_listening_thread_does_not_end_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = join(range(2), 2)
+
+    def fails(*_: Any) -> None:
+        raise ValueError("any")
+
+    monkeypatch.setattr(links[0], "_take", fails)
+    links[1].say_done()
+    why = "rank 0 failed: ValueError where it listens to the others: any"
+    assert [failure_of(link) for link in links] == [why] * 2
+    close(links)
+
+
+def test_a_long_reason_is_cut() -> None:
+    links = join(range(2), 2)
+    links[0].fail(0, "failed: " + "é" * 100_000)
+    assert failure_of(links[1]).startswith("rank 0 failed: éé")
+    close(links)

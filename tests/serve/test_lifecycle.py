@@ -7,13 +7,19 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 from server_process import DEADLINE, ServerProcess, is_alive, wait_until
 
-from specplug import LLM, SamplingParams
+from specplug import LLM, SamplingParams, UsageError
+from specplug.errors import SpecplugError
+from specplug.serve.engine_client import _END_SECONDS
+from specplug.serve.limits import Limits
+from specplug.serve.server import _listen, _listener
 
 LONG: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
 
@@ -111,9 +117,14 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(plugin_folder: Any, s
         wait_until(lambda: server.metric("running_requests") == 1)
         server.signal(signal.SIGTERM)
         wait_until(lambda: server.get("/health").status_code == 503)
+        (child,) = server.children()
+        os.kill(child, signal.SIGSTOP)
         server.signal(signal.SIGTERM)
+        began = time.monotonic()
         assert running.result().status_code == 503, "a second signal is not patient"
     assert server.wait() == 0
+    assert time.monotonic() - began < _END_SECONDS, "nor does it wait for an engine that hangs"
+    assert not is_alive(child)
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -135,6 +146,22 @@ def test_a_port_that_is_taken() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: cannot listen at 127.0.0.1:{port}: Address already in")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_port_that_another_takes_while_the_model_is_loaded() -> None:
+    with _listener("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with _listener("127.0.0.1", port) as second:
+            _listen(first, 8)
+            where = f"cannot listen at 127.0.0.1:{port} any more: Address already in use"
+            with pytest.raises(SpecplugError, match=f"^{where}: .*; give another --port$"):
+                _listen(second, 8)
+
+
+@pytest.mark.parametrize("key", ["", " ", "key "])
+def test_a_key_that_no_client_can_send_or_all_do(key: str) -> None:
+    with pytest.raises(UsageError, match=r"^api_key .*; expected a key that clients send"):
+        Limits(api_key=key)
 
 
 def test_an_engine_that_cannot_start(tmp_path: Path) -> None:

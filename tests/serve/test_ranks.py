@@ -76,4 +76,6 @@ def test_each_rank_has_a_gpu_and_a_port() -> None:
     on_cpu = settings_of_ranks({"device": "cpu"}, 3, enable_dp_attention=True, num_gpus=2)
     assert [rank["dp_rank"] for rank in on_cpu] == [0, 1, 2]
     assert {rank["device"] for rank in on_cpu} == {"cpu"}
-    assert settings_of_ranks(llm, 1, enable_dp_attention=True, num_gpus=1) == [llm]
+    assert settings_of_ranks(llm, 1, enable_dp_attention=False, num_gpus=1) == [llm]
+    with pytest.raises(UsageError, match=r"dp_size=1 with enable_dp_attention.*2 or more"):
+        settings_of_ranks(llm, 1, enable_dp_attention=True, num_gpus=1)
