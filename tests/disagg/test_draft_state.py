@@ -176,7 +176,7 @@ def test_states_of_another_topk_are_left_where_they_are(
 
 def received(llm: LLM, num_requests: int) -> Batch:
     """A batch of requests that came without anything, in rows of their own."""
-    rows = torch.arange(1, num_requests + 1)
+    rows = torch.arange(1, num_requests + 1, device=llm._engine._runtime.device)
     requests = [llm.prepare([3, 4, 5 + i], PARAMS) for i in range(num_requests)]
     for request in requests:
         request.token_ids.append(7)
@@ -203,7 +203,7 @@ def test_an_empty_batch_and_one_without_states_have_the_same_form(
                 draft_input = llm._hooks.build_disagg_draft_input(
                     runtime=llm._engine._runtime,
                     batch=batch,
-                    last_tokens=torch.full((size,), 7),
+                    last_tokens=torch.full_like(batch.rows, 7),
                     future_map=llm._engine._steps._future_map,
                 )
             assert draft_input.bonus_tokens.shape == (size,)
