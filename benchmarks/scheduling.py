@@ -229,7 +229,7 @@ class Bench:
         )
         scheduler = Scheduler(config, PrefixCache(pool, 0), table)
         sampler = Sampler(case.running + 1, VOCAB, CPU)
-        runtime: Any = SimpleNamespace(device=CPU, table=table, sampler=sampler)
+        runtime: Any = SimpleNamespace(device=CPU, table=table, sampler=sampler, worker=None)
         hooks = build_plugin_manager(Registry().select("NONE"), (), CoreDefaults()).hook
         unused: Any = None
         self.engine = Engine(

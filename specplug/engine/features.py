@@ -54,7 +54,7 @@ class Features:
             self.states[name] = f"off: {refused_by}"
         elif obstacle is not None:
             self.states[name] = f"off: {obstacle}"
-            warnings.warn(f"{name} is off: {obstacle}", FallbackWarning, stacklevel=4)
+            warnings.warn(f"{name} is off: {obstacle}", FallbackWarning, stacklevel=5)
         else:
             self.states[name] = "on"
         return self.states[name] == "on"

@@ -195,7 +195,7 @@ class LLM:
         )
         self.spec_config = config = self._hooks.validate_config(config=config)
         for adjustment in config.adjustments:
-            warnings.warn(f"{config.algorithm}: {adjustment}", FallbackWarning, stacklevel=2)
+            warnings.warn(f"{config.algorithm}: {adjustment}", FallbackWarning, stacklevel=3)
         self._runner = ModelRunner(path, choose_dtype(dtype, where), where, self._ranks)
         if where.type == "cpu":
             set_threads(num_threads, self._runner.num_parameters)
@@ -669,7 +669,8 @@ class LLM:
     def _abort_all(self) -> None:
         for request in self._engine.requests:
             self._engine.abort(request.request_id)
-        self._take(self._engine.drain)
+        if self._engine.has_work:
+            self._take(self._engine.drain)
 
 
 def _check_positive(name: str, value: int | None, optional: bool) -> None:
