@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import attrs
@@ -98,11 +99,6 @@ class PrefillInstance:
         self._preparing: dict[Future[Request], _Work] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
 
-    @property
-    def registered(self) -> int:
-        """Decode instances that have let this one in."""
-        return sum(link.accepted for link in self._links)
-
     def receive(self, *, wait: bool) -> None:
         """Register where that is due, and take what has come.
 
@@ -120,7 +116,7 @@ class PrefillInstance:
         for future in [f for f in self._preparing if f.done()]:
             work = self._preparing.pop(future)
             if self._work.get(self._key(work)) is work:
-                self._begin(work, future)
+                self._begin(work, future.result)
 
     def send(self, cuttings: Iterable[Cutting]) -> None:
         """Send what has been prefilled to those that wait for it."""
@@ -225,24 +221,18 @@ class PrefillInstance:
             return
         work = _Work(job, link)
         self._work[self._key(work)] = work
-        ask = job.token_ids, job.params
+        prepare = partial(self._prepare, job.token_ids, job.params, priority=job.priority)
         if job.params.grammar is not None:
-            future = self._threads.submit(self._prepare, *ask, priority=job.priority)
-            self._preparing[future] = work
-            return
-        prepared: Future[Request] = Future()
-        try:
-            prepared.set_result(self._prepare(*ask, priority=job.priority))
-        except Exception as error:
-            prepared.set_exception(error)
-        self._begin(work, prepared)
+            self._preparing[self._threads.submit(prepare)] = work
+        else:
+            self._begin(work, prepare)
 
-    def _begin(self, work: _Work, prepared: Future[Request]) -> None:
-        error = prepared.exception()
-        if error is not None:
+    def _begin(self, work: _Work, prepare: Callable[[], Request]) -> None:
+        try:
+            request = work.request = prepare()
+        except Exception as error:
             self._fail(work, str(error))
             return
-        request = work.request = prepared.result()
         request.export_from = work.job.start
         self._by_request[request] = work
         self._submit(request)

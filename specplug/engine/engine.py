@@ -213,9 +213,8 @@ class Engine:
             if chunk.is_last and request.finished and not ended:
                 self._report_finished(request)
             self.scheduler.processed(request, committed=None)
-        index = {chunk.request: i for i, chunk in enumerate(result.step.prefill.chunks)}
         for kv in prefill.slices:
-            i = index[kv.request]
+            i = result.step.prefill.requests.index(kv.request)
             self.outbox.append(self._cutting(kv, tokens[i], logprobs, i))
         return given
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from specplug.engine.host_copy import to_host
+from specplug.engine.host_copy import to_host, upload
 from specplug.engine.parcel import KVSlice, Unpacking
 from specplug.engine.request import Request
 from specplug.engine.runtime import EngineRuntime
@@ -78,22 +77,22 @@ class Handover:
             self._write(unpacking)
         # Whoever was retracted since has given its row away, and will be prefilled here.
         live = [u for u in unpackings if u.request.row]
-        requests = [u.request for u in live]
+        requests, device = [u.request for u in live], self._runtime.device
         batch = Batch(
             mode=ForwardMode.DECODE,
             requests=requests,
-            rows=self._upload([request.row for request in requests]),
-            seq_lens=self._upload([u.parcel.end for u in live]),
+            rows=upload([request.row for request in requests], device),
+            seq_lens=upload([u.parcel.end for u in live], device),
             greedy=not any(request.needs & Needs.NOISE for request in requests),
         )
-        last_tokens = self._upload([u.request.token_ids[u.parcel.end] for u in live])
+        last_tokens = upload([u.request.token_ids[u.parcel.end] for u in live], device)
         draft_input = self._hooks.build_disagg_draft_input(
             runtime=self._runtime,
             batch=batch,
             last_tokens=last_tokens,
             future_map=self._future_map,
         )
-        order = torch.arange(len(live), device=self._runtime.device)
+        order = torch.arange(len(live), device=device)
         output = CommittedOutput(
             tokens=last_tokens,
             last_rows=order,
@@ -117,7 +116,3 @@ class Handover:
                 pool.index_copy_(2, slots, rows.to(pool.device, non_blocking=True))
             else:  # what lay there is another request's
                 pool.index_fill_(2, slots, 0)
-
-    def _upload(self, values: Sequence[int]) -> Tensor:
-        tensor = torch.tensor(values, dtype=torch.int64)
-        return tensor.to(self._runtime.device, non_blocking=True)

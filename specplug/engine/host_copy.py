@@ -1,9 +1,16 @@
-"""Tensors on their way from the device to the host."""
+"""Tensors on their way between the host and the device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+
+def upload(values: Sequence[int], device: torch.device) -> Tensor:
+    """Integers on their way to the device: [n] int64."""
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Tensor:

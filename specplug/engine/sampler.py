@@ -7,12 +7,13 @@ it is the same whatever was drafted, and whatever else is in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from specplug.engine.guide import mask_scores
+from specplug.engine.host_copy import upload
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.sampling_params import Needs
 from specplug.spec.draft import Draft
@@ -161,20 +162,17 @@ class Sampler:
         if self._output_counts is None or self._in_prompt is None:
             self._output_counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
             self._in_prompt = torch.zeros(self._size, dtype=torch.bool, device=self._device)
-        prompt = self._upload(request.prompt_token_ids)
+        prompt = upload(request.prompt_token_ids, self._device)
         self._output_counts[request.row] = 0
         counted = request.output_token_ids
         if request.status is RequestStatus.RUNNING:  # a root is counted when it is verified
             counted = counted[: request.kv_len - len(request.prompt_token_ids)]
         if counted:  # of one that was retracted
-            output = self._upload(counted)
+            output = upload(counted, self._device)
             once = torch.ones_like(output, dtype=torch.int32)
             self._output_counts[request.row].index_add_(0, output, once)
         self._in_prompt[request.row] = False
         self._in_prompt[request.row, prompt] = True
-
-    def _upload(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int64).to(self._device, non_blocking=True)
 
 
 def path_counts(draft: Draft, vocab_size: int, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from specplug.engine.attention import JoinedPlan, PagedPlan
 from specplug.engine.captures import ROUTED_EXPERTS
 from specplug.engine.guide import HostTree, allocate_masks
 from specplug.engine.handover import Handover
-from specplug.engine.host_copy import Arrival, to_host
+from specplug.engine.host_copy import Arrival, to_host, upload
 from specplug.engine.kv_cache import move_slots
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.parcel import KVSlice
@@ -459,8 +459,7 @@ class StepRunner:
         return top_logprobs(logits, predict, max(wanted)) if wanted else {}
 
     def _upload(self, values: Sequence[int]) -> Tensor:
-        tensor = torch.tensor(values, dtype=torch.int64)
-        return tensor.to(self._runtime.device, non_blocking=True)
+        return upload(values, self._runtime.device)
 
 
 def _needs(requests: Sequence[Any]) -> Needs:
