@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 
 from specplug.algorithm import DEFAULT_MODEL
+from specplug.engine.foreign_code import DATA_ONLY, needs_code, refuse_code
 from specplug.engine.model_runner import ModelRunner
-from specplug.errors import UsageError
+from specplug.errors import FallbackWarning, UsageError
 
 ASSETS = Path(__file__).parent.parent / "assets"
 _SMALL_MODEL = 50_000_000
@@ -78,8 +80,10 @@ def read_target_config(path: str) -> dict[str, Any]:
 
     check_model_path(path)
     try:
-        config: dict[str, Any] = AutoConfig.from_pretrained(path).get_text_config().to_dict()
+        found = AutoConfig.from_pretrained(path, **DATA_ONLY)
+        config: dict[str, Any] = found.get_text_config().to_dict()
     except (OSError, ValueError, KeyError) as error:
+        refuse_code(f"model {path!r}: its config", error)
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"model {path!r}: its config cannot be read: {first}") from error
     return config
@@ -92,10 +96,18 @@ def load_tokenizer(tokenizer: str | Path | None, model_path: str) -> Any | None:
     from specplug.errors import CheckpointError
 
     try:
-        return AutoTokenizer.from_pretrained(str(tokenizer or model_path))
+        return AutoTokenizer.from_pretrained(str(tokenizer or model_path), **DATA_ONLY)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if tokenizer is not None:
+            refuse_code(f"tokenizer {str(tokenizer)!r}", error)
             raise CheckpointError(f"tokenizer {str(tokenizer)!r} cannot be loaded") from error
+        if needs_code(error):
+            warnings.warn(
+                f"model {model_path!r}: its tokenizer is code in its repository, which specplug "
+                "never runs; prompts and outputs are token ids, or name another tokenizer",
+                FallbackWarning,
+                stacklevel=4,
+            )
         return None
 
 

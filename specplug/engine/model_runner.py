@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from specplug.engine.attention import IMPLEMENTATION, JoinedPlan, PagedPlan, TargetPass, register
 from specplug.engine.captures import Captures
+from specplug.engine.foreign_code import DATA_ONLY, refuse_code
 from specplug.engine.graph_runner import GraphRunner
 from specplug.engine.kv_cache import KVShape
 from specplug.engine.lean_modules import fuse_norms, pack_weights, shorten_calls
@@ -161,9 +163,19 @@ def _load(path: str, dtype: torch.dtype | None) -> Any:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         return AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or "auto", attn_implementation=IMPLEMENTATION
+            path,
+            dtype=dtype or "auto",
+            attn_implementation=IMPLEMENTATION,
+            weights_only=True,
+            **DATA_ONLY,
         )
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"model {path!r} cannot be loaded: its weights are a pickle with more than tensors in "
+            "it; expected *.safetensors, or a pickle of tensors alone"
+        ) from error
     except (OSError, ValueError, KeyError) as error:
+        refuse_code(f"model {path!r}", error)
         raise CheckpointError(f"model {path!r} cannot be loaded: {_first_line(error)}") from error
     finally:
         if bars:
