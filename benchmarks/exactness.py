@@ -202,7 +202,7 @@ class Judge:
         from specplug.engine.loading import ASSETS
 
         path = str(ASSETS / "tiny_code")
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         self._prompts = [tokenizer(prompt)["input_ids"] for prompt in prompts]
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from specplug import __version__
+from specplug.cli.standard_output import end_standard_output, reserve_standard_output
 from specplug.contract import PLUGIN_FAILURES, PluginWarning, error_line
 from specplug.debug import DEBUG
 from specplug.errors import FallbackWarning, SpecplugError, UsageError
@@ -78,12 +79,14 @@ class CommandLine(click.Group):
         registry = Registry()
         if not registry.extension_entries():
             return
-        for extension in registry.extensions():
-            try:
-                build_extension_manager(extension).hook.register_commands(cli=self)
-            except PLUGIN_FAILURES as error:
-                message = f"{extension.entry.subject}: register_commands raised {error_line(error)}"
-                warnings.warn(message, PluginWarning, stacklevel=2)
+        with reserve_standard_output():
+            for extension in registry.extensions():
+                try:
+                    build_extension_manager(extension).hook.register_commands(cli=self)
+                except PLUGIN_FAILURES as error:
+                    subject = extension.entry.subject
+                    message = f"{subject}: register_commands raised {error_line(error)}"
+                    warnings.warn(message, PluginWarning, stacklevel=2)
 
 
 @click.group(cls=CommandLine, invoke_without_command=True)
@@ -113,7 +116,7 @@ def _exit(call: Callable[[], Any]) -> NoReturn:
         with warnings.catch_warnings():
             warnings.showwarning = _warning_shower()
             result = call()
-        sys.stdout.flush()
+        end_standard_output()
         sys.exit(result if isinstance(result, int) else 0)
     except click.Abort as abort:
         sys.exit(130 if isinstance(abort.__cause__, KeyboardInterrupt) else 1)

@@ -17,6 +17,7 @@ from specplug.bench.contender import EVERY, SETTINGS, Contender, parse_contender
 from specplug.bench.dataset import HELD_OUT, Deal, deal, read_prompts
 from specplug.cli import say
 from specplug.cli.options import COUNT, ENGINE, SAMPLING, check_speculation, chosen
+from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
 from specplug.errors import SpecplugError, UsageError
 from specplug.registry import Registry
@@ -95,22 +96,23 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
     outputs are compared with those of NONE: exits with 1 if any differs, as rounding in bfloat16 on
     a GPU can make it do.
     """
-    contenders, problems = _contenders(options)
-    prompts = read_prompts(options["dataset"] or HELD_OUT)
-    deals = {
-        size: deal(prompts, size, options["rounds"], options["num_prompts"])
-        for size in options["batch_sizes"]
-    }
-    _prepare(options["output"])
-    from specplug.engine.sampling_params import SamplingParams
+    with reserve_standard_output() as out:
+        contenders, problems = _contenders(options)
+        prompts = read_prompts(options["dataset"] or HELD_OUT)
+        deals = {
+            size: deal(prompts, size, options["rounds"], options["num_prompts"])
+            for size in options["batch_sizes"]
+        }
+        _prepare(options["output"])
+        from specplug.engine.sampling_params import SamplingParams
 
-    params = SamplingParams(**chosen(SAMPLING, options))
-    report = _measure(contenders, problems, deals, params, options)
-    if options["as_json"]:
-        import json
+        params = SamplingParams(**chosen(SAMPLING, options))
+        report = _measure(contenders, problems, deals, params, options)
+        if options["as_json"]:
+            import json
 
-        click.echo(json.dumps(report.as_mapping(), indent=2))
-    else:
+            click.echo(json.dumps(report.as_mapping(), indent=2), file=out)
+    if not options["as_json"]:
         _print(report)
     _tell(report)
     if options["output"] is not None:

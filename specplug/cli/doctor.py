@@ -11,6 +11,7 @@ import click
 import importlib_metadata
 
 from specplug.algorithm import API_VERSION
+from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
 from specplug.entries import DISABLE, PluginEntry
 from specplug.registry import Registry
@@ -27,22 +28,23 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
     Exits with 1 if any plugin is broken. Disabled algorithms are not imported.
     """
-    registry = Registry()
-    algorithms = [e if e.disabled else registry.examine(e).entry for e in registry.entries()]
-    extensions = [registry.examine(entry).entry for entry in registry.extension_entries()]
-    plugins: list[PluginEntry] = [*algorithms, *extensions]
-    notes = _notes(registry)
-    if as_json:
-        import json
+    with reserve_standard_output() as out:
+        registry = Registry()
+        algorithms = [e if e.disabled else registry.examine(e).entry for e in registry.entries()]
+        extensions = [registry.examine(entry).entry for entry in registry.extension_entries()]
+        plugins: list[PluginEntry] = [*algorithms, *extensions]
+        notes = _notes(registry)
+        if as_json:
+            import json
 
-        report = {
-            "versions": _versions(),
-            "algorithms": [as_mapping(entry) for entry in algorithms],
-            "extensions": [as_mapping(entry) for entry in extensions],
-            "notes": notes,
-        }
-        click.echo(json.dumps(report, indent=2))
-    else:
+            report = {
+                "versions": _versions(),
+                "algorithms": [as_mapping(entry) for entry in algorithms],
+                "extensions": [as_mapping(entry) for entry in extensions],
+                "notes": notes,
+            }
+            click.echo(json.dumps(report, indent=2), file=out)
+    if not as_json:
         _print_report(plugins, notes)
     ctx.exit(1 if any(_broken(entry) for entry in plugins) else 0)
 

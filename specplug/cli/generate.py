@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 import click
 
 from specplug.cli.loading import load
 from specplug.cli.options import ENGINE, GRAMMAR, SAMPLING, check_speculation, chosen
+from specplug.cli.standard_output import reserve_standard_output
 from specplug.errors import SpecplugError, UsageError
 from specplug.registry import Registry
 
@@ -90,29 +91,36 @@ def generate(**options: Any) -> None:
     """
     from specplug.engine.sampling_params import SamplingParams
 
-    engine, as_json = chosen(ENGINE, options), options["as_json"]
     params = SamplingParams(**chosen((*SAMPLING, *GRAMMAR), options))
+    with reserve_standard_output() as out:
+        if options["as_json"]:
+            import json
+
+            run = _generate(options, params, None)
+            click.echo(json.dumps(run.as_mapping()), file=out)
+            return
+        run = _generate(options, params, out)
+    if len(run.outputs) > 1:
+        _print_completions(run.outputs)
+    _print_statistics(run)
+
+
+def _generate(options: Mapping[str, Any], params: SamplingParams, out: TextIO | None) -> Run:
+    """Complete the prompts; one alone is printed on ``out`` as it comes, if that is given."""
+    engine = chosen(ENGINE, options)
     selected = Registry().select(engine["speculative_algorithm"])
     check_speculation(selected.info, engine)
     prompts = _read_prompts(options["prompts"], options["prompt_file"])
     started = time.perf_counter()
     with load(engine) as llm:
         loaded = time.perf_counter()
-        if len(prompts) == 1 and not as_json:
-            outputs = [_stream(llm, prompts[0], params)]
+        if len(prompts) == 1 and out is not None:
+            outputs = [_stream(llm, prompts[0], params, out)]
         else:
             with _progress(len(prompts)) as advance:
                 outputs = llm.generate(prompts, params, on_finished=advance)
         seconds = time.perf_counter() - loaded
-        run = Run(outputs, seconds, loaded - started, llm.effective_config, llm.stats())
-    if as_json:
-        import json
-
-        click.echo(json.dumps(run.as_mapping()))
-        return
-    if len(prompts) > 1:
-        _print_completions(outputs)
-    _print_statistics(run)
+        return Run(outputs, seconds, loaded - started, llm.effective_config, llm.stats())
 
 
 def _read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
@@ -171,20 +179,20 @@ def _progress(count: int) -> Iterator[Callable[[RequestOutput], None] | None]:
         yield advance
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+def _stream(llm: LLM, prompt: str, params: SamplingParams, out: TextIO) -> RequestOutput:
     """Print the completion as it comes; on a terminal behind its prompt."""
     shown = ""
     with closing(llm.stream(prompt, params)) as outputs:
         try:
             for output in outputs:
-                if not shown and sys.stdout.isatty():
-                    click.secho(prompt, nl=False, dim=True)
-                click.echo(output.delta, nl=False)
+                if not shown and out.isatty():
+                    click.secho(prompt, nl=False, dim=True, file=out)
+                click.echo(output.delta, nl=False, file=out)
                 shown = prompt + (output.text or "")
         finally:
             if shown and not shown.endswith("\n"):
                 with suppress(BrokenPipeError):
-                    click.echo()
+                    click.echo(file=out)
     return _sound(output)
 
 

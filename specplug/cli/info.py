@@ -9,6 +9,7 @@ import attrs
 import click
 
 from specplug.algorithm import DEFAULT_MODEL
+from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
 from specplug.contract import HOOKS, implemented_hooks
 from specplug.registry import Registry, SelectedAlgorithm
@@ -22,13 +23,14 @@ OBSERVERS = ("on_step", "on_request_finished", "register_commands")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def info(name: str, as_json: bool) -> None:
     """Show what the algorithm NAME declares."""
-    declared = describe(Registry().select(name))
-    if as_json:
-        import json
+    with reserve_standard_output() as out:
+        declared = describe(Registry().select(name))
+        if as_json:
+            import json
 
-        click.echo(json.dumps(declared, indent=2))
-    else:
-        print_table(("algorithm", declared["name"]), _rows(declared))
+            click.echo(json.dumps(declared, indent=2), file=out)
+            return
+    print_table(("algorithm", declared["name"]), _rows(declared))
 
 
 def describe(selected: SelectedAlgorithm) -> dict[str, Any]:

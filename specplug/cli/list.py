@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import click
 
+from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
 from specplug.registry import AlgorithmEntry, Registry
 
@@ -20,13 +21,18 @@ def list_algorithms(check: bool, as_json: bool) -> None:
     Nothing is imported, so the status is `installed`, `disabled` or, where the metadata shows it,
     `broken: why`. With --check it is `ok` or `broken: why`, and the summary is the algorithm's own.
     """
-    registry = Registry()
-    entries = [_checked(registry, e) for e in registry.entries()] if check else registry.entries()
-    if as_json:
-        import json
+    with reserve_standard_output() as out:
+        registry = Registry()
+        entries = registry.entries()
+        if check:
+            entries = [_checked(registry, entry) for entry in entries]
+        if as_json:
+            import json
 
-        click.echo(json.dumps({"algorithms": [as_mapping(entry) for entry in entries]}, indent=2))
-    elif not entries:
+            listed = {"algorithms": [as_mapping(entry) for entry in entries]}
+            click.echo(json.dumps(listed, indent=2), file=out)
+            return
+    if not entries:
         click.echo("no algorithm is installed; an algorithm is a pip package", err=True)
     else:
         columns = ("name", "status", "version", "distribution", "summary")

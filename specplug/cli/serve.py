@@ -12,6 +12,7 @@ import click
 from specplug.cli import say
 from specplug.cli.loading import status
 from specplug.cli.options import COUNT, DISAGGREGATION, ENGINE, check_speculation, chosen
+from specplug.cli.standard_output import reserve_standard_output
 from specplug.errors import SpecplugError, UsageError
 from specplug.registry import Registry
 
@@ -137,7 +138,8 @@ def serve(**options: Any) -> None:
             "pip install 'specplug[serve]'"
         )
     engine = chosen(ENGINE, options)
-    check_speculation(Registry().select(engine["speculative_algorithm"]).info, engine)
+    with reserve_standard_output():
+        check_speculation(Registry().select(engine["speculative_algorithm"]).info, engine)
     chat_template = _read(options["chat_template"])
     import asyncio
 
