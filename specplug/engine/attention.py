@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import attrs
@@ -10,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specplug.errors import UsageError
 from specplug.kernels.paged_attention import paged_attention_reference
 from specplug.spec.padding import Padding
 from specplug.spec.runtime import KVCache
@@ -84,13 +84,19 @@ class PagedPlan:
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``AttentionPlan.attend``; ``window`` is a sliding window's length in tokens."""
+        """See ``AttentionPlan.attend``.
+
+        Args:
+            window: a sliding window's length in tokens.
+            sinks: [H], a score of each head that takes part in its softmax without a value.
+        """
         heads, head_dim = q.shape[1:]
         if self.padding is not None:
             q = q[self.padding.padded_rows]
         q = q.view(self.bs, self.width, heads, head_dim).transpose(1, 2)
-        out = self.attend_padded(cache, layer, q, k, v, scale, window, softcap)
+        out = self.attend_padded(cache, layer, q, k, v, scale, window, softcap, sinks)
         flat = out.transpose(1, 2).reshape(self.bs * self.width, heads * head_dim)
         return flat if self.padding is None else flat[self.padding.flat_index]
 
@@ -109,6 +115,7 @@ class PagedPlan:
         scale: float | None,
         window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """As ``attend``, with queries and result [bs, H, Q, D]."""
         self.write(cache, layer, k, v)
@@ -121,6 +128,7 @@ class PagedPlan:
             self._bias_for(window, q.shape[1] // keys.shape[1], q.dtype),
             q.shape[3] ** -0.5 if scale is None else scale,
             softcap,
+            sinks,
         )
 
     def _bias_for(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
@@ -242,13 +250,17 @@ def make_plan(
 
 @attrs.frozen(eq=False)
 class TargetPass:
-    """What transformers hands through to our attention: the plan, and the target's cache."""
+    """What our attention needs to know of the pass that runs: the plan, and the target's cache."""
 
     plan: PagedPlan | JoinedPlan
     cache: KVCache
 
 
-def _attention(
+TARGET_PASS: ContextVar[TargetPass] = ContextVar("target_pass")
+"""The pass that runs in this thread. Not a keyword to the model: not all hand theirs on."""
+
+
+def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -258,30 +270,29 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    target_pass: TargetPass | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: [1, H, T, D] in, [1, T, H, D] out."""
-    assert target_pass is not None, "the specplug attention needs the engine's plan"
-    if s_aux is not None:
-        raise UsageError(f"{type(module).__name__}: attention sinks are not supported yet")
+    target_pass = TARGET_PASS.get()
     plan, cache = target_pass.plan, target_pass.cache
     layer: int = module.layer_idx  # type: ignore[assignment]
     width = value.shape[3]
     if width < key.shape[3]:  # latent attention; the cache has one width
         value = F.pad(value, (0, key.shape[3] - width))
     k, v = key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
+    how = scaling, sliding_window, softcap, s_aux
     if isinstance(plan, PagedPlan) and plan.bs == 1 and plan.padding is None:
         # transformers' layout is ours already.
-        out = plan.attend_padded(cache, layer, query, k, v, scaling, sliding_window, softcap)
-        return out.transpose(1, 2)[..., :width], None
-    q = query.squeeze(0).transpose(0, 1)
-    flat = plan.attend(cache, layer, q, k, v, scaling, sliding_window, softcap)
-    return flat.view(1, flat.shape[0], query.shape[1], -1)[..., :width], None
+        out = plan.attend_padded(cache, layer, query, k, v, *how).transpose(1, 2)
+    else:
+        q = query.squeeze(0).transpose(0, 1)
+        flat = plan.attend(cache, layer, q, k, v, *how)
+        out = flat.view(1, flat.shape[0], query.shape[1], -1)
+    return out[..., :width].contiguous(), None  # some models view it
 
 
 def register() -> None:
     """Make ``attn_implementation="specplug"`` known to transformers. May be called again."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionInterface.register(IMPLEMENTATION, attention)

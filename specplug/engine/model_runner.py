@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specplug.engine.attention import IMPLEMENTATION, JoinedPlan, PagedPlan, TargetPass, register
+from specplug.engine.attention import (
+    IMPLEMENTATION,
+    TARGET_PASS,
+    JoinedPlan,
+    PagedPlan,
+    TargetPass,
+    register,
+)
 from specplug.engine.captures import Captures
 from specplug.engine.foreign_code import DATA_ONLY, refuse_code
 from specplug.engine.graph_runner import GraphRunner
@@ -143,13 +150,16 @@ class ModelRunner:
         self.captures.begin()
         if self._ranks is not None:
             self.captures.routed_rows = self._ranks.own
-        out = self.model(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=plan.positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=logits_rows,
-            target_pass=TargetPass(plan, self.cache),
-        )
+        running = TARGET_PASS.set(TargetPass(plan, self.cache))
+        try:
+            out = self.model(
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=plan.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=logits_rows,
+            )
+        finally:
+            TARGET_PASS.reset(running)
         return out.logits.squeeze(0), self.captures.collect(routed_experts)
 
 

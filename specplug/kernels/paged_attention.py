@@ -15,6 +15,7 @@ def paged_attention_reference(
     bias: Tensor,
     scale: float,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The torch reference: gather each request's keys and values, then masked attention.
 
@@ -26,6 +27,8 @@ def paged_attention_reference(
             the queries of a group of heads one behind the other.
         scale: of the scores.
         softcap: ``softcap * tanh(score / softcap)`` before the mask (Gemma 2), or None.
+        sinks: [H], a score of each head that takes its part of the softmax and has no value
+            (gpt-oss), or None.
 
     Returns:
         [bs, H, Q, D].
@@ -37,9 +40,16 @@ def paged_attention_reference(
     v = values.index_select(0, table).view(bs, length, kv_heads, head_dim).transpose(1, 2)
     # The heads that share keys are folded into the queries, so nothing is repeated.
     folded = q.reshape(bs, kv_heads, heads // kv_heads * width, head_dim)
-    if softcap is None:
+    if softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(folded, k, v, attn_mask=bias, scale=scale)
     else:
-        scores = softcap * torch.tanh(folded @ k.transpose(2, 3) * (scale / softcap))
-        out = torch.softmax(scores + bias, dim=-1) @ v
+        scores = folded @ k.transpose(2, 3) * (scale if softcap is None else scale / softcap)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores)
+        scores = scores + bias
+        if sinks is not None:
+            sink = sinks.to(q.dtype).view(kv_heads, -1, 1).expand(-1, -1, width)
+            sink = sink.reshape(1, kv_heads, -1, 1).expand(bs, -1, -1, -1)
+            scores = torch.cat((scores, sink), dim=-1)
+        out = torch.softmax(scores, dim=-1)[..., :length] @ v
     return out.reshape(bs, heads, width, head_dim)

@@ -30,6 +30,7 @@ class Case:
     parents: tuple[tuple[int, ...], ...] | None
     window: int | None
     softcap: float | None
+    has_sinks: bool
     page_size: int
     seed: int
 
@@ -62,6 +63,7 @@ def cases(draw: Callable[..., Any]) -> Case:
         parents=draw(st.sampled_from([None, trees])),
         window=draw(st.sampled_from([None, 1, 3, 30])),
         softcap=draw(st.sampled_from([None, 1.5])),
+        has_sinks=draw(st.booleans()),
         page_size=draw(st.sampled_from([1, 3, 16])),
         seed=draw(st.integers(0, 99)),
     )
@@ -81,7 +83,9 @@ def _table(case: Case) -> Tensor:
     return table
 
 
-def _one_row(q: Tensor, keys: Tensor, values: Tensor, softcap: float | None) -> Tensor:
+def _one_row(
+    q: Tensor, keys: Tensor, values: Tensor, softcap: float | None, sinks: Tensor | None = None
+) -> Tensor:
     """[H, D] query over [L, Hkv, D] keys -> [H * D]."""
     heads = []
     for head in range(HEADS):
@@ -89,7 +93,9 @@ def _one_row(q: Tensor, keys: Tensor, values: Tensor, softcap: float | None) -> 
         scores = keys[:, kv] @ q[head] * HEAD_DIM**-0.5
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        heads.append(torch.softmax(scores, 0) @ values[:, kv])
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head : head + 1]))
+        heads.append(torch.softmax(scores, 0)[: len(keys)] @ values[:, kv])
     return torch.cat(heads)
 
 
@@ -122,7 +128,8 @@ def test_attention_is_that_of_plain_loops(case: Case) -> None:
         padding=Padding.of(case.widths, width, CPU),
         **layout,
     )
-    found = plan.attend(cache, 0, q, k, v, None, case.window, case.softcap)
+    sinks = normal(HEADS) if case.has_sinks else None
+    found = plan.attend(cache, 0, q, k, v, None, case.window, case.softcap, sinks)
     row = 0
     for b, start in enumerate(case.starts):
         history = table[b + 1, :start]
@@ -131,7 +138,7 @@ def test_attention_is_that_of_plain_loops(case: Case) -> None:
             keys = torch.cat((pool[history, 0], k[[row - i + j for j in seen]]))
             values = torch.cat((pool[history, 1], v[[row - i + j for j in seen]]))
             window = case.window or len(keys)
-            expected = _one_row(q[row], keys[-window:], values[-window:], case.softcap)
+            expected = _one_row(q[row], keys[-window:], values[-window:], case.softcap, sinks)
             torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-12)
             assert int(plan.positions[row]) == start + len(seen) - 1
             slot = int(table[b + 1, start + i])

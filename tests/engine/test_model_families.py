@@ -115,6 +115,26 @@ FAMILIES = {
         },
         ("head_dim",),
     ),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        {
+            "sliding_window": 6,
+            "layer_types": LAYERS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "afmoe": Family(
+        "AfmoeConfig",
+        {
+            "sliding_window": 6,
+            "layer_types": LAYERS,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+    ),
+    "nemotron": Family("NemotronConfig"),
     "gpt2": Family("GPT2Config", without=("num_key_value_heads", "head_dim")),
     "gpt-neox": Family("GPTNeoXConfig", without=("num_key_value_heads", "head_dim")),
     "opt": Family("OPTConfig", {"ffn_dim": 48}, ("num_key_value_heads", "head_dim")),
@@ -153,12 +173,12 @@ def target(request: pytest.FixtureRequest, build_model: Callable[..., Path]) -> 
     from transformers import AutoModelForCausalLM
 
     folder = build_model(FAMILIES[request.param].make(), seed=3)
-    # SDPA does not know Gemma 2's softcap.
-    attention = "eager" if request.param == "gemma2" else "sdpa"
+    # SDPA does not know Gemma 2's softcap and gpt-oss's sinks.
+    attention = "eager" if request.param in ("gemma2", "gpt-oss") else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation=attention
     )
-    if request.param in ("qwen3 experts", "deepseek latent attention"):
+    if "experts" in str(model.config):
         model.set_experts_implementation("eager")  # grouped products know no float64
     return Target(folder, model.eval(), request.param in ("gpt2", "opt"))
 

@@ -10,7 +10,10 @@ from specplug.kernels.paged_attention import paged_attention_reference
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_each_query_attends_to_its_own_requests_slots(kv_heads: int, softcap: float | None) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_each_query_attends_to_its_own_requests_slots(
+    kv_heads: int, softcap: float | None, has_sinks: bool
+) -> None:
     bs, heads, width, head_dim, length = 3, 4, 2, 5, 7
     generator = torch.Generator().manual_seed(kv_heads)
 
@@ -25,7 +28,8 @@ def test_each_query_attends_to_its_own_requests_slots(kv_heads: int, softcap: fl
     group = heads // kv_heads
     bias = torch.zeros(bs, 1, group * width, length, dtype=torch.float64)
     bias.masked_fill_(~visible.repeat(1, group, 1).unsqueeze(1), float("-inf"))
-    found = paged_attention_reference(q, keys, values, table, bias, 0.3, softcap)
+    sinks = normal(heads) if has_sinks else None
+    found = paged_attention_reference(q, keys, values, table, bias, 0.3, softcap, sinks)
     for b in range(bs):
         own = table.view(bs, length)[b]
         for head in range(heads):
@@ -34,5 +38,8 @@ def test_each_query_attends_to_its_own_requests_slots(kv_heads: int, softcap: fl
                 scores = keys[seen, head // group] @ q[b, head, i] * 0.3
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
-                expected = torch.softmax(scores, 0) @ values[seen, head // group]
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1]))
+                chances = torch.softmax(scores, 0)[: len(seen)]
+                expected = chances @ values[seen, head // group]
                 torch.testing.assert_close(found[b, head, i], expected, rtol=0, atol=1e-12)
