@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,45 @@ from specplug.errors import UsageError
 AUX_HIDDEN_STATES = "aux_hidden_states"
 LM_HEAD_INPUT = "lm_head_input"
 ROUTED_EXPERTS = "routed_experts"
+
+
+@attrs.define(eq=False)
+class _Kept:
+    """What the hooks have kept of a pass: all that they know, so no module refers to itself.
+
+    Attributes:
+        layer_inputs: [1, R, H] by layer; the number of layers: what leaves the last one.
+        lm_head_input: [1, R, H], or None.
+        experts: [R, experts a token] int64, a router each.
+    """
+
+    layer_inputs: dict[int, Tensor] = attrs.field(factory=dict)
+    lm_head_input: Tensor | None = None
+    experts: list[Tensor] = attrs.field(factory=list)
+
+    def layer_input(self, layer_id: int) -> Callable[..., None]:
+        """A hook before the layer."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.layer_inputs[layer_id] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def last_output(self, num_layers: int) -> Callable[..., None]:
+        """A hook behind the last layer."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self.layer_inputs[num_layers] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def decoder_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A hook behind the decoder."""
+        self.lm_head_input = output[0]  # transformers' outputs begin with the hidden states
+
+    def routing(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A hook behind a router."""
+        self.experts.append(next(t for t in output if not t.is_floating_point()))
 
 
 class Captures:
@@ -31,12 +72,10 @@ class Captures:
         self.layers: nn.ModuleList = next(c for c in children if isinstance(c, nn.ModuleList))
         self._routers = _routers(model)
         self._layer_ids: tuple[int, ...] = ()
-        self._aux: dict[int, Tensor] = {}
-        self._lm_head_input: Tensor | None = None
-        self._experts: list[Tensor] = []
+        self._kept = _Kept()
         self.routed_rows = slice(None)
         for router in self._routers:
-            router.register_forward_hook(self._keep_experts)
+            router.register_forward_hook(self._kept.routing)
 
     @property
     def hooked(self) -> tuple[nn.Module, ...]:
@@ -63,21 +102,21 @@ class Captures:
                     "the draft model was made for another target"
                 )
             if layer_id == last:
-                self.layers[-1].register_forward_hook(self._keep_last_output)
+                self.layers[-1].register_forward_hook(self._kept.last_output(last))
             else:
-                keep = self._keep_input(layer_id)
+                keep = self._kept.layer_input(layer_id)
                 self.layers[layer_id].register_forward_pre_hook(keep, with_kwargs=True)
         self._layer_ids = layer_ids
         return AUX_HIDDEN_STATES
 
     def keep_lm_head_input(self) -> str:
         """Keep what leaves the final norm on every pass."""
-        self._decoder.register_forward_hook(self._keep_lm_head_input)
+        self._decoder.register_forward_hook(self._kept.decoder_output)
         return LM_HEAD_INPUT
 
     def begin(self) -> None:
         """A pass begins; what a pass that did not end has left is forgotten."""
-        self._experts.clear()
+        self._kept.experts.clear()
 
     def collect(self, routed_experts: bool) -> dict[str, Tensor]:
         """What the last pass left, by name, leading size R.
@@ -88,28 +127,13 @@ class Captures:
         """
         kept = {}
         if self._layer_ids:
-            states = [self._aux[i].squeeze(0) for i in self._layer_ids]
+            states = [self._kept.layer_inputs[i].squeeze(0) for i in self._layer_ids]
             kept[AUX_HIDDEN_STATES] = torch.cat(states, dim=-1)
-        if self._lm_head_input is not None:
-            kept[LM_HEAD_INPUT] = self._lm_head_input.squeeze(0)
+        if self._kept.lm_head_input is not None:
+            kept[LM_HEAD_INPUT] = self._kept.lm_head_input.squeeze(0)
         if routed_experts:
-            kept[ROUTED_EXPERTS] = torch.stack(self._experts, dim=1)[self.routed_rows]
+            kept[ROUTED_EXPERTS] = torch.stack(self._kept.experts, dim=1)[self.routed_rows]
         return kept
-
-    def _keep_input(self, layer_id: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._aux[layer_id] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
-    def _keep_last_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._aux[len(self.layers)] = output[0] if isinstance(output, tuple) else output
-
-    def _keep_lm_head_input(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._lm_head_input = output[0]  # transformers' outputs begin with the hidden states
-
-    def _keep_experts(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._experts.append(next(t for t in output if not t.is_floating_point()))
 
 
 def _routers(model: Any) -> list[nn.Module]:

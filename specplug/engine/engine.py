@@ -69,7 +69,7 @@ class Engine:
         self._moved: list[Request] = []
         self._received: deque[Request] = deque()
         self._aborted: deque[str] = deque()
-        self.step = self.overlap_step if overlap else self.plain_step
+        self._overlap = overlap
 
     @property
     def has_work(self) -> bool:
@@ -121,7 +121,12 @@ class Engine:
         moved, self._moved = self._moved, []
         return [*moved, *touched, *ended]
 
-    def plain_step(self) -> list[Request]:
+    def step(self) -> list[Request]:
+        """Launch what is next, and process what this or the last step has launched: the requests
+        that moved."""
+        return self._overlap_step() if self._overlap else self._plain_step()
+
+    def _plain_step(self) -> list[Request]:
         """Launch a step and process it; the requests that moved."""
         self._process_aborts()
         self._take_received()
@@ -129,7 +134,7 @@ class Engine:
             self._process()
         return self._finish_step()
 
-    def overlap_step(self) -> list[Request]:
+    def _overlap_step(self) -> list[Request]:
         """Launch a step, then process the one before it while this one runs."""
         self._process_aborts()
         self._take_received()

@@ -24,7 +24,28 @@ class _Recording:
     output: Any
 
 
-class GraphRunner:
+class PassRunner:
+    """A pass that runs as it is, until it is closed.
+
+    Args:
+        forward: the pass.
+    """
+
+    failure: str | None = None
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *arguments: Any) -> Any:
+        """What ``forward`` returns for these arguments."""
+        return self._forward(*arguments)
+
+    def close(self) -> None:
+        """Let go of the pass, which often is a method of whoever keeps this."""
+        del self._forward
+
+
+class GraphRunner(PassRunner):
     """A pass that is recorded for every shape it is called with, and then replayed.
 
     A decode step's passes have few shapes: the target verifies N nodes of each of bs requests, and
@@ -37,10 +58,14 @@ class GraphRunner:
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
+        super().__init__(forward)
         self._recordings: dict[Any, _Recording] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self.failure: str | None = None
+
+    def close(self) -> None:
+        """Free the graphs too."""
+        self._recordings.clear()
+        super().close()
 
     def __call__(self, *arguments: Tensor | PagedPlan) -> Any:
         """What ``forward`` returns for these arguments."""

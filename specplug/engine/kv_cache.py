@@ -36,6 +36,12 @@ def fill_cache(
     return pool
 
 
+def drop_tensors(cache: KVCache) -> None:
+    """Empty a cache, whoever still holds it."""
+    cache.keys.clear()
+    cache.values.clear()
+
+
 def move_slots(pool: Tensor, source: Tensor, target: Tensor) -> None:
     """Copy tokens between slots, all layers at once: ``source`` and ``target`` [M] int64.
 

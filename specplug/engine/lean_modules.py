@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _ALIGNMENT = 64
+_DIRECT: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 class FusedRMSNorm(nn.Module):
@@ -99,12 +100,16 @@ def shorten_calls(model: nn.Module, keep: Iterable[nn.Module]) -> None:
     belongs to, and only the modules in ``keep`` still run hooks.
     """
     kept = set(keep)
-    direct: dict[type, type] = {}
     for module in model.modules():
         for members in (module._parameters, module._buffers, module._modules):
             module.__dict__.update({k: v for k, v in members.items() if v is not None})
         if module not in kept:
-            cls = type(module)
-            if cls not in direct:
-                direct[cls] = type(cls.__name__, (cls,), {"__call__": cls.forward})
-            module.__class__ = direct[cls]
+            module.__class__ = _direct(type(module))
+
+
+def _direct(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module whose call is its ``forward``: one for all models, since a class
+    refers to itself, and waits for the garbage collector."""
+    if cls not in _DIRECT:
+        _DIRECT[cls] = type(cls.__name__, (cls,), {"__call__": cls.forward})
+    return _DIRECT[cls]

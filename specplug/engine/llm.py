@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import attrs
 import torch
@@ -34,6 +35,7 @@ from specplug.engine.loading import (
     read_eos_token_ids,
     read_target_config,
     set_threads,
+    trim_heap,
 )
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.outputs import RequestOutput
@@ -61,6 +63,22 @@ _CPU_POOL_BYTES = 512 << 20
 _CUDA_POOL_SHARE = 0.6
 _OF_ONE_SIDE = ("self", "disaggregation", "disaggregation_address")
 """Arguments in which the two sides of a pair in one process differ."""
+
+_Make = TypeVar("_Make", bound=Callable[..., None])
+
+
+def _frees(make: _Make) -> _Make:
+    """Around ``LLM.__init__``: what it has made until it fails is freed."""
+
+    @functools.wraps(make)
+    def guarded(self: LLM, *args: Any, **kwargs: Any) -> None:
+        try:
+            make(self, *args, **kwargs)
+        except BaseException:
+            self._free()
+            raise
+
+    return cast(_Make, guarded)
 
 
 class LLM:
@@ -114,7 +132,17 @@ class LLM:
         RankError: not all ranks came, or one has failed.
     """
 
+    # None before they are made, and after ``close``.
+    _engine: Engine = None  # type: ignore[assignment]
+    _intake: Intake = None  # type: ignore[assignment]
+    _runner: ModelRunner = None  # type: ignore[assignment]
+    _runtime: EngineRuntime = None  # type: ignore[assignment]
+    _remote: DecodeInstance | None = None
+    _prefill: PrefillInstance | None = None
+    _partner: LLM | None = None
+
     @tells_ranks
+    @_frees
     def __init__(
         self,
         model: str | Path | None = None,
@@ -147,6 +175,7 @@ class LLM:
         dp_timeout: float = 15.0,
         enable_dp_attention: bool = False,
     ) -> None:
+        self._inbox: list[Request] = []
         same = {name: value for name, value in locals().items() if name not in _OF_ONE_SIDE}
         for name, value, optional in (
             ("page_size", page_size, False),
@@ -201,7 +230,7 @@ class LLM:
             set_threads(num_threads, self._runner.num_parameters)
         self.tokenizer = load_tokenizer(tokenizer, path)
         self.context_len = min(max_model_len or self._runner.context_len, self._runner.context_len)
-        runtime = EngineRuntime(
+        self._runtime = runtime = EngineRuntime(
             config,
             self._runner,
             self.context_len,
@@ -227,7 +256,6 @@ class LLM:
         )
         cache, table = self._allocate(runtime, page_size, max_total_tokens)
         self._disaggregation = disaggregation
-        self._inbox: list[Request] = []
         self._intake = Intake(
             runner=self._runner,
             tokenizer=self.tokenizer,
@@ -236,42 +264,44 @@ class LLM:
             eos_token_ids=read_eos_token_ids(self._runner),
             seed=seed,
         )
-        self._remote: DecodeInstance | None = None
-        self._prefill: PrefillInstance | None = None
-        self._partner: LLM | None = None
-        with ExitStack() as opened:  # what was opened is closed if the rest fails
-            opened.callback(self._hang_up)
-            if disaggregation in ("decode", "both"):
-                self._remote = make_decode_instance(
-                    runtime,
-                    self._runner,
-                    cache,
-                    address=disaggregation_address,
-                    timeout=disaggregation_timeout,
-                    both=disaggregation == "both",
-                )
-            self._engine = self._make_engine(runtime, cache, table)
-            if disaggregation == "prefill":
-                self._prefill = make_prefill_instance(
-                    identity_of(self._runner, config, page_size),
-                    address=disaggregation_address,
-                    prepare=self.prepare,
-                    submit=self._submit,
-                    abort=self.abort,
-                )
-            if self._remote is not None and disaggregation == "both":
-                other = {
-                    "disaggregation": "prefill",
-                    "disaggregation_address": self._remote.address,
-                }
-                self._partner = LLM(**same, **other)
-            opened.pop_all()
+        if disaggregation in ("decode", "both"):
+            self._remote = make_decode_instance(
+                runtime,
+                self._runner,
+                cache,
+                address=disaggregation_address,
+                timeout=disaggregation_timeout,
+                both=disaggregation == "both",
+            )
+        self._engine = self._make_engine(runtime, cache, table)
+        if disaggregation == "prefill":
+            self._prefill = make_prefill_instance(
+                identity_of(self._runner, config, page_size),
+                address=disaggregation_address,
+                prepare=self.prepare,
+                submit=self._submit,
+                abort=self.abort,
+            )
+        if self._remote is not None and disaggregation == "both":
+            other = {"disaggregation": "prefill", "disaggregation_address": self._remote.address}
+            self._partner = LLM(**same, **other)
 
-    def _hang_up(self) -> None:
-        """Leave the instances that this one works with."""
-        for other in (self._partner, self._prefill, self._remote):
-            if other is not None:
-                other.close()
+    def _free(self) -> None:
+        """Leave the instances that this one works with, and let go of the model and its caches,
+        so that no reference cycle keeps them until the garbage collector comes by."""
+        try:
+            for other in (self._partner, self._prefill, self._remote):
+                if other is not None:
+                    other.close()
+        finally:
+            self._partner = self._prefill = self._remote = None
+            for holder in (self._runtime, self._runner):
+                if holder is not None:
+                    holder.close()
+            self._inbox.clear()
+            self._engine = self._intake = None  # type: ignore[assignment]
+            self._runtime = self._runner = None  # type: ignore[assignment]
+            trim_heap()
 
     def __enter__(self) -> LLM:
         return self
@@ -295,9 +325,7 @@ class LLM:
             with suppress(RankError):  # the end of all, which has been told
                 self._abort_all()
         finally:
-            self._hang_up()
-            self._engine = None  # type: ignore[assignment]
-            self._runner = self._intake = None  # type: ignore[assignment]
+            self._free()
             if self._ranks is not None:
                 self._ranks.close()
 
@@ -619,6 +647,7 @@ class LLM:
             for request_id in live:
                 self.abort(request_id)
             self._drain(requests)
+            inbox.clear()  # a request in its own inbox would wait for the garbage collector
 
     def _step(self) -> None:
         """Run a step, if the engine is still there."""

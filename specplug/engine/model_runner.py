@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -22,7 +21,7 @@ from specplug.engine.attention import (
 from specplug.engine.captures import Captures
 from specplug.engine.foreign_code import DATA_ONLY, refuse_code
 from specplug.engine.graph_runner import GraphRunner
-from specplug.engine.kv_cache import KVShape
+from specplug.engine.kv_cache import KVShape, drop_tensors
 from specplug.engine.lean_modules import fuse_norms, pack_weights, shorten_calls
 from specplug.engine.rank_group import RankGroup
 from specplug.engine.sharded_mlp import shard_mlps
@@ -81,10 +80,7 @@ class ModelRunner:
             or self.hidden_size // heads,
         )
         self.cache = KVCache([], [])
-        self._verify: dict[bool, Callable[[Tensor, PagedPlan], Any]] = {
-            wanted: partial(self._forward, logits_rows=0, routed_experts=wanted)
-            for wanted in (False, True)
-        }
+        self._graphs: dict[bool, GraphRunner] = {}
 
     @property
     def embed_tokens(self) -> nn.Module:
@@ -105,13 +101,15 @@ class ModelRunner:
 
     def record_graphs(self) -> None:
         """Replay ``verify``'s passes as CUDA graphs from now on."""
-        self._verify = {wanted: GraphRunner(self._verify[wanted]) for wanted in (False, True)}
+        self._graphs = {
+            wanted: GraphRunner(partial(self._forward, logits_rows=0, routed_experts=wanted))
+            for wanted in (False, True)
+        }
 
     @property
     def graph_failure(self) -> str | None:
         """Why passes are not recorded, if that was tried and failed."""
-        runners = [r for r in self._verify.values() if isinstance(r, GraphRunner)]
-        return next((r.failure for r in runners if r.failure is not None), None)
+        return next((g.failure for g in self._graphs.values() if g.failure is not None), None)
 
     def prefill(
         self,
@@ -137,8 +135,19 @@ class ModelRunner:
         self, token_ids: Tensor, plan: PagedPlan, routed_experts: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """A pass over the nodes of a draft: as ``prefill``, with the logits of all rows."""
-        outputs: tuple[Tensor, dict[str, Tensor]] = self._verify[routed_experts](token_ids, plan)
+        if not self._graphs:
+            return self._forward(token_ids, plan, 0, routed_experts)
+        outputs: tuple[Tensor, dict[str, Tensor]] = self._graphs[routed_experts](token_ids, plan)
         return outputs
+
+    def close(self) -> None:
+        """Free the weights, the graphs and the cache, whoever still holds the model."""
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+        drop_tensors(self.cache)
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            tensor.data = tensor.data.new_empty(0)
 
     def _forward(
         self,

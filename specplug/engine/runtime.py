@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specplug.algorithm import SpecConfig
 from specplug.engine.attention import LENGTH_STEP, PagedPlan, make_plan, round_up
-from specplug.engine.graph_runner import GraphRunner
-from specplug.engine.kv_cache import KVShape, fill_cache
+from specplug.engine.graph_runner import GraphRunner, PassRunner
+from specplug.engine.kv_cache import KVShape, drop_tensors, fill_cache
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.request_table import RequestTable
 from specplug.engine.sampler import Sampler
@@ -68,7 +68,7 @@ class EngineRuntime:
         self._draft_caches: list[tuple[KVCache, KVShape]] = []
         self.pools: list[Tensor] = []
         self._graphs = graphs
-        self._draft_runners: list[GraphRunner] = []
+        self._draft_runners: list[PassRunner] = []
         self.draft_verifies = draft_verifies
         if graphs:
             runner.record_graphs()
@@ -144,9 +144,8 @@ class EngineRuntime:
 
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """See ``Runtime``."""
-        if not (self._graphs and self.draft_verifies):
-            return forward
-        runner = GraphRunner(forward)
+        recorded = self._graphs and self.draft_verifies
+        runner = GraphRunner(forward) if recorded else PassRunner(forward)
         self._draft_runners.append(runner)
         return runner
 
@@ -195,3 +194,13 @@ class EngineRuntime:
         self.pools = [
             fill_cache(cache, shape, num_slots, self.dtype, self.device) for cache, shape in caches
         ]
+
+    def close(self) -> None:
+        """Let go of the draft models and of all caches, whoever still holds this."""
+        self.worker = None
+        for runner in self._draft_runners:
+            runner.close()
+        for cache, _ in self._draft_caches:
+            drop_tensors(cache)
+        self._draft_runners.clear()
+        self.pools.clear()

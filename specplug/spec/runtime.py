@@ -155,7 +155,7 @@ class Runtime(Protocol):
 
         Call it in ``create_worker`` and use what it returns. The host records it if
         ``supports_target_verify_for_draft`` says that this pass has the shape of a target verify,
-        the same rows for every request; otherwise it comes back as it is.
+        the same rows for every request; otherwise the pass runs as it is.
 
         Args:
             forward: takes tensors and ``AttentionPlan`` and returns tensors, by operations of the

@@ -1,0 +1,105 @@
+"""A closed LLM holds no memory: nothing waits for the garbage collector, which is off here."""
+
+from __future__ import annotations
+
+import gc
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from specplug import LLM, Runtime, SamplingParams, UsageError, hookimpl
+from specplug.registry import Registry
+
+SLACK = 1 << 20
+"""Bytes that caches of the process may keep: masks of trees, tables by size."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    **{name: {"speculative_algorithm": name} for name in Registry().names()},
+    "plain loop": {"disable_overlap_schedule": True},
+    "disaggregated": {"disaggregation": "both", "speculative_algorithm": "EAGLE3"},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _tensor_bytes() -> int:
+    """Of all tensors that Python knows, those in reference cycles too."""
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta")
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _use(llm: LLM) -> None:
+    """Generate, and leave a stream in the middle."""
+    llm.generate(["def f("], SamplingParams(max_tokens=4))
+    with closing(llm.stream(["class A"], SamplingParams(max_tokens=20))) as stream:
+        next(stream)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_close_frees_weights_and_caches_at_once(way: str) -> None:
+    before = _tensor_bytes()
+    llm = LLM(max_total_tokens=1024, **WAYS[way])
+    _use(llm)
+    assert _tensor_bytes() - before > 30 * SLACK
+    llm.close()
+    assert _tensor_bytes() - before < SLACK
+
+
+def test_close_frees_what_an_open_stream_uses() -> None:
+    before = _tensor_bytes()
+    llm = LLM(max_total_tokens=1024)
+    stream = llm.stream(["def f(", "class A"], SamplingParams(max_tokens=20))
+    next(stream)
+    llm.close()
+    assert _tensor_bytes() - before < SLACK
+    stream.close()
+
+
+def test_close_frees_what_a_failed_step_has_used(successors: Any) -> None:
+    class Fails(successors):  # type: ignore[misc]
+        @hookimpl
+        def propose(self, runtime: Runtime) -> None:
+            raise LookupError("no draft")
+
+    before = _tensor_bytes()
+    llm = LLM(speculative_algorithm=Fails(), max_total_tokens=1024)
+    with pytest.raises(LookupError) as error:
+        _use(llm)
+    llm.close()
+    assert _tensor_bytes() - before < SLACK
+    assert error.tb is not None, "the frames of the step are still there"
+
+
+def test_a_worker_that_fails_leaves_no_memory(successors: Any) -> None:
+    class Fails(successors):  # type: ignore[misc]
+        @hookimpl
+        def create_worker(self, runtime: Runtime) -> None:
+            runtime.capture_layer_inputs((1, runtime.num_layers))
+            raise LookupError("no weights")
+
+    before = _tensor_bytes()
+    with pytest.raises(LookupError) as error:
+        LLM(speculative_algorithm=Fails())
+    assert _tensor_bytes() - before < SLACK
+    assert error.tb is not None, "the frames of __init__ are still there"
+
+
+def test_an_instance_that_cannot_bind_leaves_no_memory() -> None:
+    before = _tensor_bytes()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UsageError, match="in use") as error:
+            LLM(disaggregation="decode", disaggregation_address=address, max_total_tokens=1024)
+    assert _tensor_bytes() - before < SLACK
+    assert error.tb is not None, "the frames of __init__ are still there"
