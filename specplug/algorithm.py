@@ -13,6 +13,13 @@ from typing import Any
 import attrs
 from attrs import validators
 
+from specplug.bounds import (
+    MAX_DRAFT_SLOTS,
+    MAX_DRAFT_TOKENS,
+    MAX_NUM_STEPS,
+    MAX_TOPK,
+    check_integer,
+)
 from specplug.errors import UsageError
 
 API_VERSION = 1
@@ -20,6 +27,11 @@ API_VERSION = 1
 
 DEFAULT_MODEL = "tiny-code"
 """Name of the model that ships with specplug; plugins key their shipped weights by it."""
+
+
+def _within(least: int, most: int) -> Any:
+    """A validator: an integer from ``least`` to ``most``."""
+    return validators.and_(validators.instance_of(int), validators.ge(least), validators.le(most))
 
 
 @attrs.frozen(kw_only=True)
@@ -53,10 +65,10 @@ class Defaults:
             means ``num_steps * topk + 1``.
     """
 
-    num_steps: int = attrs.field(default=1, validator=validators.ge(1))
-    topk: int = attrs.field(default=1, validator=validators.ge(1))
+    num_steps: int = attrs.field(default=1, validator=_within(1, MAX_NUM_STEPS))
+    topk: int = attrs.field(default=1, validator=_within(1, MAX_TOPK))
     num_draft_tokens: int | None = attrs.field(
-        default=None, validator=validators.optional(validators.ge(1))
+        default=None, validator=validators.optional(_within(1, MAX_DRAFT_TOKENS))
     )
 
 
@@ -103,10 +115,10 @@ class SpecConfig:
     """
 
     algorithm: str
-    num_steps: int = attrs.field(default=1, validator=validators.ge(1))
-    topk: int = attrs.field(default=1, validator=validators.ge(1))
-    num_draft_tokens: int = attrs.field(default=2, validator=validators.ge(1))
-    num_draft_slots: int = 0
+    num_steps: int = attrs.field(default=1, validator=_within(1, MAX_NUM_STEPS))
+    topk: int = attrs.field(default=1, validator=_within(1, MAX_TOPK))
+    num_draft_tokens: int = attrs.field(default=2, validator=_within(1, MAX_DRAFT_TOKENS))
+    num_draft_slots: int = attrs.field(default=0, validator=_within(0, MAX_DRAFT_SLOTS))
     draft_lookahead: int | None = None
     draft_model_path: Path | None = None
     target_config: Mapping[str, Any] = attrs.field(factory=dict)
@@ -170,8 +182,8 @@ class SpecConfig:
             ("topk", topk),
             ("num_draft_tokens", num_draft_tokens),
         ):
-            if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(f"{option}={value!r}: expected an integer of at least 1")
+            if value is not None:
+                check_integer(option, value)
         steps = info.defaults.num_steps if num_steps is None else num_steps
         branches = info.defaults.topk if topk is None else topk
         if branches > 1 and not info.capabilities.branching:
@@ -199,7 +211,13 @@ def _num_draft_tokens(
     if info.defaults.num_draft_tokens is not None and untouched:
         return info.defaults.num_draft_tokens
     branches = info.defaults.topk if topk is None else topk
-    return steps * branches + 1
+    nodes = steps * branches + 1
+    if nodes > MAX_DRAFT_TOKENS:
+        raise UsageError(
+            f"num_steps={steps} with topk={branches} makes num_draft_tokens {nodes}: expected at "
+            f"most {MAX_DRAFT_TOKENS}; lower one of them, or give num_draft_tokens"
+        )
+    return nodes
 
 
 def _draft_model_path(

@@ -118,7 +118,7 @@ def _named(name: str, settings: Sequence[str]) -> Contender:
             meant = f"did you mean {near}? " if near else ""
             known = ", ".join(f"{known}=…" for known in SETTINGS)
             raise UsageError(f"{algorithm}:{setting}: {meant}expected {known}")
-        if key != "draft" and not (re.fullmatch("[0-9]+", value) and int(value)):
+        if key != "draft" and not (re.fullmatch("[0-9]{1,18}", value) and int(value)):
             raise UsageError(f"{algorithm}:{setting}: expected an integer of at least 1")
         if not value:
             raise UsageError(f"{algorithm}:{setting}: expected the folder of draft weights")

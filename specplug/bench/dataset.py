@@ -19,6 +19,10 @@ FEWEST = 4
 """Prompts in a round, unless told otherwise: one alone says little about the next."""
 
 
+MOST = 1_000_000
+"""Prompts in all rounds together; more would take weeks."""
+
+
 @attrs.frozen
 class Prompt:
     """One prompt.
@@ -92,13 +96,18 @@ def deal(
         num_prompts: in a round; None: at least ``FEWEST``, in full batches.
 
     Raises:
-        UsageError: a round would not fill one batch.
+        UsageError: a round would not fill one batch, or there are too many of them.
     """
     count = num_prompts or batch_size * -(-FEWEST // batch_size)
     if count < batch_size:
         raise UsageError(
             f"num_prompts={count} does not fill a batch of {batch_size}; expected at least "
             f"{batch_size} prompts a round, or smaller batch sizes"
+        )
+    if batch_size + rounds * count > MOST:
+        raise UsageError(
+            f"{rounds} rounds of {count} prompts after a first batch of {batch_size}: expected at "
+            f"most {MOST} in all; lower rounds, num_prompts or batch sizes"
         )
     endless = cycle(prompts)
     return Deal(

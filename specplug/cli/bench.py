@@ -16,7 +16,7 @@ import click
 from specplug.bench.contender import EVERY, SETTINGS, Contender, parse_contenders
 from specplug.bench.dataset import HELD_OUT, Deal, deal, read_prompts
 from specplug.cli import say
-from specplug.cli.options import COUNT, ENGINE, SAMPLING, check_speculation, chosen
+from specplug.cli.options import COUNT, ENGINE, SAMPLING, Bounded, check_speculation, chosen
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
 from specplug.errors import SpecplugError, UsageError
@@ -35,9 +35,10 @@ REFRESH_SECONDS = 1.0
 
 def _batch_sizes(ctx: click.Context, option: click.Parameter, value: str) -> list[int]:
     parts = [part.strip() for part in value.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+    if not parts or not all(part.isdecimal() and len(part) <= 18 and int(part) for part in parts):
         raise click.BadParameter(f"{value!r} is no list of integers of at least 1, as in 1,8.")
-    return sorted({int(part) for part in parts})
+    size = Bounded("max_running_requests")
+    return sorted({size.convert(part, option, ctx) for part in parts})
 
 
 MEASUREMENT = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import click
 
 from specplug.algorithm import DEFAULT_MODEL, AlgorithmInfo, SpecConfig
+from specplug.bounds import MAX_SECONDS, bound_of, shown
 
 
 def _no_limit(ctx: click.Context, option: click.Parameter, value: int) -> int | None:
@@ -36,6 +38,43 @@ def _text_or_file(ctx: click.Context, option: click.Parameter, value: str | None
 
 COUNT = click.IntRange(min=1)
 
+
+class Bounded(click.IntRange):
+    """An integer of at least 1 and within the bound of a setting.
+
+    Args:
+        setting: whose bound (``specplug.bounds``).
+    """
+
+    def __init__(self, setting: str) -> None:
+        super().__init__(min=1)
+        self._setting = setting
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The integer, or a usage error that says why it is none or too large."""
+        number: int = super().convert(value, param, ctx)
+        bound = bound_of(self._setting)
+        if bound is not None and number > bound.most:
+            self.fail(f"{shown(number)}: expected at most {bound.most}, {bound.why}.", param, ctx)
+        return number
+
+
+class Seconds(click.FloatRange):
+    """A duration above 0, in seconds, and none that never ends."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True, max=MAX_SECONDS)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The number; not a number is none, which no comparison would tell."""
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
+        return number
+
+
 ENGINE = (
     click.Option(
         ["--model"],
@@ -50,15 +89,21 @@ ENGINE = (
         help="An installed algorithm (specplug list).",
     ),
     click.Option(["--speculative-draft-model-path"], help="Folder of its draft weights."),
-    click.Option(["--speculative-num-steps"], type=COUNT, help="Draft depth S."),
-    click.Option(["--speculative-eagle-topk"], type=COUNT, help="Branches K kept a step."),
+    click.Option(["--speculative-num-steps"], type=Bounded("num_steps"), help="Draft depth S."),
+    click.Option(
+        ["--speculative-eagle-topk"], type=Bounded("topk"), help="Branches K kept a step."
+    ),
     click.Option(
         ["--speculative-num-draft-tokens"],
-        type=COUNT,
+        type=Bounded("num_draft_tokens"),
         help="Tokens N that the target verifies a step, root included.",
     ),
     click.Option(
-        ["--page-size"], type=COUNT, default=16, show_default=True, help="Tokens a KV page."
+        ["--page-size"],
+        type=Bounded("page_size"),
+        default=16,
+        show_default=True,
+        help="Tokens a KV page.",
     ),
     click.Option(
         ["--chunked-prefill-size"],
@@ -75,7 +120,7 @@ ENGINE = (
     ),
     click.Option(
         ["--max-running-requests"],
-        type=COUNT,
+        type=Bounded("max_running_requests"),
         default=8,
         show_default=True,
         help="Most prompts that run at a time.",
@@ -117,7 +162,7 @@ ENGINE = (
     click.Option(["--device"], help="cpu, cuda or cuda:N.  [default: CUDA if there is one]"),
     click.Option(
         ["--num-threads"],
-        type=COUNT,
+        type=Bounded("num_threads"),
         help="torch's on the CPU.  [default: one for a small model, else torch's choice]",
     ),
 )
@@ -137,7 +182,7 @@ DISAGGREGATION = (
     ),
     click.Option(
         ["--disaggregation-timeout"],
-        type=click.FloatRange(min=0, min_open=True),
+        type=Seconds(),
         default=30.0,
         show_default=True,
         help="Seconds without progress after which a request is prefilled elsewhere.",

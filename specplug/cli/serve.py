@@ -11,14 +11,22 @@ import click
 
 from specplug.cli import say
 from specplug.cli.loading import status
-from specplug.cli.options import COUNT, DISAGGREGATION, ENGINE, check_speculation, chosen
+from specplug.cli.options import (
+    COUNT,
+    DISAGGREGATION,
+    ENGINE,
+    Bounded,
+    Seconds,
+    check_speculation,
+    chosen,
+)
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.errors import SpecplugError, UsageError
 from specplug.registry import Registry
 
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn", "zmq")
 
-_SECONDS = click.FloatRange(min=0, min_open=True)
+_SECONDS = Seconds()
 
 SERVER = (
     click.Option(
@@ -42,7 +50,7 @@ SERVER = (
     ),
     click.Option(
         ["--dp-size"],
-        type=COUNT,
+        type=Bounded("num_engines"),
         default=1,
         show_default=True,
         help="Engines, each a process with requests of its own, and a GPU if there are any.",

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from specplug.algorithm import SpecConfig
+from specplug.bounds import check_seconds
 from specplug.disagg.identity import Identity, folder_fingerprint, model_fingerprint
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.prefix_cache import PrefixCache
@@ -47,8 +48,7 @@ def check_mode(
         )
     if mode is not None and mode not in MODES:
         raise UsageError(f"disaggregation={mode!r}: expected {', '.join(MODES)}, or None")
-    if not isinstance(timeout, int | float) or not timeout > 0:
-        raise UsageError(f"disaggregation_timeout={timeout!r}: expected seconds, above 0")
+    check_seconds("disaggregation_timeout", timeout)
 
 
 def make_decode_instance(

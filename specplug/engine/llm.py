@@ -14,12 +14,14 @@ import attrs
 import torch
 
 from specplug.algorithm import DEFAULT_MODEL, SpecConfig
+from specplug.bounds import check_integer, shown
 from specplug.disagg.instances import (
     check_mode,
     identity_of,
     make_decode_instance,
     make_prefill_instance,
 )
+from specplug.engine.device_memory import in_gib, memory_of
 from specplug.engine.engine import Engine
 from specplug.engine.features import Features
 from specplug.engine.handover import Handover
@@ -185,9 +187,10 @@ class LLM:
             ("max_model_len", max_model_len, True),
             ("num_threads", num_threads, True),
         ):
-            _check_positive(name, value, optional)
-        if not isinstance(seed, int):
-            raise UsageError(f"seed={seed!r}: expected an integer")
+            if value is not None or not optional:
+                check_integer(name, value)
+        if type(seed) is not int or not -(2**63) <= seed < 2**63:
+            raise UsageError(f"seed={shown(seed)}: expected an integer of 64 bits")
         check_mode(
             disaggregation,
             disaggregation_address,
@@ -579,8 +582,16 @@ class LLM:
         width = self.context_len + limits.steps_in_flight * limits.columns + limits.reserve
         num_slots = max_total_tokens or _default_slots(runtime, width)
         num_pages = -(-num_slots // page_size) + 1
-        table = RequestTable(runtime.num_rows, width, page_size, runtime.device)
-        runtime.allocate_pool(num_pages * page_size, table)
+        _check_memory(runtime, num_pages * page_size, width, max_total_tokens)
+        try:
+            table = RequestTable(runtime.num_rows, width, page_size, runtime.device)
+            runtime.allocate_pool(num_pages * page_size, table)
+        except (RuntimeError, MemoryError) as error:  # there is as much, but others have it
+            size = in_gib(num_pages * page_size * runtime.bytes_per_slot())
+            raise UsageError(
+                f"max_total_tokens={num_slots}: the KV pool needs {size}, and {runtime.device} has "
+                "no such room now; lower max_total_tokens or max_running_requests, or free memory"
+            ) from error
         lookahead = config.draft_lookahead
         if lookahead is None:
             lookahead = 1 if runtime.has_draft_cache else 0
@@ -702,11 +713,27 @@ class LLM:
             self._take(self._engine.drain)
 
 
-def _check_positive(name: str, value: int | None, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{name}={value!r}: expected an integer of at least 1")
+def _check_memory(
+    runtime: EngineRuntime, num_slots: int, width: int, max_total_tokens: int | None
+) -> None:
+    """Refuse a KV pool, or a table of whose slots are whose, that the device can never hold."""
+    memory = memory_of(runtime.device)
+    table = runtime.num_rows * width * torch.int64.itemsize
+    if table > memory:
+        raise UsageError(
+            f"max_running_requests={runtime.max_running_requests}: the table of their slots, "
+            f"{width} for each, needs {in_gib(table)}; expected at most the {in_gib(memory)} that "
+            f"{runtime.device} has; lower it, or max_model_len"
+        )
+    pool = num_slots * runtime.bytes_per_slot()
+    if pool > memory:
+        typed = max_total_tokens is not None
+        what = f"max_total_tokens={shown(max_total_tokens)}" if typed else f"{num_slots} KV slots"
+        raise UsageError(
+            f"{what}: needs {in_gib(pool)}, {runtime.bytes_per_slot()} bytes a token; expected at "
+            f"most the {in_gib(memory)} that {runtime.device} has; lower max_total_tokens, "
+            "page_size or max_model_len"
+        )
 
 
 def _default_slots(runtime: EngineRuntime, width: int) -> int:

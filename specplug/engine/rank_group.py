@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 from torch import Tensor
 
+from specplug.bounds import check_integer, check_seconds
 from specplug.engine.rank_links import RankLinks
 from specplug.errors import RankError, SpecplugError, UsageError
 from specplug.spec.runtime import RankInfo
@@ -241,12 +242,10 @@ def join_ranks(
     """
     rank, size = place.rank, place.world_size
     for name, value, low in (("dp_rank", rank, 0), ("dp_size", size, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise UsageError(f"{name}={value!r}: expected an integer of at least {low}")
+        check_integer(name, value, least=low)
     if rank >= size:
         raise UsageError(f"dp_rank={rank}: expected 0 to {size - 1}, since dp_size={size}")
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise UsageError(f"dp_timeout={timeout!r}: expected seconds, more than 0")
+    check_seconds("dp_timeout", timeout)
     if size == 1:
         return None
     if not enabled:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from specplug.bounds import check_integer
 from specplug.errors import UsageError
 
 
@@ -23,9 +24,10 @@ def settings_of_ranks(
         num_gpus: CUDA devices of this machine.
 
     Raises:
-        UsageError: there are fewer GPUs than ranks, a port is not among those there are, or a
-            single rank is to share.
+        UsageError: there are more ranks than this machine has room for or than it has GPUs, a port
+            is not among those there are, or a single rank is to share.
     """
+    check_integer("num_engines", size, told="dp_size")
     if size == 1:
         if enable_dp_attention:
             raise UsageError(
