@@ -215,7 +215,8 @@ class DecodeInstance:
         peer, self._jobs = self._peers[name], self._jobs + 1
         tokens = request.prompt_token_ids
         most = 0 if request.params.return_routed_experts else len(tokens)
-        start = self._cache.match(tokens, most).depth * self._cache.pool.page_size
+        found = self._cache.match(tokens, most, request.rotary_set)
+        start = found.depth * self._cache.pool.page_size
         away = Incoming(
             request=request,
             peer=name,

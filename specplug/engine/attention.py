@@ -42,6 +42,8 @@ class PagedPlan:
         bs, width, length: bs, Q and L.
         mask: [bs or 1, Q, W] bool over the slots from ``starts`` on; None: causal.
         padding: from and to [bs, Q]; None if all requests are Q wide.
+        lengths: [R] int64, the sequence length by which each row is rotated; None: its position
+            says it. See ``rotary``.
     """
 
     positions: Tensor
@@ -54,24 +56,27 @@ class PagedPlan:
     length: int
     mask: Tensor | None
     padding: Padding | None = None
+    lengths: Tensor | None = None
     _bias: dict[tuple[int | None, int], Tensor] = attrs.field(factory=dict, init=False)
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that a plan without padding consists of on the device."""
-        mask = [] if self.mask is None else [self.mask]
-        return [self.positions, self.slots, self.table, self.starts, *mask]
+        optional = [t for t in (self.mask, self.lengths) if t is not None]
+        return [self.positions, self.slots, self.table, self.starts, *optional]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> PagedPlan:
         """The same plan with other ``tensors`` of the same shapes."""
-        positions, slots, table, starts, *mask = tensors
+        positions, slots, table, starts, *optional = tensors
+        left = iter(optional)
         return attrs.evolve(
             self,
             positions=positions,
             slots=slots,
             table=table,
             starts=starts,
-            mask=mask[0] if mask else None,
+            mask=None if self.mask is None else next(left),
+            lengths=None if self.lengths is None else next(left),
         )
 
     def attend(
@@ -182,6 +187,12 @@ class JoinedPlan:
         """[R] int64."""
         return torch.cat([part.positions for part in self.parts])
 
+    @property
+    def lengths(self) -> Tensor | None:
+        """[R] int64, or None."""
+        first, second = (part.lengths for part in self.parts)
+        return None if first is None or second is None else torch.cat((first, second))
+
     def attend(
         self, cache: KVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any
     ) -> Tensor:
@@ -202,6 +213,7 @@ def make_plan(
     *,
     last_position: int,
     floors: Tensor | None = None,
+    lengths: Tensor | None = None,
     offset: int = 0,
     positions: Tensor | None = None,
     mask: Tensor | None = None,
@@ -219,6 +231,7 @@ def make_plan(
             but must not read past a rotary table.
         floors: [rows] int64, by request row the position from which on a request may write; needed
             with a negative ``offset``.
+        lengths: [rows] int64, by request row the least length by which its rows are rotated.
         offset, positions [bs or 1, Q], mask, padding: see ``PagedPlan``.
     """
     bs = rows.shape[0]
@@ -231,11 +244,16 @@ def make_plan(
         slots = torch.where(index >= floors[rows].unsqueeze(1), slots, 0)
         index = index.clamp(min=0)
     slots = slots.view(-1)
-    positions = (index if positions is None else positions).reshape(-1)
+    positions = index if positions is None else positions
+    if lengths is not None:
+        lengths = torch.maximum(positions + 1, lengths[rows].unsqueeze(1)).view(-1)
+    positions = positions.reshape(-1)
     if padding is not None:
         slots, positions = slots[padding.flat_index], positions[padding.flat_index]
+        lengths = lengths if lengths is None else lengths[padding.flat_index]
     return PagedPlan(
         positions=positions.clamp(max=last_position),
+        lengths=lengths,
         slots=slots,
         table=request_table[:, :length].index_select(0, rows).view(-1),
         starts=starts,

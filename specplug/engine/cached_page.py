@@ -15,7 +15,8 @@ class CachedPage:
 
     Attributes:
         page: the page; 0 at the root.
-        key: its tokens and the ``lookahead`` tokens behind them.
+        key: its tokens and the ``lookahead`` tokens behind them; of a first page before them the
+            ``rotary_set``, unless that is 0.
         parent: the page before it; None at the root.
         depth: pages on the path to it, itself included.
         children: by key.

@@ -94,6 +94,7 @@ class Intake:
             eos_token_ids=self._eos,
             detokenizer=make_detokenizer(backend_of(self._tokenizer), params),
             needs=params.needs,
+            rule=self._runner.rotary.rule,
             guide=self._grammars.guide(params) if params.grammar else None,
         )
         self._check_pool(request)

@@ -24,6 +24,7 @@ from specplug.engine.graph_runner import GraphRunner
 from specplug.engine.kv_cache import KVShape, drop_tensors
 from specplug.engine.lean_modules import fuse_norms, pack_weights, shorten_calls
 from specplug.engine.rank_group import RankGroup
+from specplug.engine.rotary import RotaryByLength
 from specplug.engine.sharded_mlp import shard_mlps
 from specplug.errors import CheckpointError
 from specplug.spec.runtime import KVCache
@@ -57,6 +58,7 @@ class ModelRunner:
         self._ranks = ranks
         if ranks is not None:
             shard_mlps(self.model, ranks)
+        self.rotary = RotaryByLength(self.model)
         self.model.to(device)
         fuse_norms(self.model)
         if device.type == "cpu":
@@ -69,7 +71,7 @@ class ModelRunner:
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.num_layers: int = config.num_hidden_layers
-        self.context_len: int = config.max_position_embeddings
+        self.context_len: int = self.rotary.context_len
         heads: int = config.num_attention_heads
         self.kv_shape = KVShape(
             self.num_layers,
@@ -157,6 +159,7 @@ class ModelRunner:
         routed_experts: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         self.captures.begin()
+        self.rotary.begin(plan.lengths)
         if self._ranks is not None:
             self.captures.routed_rows = self._ranks.own
         running = TARGET_PASS.set(TargetPass(plan, self.cache))

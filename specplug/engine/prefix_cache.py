@@ -22,7 +22,8 @@ class PrefixCache:
     A draft model's KV at a position may depend on the tokens behind it: EAGLE's layer reads the
     next token, the k-th of several MTP layers the k-th next. So a page is found only by a request
     which has the same ``lookahead`` tokens behind the page too, and a hit leaves the draft model
-    the very context that it would have computed.
+    the very context that it would have computed. And only by one of the same ``rotary_set``: tokens
+    that are turned otherwise have other keys.
 
     Args:
         pool: of all pages.
@@ -53,12 +54,12 @@ class PrefixCache:
         """Pages that ``take`` can give."""
         return self.pool.num_free + self.num_unused
 
-    def match(self, tokens: Sequence[int], most: int) -> CachedPage:
+    def match(self, tokens: Sequence[int], most: int, rotary_set: int = 0) -> CachedPage:
         """The longest cached prefix of ``tokens`` that is at most ``most`` tokens long."""
         node, size = self._root, self.pool.page_size
         if self.num_pages:
             for start in range(0, most - size + 1, size):
-                child = node.children.get(self._key(tokens, start))
+                child = node.children.get(self._key(tokens, start, rotary_set))
                 if child is None:
                     break
                 node = child
@@ -98,7 +99,7 @@ class PrefixCache:
             self._clock += 1
             self.changes += 1
             for index in range(node.depth, final // size):
-                key = self._key(request.token_ids, index * size)
+                key = self._key(request.token_ids, index * size, request.rotary_set)
                 child = node.children.get(key)
                 if child is None:
                     child = self._add(node, key, request.pages[index])
@@ -165,11 +166,12 @@ class PrefixCache:
             assert known or node.parent.last_used >= node.last_used, "evicted before its children"
             assert node.users or node.children or node.queued, "a cached page can never be evicted"
 
-    def _key(self, tokens: Sequence[int], start: int) -> Key:
-        return tuple(tokens[start : start + self.pool.page_size + self.lookahead])
+    def _key(self, tokens: Sequence[int], start: int, rotary_set: int) -> Key:
+        own = tokens[start : start + self.pool.page_size + self.lookahead]
+        return (rotary_set, *own) if rotary_set and not start else tuple(own)
 
     def _add(self, parent: CachedPage, key: Key, page: int) -> CachedPage:
-        assert len(key) == self.pool.page_size + self.lookahead, "a page that is not final"
+        assert len(key) >= self.pool.page_size + self.lookahead, "a page that is not final"
         child = CachedPage(page=page, key=key, parent=parent, depth=parent.depth + 1)
         parent.children[key] = child
         self.num_pages += 1

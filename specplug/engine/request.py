@@ -15,6 +15,7 @@ from specplug.engine.detokenizer import Detokenizer
 from specplug.engine.guide import Guide
 from specplug.engine.outputs import Logprob, RequestOutput
 from specplug.engine.parcel import Parcel
+from specplug.engine.rotary import FIXED, NEVER, LengthRule
 from specplug.engine.sampling_params import Needs, SamplingParams
 
 
@@ -51,6 +52,11 @@ class Request:
         last_root: the position of the last root whose step can add a token; what is launched
             behind it was launched before the end was known, and means nothing.
         num_routed: positions whose experts are in ``routed_experts``.
+        rule: how its rotary frequencies follow from its length.
+        rotary_len: the length by which its rows are rotated, at least: its prompt's, or where a
+            sequence is recomputed the one it is being prefilled with.
+        rotary_set: the set of ``rule`` that its first rows have.
+        outgrows: the position from which on it must be prefilled anew, with another set.
         inbox: where to put it when a step has moved it, for whoever waits for that.
         delivered: whether its last output has been handed out.
         export_from: the first position whose KV another instance wants; None: nobody does.
@@ -70,6 +76,7 @@ class Request:
     detokenizer: Detokenizer | None = None
     needs: Needs = Needs.NOTHING
     guide: Guide | None = None
+    rule: LengthRule = FIXED
 
     status: RequestStatus = RequestStatus.WAITING
     row: int = 0
@@ -85,6 +92,9 @@ class Request:
     token_ids: list[int] = attrs.field(init=False)
     most_tokens: int = attrs.field(init=False)
     last_root: int = attrs.field(init=False)
+    rotary_len: int = attrs.field(init=False)
+    rotary_set: int = attrs.field(init=False)
+    outgrows: int = attrs.field(init=False)
     _enders: frozenset[int] = attrs.field(init=False)
     output_token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[dict[int, Logprob]] = attrs.field(factory=list)
@@ -107,6 +117,15 @@ class Request:
         self.last_root = self.most_tokens - 2
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
         self._enders = eos.union(self.params.stop_token_ids)
+        self.choose_rotary()
+
+    def choose_rotary(self) -> None:
+        """Choose by what of it is known the frequencies with which it will be prefilled."""
+        rule, known = self.rule, len(self.token_ids)
+        self.rotary_len = known if rule.recomputes else len(self.prompt_token_ids)
+        self.rotary_set = rule.set_of(self.rotary_len)
+        outgrows = rule.recomputes and known <= rule.limit <= self.last_root
+        self.outgrows = rule.limit if outgrows else NEVER
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -122,7 +141,8 @@ class Request:
     def may_decode(self) -> bool:
         """Whether another decode step could add a token: each one in flight adds at least one."""
         sure = len(self.output_token_ids) + self.in_flight
-        return self.status is RequestStatus.RUNNING and sure < self.max_tokens
+        running = self.status is RequestStatus.RUNNING and self.kv_bound < self.outgrows
+        return running and sure < self.max_tokens
 
     def append(self, token_id: int, logprobs: dict[int, Logprob] | None = None) -> None:
         """Take one generated token, and end if it ends the request.

@@ -20,6 +20,7 @@ class RequestTable:
         slots: [rows, positions] int64.
         floors: [rows] int64, the positions of each request, from its first on, that it found in
             the prefix cache: others read them too, and it must not write there.
+        lengths: [rows] int64, each request's ``rotary_len``.
 
     Args:
         num_rows: rows, row 0 included.
@@ -32,10 +33,10 @@ class RequestTable:
         self._pages_a_row = -(-width // page_size)
         shape = num_rows, self._pages_a_row * page_size
         self.slots = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.floors = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.floors, self.lengths = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
         self._in_page = torch.arange(page_size, device=device)
         self._free: list[int] = []
-        self._taken: dict[int, int] = {}
+        self._taken: dict[int, tuple[int, int]] = {}
         self._changes: dict[int, dict[int, int]] = {}
         self.reset()
 
@@ -57,7 +58,7 @@ class RequestTable:
     def take(self, request: Request, floor: int) -> None:
         """Give a request a row; ``floor`` of its positions are shared."""
         request.row = self._free.pop()
-        self._taken[request.row] = floor
+        self._taken[request.row] = floor, request.rotary_len
         self._changes[request.row] = {}
 
     def give_back(self, request: Request) -> None:
@@ -75,9 +76,11 @@ class RequestTable:
     def flush(self) -> None:
         """Bring all changes to the device."""
         if self._taken:
-            rows = self._upload([list(self._taken), list(self._taken.values())])
-            self.slots.index_fill_(0, rows[0], 0)
-            self.floors.index_copy_(0, rows[0], rows[1])
+            columns = [list(self._taken), *map(list, zip(*self._taken.values(), strict=True))]
+            rows, floors, lengths = self._upload(columns)
+            self.slots.index_fill_(0, rows, 0)
+            self.floors.index_copy_(0, rows, floors)
+            self.lengths.index_copy_(0, rows, lengths)
             self._taken = {}
         changes = [
             (row, index, page)

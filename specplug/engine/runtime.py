@@ -14,6 +14,7 @@ from specplug.engine.graph_runner import GraphRunner, PassRunner
 from specplug.engine.kv_cache import KVShape, drop_tensors, fill_cache
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.request_table import RequestTable
+from specplug.engine.rotary import FIXED
 from specplug.engine.sampler import Sampler
 from specplug.spec.batch import Batch
 from specplug.spec.padding import Padding
@@ -132,6 +133,7 @@ class EngineRuntime:
             self._key_length(),
             last_position=self.context_len - 1,
             floors=self.table.floors,
+            lengths=None if self._runner.rotary.rule is FIXED else self.table.lengths,
             **layout,
         )
 

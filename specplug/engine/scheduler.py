@@ -140,6 +140,9 @@ class Scheduler:
     request that loses least by it waits again. The foremost request is never retracted while
     another runs, so there is always progress.
 
+    A request whose rotary frequencies change with its length (``Request.outgrows``) waits again,
+    too: no node is verified at that position before the request has been prefilled anew.
+
     Args:
         config: see there.
         cache: where pages come from.
@@ -182,6 +185,7 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """What to launch next; None if there is nothing to launch."""
+        self._retract_outgrown()
         budget = self.config.chunked_prefill_size or 1 << 60
         if self.config.mixed_chunk:
             decode = self._schedule_decode()
@@ -238,7 +242,9 @@ class Scheduler:
             return None
         if self._refused == (request.request_id, self.cache.changes):
             return None  # nothing has come back since
-        shared = self.cache.match(request.token_ids, self._most_reused(request))
+        request.choose_rotary()
+        most = self._most_reused(request)
+        shared = self.cache.match(request.token_ids, most, request.rotary_set)
         self.cache.hold(shared)
         size = self.cache.pool.pages_for(len(request.token_ids))
         if size - shared.depth + self._headroom(request) > self.cache.num_available:
@@ -292,10 +298,12 @@ class Scheduler:
 
     def _unpack(self, request: Request) -> bool:
         """Let an admitted request go on behind what another instance has prefilled; False if that
-        begins behind what is here, since the prefix cache has lost pages meanwhile."""
+        begins behind what is here, since the prefix cache has lost pages meanwhile, or if its first
+        token makes it outgrow the rotary frequencies of its prompt."""
         parcel, request.parcel = request.parcel, None
         assert parcel is not None
-        if parcel.start > request.kv_len:
+        turned = request.rotary_set != request.rule.set_of(parcel.end)
+        if parcel.start > request.kv_len or turned:
             self._lost_prefixes += 1
             return False
         shared = request.shared.depth
@@ -332,6 +340,7 @@ class Scheduler:
         for request in requests:
             bound = request.kv_bound
             own = len(request.pages) * size - min(bound, request.last_root)
+            own = min(own, request.outgrows - bound)
             assert own >= 1, (request.request_id, bound, len(request.pages))
             room.append(own if own < most else most)
             request.kv_bound = bound + columns
@@ -411,6 +420,11 @@ class Scheduler:
 
     def _loss(self, request: Request) -> int:
         return request.kv_len - self.cache.num_shared_with_others(request)
+
+    def _retract_outgrown(self) -> None:
+        """Let those wait again whose next token needs other rotary frequencies from its start."""
+        for request in [r for r in self.running if r.kv_len >= r.outgrows and not r.in_flight]:
+            self._retract(request)
 
     def _retract(self, request: Request) -> None:
         """Let a request wait again. What it has computed stays cached while there is room."""

@@ -148,7 +148,7 @@ def test_all_changes_go_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
     table = RequestTable(9, 8, 2, CPU)
     requests = [_entered(table, 3 * i + 1, 3 * i + 2) for i in range(8)]
     table.flush()
-    assert uploads == [2, 16], "the rows with their floors, and every page"
+    assert uploads == [3, 16], "the rows with their floors and lengths, and every page"
     uploads.clear()
     table.flush()
     assert uploads == [], "nothing has changed"

@@ -863,9 +863,9 @@ def test_a_refused_request_is_looked_at_again_when_something_has_come_back(
     looked_at: list[int] = []
     match = scheduler.cache.match
 
-    def matched(tokens: Sequence[int], most: int) -> CachedPage:
+    def matched(tokens: Sequence[int], most: int, rotary_set: int) -> CachedPage:
         looked_at.append(len(tokens))
-        return match(tokens, most)
+        return match(tokens, most, rotary_set)
 
     monkeypatch.setattr(scheduler.cache, "match", matched)
     running, refused = _add(scheduler, 0, 9), _add(scheduler, 1, 8)

@@ -1,0 +1,242 @@
+"""Rotary embedding whose frequencies follow from a sequence's length, chosen by row.
+
+With longrope and dynamic scaling, transformers takes the frequencies of a whole pass by its longest
+position: a token would depend on the batch, the chunk size and the draft. Here each row has those
+that ``generate`` gives it on its prompt alone. It reads the prompt in one pass, so a row of the
+prompt has those of the prompt's length; and then token by token, so a later row has those of the
+length that ends with it. Keys keep the rotation with which they were written.
+
+Some models (Phi-3) compute all keys anew with the long factors as soon as a sequence outgrows the
+short ones. The scheduler does so too: see ``LengthRule.recomputes``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from specplug.errors import CheckpointError
+
+NEVER = 1 << 60
+"""A length that no sequence has."""
+_ROUNDING = 1e-6
+"""Of an angle, by position: a float32 power differs in its last bit from kernel to kernel."""
+
+
+@attrs.frozen(kw_only=True)
+class LengthRule:
+    """Which frequencies a sequence of a length has.
+
+    Attributes:
+        limit: tokens up to which all sequences have the first set.
+        num_sets: sets there are; each token more has the next one, all further ones the last.
+        recomputes: whether a sequence that outgrows the limit is computed anew from its start.
+    """
+
+    limit: int = NEVER
+    num_sets: int = 1
+    recomputes: bool = False
+
+    def set_of(self, length: int) -> int:
+        """The number of the set of a sequence of this length."""
+        return min(max(length - self.limit, 0), self.num_sets - 1)
+
+
+FIXED = LengthRule()
+"""Of a model whose frequencies are always the same."""
+
+
+class RowwiseRotary(nn.Module):
+    """A rotary embedding of transformers, with frequencies by row.
+
+    Args:
+        inner: the module; what it makes of its frequencies is its own.
+        tables: [sets, D / 2] float32 by the name of the buffer they stand for.
+        rows: where the pass that runs finds the set of each of its rows.
+    """
+
+    def __init__(self, inner: nn.Module, tables: Mapping[str, Tensor], rows: _Rows) -> None:
+        super().__init__()
+        self.inner = inner
+        self._body = inspect.unwrap(type(inner).forward)
+        self._rows = rows
+        self._names = tuple(tables)
+        for name, table in tables.items():
+            self.register_buffer(f"table_{name}", table, persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor, *layer_type: Any, **named: Any) -> Any:
+        """As the module's own, for [1, R] positions."""
+        sets = self._rows.sets(position_ids)
+        for name in self._names:
+            # In the instance's own dictionary, where it hides the buffer.
+            self.inner.__dict__[name] = getattr(self, f"table_{name}")[sets]
+        return self._body(self.inner, x, position_ids, *layer_type, **named)
+
+
+class _Rows:
+    """The lengths by which the rows of the pass that runs are rotated; shared by all modules."""
+
+    def __init__(self, rule: LengthRule) -> None:
+        self.rule = rule
+        self.lengths: Tensor | None = None
+
+    def sets(self, position_ids: Tensor) -> Tensor:
+        """[1, R] int64."""
+        lengths = position_ids.view(-1, position_ids.shape[-1])[:1] + 1
+        if self.lengths is not None:
+            lengths = self.lengths.unsqueeze(0)
+        return (lengths - self.rule.limit).clamp(0, self.rule.num_sets - 1)
+
+
+class RotaryByLength:
+    """What a target's rotary modules have in common.
+
+    Args:
+        model: a causal LM of transformers, whose rotary modules this replaces where their
+            frequencies follow from a sequence's length.
+
+    Attributes:
+        rule: of all of them; ``FIXED`` if there are none.
+        context_len: tokens of the longest sequence.
+
+    Raises:
+        CheckpointError: they cannot be chosen by row.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        self.context_len: int = config.max_position_embeddings
+        found = [
+            (parent, name, child, scaled)
+            for parent in list(model.modules())
+            for name, child in list(parent.named_children())
+            if (scaled := _scaled_parts(child))
+        ]
+        kinds = {_limits(child, part) for _, _, child, scaled in found for part in scaled}
+        self.rule = FIXED
+        self._rows = _Rows(FIXED)
+        if not kinds:
+            return
+        if len(kinds) > 1:
+            raise CheckpointError(
+                f"{type(model).__name__}: its layers change their rotary frequencies at different "
+                f"lengths, {sorted(kinds)}; expected one rule: choose another model"
+            )
+        limit, self.context_len = kinds.pop()
+        if self.context_len <= limit:
+            return  # no sequence is longer
+        longrope = not any("dynamic" in kind for _, _, _, s in found for kind in s.values())
+        self.rule = self._rows.rule = LengthRule(
+            limit=limit,
+            num_sets=2 if longrope else self.context_len - limit + 1,
+            recomputes=longrope and _recomputes(model, limit),
+        )
+        for parent, name, child, scaled in found:
+            tables = {_buffer(part): self._table(child, part) for part in scaled}
+            rowwise = RowwiseRotary(child, tables, self._rows)
+            self._prove(rowwise, scaled)
+            setattr(parent, name, rowwise)
+
+    def begin(self, lengths: Tensor | None) -> None:
+        """A pass begins, whose rows are rotated by these lengths [R] int64; None: each by its
+        position alone."""
+        self._rows.lengths = lengths
+
+    def _table(self, module: Any, part: str | None) -> Tensor:
+        """The sets of a module, as its own update makes them."""
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        kind = _types(module)[part]
+        init: Callable[..., Any] = ROPE_INIT_FUNCTIONS[kind]
+        layer = {} if part is None else {"layer_type": part}
+        original = getattr(module, _buffer(part).replace("inv_freq", "original_inv_freq"))
+        later = torch.arange(self.rule.num_sets - 1) + self.rule.limit + 1
+        if "dynamic" in kind:
+            table, _ = init(module.config, None, seq_len=later.unsqueeze(1), **layer)
+        else:
+            table = init(module.config, None, seq_len=self.rule.limit + 1, **layer)[0].unsqueeze(0)
+        return torch.cat((original.detach().float().cpu().unsqueeze(0), table))
+
+    @torch.inference_mode()
+    def _prove(self, rowwise: RowwiseRotary, scaled: Mapping[str | None, str]) -> None:
+        """Compare with the module's own results, of one sequence a pass."""
+        limit, x = self.rule.limit, torch.empty(0)
+        lengths = sorted({1, limit, limit + 1, self.context_len})
+        positions = [torch.tensor([[n // 3, n - 1]]) for n in lengths]
+        for part in scaled:
+            layer = () if part is None else (part,)
+            own = [_as_real(rowwise.inner(x, at, *layer)) for at in positions]
+            self.begin(torch.tensor(lengths).repeat_interleave(2))
+            try:
+                found = _as_real(rowwise(x, torch.cat(positions, dim=1), *layer))
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise CheckpointError(_refusal(rowwise.inner)) from error
+            finally:
+                self.begin(None)
+            for i, expected in enumerate(own):
+                tolerance = 1e-5 + _ROUNDING * lengths[i]
+                rows = found[..., 2 * i : 2 * i + 2, :]
+                if rows.shape != expected.shape or (rows - expected).abs().max() > tolerance:
+                    raise CheckpointError(_refusal(rowwise.inner))
+
+
+def _refusal(module: nn.Module) -> str:
+    return (
+        f"{type(module).__name__} does not give its own result with frequencies by row, so tokens "
+        "would depend on the batch; choose another model, or a later version of transformers"
+    )
+
+
+def _as_real(output: Any) -> Tensor:
+    """What a rotary module gives, joined along a new first axis: cos and sin, or complex."""
+    parts = output if isinstance(output, tuple) else (output.real, output.imag)
+    return torch.stack([part.double() for part in parts])
+
+
+def _types(module: Any) -> Mapping[str | None, str]:
+    """The rotary type of a module by layer type; by None if all layers have the same."""
+    types = getattr(module, "rope_type", None)
+    if isinstance(types, str):
+        return {None: types}
+    return types if isinstance(types, dict) else {}
+
+
+def _scaled_parts(module: Any) -> dict[str | None, str]:
+    """Those types whose frequencies follow from the length."""
+    types = _types(module).items()
+    return {part: kind for part, kind in types if "dynamic" in kind or kind == "longrope"}
+
+
+def _limits(module: Any, part: str | None) -> tuple[int, int]:
+    """Tokens up to which the frequencies are the first, and of the longest sequence."""
+    rope, longest = module.config.rope_parameters, module.config.max_position_embeddings
+    rope = rope if part is None else rope[part]
+    if "dynamic" in _types(module)[part]:
+        return longest, int(longest * max(1.0, rope["factor"]))
+    return rope["original_max_position_embeddings"], longest
+
+
+def _buffer(part: str | None) -> str:
+    return "inv_freq" if part is None else f"{part}_inv_freq"
+
+
+def _recomputes(model: Any, limit: int) -> bool:
+    """Whether the model's ``generate`` computes a sequence anew when it outgrows the limit."""
+    from transformers import DynamicCache
+
+    past, nothing = DynamicCache(), torch.zeros(1, 1, limit, 1)
+    past.update(nothing, nothing, 0)
+    ids = torch.zeros(1, limit + 1, dtype=torch.int64)
+    inputs = model.prepare_inputs_for_generation(
+        ids,
+        next_sequence_length=1,
+        past_key_values=past,
+        attention_mask=torch.ones_like(ids),
+        use_cache=True,
+    )
+    return bool(inputs["input_ids"].shape[1] > 1)
