@@ -7,6 +7,7 @@ its own; a test gives a plain one. So one class is trained, served and tested.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -213,7 +214,9 @@ class Rotary(nn.Module):
 
     Args:
         config: ``config.json`` of the draft model; ``rope_theta``, ``rope_scaling`` or
-            ``rope_parameters`` are read (every type that transformers knows).
+            ``rope_parameters`` are read (every type that transformers knows). Frequencies that
+            follow from a sequence's length (dynamic, longrope) are, at a position, those of the
+            sequence that ends there.
         head_dim: D.
         num_positions: positions 0 to ``num_positions - 1`` can be asked for.
     """
@@ -251,9 +254,43 @@ def _rotary_tables(
         max_position_embeddings=config.get("max_position_embeddings") or num_positions,
         **rope,
     )
-    positions = torch.arange(num_positions).unsqueeze(0)
-    cos, sin = LlamaRotaryEmbedding(shape)(torch.empty(0), positions)
-    return cos.squeeze(0), sin.squeeze(0)
+    return tabulate_rotary(LlamaRotaryEmbedding(shape), num_positions)
+
+
+def tabulate_rotary(rotary: Any, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Tabulate a rotary embedding of transformers, each position as the last one of its sequence.
+
+    That is what published drafts do with dynamic scaling while they generate: a key keeps the
+    rotation that it was written with, and a later one has that of the length by then. (They turn a
+    prompt that is longer than the draft was trained for by its own length as a whole.)
+
+    Args:
+        rotary: the module, with one set of frequencies for all layers.
+        num_positions: rows of the table.
+
+    Returns:
+        What the module gives for positions 0 to ``num_positions - 1``, usually cos and sin
+        [positions, D].
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    positions, nothing = torch.arange(num_positions), torch.empty(0)
+    limit = num_positions
+    if "dynamic" in rotary.rope_type:
+        limit = rotary.config.max_position_embeddings
+    elif rotary.rope_type == "longrope":
+        limit = rotary.config.rope_parameters["original_max_position_embeddings"]
+    pieces = [rotary(nothing, positions[:limit].unsqueeze(0))]
+    if limit < num_positions:
+        lengths = positions[limit:].unsqueeze(1) + 1
+        init = ROPE_INIT_FUNCTIONS[rotary.rope_type]
+        # With longrope all further lengths have the same frequencies.
+        seq_len = limit + 1 if rotary.rope_type == "longrope" else lengths
+        rotary.inv_freq, _ = init(rotary.config, None, seq_len=seq_len)
+        body = inspect.unwrap(type(rotary).forward)  # which takes the frequencies as they are
+        pieces.append(body(rotary, nothing, positions[limit:].unsqueeze(0)))
+    cos, sin = (torch.cat(parts, dim=1).squeeze(0) for parts in zip(*pieces, strict=True))
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

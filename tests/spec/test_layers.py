@@ -55,6 +55,37 @@ def test_rotary_is_that_of_transformers(scaling: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected.squeeze(0).transpose(0, 1))
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 4.0},
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.5, 2.0, 3.0],
+            "long_factor": [4.0, 6.0, 8.0, 9.0],
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_rotary_of_a_growing_sequence_is_that_of_each_length(scaling: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    trained = 16 if scaling["rope_type"] == "dynamic" else 64
+    keys = {"max_position_embeddings": trained, "rope_scaling": scaling}
+    module = LlamaRotaryEmbedding(
+        LlamaConfig(hidden_size=D, num_attention_heads=1, head_dim=D, **keys)
+    )
+    cos, _ = layers.Rotary(keys, D, 64)(torch.arange(64))
+    prompt, _ = module(torch.empty(0), torch.arange(9).unsqueeze(0))
+    torch.testing.assert_close(cos[:9, 0], prompt[0])
+    for position in range(9, 64):
+        own, _ = module(torch.empty(0), torch.tensor([[position]]))
+        torch.testing.assert_close(cos[position], own[0], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("norm_eps", [None, 1e-5])
 def test_packing_changes_nothing(bias: bool, norm_eps: float | None) -> None:

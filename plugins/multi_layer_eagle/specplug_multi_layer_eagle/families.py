@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import Any
 
 import attrs
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -93,9 +92,9 @@ class FamilyRotary(nn.Module):
 
     def __init__(self, rotary: nn.Module, num_positions: int) -> None:
         super().__init__()
-        cos, sin = rotary(torch.empty(0), torch.arange(num_positions).unsqueeze(0))
-        self.register_buffer("cos", cos.squeeze(0), persistent=False)
-        self.register_buffer("sin", sin.squeeze(0), persistent=False)
+        cos, sin = layers.tabulate_rotary(rotary, num_positions)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[R] int64 -> cos and sin [1, R, D]."""
