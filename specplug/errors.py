@@ -35,3 +35,12 @@ class RankError(InstanceError):
 class FallbackWarning(UserWarning):
     """Something that was asked for, or is on by default, is off or other in this run; the message
     says why. ``LLM.effective_config`` says it too."""
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as an error shows it: its repr in ``most`` characters, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, or an object of somebody else's
+        return f"a {type(value).__name__}"
+    return text if len(text) <= most else f"{text[: most - 16]}…{text[-15:]}"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
+from numbers import Integral
 from typing import Any
+
+import attrs
 
 from specplug.engine.grammar import GrammarCompiler
 from specplug.engine.loading import backend_of
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.page_pool import PagePool
 from specplug.engine.request import Request, make_detokenizer
-from specplug.engine.sampling_params import SamplingParams
-from specplug.errors import UsageError
+from specplug.engine.sampling_params import SamplingParams, plain_integer
+from specplug.errors import UsageError, shown
 
 Prompt = str | Sequence[int]
 
@@ -74,6 +77,7 @@ class Intake:
         return requests
 
     def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+        params = attrs.evolve(params)  # whatever becomes of the caller's, which has a mapping
         text, ids = self._tokenize(prompt)
         self._check_tokens("logit_bias", params.logit_bias)
         self._check_tokens("stop_token_ids", params.stop_token_ids)
@@ -115,6 +119,11 @@ class Intake:
                 "return_routed_experts=True: the target is no mixture of experts, or transformers "
                 "does not say which of its modules route; leave it out"
             )
+        if len(params.banned_token_ids) == self._runner.vocab_size:
+            raise UsageError(
+                f"logit_bias bans all {self._runner.vocab_size} tokens: expected at least one "
+                "that is left"
+            )
         if (params.logprobs or 0) > self._runner.vocab_size:
             raise UsageError(
                 f"logprobs={params.logprobs}: expected at most the vocabulary's "
@@ -149,19 +158,24 @@ class Intake:
                 text, ids = None, tuple(prompt)
             except TypeError as error:
                 raise UsageError(
-                    f"prompt {prompt!r}: expected a text or a list of token ids"
+                    f"prompt {shown(prompt)}: expected a text or a list of token ids"
                 ) from error
-            self._check_tokens("prompt token id", ids)
+            if set(map(type, ids)) != {int}:
+                ids = tuple(map(plain_integer, ids))
         if not ids:
             raise UsageError("the prompt is empty; expected at least one token")
+        self._check_tokens("prompt token id", ids)  # a tokenizer may know more than the model
         return text, ids
 
-    def _check_tokens(self, what: str, tokens: Any) -> None:
-        for token in tokens:
-            if not isinstance(token, int) or not 0 <= token < self._runner.vocab_size:
-                raise UsageError(
-                    f"{what} {token!r}: expected an integer from 0 to {self._runner.vocab_size - 1}"
-                )
+    def _check_tokens(self, what: str, tokens: Collection[Any]) -> None:
+        """Refuse what is no token of the model, in time that a long prompt can take."""
+        size = self._runner.vocab_size
+        if not tokens or (
+            set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < size
+        ):
+            return
+        wrong = next(t for t in tokens if type(t) is not int or not 0 <= t < size)
+        raise UsageError(f"{what} {shown(wrong)}: expected an integer from 0 to {size - 1}")
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -170,8 +184,10 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     try:
         batch: list[Any] = list(prompts)
     except TypeError as error:
-        raise UsageError(f"prompts={prompts!r}: expected texts or lists of token ids") from error
-    return [batch] if batch and isinstance(batch[0], int) else batch
+        raise UsageError(
+            f"prompts={shown(prompts)}: expected texts or lists of token ids"
+        ) from error
+    return [batch] if batch and isinstance(batch[0], Integral) else batch
 
 
 def _as_params(

@@ -22,6 +22,9 @@ from specplug.spec.noise import gumbel
 _COLDEST = 1e-6
 """A temperature below it is as good as this one, and would make the logits overflow."""
 
+_LEAST_TOP_P = torch.finfo(torch.float32).tiny
+"""No probability of a first token is less. Less would be 0 in float32, which leaves no token."""
+
 _COLUMNS = ("temperature", "top_p", "top_k", "min_p", "repetition", "presence", "frequency")
 
 
@@ -51,7 +54,7 @@ class Sampler:
         row = request.row
         temperature = 1.0 if p.greedy else max(p.temperature, _COLDEST)
         settings = (
-            temperature, p.top_p, min(max(p.top_k, 0), self._size[1]), p.min_p,
+            temperature, max(p.top_p, _LEAST_TOP_P), min(max(p.top_k, 0), self._size[1]), p.min_p,
             p.repetition_penalty, p.presence_penalty, p.frequency_penalty,
         )  # fmt: skip
         self._settings[row] = torch.tensor(settings).to(self._device, non_blocking=True)
