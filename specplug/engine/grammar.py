@@ -6,14 +6,14 @@ xgrammar is imported when the first grammar is asked for: that takes seconds, an
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,12 +30,24 @@ _CACHE_BYTES = 64 << 20
 """Compiled grammars that are kept, for the requests that ask for the same ones."""
 
 _COMPILE_SECONDS = 10.0
-"""xgrammar has no limit of its own: for ``a?`` repeated a thousand times it takes a minute."""
+"""Of a compilation, not counting those in which the process does nothing. xgrammar has no limit of
+its own: for ``a?`` repeated a thousand times it takes a minute."""
+
+_LONGEST_SECONDS = 60.0
+"""Likewise, counting those in which the process runs but does nothing."""
+
+_SLICE_SECONDS = 0.1
+"""How often that is looked at. A pause of the process, however long, counts as one of these."""
 
 _TRIAL_TOKENS = 16
 _TRIAL_SECONDS = 1.0
-"""``((((a{0,100}){0,100}){0,100}){0,100})`` compiles at once, but takes seconds a token; what is
-usual is 50 µs."""
+"""Processor time. ``((((a{0,100}){0,100}){0,100}){0,100})`` compiles at once, but takes seconds a
+token; what is usual is 50 µs."""
+
+_BAN_SECONDS = 600.0
+"""How long a grammar that took too long is refused at once: it may have been the machine."""
+
+_MOST_BANS = 256
 
 _MOST_GIVEN_UP = 2
 """Compilations that were given up and still run, beyond which no other is begun."""
@@ -79,14 +91,16 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._compiler: xgrammar.GrammarCompiler | None = None
-        self._too_slow: deque[int] = deque(maxlen=256)  # hashes of (kind, text)
+        self._banned: dict[int, float] = {}
+        """Of grammars that took too long, the hash of (kind, text), and when it was, in order."""
         self._given_up: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def guide(self, params: SamplingParams) -> Guide:
         """A guide at the start of the grammar that ``params`` ask for.
 
-        A compilation takes milliseconds, and at most 10 s; a grammar in the cache takes one.
+        A compilation takes milliseconds, and at most 10 s of processor time; a grammar in the
+        cache takes one. One that took too long is refused at once for ten minutes.
         May be called from several threads.
 
         Raises:
@@ -99,23 +113,36 @@ class GrammarCompiler:
         if self._tokenizer is None:
             raise UsageError(f"{shown} needs a tokenizer; the model has none: give LLM one")
         _check(kind, text)
-        if hash((kind, text)) in self._too_slow:
+        if time.monotonic() - self._banned.get(hash((kind, text)), -math.inf) < _BAN_SECONDS:
             raise _too_slow(kind, text)
         compiler, words = self._loaded(shown), num_words(self._vocab_size)
         try:
             matcher = self._in_time(lambda: _start(compiler, kind, text, words))
         except TimeoutError:
-            self._too_slow.append(hash((kind, text)))
+            self._ban(kind, text)
             raise _too_slow(kind, text) from None
         except Exception as error:  # xgrammar's are RuntimeErrors, mostly
             raise _refusal(kind, text, _reason(error)) from error
-        guide = Guide(matcher, self._vocab_size, lambda: self._too_slow.append(hash((kind, text))))
+        guide = Guide(
+            matcher,
+            self._vocab_size,
+            params.banned_token_ids,
+            lambda: self._ban(kind, text),
+        )
         if not guide.goes_on:
-            raise _refusal(kind, text, "no output of at least one token matches it")
+            why = guide.error or "no output of at least one token matches it"
+            raise _refusal(kind, text, why)
         return guide
 
+    def _ban(self, kind: str, text: str) -> None:
+        """Refuse a grammar at once for a while."""
+        with self._lock:
+            while len(self._banned) >= _MOST_BANS:
+                del self._banned[next(iter(self._banned))]
+            self._banned[hash((kind, text))] = time.monotonic()
+
     def _in_time(self, work: Callable[[], _T]) -> _T:
-        """What ``work`` returns or raises, or TimeoutError after 10 s.
+        """What ``work`` returns or raises, or TimeoutError after 10 s in which it was at it.
 
         xgrammar cannot be interrupted: what is given up goes on in a thread of its own, without
         the interpreter's lock, and ends with the process at the latest.
@@ -136,10 +163,11 @@ class GrammarCompiler:
         thread = threading.Thread(target=run, name="specplug-grammar", daemon=True)
         thread.start()
         try:
-            return future.result(timeout=_COMPILE_SECONDS)
+            _wait(future)
         except TimeoutError:
             self._given_up.append(thread)
             raise
+        return future.result()
 
     def _loaded(self, shown: str) -> xgrammar.GrammarCompiler:
         with self._lock:
@@ -166,6 +194,22 @@ class GrammarCompiler:
                 f"{shown}: xgrammar cannot use the tokenizer, a {type(self._tokenizer).__name__} "
                 f"({_reason(error)}): expected a fast tokenizer of transformers"
             ) from error
+
+
+def _wait(future: Future[Any]) -> None:
+    """Wait for what other threads of this process are at, or raise TimeoutError.
+
+    Time counts as far as the process had a processor, since a stopped or starved one compiles
+    nothing.
+    """
+    at_it = waited = 0.0
+    while at_it < _COMPILE_SECONDS and waited < _LONGEST_SECONDS:
+        before = time.process_time()
+        if wait((future,), timeout=_SLICE_SECONDS).done:
+            return
+        waited += _SLICE_SECONDS
+        at_it += min(_SLICE_SECONDS, time.process_time() - before)
+    raise TimeoutError
 
 
 def _vocabulary(
@@ -219,13 +263,13 @@ def _try_out(matcher: xgrammar.GrammarMatcher, words: int) -> None:
     """Raise TimeoutError if tokens take far too long: later they would hold up every request."""
     stops = set(matcher.stop_token_ids)
     mask = torch.zeros(words, dtype=torch.int32)
-    started = time.monotonic()
+    started = time.thread_time()
     for _ in range(_TRIAL_TOKENS):
         matcher.fill_next_token_bitmask(mask)
         allowed = [t for t in unpacked(mask).nonzero()[:, 0].tolist() if t not in stops]
         if not allowed or not matcher.accept_token(allowed[len(allowed) // 2]):
             return
-        if time.monotonic() - started > _TRIAL_SECONDS:
+        if time.thread_time() - started > _TRIAL_SECONDS:
             raise TimeoutError
 
 

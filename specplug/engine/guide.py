@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import xgrammar
 
 _STEP_SECONDS = 1.0
-"""What a grammar may take of one step; what the trial did not show ends the request alone."""
+"""Processor time that a grammar may take of one step; what the trial did not show ends the request
+alone."""
 
 
 class Guide:
@@ -29,12 +30,15 @@ class Guide:
     The grammar ends by an end-of-sequence token, which is allowed where the output so far is a
     whole match. It also ends where no token at all may follow: right at the end of a match if the
     vocabulary has no end-of-sequence token, and in a dead end, where the vocabulary cannot spell
-    what the grammar demands. Last, it ends before a token that it does not allow, which comes up
-    only if masks are not applied, or if every allowed token is banned by other means.
+    what the grammar demands. Where every token that it allows is banned by the request's
+    ``logit_bias``, it ends with an error, unless it is at the end of a whole match. Last, it ends
+    with an error before a token that it does not allow, which comes up only if masks are not
+    applied.
 
     Args:
         matcher: xgrammar's, at the start.
         vocab_size: V.
+        banned: tokens that the request never chooses.
         on_slow: called if the grammar turns out to take too long.
 
     Attributes:
@@ -48,6 +52,7 @@ class Guide:
         self,
         matcher: xgrammar.GrammarMatcher,
         vocab_size: int,
+        banned: Collection[int] = (),
         on_slow: Callable[[], None] = lambda: None,
     ) -> None:
         self.ended_at: int | None = None
@@ -56,6 +61,7 @@ class Guide:
         self._matcher = matcher
         self._taken = 0
         self._next = torch.zeros(num_words(vocab_size), dtype=torch.int32)
+        self._not_banned = _without(banned, vocab_size) if banned else None
         self._look_ahead()
 
     @property
@@ -77,10 +83,15 @@ class Guide:
         for token in tokens:
             # A matcher that has ended must not be asked: it writes warnings.
             if not self._matcher.accept_token(token):
-                return self._end()
+                self._look_ahead()
+                if self.goes_on:  # else nothing was left to choose before it
+                    self.error = f"token {token} was chosen, which the grammar does not allow"
+                    self._end()
+                return
             self._taken += 1
             if self._matcher.is_terminated():
-                return self._end()
+                self._end()
+                return
         self._look_ahead()
 
     def fill_next(self, mask: Tensor) -> None:
@@ -112,14 +123,16 @@ class Guide:
         # Rows of paths that end or are refused become 0; those behind them are not written.
         with self._in_time():
             self._matcher.traverse_draft_tree(next_token, next_sibling, tokens, masks)
+        if self._not_banned is not None:
+            masks &= self._not_banned
         masks.masked_fill_((masks == 0).all(1, keepdim=True), -1)
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
         """Give the grammar up if what is done takes far too long: it holds up every request."""
-        started = time.monotonic()
+        started = time.thread_time()  # a pause of the process is not the grammar's
         yield
-        if self.goes_on and time.monotonic() - started > _STEP_SECONDS:
+        if self.goes_on and time.thread_time() - started > _STEP_SECONDS:
             self.error = (
                 f"the grammar took more than {_STEP_SECONDS:.0f} s for one step: have fewer "
                 "nested repetitions"
@@ -129,8 +142,22 @@ class Guide:
 
     def _look_ahead(self) -> None:
         self._matcher.fill_next_token_bitmask(self._next)
+        if self._not_banned is not None:
+            allowed = self._next.clone()
+            self._next &= self._not_banned
+            if allowed.any() and not self._next.any() and not self._is_match(allowed):
+                self.error = (
+                    "logit_bias bans every token that the grammar allows "
+                    + (f"after {self._taken} tokens" if self._taken else "at its start")
+                    + ": ban fewer of them"
+                )
         if not self._next.any():
             self._end()
+
+    def _is_match(self, allowed: Tensor) -> bool:
+        """Whether the output so far is a whole match: a token that ends it is allowed."""
+        stops = self._matcher.stop_token_ids
+        return any(bool(allowed[t // 32] >> (t % 32) & 1) for t in stops)
 
     def _end(self) -> None:
         self.ended_at = self._taken
@@ -171,6 +198,14 @@ class HostTree:
             if guide is not None:
                 tokens, next_token, next_sibling = self.nodes[:, b, :width]
                 guide.fill_tree(tokens, next_token, next_sibling, masks[end - width : end])
+
+
+def _without(tokens: Collection[int], vocab_size: int) -> Tensor:
+    """[words] int32, a mask that has all tokens but these."""
+    bits = torch.ones(num_words(vocab_size) * 32, dtype=torch.uint8)
+    bits[list(tokens)] = 0
+    octets = (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+    return octets.view(torch.int32)
 
 
 def allocate_masks(rows: int, vocab_size: int, *, pinned: bool = False) -> Tensor:

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specplug import SamplingParams, UsageError
 from specplug.engine import grammar
+from specplug.engine import guide as guides
 from specplug.engine.grammar import GrammarCompiler
 from specplug.engine.guide import Guide, allocate_masks, mask_scores
 from specplug.engine.loading import ASSETS
@@ -417,6 +418,51 @@ def test_a_grammar_whose_tokens_take_too_long_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(grammar, "_TRIAL_SECONDS", 0.0)
     with pytest.raises(UsageError, match="it takes too long to compile or to follow"):
         compiler(True).guide(SamplingParams(regex="[abcd]+x?"))
+
+
+class Paused:
+    """A matcher in a process that is stopped for a moment at each call, as a busy machine does."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def __getattr__(self, name: str) -> Any:
+        time.sleep(0.02)
+        return getattr(self._matcher, name)
+
+
+def test_a_pause_bans_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time counts in which the process does nothing: of a compilation, its trial, a step."""
+    for name in ("_COMPILE_SECONDS", "_TRIAL_SECONDS"):
+        monkeypatch.setattr(grammar, name, 0.3)
+    monkeypatch.setattr(guides, "_STEP_SECONDS", 0.3)
+    start, try_out = grammar._start, grammar._try_out
+
+    def slow_start(*args: Any) -> Any:
+        time.sleep(0.4)
+        return Paused(start(*args))
+
+    monkeypatch.setattr(grammar, "_start", slow_start)
+    monkeypatch.setattr(grammar, "_try_out", lambda m, words: try_out(Paused(m), words))
+    mine = GrammarCompiler(make_tokenizer(True), VOCAB_SIZE, frozenset({EOS}))
+    params = SamplingParams(regex="[abcd]{40}")
+    for _ in range(2):
+        guide = mine.guide(params)
+        guide.advance(ids("abcd" * 5))
+        assert (guide.goes_on, guide.error) == (True, None)
+
+
+def test_a_ban_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = GrammarCompiler(make_tokenizer(True), VOCAB_SIZE, frozenset({EOS}))
+    params = SamplingParams(regex="[abcd]+y?")
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar, "_TRIAL_SECONDS", 0.0)
+        with pytest.raises(UsageError, match="it takes too long to compile or to follow"):
+            mine.guide(params)
+    with pytest.raises(UsageError, match="it takes too long to compile or to follow"):
+        mine.guide(params)
+    monkeypatch.setattr(grammar, "_BAN_SECONDS", 0.0)
+    assert mine.guide(params).goes_on
 
 
 def test_without_a_tokenizer() -> None:

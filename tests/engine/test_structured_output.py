@@ -177,15 +177,36 @@ def test_a_grammar_ends_its_request_even_if_eos_is_ignored(text_model: Path) -> 
     assert (output.text, output.finish_reason) == ("ab,cd", "stop")
 
 
-def test_where_every_allowed_token_is_banned_the_request_ends(text_model: Path) -> None:
+@pytest.mark.parametrize("topk", [1, 4], ids=["chain", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_whose_tokens_are_all_banned_is_an_error(
+    temperature: float, topk: int, text_model: Path
+) -> None:
     """The grammar demands a "b", and a bias forbids every token that begins with it."""
-    with LLM(text_model) as llm:
-        words = {llm.tokenizer.decode([t]): t for t in range(96)}
-        banned = {t: float("-inf") for word, t in words.items() if word.startswith("b")}
-        params = SamplingParams(max_tokens=30, regex="xb", logit_bias=banned)
-        (output,) = llm.generate([[3, 4]], params)
+    with LLM(text_model, speculative_algorithm="NGRAM", speculative_eagle_topk=topk) as llm:
+        words = {t: llm.tokenizer.decode([t]) for t in range(96)}
+        banned = {t: float("-inf") for t, word in words.items() if word.startswith("b")}
+
+        def run(regex: str, bans: dict[int, float]) -> Any:
+            params = SamplingParams(
+                max_tokens=30, temperature=temperature, seed=5, regex=regex, logit_bias=bans
+            )
+            return llm.generate([[3, 4]], params)[0]
+
+        output = run("xxxb", banned)
+        assert (output.text, output.finish_reason) == ("xxx", "error")
+        assert "logit_bias bans every token that the grammar allows after 3 tokens" in output.error
+        output = run("x(y|b)z", banned)
+        assert (output.text, output.finish_reason) == ("xyz", "stop")
+        eos = 95
+        output = run("xyz", {eos: float("-inf")})
+        assert (output.text, output.finish_reason) == ("xyz", "stop"), output.error
+        assert output.token_ids[-1] != eos
+        output = run("x+y", {eos: float("-inf"), 0: float("-inf")})
+        assert re.fullmatch("x+y?", output.text)
+        with pytest.raises(UsageError, match="bans every token that the grammar allows at its"):
+            run("b", banned)
         llm.check_pool()
-    assert (output.text, output.finish_reason) == ("x", "stop")
 
 
 def test_a_bad_grammar_is_refused_and_the_others_go_on(text_model: Path) -> None:
