@@ -7,6 +7,8 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from specplug.engine.stop_strings import StopStrings, stop_strings
+
 
 class Detokenizer:
     """Turns token ids into text one by one and looks for stop strings.
@@ -22,8 +24,9 @@ class Detokenizer:
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._skip_special = skip_special_tokens
         self._ids: list[int] = []
-        self._stop = tuple(stop)
-        self._longest = max(map(len, self._stop), default=0)
+        self._stop = stop_strings(tuple(stop))
+        self._state = 0
+        self._stopped_at = 0
         self.text = ""
         self.stopped: str | None = None
 
@@ -45,18 +48,22 @@ class Detokenizer:
     @property
     def sure(self) -> int:
         """How much of ``text`` no later stop string can take back."""
-        if self.stopped is not None or not self._stop:
+        if self.stopped is not None or self._stop is None:
             return len(self.text)
-        for held in range(min(self._longest - 1, len(self.text)), 0, -1):
-            if any(s.startswith(self.text[-held:]) for s in self._stop):
-                return len(self.text) - held
-        return len(self.text)
+        return len(self.text) - self._stop.depth[self._state]
 
     def _append(self, piece: str) -> None:
-        searched = max(0, len(self.text) - self._longest + 1)
+        """Add text, and end it where the stop string in it that begins first does."""
+        if self._stop is not None:
+            self._search(self._stop, piece)
         self.text += piece
-        found = [(self.text.find(s, searched), s) for s in self._stop]
-        hits = [(at, s) for at, s in found if at >= 0]
-        if hits:
-            at, self.stopped = min(hits)
-            self.text = self.text[:at]
+        if self.stopped is not None:
+            self.text = self.text[: self._stopped_at]
+
+    def _search(self, stop: StopStrings, piece: str) -> None:
+        start = len(self.text)
+        for end, character in enumerate(piece, start + 1):
+            self._state = stop.step(self._state, character)
+            found = stop.found[self._state]
+            if found is not None and (self.stopped is None or end - len(found) < self._stopped_at):
+                self.stopped, self._stopped_at = found, end - len(found)
