@@ -209,7 +209,7 @@ def made(fields: dict[str, Any]) -> SamplingParams | None:
         return None
 
 
-@settings(max_examples=250, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(fields=st.fixed_dictionaries({}, optional=FIELDS))
 def test_settings_that_are_taken_harm_no_neighbour(
     fields: dict[str, Any], llm: LLM, alone: tuple[int, ...]
