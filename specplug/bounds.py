@@ -15,9 +15,9 @@ import attrs
 
 from specplug.errors import UsageError
 
-MAX_NUM_STEPS = 256
-MAX_TOPK = 64
 MAX_DRAFT_TOKENS = 1024
+MAX_NUM_STEPS = MAX_DRAFT_TOKENS - 1
+MAX_TOPK = 64
 MAX_DRAFT_SLOTS = MAX_TOPK * MAX_NUM_STEPS
 MAX_SECONDS = 1_000_000
 
@@ -44,7 +44,9 @@ def _processes() -> Bound:
 
 
 _BOUNDS: dict[str, Callable[[], Bound]] = {
-    "num_steps": lambda: Bound(MAX_NUM_STEPS, "far deeper than any draft is accepted"),
+    "num_steps": lambda: Bound(
+        MAX_NUM_STEPS, f"as a draft has at most {MAX_DRAFT_TOKENS} tokens, its root included"
+    ),
     "topk": lambda: Bound(MAX_TOPK, "as topk squared candidates are scored at each step"),
     "num_draft_tokens": lambda: Bound(
         MAX_DRAFT_TOKENS, "as each of them sees the others through a square mask"

@@ -189,8 +189,8 @@ class LLM:
         ):
             if value is not None or not optional:
                 check_integer(name, value)
-        if type(seed) is not int or not -(2**63) <= seed < 2**63:
-            raise UsageError(f"seed={shown(seed)}: expected an integer of 64 bits")
+        if type(seed) is not int:
+            raise UsageError(f"seed={shown(seed)}: expected an integer")
         check_mode(
             disaggregation,
             disaggregation_address,

@@ -67,7 +67,10 @@ def test_bound_is_told_before_torch_loads(
         (("bench", "--rounds", "1000000000000"), "expected at most 1000000 in all"),
         (("bench", "--batch-sizes", "1000000000000"), "expected at most 16384"),
         (("bench", "--speculative-algorithms", "NGRAM:steps=" + "9" * 5000), "expected an integer"),
-        (("bench", "--speculative-algorithms", "NGRAM:steps=99999"), "num_steps=99999: expected"),
+        (
+            ("bench", "--speculative-algorithms", "NGRAM:steps=99999"),
+            "num_steps=99999: expected at most 1023",
+        ),
         (("serve", "--dp-size", "1000000000000"), "for each of this machine's"),
         (("serve", "--request-timeout", "nan"), "'nan' is not a number of seconds"),
         (("serve", "--disaggregation-timeout", "inf"), f"<={MAX_SECONDS}"),

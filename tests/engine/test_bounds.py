@@ -61,7 +61,7 @@ def test_absurd_number_is_refused_or_works(name: str, tiny_model: Path) -> None:
         ({"num_threads": 100_000}, "num_threads=100000: expected at most [0-9]+, 4 for each of "),
         (
             {"speculative_num_steps": 99_999_999_999},
-            "num_steps=99999999999: expected at most 256, far deeper than any draft is accepted",
+            "num_steps=99999999999: expected at most 1023, as a draft has at most 1024 tokens, its",
         ),
         (
             {"max_total_tokens": 10**12},
@@ -70,7 +70,6 @@ def test_absurd_number_is_refused_or_works(name: str, tiny_model: Path) -> None:
         ),
         ({"page_size": 5000}, "page_size=5000: expected at most 4096, as a request that has one"),
         ({"max_running_requests": 16385}, "max_running_requests=16385: expected at most 16384"),
-        ({"seed": 2**63}, "seed=9223372036854775808: expected an integer of 64 bits"),
         ({"dp_timeout": math.inf}, "dp_timeout=inf: expected seconds, above 0 and at most 1000000"),
     ],
 )
@@ -109,7 +108,9 @@ def test_speculation_settings_are_bounded(name: str) -> None:
 def test_depth_times_width_is_bounded() -> None:
     able = Capabilities(branching=True)
     info = AlgorithmInfo(name="X", summary="", api_version=1, capabilities=able)
-    with pytest.raises(UsageError, match=r"^num_steps=256 with topk=64 makes num_draft_tokens 163"):
+    with pytest.raises(
+        UsageError, match=r"^num_steps=256 with topk=64 makes num_draft_tokens 16385"
+    ):
         SpecConfig.resolve(info, num_steps=256, topk=64)
     fitted = SpecConfig.resolve(info, num_steps=256, topk=64, num_draft_tokens=1024)
     assert fitted.num_draft_tokens == 1024

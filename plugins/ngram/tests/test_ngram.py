@@ -103,7 +103,7 @@ def test_aborted_and_short_requests_leave_no_history_behind() -> None:
         ((2, 4, 50), (2, 4, 21), ("num_draft_tokens 50 -> 21: topk 4, 2 steps deep",)),
         ((2, 4, 21), (2, 4, 21), ()),
         ((4, 4, None), (4, 4, 17), ()),
-        ((900, 9, 5000), (900, 9, 5000), ()),
+        ((900, 9, 1000), (900, 9, 1000), ()),
     ],
 )
 def test_numbers_that_no_tree_can_have_are_adjusted_and_told(
