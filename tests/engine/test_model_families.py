@@ -68,6 +68,21 @@ FAMILIES = {
             }
         },
     ),
+    "ministral 3": Family(  # yarn, and queries that grow with their position
+        "Ministral3Config",
+        {
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "qwen3": Family("Qwen3Config", {"head_dim": 16}),
     "qwen2 sliding": Family(
         "Qwen2Config", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}

@@ -12,7 +12,7 @@ import attrs
 import pytest
 import torch
 
-from specplug import LLM, RequestOutput, SamplingParams
+from specplug import LLM, CheckpointError, RequestOutput, SamplingParams
 
 Tokens = tuple[int, ...]
 
@@ -99,9 +99,20 @@ class Generated:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def generated(request: pytest.FixtureRequest, build_model: Callable[..., Path]) -> Generated:
+    from transformers import AutoModelForCausalLM
+
+    folder = build_model(_config(*FAMILIES[request.param]))
+    fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    draw = random.Random(1)
+    longest = tuple(draw.randrange(96) for _ in range(max(LENGTHS)))
+    known = {longest[:n]: _generate(fresh, longest[:n]) for n in LENGTHS}
+    tokens, logprobs = ({p: of[i] for p, of in known.items()} for i in (0, 1))
+    return Generated(folder, tokens, logprobs)
+
+
+def _config(name: str, changes: dict[str, Any]) -> Any:
     import transformers
 
-    name, changes = FAMILIES[request.param]
     shape = {
         "vocab_size": 96,
         "hidden_size": 32,
@@ -113,13 +124,7 @@ def generated(request: pytest.FixtureRequest, build_model: Callable[..., Path]) 
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    folder = build_model(getattr(transformers, name)(**{**shape, **changes}))
-    fresh = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    draw = random.Random(1)
-    longest = tuple(draw.randrange(96) for _ in range(max(LENGTHS)))
-    known = {longest[:n]: _generate(fresh, longest[:n]) for n in LENGTHS}
-    tokens, logprobs = ({p: of[i] for p, of in known.items()} for i in (0, 1))
-    return Generated(folder, tokens, logprobs)
+    return getattr(transformers, name)(**{**shape, **changes})
 
 
 def _generate(fresh: Any, prompt: Tokens) -> tuple[Tokens, list[float]]:
@@ -157,3 +162,16 @@ def test_requests_of_all_lengths_get_what_generate_gives(
         llm.check_pool()
         if run == "retraction":
             assert llm.stats()["retractions"] > 0
+
+
+def test_a_table_that_no_row_can_choose_is_refused(build_model: Callable[..., Path]) -> None:
+    scales = {"short_mscale": 1.0, "long_mscale": 1.5}  # PhiMoE takes one for the whole pass
+    changes = {
+        **FAMILIES["phi3 longrope"][1],
+        "rope_parameters": {**LONGROPE, **scales},
+        "num_local_experts": 2,
+        "sliding_window": None,
+    }
+    folder = build_model(_config("PhimoeConfig", changes))
+    with pytest.raises(CheckpointError, match="PhimoeRotaryEmbedding does not give its own result"):
+        LLM(folder, dtype="float64")
