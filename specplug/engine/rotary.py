@@ -77,6 +77,11 @@ class RowwiseRotary(nn.Module):
             self.inner.__dict__[name] = getattr(self, f"table_{name}")[sets]
         return self._body(self.inner, x, position_ids, *layer_type, **named)
 
+    def forget(self) -> None:
+        """Drop the frequencies of the last pass."""
+        for name in self._names:
+            self.inner.__dict__.pop(name, None)
+
 
 class _Rows:
     """The lengths by which the rows of the pass that runs are rotated; shared by all modules."""
@@ -178,6 +183,7 @@ class RotaryByLength:
                 raise CheckpointError(_refusal(rowwise.inner)) from error
             finally:
                 self.begin(None)
+                rowwise.forget()
             for i, expected in enumerate(own):
                 tolerance = 1e-5 + _ROUNDING * lengths[i]
                 rows = found[..., 2 * i : 2 * i + 2, :]

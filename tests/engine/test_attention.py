@@ -246,3 +246,17 @@ def test_positions_stop_at_the_end_of_the_context() -> None:
     plan = make_plan(table, torch.tensor([1]), torch.tensor([6]), 4, 20, last_position=7)
     assert plan.positions.tolist() == [6, 7, 7, 7]
     assert plan.slots.tolist() == [26, 27, 28, 29]
+
+
+def test_plan_with_other_tensors_keeps_their_places() -> None:
+    table, rows = torch.arange(40).view(2, 20), torch.tensor([1])
+    mask = torch.ones(1, 3, 3, dtype=torch.bool).tril()
+    optionals: list[dict[str, Any]] = [{}, {"mask": mask}, {"lengths": torch.tensor([0, 9])}]
+    for optional in optionals:
+        plan = make_plan(table, rows, torch.tensor([4]), 3, 20, last_position=100, **optional)
+        other = plan.with_tensors([tensor.clone() for tensor in plan.tensors])
+        assert (other.mask is None) == ("mask" not in optional)
+        assert other.lengths is None or other.lengths.tolist() == [9, 9, 9]
+        for found, expected in zip(other.tensors, plan.tensors, strict=True):
+            assert torch.equal(found, expected)
+            assert found is not expected
