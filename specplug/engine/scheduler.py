@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
 
@@ -26,7 +26,8 @@ class SchedulerConfig:
         mixed_chunk: prompts and drafts share a step and its budget; else prompts go first, alone.
         columns: C, the most tokens that a decode step commits for a request.
         num_draft_tokens: N, the most nodes that a decode step verifies for a request.
-        reserve: slots behind its committed length that a decode step would write, N or more.
+        reserve: slots behind its committed length that a decode step would write, N or more: a
+            draft model may need more for its own keys.
         steps_in_flight: steps launched before the first one's results are processed.
     """
 
@@ -80,7 +81,7 @@ class Decode:
     """Requests that take one decode step.
 
     Attributes:
-        room: for each, the most nodes that have slots of their own; 1 to N.
+        room: for each, how many slots behind its committed length are its own; 1 to ``reserve``.
         max_slots: slots that any of them may reach.
     """
 
@@ -190,7 +191,8 @@ class Scheduler:
         if self.config.mixed_chunk:
             decode = self._schedule_decode()
             # A prompt moves on, however many drafts there are.
-            left = budget - (sum(decode.room) if decode else 0)
+            most = self.config.num_draft_tokens
+            left = budget - (sum(min(room, most) for room in decode.room) if decode else 0)
             prefill = self._schedule_prefill(max(left, self.cache.pool.page_size))
         else:
             prefill = self._schedule_prefill(budget)
@@ -325,38 +327,53 @@ class Scheduler:
     # Decode
 
     def _schedule_decode(self) -> Decode | None:
+        reserve, columns = self.config.reserve, self.config.columns
         requests = [r for r in self.running if r.may_decode]
-        short = self._short(requests)
-        if sum(missing for _, missing in short) > self.cache.num_available:
+        short = self._short(requests, reserve)
+        if _total(short) > self.cache.num_available:
             requests = self._secure_roots(requests)
-            short = self._short(requests)
+            short = self._fair_shares(requests)
         if not requests:
             return None
         for request, missing in short:
             self._give(request, missing)
-        reserve, columns = self.config.reserve, self.config.columns
-        most, size = self.config.num_draft_tokens, self.cache.pool.page_size
+        size = self.cache.pool.page_size
         room = []
         for request in requests:
             bound = request.kv_bound
             own = len(request.pages) * size - min(bound, request.last_root)
             own = min(own, request.outgrows - bound)
             assert own >= 1, (request.request_id, bound, len(request.pages))
-            room.append(own if own < most else most)
+            room.append(own if own < reserve else reserve)
             request.kv_bound = bound + columns
             request.in_flight += 1
         max_slots = max(r.kv_bound for r in requests) - columns + reserve
         return Decode(requests=tuple(requests), room=tuple(room), max_slots=max_slots)
 
-    def _short(self, requests: Sequence[Request]) -> list[tuple[Request, int]]:
-        """Which of the requests lack pages for a step with a whole draft, and how many."""
-        reserve, pool = self.config.reserve, self.cache.pool
+    def _short(self, requests: Sequence[Request], slots: int) -> list[tuple[Request, int]]:
+        """Which of the requests lack pages for ``slots`` behind their committed length, and how
+        many; ``reserve`` of them are a whole draft's."""
+        pool = self.cache.pool
         size = pool.page_size
         return [
-            (r, pool.pages_for(r.kv_bound + reserve) - len(r.pages))
+            (r, pool.pages_for(self._behind(r) + slots) - len(r.pages))
             for r in requests
-            if r.kv_bound + reserve > len(r.pages) * size
+            if r.kv_bound + slots > len(r.pages) * size < self._behind(r) + slots
         ]
+
+    def _fair_shares(self, requests: Sequence[Request]) -> list[tuple[Request, int]]:
+        """The pages that there are, divided so that the narrowest draft is as wide as it can be: a
+        draft's first nodes are worth most."""
+        available, widths = self.cache.num_available, range(1, self.config.reserve + 1)
+        slots = bisect_right(
+            widths, available, key=lambda most: _total(self._short(requests, most))
+        )
+        shares = dict(self._short(requests, slots))
+        if slots < len(widths):
+            left = available - sum(shares.values())
+            for request, _ in self._short(requests, slots + 1)[:left]:
+                shares[request] = shares.get(request, 0) + 1
+        return list(shares.items())
 
     def _secure_roots(self, requests: Sequence[Request]) -> list[Request]:
         """Those that can take one more step, if only without a draft: all but who is retracted,
@@ -494,3 +511,8 @@ class Scheduler:
         assert self.table.num_free + len(rows) == self.table.num_rows - 1, "a row leaked"
         assert self.running == sorted(self.running, key=attrgetter("rank"))
         assert not any(request.row for request in self.waiting), "a waiting request has a row"
+
+
+def _total(short: Sequence[tuple[Request, int]]) -> int:
+    """Pages that all of them lack."""
+    return sum(missing for _, missing in short)

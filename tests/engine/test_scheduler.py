@@ -400,7 +400,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_prefill(self, step: Step, prefill: Prefill) -> None:
         chunks, budget = prefill.chunks, self.config.chunked_prefill_size
-        nodes = sum(step.decode.room) if step.decode else 0
+        most = self.config.num_draft_tokens
+        nodes = sum(min(room, most) for room in step.decode.room) if step.decode else 0
         if budget is not None:
             least = nodes + self.size if self.config.mixed_chunk else 0
             assert nodes + sum(c.end - c.start for c in chunks) <= max(budget, least)
@@ -444,8 +445,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             start = self.shadows[request].on_device
             assert start + self.config.columns <= request.kv_bound
             assert decode.max_slots >= start + self.config.reserve
-            assert 1 <= room <= self.config.num_draft_tokens
-            if room < self.config.num_draft_tokens:
+            assert 1 <= room <= self.config.reserve
+            if room < self.config.reserve:
                 SEEN["a draft without room"] += 1
                 assert self.cache.num_available == 0
 
@@ -834,6 +835,27 @@ def test_drafts_shrink_before_anyone_gives_way() -> None:
         rooms.append(step.decode.room)
     assert rooms == [(8, 8), (8, 6), (7, 4), (6, 2), (1, 4)]
     assert (len(first.pages), len(second.pages)) == (2, 4), "one page was for a draft alone"
+
+
+def test_decode_short_of_pages_shares_them_evenly() -> None:
+    """Nobody gets the whole of a draft while another has none."""
+    scheduler = _scheduler(25, num_draft_tokens=16, columns=2, page_size=1)
+    for number in range(4):
+        _add(scheduler, number, 3)
+    _turn(scheduler)
+    step = _turn(scheduler)
+    assert step.decode
+    assert step.decode.room == (4, 3, 3, 3)
+
+
+def test_room_of_a_draft_model_is_all_that_it_may_write() -> None:
+    """Its own keys may need more slots than the target has nodes."""
+    scheduler = _scheduler(25, num_draft_tokens=4, columns=2, reserve=16, page_size=1)
+    _add(scheduler, 0, 12)
+    _turn(scheduler)
+    step = _turn(scheduler)
+    assert step.decode
+    assert step.decode.room == (13,)
 
 
 def test_cached_pages_that_nobody_uses_go_before_drafts_do() -> None:
