@@ -149,6 +149,11 @@ def propose(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:  
     written yet; ``batch.seq_lens`` [bs] are their positions. Return ``Draft.chain(tokens)`` or
     ``Draft.tree(tokens, parents)``, [bs, N] with the root first. A request with nothing to propose
     has width 1. Draft tokens are proposals only: nothing here can change what is generated.
+
+    ``batch.room`` [bs], numbers on the host, is how many slots each request has for this step:
+    N or more of them, fewer where the KV pool is short. Nodes beyond it are cut, the last ones
+    first. So a draft that costs something is best made no deeper and no wider than ``max(room)``,
+    and a tree's likeliest nodes stand first.
     """
 
 

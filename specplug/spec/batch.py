@@ -56,8 +56,11 @@ class Batch:
         first_chunk: for each request of a prefill, whether it has just got its row: what was kept
             by row is another's, and what lies before the chunk was found in the prefix cache.
         last_chunk: for each request of a prefill, whether the chunk ends its ``token_ids``.
-        room: for each request of a decode step, the most nodes for which the KV pool has slots, 1
-            to N. A wider draft is cut to it; one that knows may choose better what to leave out.
+        room: for each request of a decode step, how many slots from ``seq_lens`` on are its own,
+            known on the host. At least 1; N or more unless the KV pool is short. It binds: of a
+            wider draft the first ``room`` nodes are verified. So draft no more, and put the
+            likeliest nodes first. Keys that a draft model writes further on are lost: do not count
+            on what reads them.
         greedy: whether every request takes the most likely token, so that no noise is needed.
         attention: the target pass's plan; a draft model reuses it on a prefill.
     """

@@ -163,7 +163,8 @@ class Draft:
         return padded if self.padding is None else padded[self.padding.flat_index]
 
     def narrow(self, room: Sequence[int]) -> Draft:
-        """This draft with at most ``room[b]`` nodes, at least 1, of each request: the first ones.
+        """This draft with at most ``room[b]`` nodes, at least 1, of each request: the first ones,
+        which are the likeliest if the drafter put these first.
 
         Parents stand before their children, so what is left of a tree is a tree.
         """

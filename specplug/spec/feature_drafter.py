@@ -7,6 +7,7 @@ Li et al., EAGLE (arXiv 2401.15077), with the dynamic trees of EAGLE-2 (arXiv 24
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -25,14 +26,15 @@ from specplug.spec.tree import select_tree
 
 @attrs.define(eq=False)
 class _Frontier:
-    """The K best nodes of the last level of a tree that is being expanded.
+    """The F best nodes of the last level of a tree that is being expanded; K, or fewer where the
+    KV pool is short.
 
     Attributes:
-        tokens: [bs, K] int64.
-        scores: [bs, K] cumulative log-probabilities.
-        hidden: [bs * K, H], what each node's parent left.
-        places: [bs, K] int64, their index among all candidates.
-        mask: [bs, K, levels * K] bool over the slots written so far: ancestors and itself.
+        tokens: [bs, F] int64.
+        scores: [bs, F] cumulative log-probabilities.
+        hidden: [bs * F, H], what each node's parent left.
+        places: [bs, F] int64, their index among all candidates.
+        mask: [bs, F, levels * F] bool over the slots written so far: ancestors and itself.
     """
 
     tokens: Tensor
@@ -164,18 +166,20 @@ class FeatureDrafter(ABC):
         return DraftInput(bonus_tokens=last_tokens, state=state)
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
-        """A chain if ``topk`` is 1, else a dynamic tree."""
-        if self._width == 1:
+        """A chain if ``topk`` is 1, else a dynamic tree; no deeper than ``batch.room`` allows."""
+        nodes = min(self._width, max(batch.room))
+        steps = min(self._steps, nodes - 1)
+        if nodes == 1:
             return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
         if self._topk == 1:
-            return self._chain(batch, draft_input)
-        return self._tree(batch, draft_input)
+            return self._chain(batch, draft_input, steps)
+        return self._tree(batch, draft_input, nodes, steps)
 
-    def _chain(self, batch: Batch, draft_input: DraftInput) -> Draft:
-        """S tokens one behind the other: nothing to rank, nothing to select."""
+    def _chain(self, batch: Batch, draft_input: DraftInput, steps: int) -> Draft:
+        """``steps`` tokens one behind the other: nothing to rank, nothing to select."""
         token, hidden = draft_input["tokens"][:, 0], draft_input["hidden_states"]
         chain = [draft_input.bonus_tokens, token]
-        for step in range(1, self._steps):
+        for step in range(1, steps):
             plan = self._runtime.plan_attention(batch, batch.seq_lens, 1, offset=step - 1)
             hidden = self._pass(token, hidden, plan)
             position = (batch.seq_lens + step + 1).unsqueeze(1)
@@ -183,61 +187,74 @@ class FeatureDrafter(ABC):
             chain.append(token)
         return Draft.chain(torch.stack(chain, dim=1))
 
-    def _tree(self, batch: Batch, draft_input: DraftInput) -> Draft:
-        """Expand the K best nodes at each step, then keep the N - 1 best of all candidates."""
-        bs, topk = batch.size, self._topk
+    def _tree(self, batch: Batch, draft_input: DraftInput, nodes: int, steps: int) -> Draft:
+        """Expand the F best nodes at each step, then keep the best of all candidates."""
+        bs = batch.size
         tokens, scores = draft_input["tokens"], draft_input["scores"]
+        beam = self._beam(batch.room, steps)
         frontier = _Frontier(
-            tokens=tokens,
-            scores=scores,
-            hidden=draft_input["hidden_states"].repeat_interleave(topk, dim=0),
-            places=self._order.expand(bs, -1),
-            mask=self._itself.expand(bs, -1, -1),
+            tokens=tokens[:, :beam],
+            scores=scores[:, :beam],
+            hidden=draft_input["hidden_states"].repeat_interleave(beam, dim=0),
+            places=self._order[:beam].expand(bs, -1),
+            mask=self._itself[:beam, :beam].expand(bs, -1, -1),
         )
         candidates = [(scores, tokens, torch.full_like(tokens, -1))]
-        for step in range(1, self._steps):
+        for step in range(1, steps):
             frontier, children = self._expand(batch, frontier, step)
             candidates.append(children)
         all_scores, all_tokens, parents = (
             torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True)
         )
-        return select_tree(
-            draft_input.bonus_tokens, all_scores, all_tokens, parents, self._width, self._steps
-        )
+        nodes = min(nodes, all_scores.shape[1] + 1)
+        return select_tree(draft_input.bonus_tokens, all_scores, all_tokens, parents, nodes, steps)
+
+    def _beam(self, room: Sequence[int], steps: int) -> int:
+        """F, the nodes of each level to expand: K, or as many as have slots for their keys.
+
+        Each level takes F slots of every request, ``steps - 1`` levels. A node without a slot would
+        be expanded as if it were not there. Who has no slot for each level even of a chain keeps
+        too few nodes for its lower levels to matter, so it does not hold back the others.
+        """
+        levels = steps - 1
+        if not levels:
+            return self._topk
+        return min((self._topk, *(own // levels for own in room if own >= levels)))
 
     def _expand(
         self, batch: Batch, frontier: _Frontier, step: int
     ) -> tuple[_Frontier, tuple[Tensor, Tensor, Tensor]]:
-        """The K children of each node of the frontier, and the K best of them, which is the next.
+        """The K children of each node of the frontier, and the F best of them, which is the next.
 
         Returns:
-            The next frontier, and all K * K children: scores, tokens and parents [bs, K * K].
+            The next frontier, and all F * K children: scores, tokens and parents [bs, F * K].
         """
         bs, topk = batch.size, self._topk
-        positions = (batch.seq_lens + step - 1).unsqueeze(1).expand(-1, topk)
+        beam = frontier.tokens.shape[1]
+        positions = (batch.seq_lens + step - 1).unsqueeze(1).expand(-1, beam)
         plan = self._runtime.plan_attention(
             batch,
             batch.seq_lens,
-            topk,
-            offset=(step - 1) * topk,
+            beam,
+            offset=(step - 1) * beam,
             positions=positions,
             mask=frontier.mask,
         )
         hidden = self._pass(frontier.tokens.reshape(-1), frontier.hidden, plan)
         scores, children = self._best(batch, hidden, positions + 2)
-        scores = (frontier.scores.unsqueeze(2) + scores.view(bs, topk, topk)).view(bs, -1)
+        scores = (frontier.scores.unsqueeze(2) + scores.view(bs, beam, topk)).view(bs, -1)
         children = children.view(bs, -1)
         parents = frontier.places.repeat_interleave(topk, dim=1)
-        best_scores, best = scores.topk(topk, dim=1)
+        best_scores, best = scores.topk(beam, dim=1)
         above = best // topk
-        rows = (torch.arange(bs, device=best.device).unsqueeze(1) * topk + above).view(-1)
-        lineage = frontier.mask.gather(1, above.unsqueeze(2).expand(-1, -1, step * topk))
+        rows = (torch.arange(bs, device=best.device).unsqueeze(1) * beam + above).view(-1)
+        lineage = frontier.mask.gather(1, above.unsqueeze(2).expand(-1, -1, step * beam))
         following = _Frontier(
             tokens=children.gather(1, best),
             scores=best_scores,
             hidden=hidden[rows],
-            places=best + topk + (step - 1) * topk * topk,
-            mask=torch.cat((lineage, self._itself.expand(bs, -1, -1)), dim=2),
+            places=best + topk + (step - 1) * beam * topk,
+            mask=torch.cat((lineage, self._itself[:beam, :beam].expand(bs, -1, -1)), dim=2),
         )
         return following, (scores, children, parents)
 

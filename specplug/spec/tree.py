@@ -20,7 +20,9 @@ def select_tree(
     num_draft_tokens: int,
     depth: int,
 ) -> Draft:
-    """The ``num_draft_tokens - 1`` best candidates, as a tree under the root.
+    """The ``num_draft_tokens - 1`` best candidates, best first, as a tree under the root.
+
+    So what the core cuts where the KV pool is short, the last nodes, is what is least likely.
 
     Args:
         roots: [bs] int64 bonus tokens.
@@ -31,18 +33,18 @@ def select_tree(
         num_draft_tokens: N, at most M + 1.
         depth: the candidates' greatest depth, S.
 
-    A stable sort keeps the earlier of two equal scores, which is the parent, so the chosen set
-    always holds the parents of what it holds.
+    A stable sort keeps the earlier of two equal scores, which is the parent, so a parent stands
+    before its children here too. NaN, of a draft model that overflowed, is the least score.
     """
-    count = num_draft_tokens - 1
-    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    chosen = best.sort(dim=1).values.contiguous()
-    above = parents.gather(1, chosen)
-    place = torch.searchsorted(chosen, above.clamp(min=0)) + 1
-    place = torch.where(above < 0, 0, place)
-    root_parent = place.new_full((roots.shape[0], 1), -1)
+    ranked = scores.nan_to_num(nan=float("-inf"))
+    best = ranked.sort(dim=1, descending=True, stable=True).indices[:, : num_draft_tokens - 1]
+    order = torch.arange(1, best.shape[1] + 1, device=best.device).expand_as(best)
+    place = torch.zeros_like(parents).scatter_(1, best, order)
+    above = parents.gather(1, best)
+    above = torch.where(above < 0, 0, place.gather(1, above.clamp(min=0)))
+    root_parent = above.new_full((roots.shape[0], 1), -1)
     return Draft.tree(
-        torch.cat((roots.unsqueeze(1), tokens.gather(1, chosen)), dim=1),
-        torch.cat((root_parent, place), dim=1),
+        torch.cat((roots.unsqueeze(1), tokens.gather(1, best)), dim=1),
+        torch.cat((root_parent, above), dim=1),
         depth,
     )

@@ -26,9 +26,8 @@ class Candidates:
         return 1 + (self.depth(self.parents[i]) if self.parents[i] >= 0 else 0)
 
     def best(self, count: int) -> list[int]:
-        """The greatest scores, of equal ones the earliest, in the order they stand in."""
-        ranked = sorted(range(len(self.scores)), key=lambda i: (-self.scores[i], i))
-        return sorted(ranked[:count])
+        """The greatest scores first, of equal ones the earliest."""
+        return sorted(range(len(self.scores)), key=lambda i: (-self.scores[i], i))[:count]
 
 
 @st.composite
@@ -48,7 +47,7 @@ def batches(draw: Callable[..., Any]) -> tuple[list[Candidates], int]:
 
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
 @given(batch=batches())
-def test_the_best_candidates_and_their_parents_are_chosen(
+def test_select_tree_puts_the_best_nodes_first(
     batch: tuple[list[Candidates], int],
 ) -> None:
     requests, num_draft_tokens = batch
@@ -84,3 +83,19 @@ def test_a_root_alone_and_a_root_with_one_child(num_draft_tokens: int) -> None:
         1,
     )
     assert draft.tokens.tolist() == [[7, 9][:num_draft_tokens]]
+
+
+def test_select_tree_with_nan_scores_stays_a_tree() -> None:
+    """A draft model that has overflowed proposes nonsense, but a child never before its parent."""
+    nan = float("nan")
+    draft = select_tree(
+        torch.tensor([7]),
+        torch.tensor([[-1.0, -2.0, nan, nan]]),
+        torch.tensor([[1, 2, 3, 4]]),
+        torch.tensor([[-1, -1, 1, 2]]),
+        5,
+        3,
+    )
+    assert draft.parents is not None
+    assert draft.tokens.tolist() == [[7, 1, 2, 3, 4]]
+    assert draft.parents.tolist() == [[-1, 0, 0, 2, 3]]

@@ -63,17 +63,20 @@ class DFlashWorker:
         return DraftInput(bonus_tokens=output.bonus_tokens)
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
-        """A chain for each request, of one block, in one pass."""
+        """A chain for each request, of one block, in one pass; no wider than the widest room."""
         root = draft_input.bonus_tokens.unsqueeze(1)
-        if self._width == 1:
+        width = min(self._width, max(batch.room))
+        if width == 1:
             return Draft.chain(root)
-        block = torch.cat((root, self._masks.expand(batch.size, -1)), dim=1)
+        block = torch.cat((root, self._masks[:, : width - 1].expand(batch.size, -1)), dim=1)
         plans = [
-            self._runtime.plan_attention(batch, batch.seq_lens, self._width, mask=mask)
+            self._runtime.plan_attention(
+                batch, batch.seq_lens, width, mask=None if mask is None else mask[:, :width, :width]
+            )
             for mask in self._block_masks.values()
         ]
         logits = self._draft(block, *plans)
-        positions = batch.seq_lens.unsqueeze(1) + self._ahead
+        positions = batch.seq_lens.unsqueeze(1) + self._ahead[: width - 1]
         scores = couple(self._runtime, batch, logits, positions, self._token_ids)
         drafted = self._token_ids[scores.argmax(-1)].view(batch.size, -1)
         return Draft.chain(torch.cat((root, drafted), dim=1))

@@ -21,10 +21,17 @@ class Spy(Eagle3):
 
     def __init__(self) -> None:
         self.drafts: list[tuple[int, list[int], list[int]]] = []
+        self.rooms: list[int] = []
+        self.passes: list[int] = []
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        forward, rows = runtime.worker.forward, []
+        runtime.worker.forward = lambda *inputs: rows.append(len(inputs[0])) or forward(*inputs)
         draft = super().propose(runtime, batch, draft_input)
+        runtime.worker.forward = forward
+        self.rooms.append(batch.room[0])
+        self.passes.append(len(rows))
         width = draft.tokens.shape[1]
         parents = list(range(-1, width - 1)) if draft.parents is None else draft.parents[0].tolist()
         self.drafts.append((int(batch.seq_lens[0]), draft.tokens[0].tolist(), parents))
@@ -110,7 +117,9 @@ class Reference:
             path.append(int(self.ids[self.log_probs(committed, path).argmax()]))
         return path
 
-    def tree(self, committed: list[int], topk: int, steps: int, nodes: int) -> set[tuple[int, ...]]:
+    def tree(
+        self, committed: list[int], topk: int, steps: int, nodes: int, beam: int | None = None
+    ) -> set[tuple[int, ...]]:
         """The paths of EAGLE-2's tree: expand the best, then keep the best of all candidates."""
         frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
         candidates: list[tuple[float, tuple[int, ...]]] = []
@@ -123,7 +132,7 @@ class Reference:
                     for value, index in zip(best.values, best.indices, strict=True)
                 ]
             candidates += children
-            frontier = sorted(children, reverse=True)[:topk]
+            frontier = sorted(children, reverse=True)[: beam or topk]
         return {path for _, path in sorted(candidates, reverse=True)[: nodes - 1]}
 
 
@@ -202,6 +211,77 @@ def test_tree_is_that_of_the_plain_network(
     for root, drafted, parents in spy.drafts[:4]:
         expected = reference.tree(tokens[: root + 1], topk, steps, nodes)
         assert paths(drafted, parents) == expected
+
+
+def test_tree_in_a_short_pool_is_expanded_within_it(
+    target: Path, prompts: list[list[int]], write_draft: Callable[..., Path]
+) -> None:
+    """It is as narrow as its keys have slots for, as deep as it has nodes, and its nodes are the
+    best there are."""
+    draft = write_draft()
+    prompt, (topk, steps, nodes) = prompts[1], (3, 4, 10)
+    spy, tokens = run(
+        target,
+        draft,
+        prompt,
+        speculative_num_steps=steps,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=nodes,
+        page_size=1,
+        max_total_tokens=len(prompt) + 10,
+    )
+    reference = Reference(draft, target)
+    seen = set()
+    for (root, drafted, parents), room, passes in zip(
+        spy.drafts, spy.rooms, spy.passes, strict=True
+    ):
+        width = min(nodes, room)
+        depth = min(steps, width - 1)
+        beam = min(topk, room // (depth - 1)) if depth > 1 else topk
+        seen.add((width, depth, beam))
+        assert passes == max(depth - 1, 0), "no pass for what would be cut"
+        expected = reference.tree(tokens[: root + 1], topk, depth, width, beam) if depth else set()
+        assert paths(drafted, parents) == expected
+    assert {(10, 4, 3), (8, 4, 2), (5, 4, 1), (2, 1, 3)} <= seen, seen
+
+
+def test_chain_in_a_short_pool_runs_no_pass_too_many(
+    target: Path, prompts: list[list[int]], write_draft: Callable[..., Path]
+) -> None:
+    draft = write_draft()
+    prompt = prompts[1]
+    spy, tokens = run(
+        target,
+        draft,
+        prompt,
+        speculative_num_steps=5,
+        page_size=1,
+        max_total_tokens=len(prompt) + 10,
+    )
+    reference = Reference(draft, target)
+    assert {2, 4} <= set(spy.rooms)
+    for (root, drafted, _), room, passes in zip(spy.drafts, spy.rooms, spy.passes, strict=True):
+        steps = min(5, room - 1)
+        assert passes == max(steps - 1, 0)
+        assert drafted[1:] == reference.chain(tokens[: root + 1], steps)
+
+
+def test_tree_in_a_short_pool_is_no_worse_than_a_chain() -> None:
+    """Four requests that share a pool for one and a half."""
+    prompts = ["import os\n\ndef ", "class Stack:\n    def ", "for i in range(", "if value is "]
+    found = {}
+    for topk, nodes in ((1, 6), (8, 48)):
+        with LLM(
+            speculative_algorithm="EAGLE3",
+            speculative_num_steps=5,
+            speculative_eagle_topk=topk,
+            speculative_num_draft_tokens=nodes,
+            page_size=1,
+            max_total_tokens=90,
+        ) as llm:
+            llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
+            found[topk] = llm.stats()["mean_accept_length"]
+    assert found[8] > found[1], found
 
 
 def test_chunked_prefill_leaves_the_same_drafts(

@@ -71,12 +71,15 @@ class NgramWorker:
         self._history.extend(request.stream, tokens)
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
-        """A tree for each request, or chains if none has a branch; a root alone where too little
-        is known, and for all of them if their drafts together would not pay. The likeliest nodes
-        come first, for the core to cut to ``room``.
+        """A tree for each request, of no more nodes than it has room for, or chains if none has a
+        branch; a root alone where too little is known, and for all of them if their drafts together
+        would not pay.
         """
         cost = StepCost(batch.size)
-        trees = [self._draft(view.request_id, cost.least) for view in batch.requests]
+        trees = [
+            self._draft(view.request_id, cost.least, room)
+            for view, room in zip(batch.requests, batch.room, strict=True)
+        ]
         roots = draft_input.bonus_tokens
         nodes = sum(len(tree.nodes) - 1 for tree in trees)
         if not nodes or not cost.pays(sum(tree.gain for tree in trees), nodes):
@@ -94,13 +97,14 @@ class NgramWorker:
         """A request has ended."""
         self._requests.pop(request_id, None)
 
-    def _draft(self, request_id: str, least: float) -> DraftTree:
+    def _draft(self, request_id: str, least: float, room: int) -> DraftTree:
         request = self._requests.get(request_id)
         if request is None:  # ended while this step was being launched
             return DraftTree([Node(0, 0, 1.0, [])])
-        request.tree = draft_tree(
-            self._history, request.stream, request.novelty, self._shape, least
-        )
+        shape = self._shape
+        if room < shape.num_draft_tokens:
+            shape = attrs.evolve(shape, num_draft_tokens=room)
+        request.tree = draft_tree(self._history, request.stream, request.novelty, shape, least)
         return request.tree
 
 

@@ -29,9 +29,15 @@ KNOWS_NOTHING = Request("knows nothing", (21, 22, 23, 24))
 BRANCHES = Request("branches", (31, 32, 33, 41, 31, 32, 34, 42, 31, 32, 34, 43, 31, 32))
 
 
-def _batch(*requests: Request) -> Batch:
+def _batch(*requests: Request, room: int = 8) -> Batch:
     rows = torch.arange(1, len(requests) + 1)
-    return Batch(mode=ForwardMode.DECODE, requests=requests, rows=rows, seq_lens=rows)
+    return Batch(
+        mode=ForwardMode.DECODE,
+        requests=requests,
+        rows=rows,
+        seq_lens=rows,
+        room=(room,) * len(requests),
+    )
 
 
 def _input(*bonus_tokens: int) -> DraftInput:
@@ -67,6 +73,14 @@ def test_it_proposes_the_root_alone_when_it_knows_nothing() -> None:
 def test_with_one_node_it_proposes_nothing() -> None:
     worker = _worker(REPEATS, nodes=1)
     assert worker.propose(_batch(REPEATS), _input(7)).tokens.tolist() == [[7]]
+
+
+def test_drafts_in_a_short_pool_count_the_nodes_that_fit() -> None:
+    """Whether a draft pays is asked of what is left of it."""
+    worker = _worker(REPEATS)
+    draft = worker.propose(_batch(REPEATS, room=2), _input(7))
+    assert draft.tokens.tolist() == [[7, 8]]
+    assert worker.propose(_batch(REPEATS, room=1), _input(7)).tokens.tolist() == [[7]]
 
 
 def test_who_knows_nothing_costs_no_more_beside_one_who_does() -> None:
