@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     from specplug.spec.draft import Draft, DraftInput
     from specplug.spec.feature_drafter import FeatureDrafter
     from specplug.spec.future_map import FutureMap
-    from specplug.spec.received import Form, received_state
+    from specplug.spec.received import ReceivedState, received_state
     from specplug.spec.report import RequestReport, StepReport
     from specplug.spec.rotation import chunk_tails, rotate_chunks
     from specplug.spec.runtime import AttentionPlan, KVCache, Runtime
+    from specplug.spec.state import StateTensor
     from specplug.spec.target_output import CommittedOutput, TargetOutput
     from specplug.spec.tree import select_tree
     from specplug.spec.verify import VerifyOutput, verify_tree
@@ -61,14 +62,15 @@ _LAZY = {
     "Draft": "specplug.spec.draft",
     "DraftInput": "specplug.spec.draft",
     "FeatureDrafter": "specplug.spec.feature_drafter",
-    "Form": "specplug.spec.received",
     "FutureMap": "specplug.spec.future_map",
+    "ReceivedState": "specplug.spec.received",
     "received_state": "specplug.spec.received",
     "RequestReport": "specplug.spec.report",
     "StepReport": "specplug.spec.report",
     "AttentionPlan": "specplug.spec.runtime",
     "KVCache": "specplug.spec.runtime",
     "Runtime": "specplug.spec.runtime",
+    "StateTensor": "specplug.spec.state",
     "chunk_tails": "specplug.spec.rotation",
     "rotate_chunks": "specplug.spec.rotation",
     "CommittedOutput": "specplug.spec.target_output",
@@ -94,12 +96,12 @@ __all__ = [
     "DraftInput",
     "FallbackWarning",
     "FeatureDrafter",
-    "Form",
     "FutureMap",
     "KVCache",
     "Logprob",
     "PluginError",
     "RankError",
+    "ReceivedState",
     "RequestOutput",
     "RequestReport",
     "RequestView",
@@ -107,6 +109,7 @@ __all__ = [
     "SamplingParams",
     "SpecConfig",
     "SpecplugError",
+    "StateTensor",
     "StepReport",
     "TargetOutput",
     "UnknownAlgorithm",

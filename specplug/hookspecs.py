@@ -79,11 +79,19 @@ def create_worker(runtime: Runtime) -> object:
     """Load the draft weights, allocate the draft's KV cache, name the target layers to capture.
 
     Required. Called once, when the target is loaded and before the KV pool is made. What is
-    returned is ``runtime.worker`` in every later hook. It may have ``hidden_size_for()`` -> int
-    and ``dtype_for()`` -> torch.dtype, the width and type of the hidden states that its
-    ``DraftInput`` carries: the one source for idle inputs. An algorithm without state returns any
-    object; None is taken as "not implemented". State of its own an algorithm keeps by request row
-    (``batch.rows``; there are ``runtime.num_rows``) or by ``request_id``.
+    returned is ``runtime.worker`` in every later hook; None is taken as "not implemented".
+
+    A worker whose ``DraftInput`` carries state declares it by a method ``state_spec()`` -> mapping
+    of names to ``StateTensor``, the shape and type of one request's tensor::
+
+        def state_spec(self):
+            return {"hidden_states": StateTensor((self.width,), runtime.dtype)}
+
+    It is the one source for whoever has to make such a tensor: idle ranks, received requests, the
+    relay between steps. A declared tensor is always there in ``propose``, as zeros if nobody has
+    left it, and one of another form is refused. What is not declared is relayed as it comes, and
+    absent where it did not. Other state an algorithm keeps by request row (``batch.rows``; there
+    are ``runtime.num_rows``) or by ``request_id``.
     """
 
 
@@ -135,9 +143,11 @@ def build_disagg_draft_input(
     ``batch.seq_lens`` [bs] their positions, ``request.draft_state`` what ``export_draft_state``
     gave over there. The batch may be empty, and a request may have come without a state (its
     prefill ran under another algorithm, say) or without draft KV, which is zeros then: it drafts
-    from its last tokens. ``received_state`` stacks the states and says who has none. The result is
-    stashed as that of ``build_draft_input`` is. None: what was exported as it is, zeros for a
-    request without it.
+    from its last tokens. The prefill may have had another ``topk`` or ``num_steps``: then a tensor
+    has more or fewer entries (``StateTensor.kept`` says which of them count), and a draft's cache
+    more or fewer layers, of which the first are taken. ``received_state`` stacks the states and
+    says how much of each came. The result is stashed as that of ``build_draft_input`` is. None:
+    what was exported, as far as it is as ``state_spec()`` declares it, zeros for the rest.
     """
 
 
@@ -179,8 +189,8 @@ def fixup_idle(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft
 
     Called whenever nothing is left to extend: on a rank without requests, and on a batch all of
     whose requests have ended. ``draft_input`` has no hidden states then. What is returned is
-    stashed for no row, and gives the relay its shapes. None: the core's, with empty tensors of the
-    worker's own ``hidden_size_for()`` and ``dtype_for()``.
+    stashed for no row. None: the core's, with empty tensors as ``worker.state_spec()`` declares
+    them.
     """
 
 

@@ -20,6 +20,7 @@ from specplug.engine.scheduler import Scheduler, Step
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepResult, StepRunner
 from specplug.spec.report import RequestReport, StepReport
+from specplug.spec.state import state_spec
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Engine:
         self._runtime = runtime
         self._hooks = hooks
         self._tokenizer = tokenizer
-        self._carries_state = hasattr(runtime.worker, "hidden_size_for")
+        self._carries_state = bool(state_spec(runtime.worker))
         self._told_stateless = False
         self._ranks = ranks
         self._launched: deque[StepResult] = deque()

@@ -55,6 +55,7 @@ from specplug.errors import FallbackWarning, InstanceError, RankError, UsageErro
 from specplug.registry import Registry, build_plugin_manager
 from specplug.spec.defaults import CoreDefaults
 from specplug.spec.runtime import RankInfo
+from specplug.spec.state import state_spec
 
 if TYPE_CHECKING:
     from specplug.disagg.decode_instance import DecodeInstance
@@ -602,6 +603,7 @@ class LLM:
         self, runtime: EngineRuntime, cache: PrefixCache, table: RequestTable
     ) -> Engine:
         future_map = self._hooks.create_future_map(runtime=runtime)
+        future_map.declare(state_spec(runtime.worker))
         handover = Handover(runtime, self._hooks, future_map, cache.lookahead)
         return Engine(
             scheduler=Scheduler(self._limits, cache, table),

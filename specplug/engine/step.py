@@ -32,6 +32,7 @@ from specplug.spec.draft import Draft, DraftInput
 from specplug.spec.future_map import FutureMap
 from specplug.spec.padding import Padding
 from specplug.spec.rotation import chunk_tails, rotate_chunks
+from specplug.spec.state import check_state, state_spec
 from specplug.spec.target_output import CommittedOutput, TargetOutput, compact
 from specplug.spec.verify import VerifyOutput
 
@@ -167,6 +168,7 @@ class StepRunner:
         self._future_map = future_map
         self._handover = handover
         self._ranks = ranks
+        self._spec = state_spec(runtime.worker)
         self._numbers = count(1)
         self._unread: list[StepResult] = []
 
@@ -417,6 +419,7 @@ class StepRunner:
                 target_output=output,
                 future_map=self._future_map,
             )
+        check_state(self._spec, draft_input)
         self._future_map.publish(batch.rows, seq_lens, output)
         self._future_map.stash(batch.rows[: len(draft_input.bonus_tokens)], draft_input)
 

@@ -33,11 +33,15 @@ class CoreDefaults:
         return FutureMap(runtime.num_rows, runtime.device)
 
     @hookimpl(trylast=True)
-    def build_disagg_draft_input(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
+    def build_disagg_draft_input(
+        self, runtime: Runtime, batch: Batch, last_tokens: Tensor
+    ) -> DraftInput:
         from specplug.spec.draft import DraftInput
-        from specplug.spec.received import all_received
+        from specplug.spec.received import received_state
+        from specplug.spec.state import state_spec
 
-        return DraftInput(bonus_tokens=last_tokens, state=all_received(batch))
+        received = received_state(batch, state_spec(runtime.worker))
+        return DraftInput(bonus_tokens=last_tokens, state=received.tensors)
 
     @hookimpl(trylast=True)
     def verify(self, draft: Draft, target_output: TargetOutput) -> VerifyOutput:

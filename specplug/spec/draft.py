@@ -258,8 +258,12 @@ class DraftInput:
     state: Mapping[str, Tensor | None] = attrs.field(factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self.state[name]
-        assert tensor is not None, f"draft state {name!r} is absent"
+        tensor = self.state.get(name)
+        if tensor is None:
+            raise KeyError(
+                f"the draft state {name!r} is absent: no request of the batch has left it; what "
+                "worker.state_spec() declares is always there, as zeros if nobody has"
+            )
         return tensor
 
     def filter(self, keep: Tensor) -> DraftInput:

@@ -18,8 +18,9 @@ from specplug.spec.batch import Batch
 from specplug.spec.coupling import couple
 from specplug.spec.draft import Draft, DraftInput
 from specplug.spec.layers import Attend
-from specplug.spec.received import Form, received_state
+from specplug.spec.received import received_state
 from specplug.spec.runtime import AttentionPlan, Runtime
+from specplug.spec.state import StateTensor
 from specplug.spec.target_output import CommittedOutput
 from specplug.spec.tree import select_tree
 
@@ -109,13 +110,14 @@ class FeatureDrafter(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H], a result of ``forward`` -> [R, V_draft]: of the token at p + 2."""
 
-    def hidden_size_for(self) -> int:
-        """Width of the hidden states in a draft input: the network's own."""
-        return self._hidden_size
-
-    def dtype_for(self) -> torch.dtype:
-        """Type of the hidden states in a draft input."""
-        return self._runtime.dtype
+    def state_spec(self) -> dict[str, StateTensor]:
+        """What a draft input carries: hidden states as wide as the network's own."""
+        precise = torch.promote_types(self._runtime.dtype, torch.float32)
+        return {
+            "hidden_states": StateTensor((self._hidden_size,), self._runtime.dtype),
+            "tokens": StateTensor((self._topk,), torch.int64, kept="first"),
+            "scores": StateTensor((self._topk,), precise, kept="first"),
+        }
 
     def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
         """Run the committed rows, of a prefill chunk or an accepted path, through the network and
@@ -135,35 +137,40 @@ class FeatureDrafter(ABC):
 
     def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
         """The state of requests that another instance has prefilled. One that came without it is
-        drafted from its last token alone: one pass of the network, the feature unknown.
+        drafted from its last token alone: one pass of the network, the feature unknown. Of more
+        branches than are kept here the best are taken; where there are fewer, they are chosen anew.
 
         Args:
             last_tokens: [bs] int64, the roots of the next step.
         """
-        runtime, topk = self._runtime, self._topk
-        precise = torch.promote_types(runtime.dtype, torch.float32)
-        forms: dict[str, Form] = {
-            "hidden_states": ((self._hidden_size,), runtime.dtype),
-            "tokens": ((topk,), torch.int64),
-            "scores": ((topk,), precise),
-        }
-        state, lacking = received_state(batch, forms)
+        runtime = self._runtime
+        received = received_state(batch, self.state_spec())
+        state = received.tensors
         state["tokens"].clamp_(0, runtime.vocab_size - 1)  # a peer's word is not to be trusted
-        if lacking:
-            index = torch.tensor(lacking).to(runtime.device, non_blocking=True)
-            part = attrs.evolve(
-                batch,
-                requests=[batch.requests[i] for i in lacking],
-                rows=batch.rows[index],
-                seq_lens=batch.seq_lens[index],
-            )
+        if unknown := received.lacking("hidden_states"):
+            index, part = self._part(batch, unknown)
             plan = runtime.plan_attention(part, part.seq_lens, 1, offset=-1)
-            unknown = state["hidden_states"][index]
-            hidden = self._pass(last_tokens[index], unknown, plan)
+            hidden = self._pass(last_tokens[index], state["hidden_states"][index], plan)
+            state["hidden_states"].index_copy_(0, index, hidden)
+        few = {*unknown, *received.lacking("tokens"), *received.lacking("scores")}
+        if few:
+            index, part = self._part(batch, sorted(few))
+            hidden = state["hidden_states"][index]
             scores, tokens = self._best(part, hidden, (part.seq_lens + 1).unsqueeze(1))
-            for name, rows in (("hidden_states", hidden), ("tokens", tokens), ("scores", scores)):
-                state[name].index_copy_(0, index, rows)
+            state["tokens"].index_copy_(0, index, tokens)
+            state["scores"].index_copy_(0, index, scores)
         return DraftInput(bonus_tokens=last_tokens, state=state)
+
+    def _part(self, batch: Batch, indices: list[int]) -> tuple[Tensor, Batch]:
+        """Some requests of a batch: their indices [n] int64, and a batch of them."""
+        index = torch.tensor(indices).to(self._runtime.device, non_blocking=True)
+        part = attrs.evolve(
+            batch,
+            requests=[batch.requests[i] for i in indices],
+            rows=batch.rows[index],
+            seq_lens=batch.seq_lens[index],
+        )
+        return index, part
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         """A chain if ``topk`` is 1, else a dynamic tree; no deeper than ``batch.room`` allows."""

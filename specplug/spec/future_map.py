@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from specplug.spec.draft import DraftInput, stack
 
 if TYPE_CHECKING:
+    from specplug.spec.state import StateTensor
     from specplug.spec.target_output import CommittedOutput
 
 
@@ -26,13 +28,21 @@ class FutureMap:
         self.state: dict[str, Tensor] = {}
         self.num_rows = num_rows
 
+    def declare(self, spec: Mapping[str, StateTensor]) -> None:
+        """Make the buffers of what the worker declares: zeros, until a request leaves its own."""
+        for name, declared in spec.items():
+            shape = self.num_rows, *declared.shape
+            zeros = torch.zeros(shape, dtype=declared.dtype, device=self.bonus_tokens.device)
+            self.state[name] = zeros
+
     def publish(self, rows: Tensor, seq_lens: Tensor, output: CommittedOutput) -> None:
         """Say how far each request is: committed lengths [bs] and bonus tokens [bs]."""
         self.seq_lens.index_copy_(0, rows, seq_lens)
         self.bonus_tokens.index_copy_(0, rows, output.bonus_tokens)
 
     def stash(self, rows: Tensor, draft_input: DraftInput) -> None:
-        """Keep the draft state of the next step. A buffer is made when its name first appears.
+        """Keep the draft state of the next step. What was not declared gets a buffer when its name
+        first appears.
 
         Total, as ``DraftInput.merge`` is: a state that is absent is read as zeros, not as that of
         the request which had the row before, and one of another width leaves other rows theirs.

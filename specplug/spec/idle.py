@@ -6,20 +6,19 @@ import torch
 
 from specplug.spec.draft import DraftInput
 from specplug.spec.runtime import Runtime
+from specplug.spec.state import state_spec
 
 
 def idle_draft_input(runtime: Runtime, draft_input: DraftInput) -> DraftInput:
-    """``draft_input`` with no request left, its hidden states as wide as the worker's own.
+    """``draft_input`` with no request left, its state as the worker declares it.
 
-    Idempotent. The width comes from ``worker.hidden_size_for()`` and the type from
-    ``worker.dtype_for()``, never from the model's config: an algorithm that fuses several layers
-    is wider than the model. A worker without them carries no hidden state.
+    Idempotent. Shapes and types come from ``worker.state_spec()``, never from the model's config:
+    an algorithm that fuses several layers is wider than the model. What is not declared is cut.
     """
     state = {
         name: None if tensor is None else tensor[:0] for name, tensor in draft_input.state.items()
     }
-    width = getattr(runtime.worker, "hidden_size_for", None)
-    if width is not None:
-        dtype: torch.dtype = runtime.worker.dtype_for()
-        state["hidden_states"] = torch.empty(0, width(), dtype=dtype, device=runtime.device)
+    for name, declared in state_spec(runtime.worker).items():
+        empty = torch.empty(0, *declared.shape, dtype=declared.dtype, device=runtime.device)
+        state[name] = empty
     return DraftInput(bonus_tokens=draft_input.bonus_tokens[:0], state=state)

@@ -4,47 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import attrs
 import torch
 from torch import Tensor
 
 from specplug.spec.batch import Batch
-
-Form = tuple[tuple[int, ...], torch.dtype]
-"""Shape of a request's tensor, without a leading size, and its type."""
+from specplug.spec.state import StateTensor
 
 
-def received_state(batch: Batch, forms: Mapping[str, Form]) -> tuple[dict[str, Tensor], list[int]]:
+@attrs.frozen(eq=False, kw_only=True)
+class ReceivedState:
+    """What came with the requests of a batch.
+
+    Attributes:
+        tensors: by name [bs, …] as declared, on the batch's device; zeros where nothing came.
+        counts: by name, how many entries along the first axis came with each request: as many as
+            declared, fewer from an instance with a lower ``topk`` or ``num_steps``, or 0.
+    """
+
+    tensors: dict[str, Tensor]
+    counts: dict[str, list[int]]
+
+    def lacking(self, name: str) -> list[int]:
+        """The requests' indices that came with fewer entries of a tensor than declared."""
+        tensor = self.tensors[name]
+        whole = tensor.shape[1] if tensor.dim() > 1 else 1
+        return [i for i, count in enumerate(self.counts[name]) if count < whole]
+
+
+def received_state(batch: Batch, spec: Mapping[str, StateTensor]) -> ReceivedState:
     """Stack what came with each request of a batch, which may be empty.
+
+    Each tensor is taken by itself, as far as it is as declared: what another instance has more of
+    is left out, what it has fewer of is filled up with zeros (see ``StateTensor.kept``).
 
     Args:
         batch: of received requests.
-        forms: by name, what a request's tensors must be like.
-
-    Returns:
-        By name [bs, …] tensors on the batch's device, and the indices of the requests that came
-        without a state, or with one of another form: their rows are zeros.
+        spec: what ``worker.state_spec()`` declares.
     """
-    device, requests = batch.rows.device, batch.requests
-    sound = [_fits(request.draft_state, forms) for request in requests]
-    stacked = {}
-    for name, (shape, dtype) in forms.items():
-        rows = torch.zeros(len(requests), *shape, dtype=dtype)
-        for row, request, fits in zip(rows, requests, sound, strict=True):
-            if fits:
-                row.copy_(request.draft_state[name])
-        stacked[name] = rows.to(device, non_blocking=True)
-    return stacked, [i for i, fits in enumerate(sound) if not fits]
-
-
-def all_received(batch: Batch) -> dict[str, Tensor | None]:
-    """As ``received_state``, in whatever form the first request with a state brought it."""
-    first = next((r.draft_state for r in batch.requests if r.draft_state), {})
-    forms: dict[str, Form] = {name: (tuple(t.shape), t.dtype) for name, t in first.items()}
-    return dict(received_state(batch, forms)[0])
-
-
-def _fits(state: Mapping[str, Tensor], forms: Mapping[str, Form]) -> bool:
-    return all(
-        name in state and tuple(state[name].shape) == shape and state[name].dtype == dtype
-        for name, (shape, dtype) in forms.items()
-    )
+    device, states = batch.rows.device, [request.draft_state for request in batch.requests]
+    tensors, counts = {}, {}
+    for name, declared in spec.items():
+        rows = torch.zeros(len(states), *declared.shape, dtype=declared.dtype)
+        found = [0] * len(states)
+        for i, state in enumerate(states):
+            if declared.common(state.get(name)):
+                found[i] = declared.take(rows[i], state[name])
+        tensors[name], counts[name] = rows.to(device, non_blocking=True), found
+    return ReceivedState(tensors=tensors, counts=counts)

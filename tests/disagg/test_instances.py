@@ -166,9 +166,9 @@ def test_log_probabilities_that_are_not_whole_end_the_request_alone(
 
 def test_a_draft_state_out_of_the_vocabulary_changes_no_token(lonely: Site, plain: Plain) -> None:
     def answer(job: str, size: int, site: Site) -> list[Any]:
-        worker = site.llm._engine._runtime.worker
+        spec = site.llm._engine._runtime.worker.state_spec()
         state = {
-            "state.hidden_states": torch.zeros(worker.hidden_size_for(), dtype=torch.float64),
+            "state.hidden_states": torch.zeros(spec["hidden_states"].shape, dtype=torch.float64),
             "state.tokens": torch.tensor([10**9]),
             "state.scores": torch.zeros(1, dtype=torch.float64),
         }

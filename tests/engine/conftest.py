@@ -163,9 +163,6 @@ class Scripted:
     def on_request_finished(self, report: Any) -> None:
         self.finished.append(report.request_id)
 
-    def hidden_size_for(self) -> int:
-        raise NotImplementedError("no step of these tests is idle")
-
     def _tokens_of(self, request: Any) -> Tokens:
         """What NONE gives, up to the request's end: behind it there are no slots to be right in."""
         return self._known[tuple(request.prompt_token_ids)][: request.most_tokens]

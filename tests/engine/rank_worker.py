@@ -29,6 +29,7 @@ from specplug import (
     FutureMap,
     Runtime,
     SamplingParams,
+    StateTensor,
     TargetOutput,
     hookimpl,
 )
@@ -70,11 +71,8 @@ class Wide:
         self._dtype = runtime.dtype
         return self
 
-    def hidden_size_for(self) -> int:
-        return self._width
-
-    def dtype_for(self) -> torch.dtype:
-        return self._dtype
+    def state_spec(self) -> dict[str, StateTensor]:
+        return {"hidden_states": StateTensor((self._width,), self._dtype)}
 
     @hookimpl
     def create_future_map(self, runtime: Runtime) -> FutureMap:

@@ -218,5 +218,5 @@ def test_any_draft_input_is_filtered_in_the_order_asked(kind: str, keep: tuple[i
 
 
 def test_reading_an_absent_state_says_which() -> None:
-    with pytest.raises(AssertionError, match="draft state 'hidden_states' is absent"):
+    with pytest.raises(KeyError, match="draft state 'hidden_states' is absent"):
         DraftInput(bonus_tokens=torch.tensor([1]), state={"hidden_states": None})["hidden_states"]

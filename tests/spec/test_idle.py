@@ -8,18 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from specplug import DraftInput
+from specplug import DraftInput, StateTensor
 from specplug.spec.defaults import CoreDefaults
 
 MODEL_WIDTH, WORKER_WIDTH = 8, 24
 
 
 class _Worker:
-    def hidden_size_for(self) -> int:
-        return WORKER_WIDTH
-
-    def dtype_for(self) -> torch.dtype:
-        return torch.bfloat16
+    def state_spec(self) -> dict[str, StateTensor]:
+        return {"hidden_states": StateTensor((WORKER_WIDTH,), torch.bfloat16)}
 
 
 def _runtime(worker: object) -> Any:
@@ -65,7 +62,7 @@ def test_it_is_idempotent() -> None:
     assert twice.bonus_tokens.shape == (0,)
 
 
-def test_a_worker_without_hidden_states_gets_none() -> None:
+def test_a_worker_that_declares_nothing_gets_no_more() -> None:
     before = DraftInput(bonus_tokens=torch.arange(3), state={"scores": torch.ones(3, 2)})
     assert _fix(object(), before).state.keys() == {"scores"}
 

@@ -17,9 +17,9 @@ from specplug import (
     CommittedOutput,
     Draft,
     DraftInput,
-    Form,
     FutureMap,
     Runtime,
+    StateTensor,
     chunk_tails,
     couple,
     received_state,
@@ -49,7 +49,7 @@ class MultiLayerEagleWorker:
     """MTP layers and their KV cache.
 
     Between steps a request's state is ``drafts`` [bs, S] and, of its last W = S - 1 committed
-    positions, what the next pass needs to compute them again: ``hidden_states`` [bs, W * H] of the
+    positions, what the next pass needs to compute them again: ``hidden_states`` [bs, W, H] of the
     target and ``tokens`` [bs, W], the token behind each.
 
     Args:
@@ -68,13 +68,16 @@ class MultiLayerEagleWorker:
         self._vocabulary = torch.arange(runtime.vocab_size, device=runtime.device)
         self._back = torch.arange(-self._earlier, 0, device=runtime.device) + 1
 
-    def hidden_size_for(self) -> int:
-        """Width of the hidden states in a draft input: of all W positions together."""
-        return self._earlier * self._runtime.hidden_size
-
-    def dtype_for(self) -> torch.dtype:
-        """Type of the hidden states in a draft input."""
-        return self._runtime.dtype
+    def state_spec(self) -> dict[str, StateTensor]:
+        """What a draft input carries; see above. Nothing if there is nothing to draft."""
+        if not self._steps:
+            return {}
+        shape = self._earlier, self._runtime.hidden_size
+        return {
+            "hidden_states": StateTensor(shape, self._runtime.dtype, kept="last"),
+            "tokens": StateTensor((self._earlier,), torch.int64, kept="last"),
+            "drafts": StateTensor((self._steps,), torch.int64, kept="first"),
+        }
 
     def propose(self, draft_input: DraftInput) -> Draft:
         """The chain that the last pass has drafted."""
@@ -83,22 +86,21 @@ class MultiLayerEagleWorker:
         return Draft.chain(root if drafts is None else torch.cat((root, drafts), dim=1))
 
     def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
-        """The state of requests that another instance has prefilled; one that came without it
-        guesses its last token again, since no layer runs without the target's hidden states."""
+        """The state of requests that another instance has prefilled. Steps that it did not draft,
+        as it had fewer layers, guess the token before them again: no layer runs without the
+        target's hidden states."""
         if not self._steps:
             return DraftInput(bonus_tokens=last_tokens)
-        forms: dict[str, Form] = {
-            "hidden_states": ((self.hidden_size_for(),), self._runtime.dtype),
-            "tokens": ((self._earlier,), torch.int64),
-            "drafts": ((self._steps,), torch.int64),
-        }
-        state, lacking = received_state(batch, forms)
+        received = received_state(batch, self.state_spec())
+        state = received.tensors
         for name in ("tokens", "drafts"):  # a peer's word is not to be trusted
             state[name].clamp_(0, self._runtime.vocab_size - 1)
-        if lacking:
-            index = torch.tensor(lacking).to(last_tokens.device, non_blocking=True)
-            guess = last_tokens[index].unsqueeze(1).expand(-1, self._steps)
-            state["drafts"].index_copy_(0, index, guess)
+        if received.lacking("drafts"):
+            counts = torch.tensor(received.counts["drafts"]).unsqueeze(1)
+            counts = counts.to(last_tokens.device, non_blocking=True)
+            chain = torch.cat((last_tokens.unsqueeze(1), state["drafts"]), dim=1)
+            steps = torch.arange(1, self._steps + 1, device=chain.device)
+            state["drafts"] = chain.gather(1, torch.minimum(steps, counts))
         return DraftInput(bonus_tokens=last_tokens, state=state)
 
     def extend(self, batch: Batch, output: CommittedOutput, future_map: FutureMap) -> DraftInput:
@@ -108,8 +110,10 @@ class MultiLayerEagleWorker:
         window = self._window(batch, output, future_map)
         kept = (window.last_rows.unsqueeze(1) + self._back).view(-1)
         state: dict[str, Tensor | None] = {
-            "hidden_states": window.hidden[kept].view(batch.size, -1),
-            "tokens": window.tokens[kept].view(batch.size, -1),
+            "hidden_states": window.hidden[kept].view(
+                batch.size, self._earlier, self._runtime.hidden_size
+            ),
+            "tokens": window.tokens[kept].view(batch.size, self._earlier),
             "drafts": self._draft(batch, window, batch.seq_lens + output.accept_lens),
         }
         return DraftInput(bonus_tokens=output.bonus_tokens, state=state)

@@ -90,9 +90,9 @@ class Spy(MultiLayerEagle):
         if not batch.is_prefill:
             self.accept_lens.update(target_output.accept_lens.tolist())
         made = super().build_draft_input(runtime, batch, target_output, future_map)
-        worker = runtime.worker
-        assert made["hidden_states"].shape == (batch.size, worker.hidden_size_for())
-        assert made["hidden_states"].dtype == worker.dtype_for()
+        for name, declared in runtime.worker.state_spec().items():
+            assert made[name].shape == (batch.size, *declared.shape)
+            assert made[name].dtype == declared.dtype
         return made
 
 
