@@ -40,8 +40,9 @@ class Identity:
         dtype: of its KV.
         page_size: tokens a page.
         kv: layers, key/value heads and head size of the target's cache.
-        draft: algorithm, its settings and the fingerprint of its weights. Where it differs, the
-            target's KV still travels, the draft's does not.
+        draft: algorithm and the fingerprint of its weights. Where it differs, the target's KV still
+            travels, the draft's does not. Its settings may differ: what the one side has fewer of,
+            layers of a draft's KV or entries of a state, the other takes as they come.
     """
 
     version: str = __version__

@@ -22,7 +22,7 @@ class KVForm:
     """What a prefill's tensors must be like.
 
     Attributes:
-        shapes: of the target's cache, then of the draft models'.
+        shapes: of the target's cache, then of the draft models', which may come with other layers.
         dtype: of them all.
         vocab_size: of the target.
     """
@@ -81,7 +81,11 @@ class Incoming:
             raise MessageError(f"the last part ends at {end}; expected {most}")
         tensors = [message.tensors[f"cache{number}"] for number in range(len(self._caches))]
         for number, (shape, tensor) in enumerate(zip(self.form.shapes, tensors, strict=True)):
-            size = (shape.num_layers, 2, end - start, shape.num_kv_heads, shape.head_dim)
+            layers = shape.num_layers
+            if number and tensor.dim():  # a draft may have other layers there, but not now and then
+                before = self._caches[number]
+                layers = len(before[0] if before else tensor)
+            size = (layers, 2, end - start, shape.num_kv_heads, shape.head_dim)
             if tuple(tensor.shape) != size or tensor.dtype != self.form.dtype:
                 raise MessageError(
                     f"cache{number} is {tuple(tensor.shape)} {tensor.dtype}; "

@@ -108,13 +108,12 @@ def make_prefill_instance(
 def identity_of(runner: ModelRunner, config: SpecConfig, page_size: int) -> Identity:
     """What an instance says of itself."""
     shape = runner.kv_shape
-    draft = config.algorithm, config.num_steps, config.topk, config.num_draft_tokens
     return Identity(
         model=model_fingerprint(runner.model, config.target_config),
         dtype=str(runner.dtype).removeprefix("torch."),
         page_size=page_size,
         kv=(shape.num_layers, shape.num_kv_heads, shape.head_dim),
-        draft=" ".join(map(str, (*draft, folder_fingerprint(config.draft_model_path)))),
+        draft=f"{config.algorithm} {folder_fingerprint(config.draft_model_path)}".strip(),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specplug.engine.host_copy import to_host, upload
 from specplug.engine.parcel import KVSlice, Unpacking
@@ -15,6 +16,7 @@ from specplug.engine.sampling_params import Needs
 from specplug.engine.scheduler import PrefillChunk
 from specplug.spec.batch import Batch, ForwardMode
 from specplug.spec.future_map import FutureMap
+from specplug.spec.state import check_state, state_spec
 from specplug.spec.target_output import CommittedOutput
 
 _SLICE_BYTES = 4 << 20
@@ -39,6 +41,7 @@ class Handover:
         self._hooks = hooks
         self._future_map = future_map
         self._lookahead = lookahead
+        self._spec = state_spec(runtime.worker)
 
     def cut(self, chunks: Sequence[PrefillChunk], batch: Batch) -> tuple[KVSlice, ...]:
         """Start the way of what these chunks have made final, of requests that another instance
@@ -92,6 +95,8 @@ class Handover:
             last_tokens=last_tokens,
             future_map=self._future_map,
         )
+        check_state(self._spec, draft_input)
+        self._protect(live, batch.rows)
         order = torch.arange(len(live), device=device)
         output = CommittedOutput(
             tokens=last_tokens,
@@ -111,8 +116,26 @@ class Handover:
         slots = (pages * size + torch.arange(size)).view(-1)[: parcel.end - start]
         slots = slots.to(self._runtime.device, non_blocking=True)
         for number, pool in enumerate(self._runtime.pools):
+            layers = 0
             if number < len(parcel.caches):
                 rows = torch.cat(list(parcel.caches[number]), dim=2)[:, :, start - parcel.start :]
-                pool.index_copy_(2, slots, rows.to(pool.device, non_blocking=True))
-            else:  # what lay there is another request's
-                pool.index_fill_(2, slots, 0)
+                layers = min(len(pool), len(rows))
+                rows = rows[:layers].to(pool.device, non_blocking=True)
+                pool[:layers].index_copy_(2, slots, rows)
+            if layers < len(pool):  # what lay there is another request's
+                pool[layers:].index_fill_(2, slots, 0)
+
+    def _protect(self, live: Sequence[Unpacking], rows: Tensor) -> None:
+        """Let no pass of the draft write again to positions whose state has not come: a peer with
+        fewer steps sends that of fewer positions. Their KV is there, as far as it ever will be."""
+        of_positions = {n: t for n, t in self._spec.items() if t.kept == "last"}
+        if not of_positions:
+            return
+        floors = []
+        for unpacking in live:
+            state = unpacking.request.draft_state
+            known = [(t.common(state.get(n)), t.shape[0]) for n, t in of_positions.items()]
+            lacks = any(count < wanted for count, wanted in known)
+            least = min(count for count, _ in known)
+            floors.append(unpacking.parcel.end - least if lacks else 0)
+        self._runtime.table.raise_floors(rows, floors)

@@ -57,7 +57,8 @@ class Parcel:
     Attributes:
         start, end: the positions whose KV is here; ``end`` is the prompt's length.
         caches: of each cache the tensors [layers, 2, n, Hkv, D] that follow one another; the
-            target's alone if the peer has no draft cache of this kind.
+            target's alone if the peer has no draft cache of this kind. A draft's cache has as many
+            layers as the peer's settings gave it.
         draft_state: what the peer's ``export_draft_state`` gave, on the CPU; empty if nothing.
         first_token: the token behind the prompt.
         logprobs: its log-probabilities, if they were asked for.

@@ -18,8 +18,9 @@ class RequestTable:
 
     Attributes:
         slots: [rows, positions] int64.
-        floors: [rows] int64, the positions of each request, from its first on, that it found in
-            the prefix cache: others read them too, and it must not write there.
+        floors: [rows] int64, the positions of each request, from its first on, where it must not
+            write: it found them in the prefix cache, and others read them too, or what is needed
+            to compute them again is not here.
         lengths: [rows] int64, each request's ``rotary_len``.
 
     Args:
@@ -61,6 +62,11 @@ class RequestTable:
         self._taken[request.row] = floor, request.rotary_len
         self._changes[request.row] = {}
 
+    def raise_floors(self, rows: torch.Tensor, floors: list[int]) -> None:
+        """Have the requests in ``rows`` [bs] write nothing before these positions either."""
+        raised = self._upload(floors)
+        self.floors.index_copy_(0, rows, torch.maximum(self.floors[rows], raised))
+
     def give_back(self, request: Request) -> None:
         """Take its row from a request."""
         self._free.append(request.row)
@@ -93,6 +99,8 @@ class RequestTable:
             self.slots[row, index * self.page_size + self._in_page] = slots
         self._changes = {}
 
-    def _upload(self, values: list[list[int]] | list[tuple[int, int, int]]) -> torch.Tensor:
+    def _upload(
+        self, values: list[int] | list[list[int]] | list[tuple[int, int, int]]
+    ) -> torch.Tensor:
         tensor = torch.tensor(values, dtype=torch.int64)
         return tensor.to(self.slots.device, non_blocking=True)

@@ -82,8 +82,8 @@ class Pair:
     prefill: LLM
 
     @classmethod
-    def open(cls, both: dict[str, Any], *, decode: Any, prefill: Any) -> Pair:
-        """Two engines of one kind and two algorithms."""
+    def open(cls, both: dict[str, Any], *, decode: Any, prefill: Any, **of_prefill: Any) -> Pair:
+        """Two engines of one kind and two algorithms; ``of_prefill`` are settings of the one."""
         both = {"max_total_tokens": 2048, **both}
         d = LLM(
             dtype="float64",
@@ -97,7 +97,7 @@ class Pair:
             disaggregation="prefill",
             disaggregation_address=d.effective_config["disaggregation_address"],
             speculative_algorithm=prefill,
-            **both,
+            **{**both, **of_prefill},
         )
         return cls(d, p)
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
 from conftest import TEXT, Pair, Plain
-from specplug import LLM, Batch, Draft, DraftInput, Runtime, SamplingParams, hookimpl
+from specplug import (
+    LLM,
+    Batch,
+    CommittedOutput,
+    Draft,
+    DraftInput,
+    Runtime,
+    SamplingParams,
+    StateTensor,
+    hookimpl,
+)
 from specplug.registry import Registry
 from specplug.spec.batch import ForwardMode
+from specplug.spec.plain import Plain as NoDraft
 
 PROMPT = TEXT[:110]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.7, seed=1)
@@ -148,30 +160,131 @@ def test_a_prefill_without_the_draft_is_decoded_all_the_same(
     assert [r for r in caplog.records if "a prefill instance has the draft 'NONE" in r.message]
 
 
-@pytest.mark.parametrize(("name", "decode", "prefill"), [("EAGLE", 1, 3), ("EAGLE3", 4, 2)])
-def test_states_of_another_topk_are_left_where_they_are(
-    plain: Plain, name: str, decode: int, prefill: int
-) -> None:
-    prompts = [plain.ids(PROMPT), plain.ids("import ")]
-    llm = {"dtype": "float64", "speculative_algorithm": name, "max_total_tokens": 2048}
-    with (
-        LLM(
-            disaggregation="decode",
-            disaggregation_address="tcp://127.0.0.1:*",
-            speculative_eagle_topk=decode,
-            **llm,
-        ) as decoding,
-        LLM(
-            disaggregation="prefill",
-            disaggregation_address=decoding.effective_config["disaggregation_address"],
-            speculative_eagle_topk=prefill,
-            **llm,
-        ) as prefilling,
-    ):
-        outputs = Pair(decoding, prefilling).generate(prompts, PARAMS)
-        for prompt, output in zip(prompts, outputs, strict=True):
+STEPS, TOPK, NODES = (
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+)
+OTHER_SETTINGS: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
+    "fewer branches": ("EAGLE", {TOPK: 1}, {TOPK: 3}),
+    "more branches": ("EAGLE3", {TOPK: 3, NODES: 6}, {TOPK: 1}),
+    "more steps": ("EAGLE3", {STEPS: 4}, {STEPS: 2, TOPK: 2}),
+    "fewer layers": ("MULTI_LAYER_EAGLE", {STEPS: 3}, {STEPS: 5}),
+    "a smaller block": ("DFLASH", {STEPS: 3, NODES: 4}, {STEPS: 7, NODES: 8}),
+}
+
+
+def proposals_apart(
+    plain: Plain, name: str, decode: dict[str, int], prefill: dict[str, int]
+) -> tuple[Proposals, Proposals]:
+    """What is proposed under the settings of a decode instance: by it, for what an instance with
+    others has prefilled, and in a single process."""
+    options: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 16, **decode}
+    prompts = [plain.ids(PROMPT), plain.ids("import "), (5,)]
+    expected = alone(name, prompts, options)
+    plugin = watched(name)
+    with Pair.open(options, decode=plugin, prefill=name, **prefill) as pair:
+        for prompt, output in zip(prompts, pair.generate(prompts, PARAMS), strict=True):
             assert output.token_ids == plain.output(prompt, PARAMS).token_ids
-        assert decoding.stats()["stateless"] == 2
+        assert pair.decode.stats()["received"] == 3
+        assert pair.decode.stats()["stateless"] == 0
+    return plugin.proposals, expected
+
+
+@pytest.mark.parametrize("case", OTHER_SETTINGS)
+def test_another_setting_of_the_prefill_changes_no_proposal(plain: Plain, case: str) -> None:
+    """Only what it has more of is left out; branches that it has not kept are chosen again."""
+    ours, expected = proposals_apart(plain, *OTHER_SETTINGS[case])
+    assert ours == expected
+
+
+def test_layers_that_the_prefill_lacks_change_no_others(plain: Plain) -> None:
+    """The first three tokens of each proposal are those of a single process; the next are guessed
+    without what two more layers have seen of the prompt."""
+    ours, expected = proposals_apart(plain, "MULTI_LAYER_EAGLE", {STEPS: 5}, {STEPS: 3})
+    shared = ours.keys() & expected.keys()
+    assert len(shared) > 5
+    for place in shared:
+        assert len(ours[place]) == 6
+        assert ours[place][:4] == expected[place][:4]
+
+
+def test_the_kv_that_came_is_not_written_again(plain: Plain) -> None:
+    """At positions whose hidden states did not come: the keys of three layers are those of a single
+    process with five, and stay so."""
+    options: dict[str, Any] = {"page_size": 1, "chunked_prefill_size": 7, STEPS: 5}
+    prompt = plain.ids(PROMPT)[:20]
+    name = "MULTI_LAYER_EAGLE"
+    with (
+        LLM(dtype="float64", speculative_algorithm=name, max_total_tokens=512, **options) as llm,
+        Pair.open(options, decode=name, prefill=name, **{STEPS: 3}) as pair,
+    ):
+        (output,) = llm.generate([prompt], PARAMS)
+        assert pair.generate([prompt], PARAMS)[0].token_ids == output.token_ids
+        text = (*prompt, *output.token_ids[:6])
+        ours, theirs = (pools_at(e, text, len(prompt))[1][:3] for e in (llm, pair.decode))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
+class Declaring(NoDraft):
+    """NONE with a state that it reads, and with the required hooks alone."""
+
+    def __init__(self, *, declares: bool = True) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+        self._declares = declares
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> Declaring:
+        self._features = runtime.capture_lm_head_input()
+        self._width = runtime.hidden_size
+        self._dtype = runtime.dtype
+        return self
+
+    def state_spec(self) -> dict[str, StateTensor]:
+        if not self._declares:
+            return {}
+        count = StateTensor((), torch.int64)
+        return {"feature": StateTensor((self._width,), self._dtype), "count": count}
+
+    @hookimpl
+    def build_draft_input(
+        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+    ) -> DraftInput:
+        feature = target_output.per_node[self._features][target_output.last_rows]
+        state = {"feature": feature, "count": torch.full_like(batch.rows, 4)}
+        return DraftInput(bonus_tokens=target_output.bonus_tokens, state=state)
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        assert draft_input["feature"].shape == (batch.size, self._width)
+        counts, known = draft_input["count"].tolist(), draft_input["feature"].any(1).tolist()
+        self.seen += zip(counts, known, strict=True)
+        return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
+
+
+def test_a_declared_state_is_zeros_where_none_came(plain: Plain) -> None:
+    """By the core's own build_disagg_draft_input; from the first step on it is the algorithm's."""
+    prompts = [plain.ids("import "), plain.ids("class ")]
+    algorithm = Declaring()
+    with Pair.open({}, decode=algorithm, prefill="NONE") as pair:
+        for prompt, output in zip(prompts, pair.generate(prompts, PARAMS), strict=True):
+            assert output.error is None
+            assert output.token_ids == plain.output(prompt, PARAMS).token_ids
+        assert pair.decode.stats()["stateless"] == 2
+    assert algorithm.seen.count((0, False)) == 2
+    assert set(algorithm.seen) == {(0, False), (4, True)}
+
+
+def test_a_state_nobody_declared_is_told_by_its_name(plain: Plain) -> None:
+    with Pair.open({}, decode=Declaring(declares=False), prefill="NONE") as pair:
+        name = pair.decode.add_request(plain.ids("import "), PARAMS)
+        outputs: dict[str, Any] = {}
+        while name not in outputs:
+            pair.prefill._step_prefill(wait=False)
+            with suppress(Exception):
+                outputs.update({o.request_id: o for o in pair.decode.step() if o.finished})
+    assert "'feature' is absent" in (outputs[name].error or "")
+    assert "state_spec()" in (outputs[name].error or "")
 
 
 def received(llm: LLM, num_requests: int) -> Batch:
@@ -216,7 +329,7 @@ def test_an_empty_batch_and_one_without_states_have_the_same_form(
         assert shapes.keys() == {"hidden_states", "tokens", "scores"}
         assert shapes["tokens"] == shapes["scores"] == (topk or 1,)
     elif name == "MULTI_LAYER_EAGLE":
-        assert shapes["hidden_states"] == ((steps - 1) * hidden,)
+        assert shapes["hidden_states"] == (steps - 1, hidden)
         assert (shapes["tokens"], shapes["drafts"]) == ((steps - 1,), (steps,))
     else:
         assert shapes == {}

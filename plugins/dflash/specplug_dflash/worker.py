@@ -35,10 +35,9 @@ class DFlashWorker:
         if own_head is not None:
             self._token_ids += network.d2t
         self._features = runtime.capture_layer_inputs(config.feature_layers)
-        self._cache = runtime.allocate_kv(
-            config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        )
         self._width = runtime.config.num_draft_tokens
+        layers = config.num_hidden_layers if self._width > 1 else 0  # the root alone needs none
+        self._cache = runtime.allocate_kv(layers, config.num_key_value_heads, config.head_dim)
         device, width = runtime.device, self._width
         self._masks = torch.full((1, width - 1), config.mask_token_id, device=device)
         self._ahead = torch.arange(1, width, device=device)
