@@ -12,22 +12,6 @@ from specplug.disagg.message import Message
 from specplug.engine.request import Request
 from specplug.engine.sampling_params import SamplingParams
 
-_OF_THE_FIRST_TOKEN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-    "return_routed_experts",
-    "json_schema",
-    "regex",
-    "ebnf",
-)
-"""Settings on which the token behind the prompt depends, and what is told of it."""
-
 
 @attrs.frozen(kw_only=True)
 class Job:
@@ -36,7 +20,8 @@ class Job:
     Attributes:
         name: between the two instances.
         token_ids: the prompt.
-        params: how to sample, its seed included.
+        params: all that the request was given, with the seed that it has got, and one token to
+            sample.
         start: the first position whose KV is asked for.
         draft: whether the KV and the state of the draft are asked for too.
     """
@@ -52,14 +37,13 @@ class Job:
 def job_message(name: str, request: Request, start: int, draft: bool) -> Message:
     """The message by which a decode instance asks for a request's prefill."""
     params = request.params
+    settings = attrs.asdict(params, recurse=False) | {"seed": request.seed}
     fields = {
         "job": name,
         "start": start,
         "draft": draft,
         "priority": request.priority,
-        "seed": request.seed,
-        "logit_bias": list(params.logit_bias.items()),
-        "params": {setting: getattr(params, setting) for setting in _OF_THE_FIRST_TOKEN},
+        "params": {setting: _as_json(value) for setting, value in settings.items()},
     }
     tokens = torch.tensor(request.prompt_token_ids, dtype=torch.int64)
     return Message("prefill", fields, {"tokens": tokens})
@@ -73,17 +57,11 @@ def read_job(message: Message) -> Job:
     """
     fields: Mapping[str, Any] = message.fields
     token_ids = tuple(message.tensors["tokens"].tolist())
-    settings = {name: fields["params"][name] for name in _OF_THE_FIRST_TOKEN}
+    settings = {field.name: fields["params"][field.name] for field in attrs.fields(SamplingParams)}
     start = fields["start"]
     if type(start) is not int or not 0 <= start <= len(token_ids):
         raise ValueError(f"start {start!r}; expected a position up to {len(token_ids)}")
-    params = SamplingParams(
-        max_tokens=1,
-        ignore_eos=True,
-        seed=fields["seed"],
-        logit_bias=dict(fields["logit_bias"]),
-        **settings,
-    )
+    params = SamplingParams(**settings | {"max_tokens": 1})
     return Job(
         name=str(fields["job"]),
         token_ids=token_ids,
@@ -92,3 +70,8 @@ def read_job(message: Message) -> Job:
         start=start,
         draft=bool(fields["draft"]),
     )
+
+
+def _as_json(value: Any) -> Any:
+    """A setting's value as JSON can tell it: of mappings pairs, whose keys stay what they are."""
+    return list(value.items()) if isinstance(value, Mapping) else value
