@@ -15,6 +15,7 @@ import attrs
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from specplug.disagg.backoff import Backoff
 from specplug.disagg.message import Message, MessageError, decode, encode
 from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost
 from specplug.errors import InstanceError, UsageError
@@ -22,6 +23,8 @@ from specplug.errors import InstanceError, UsageError
 _BEAT = b"beat"
 _LARGEST = 2 << 30
 _LINGER = 500
+_OVER = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+"""What a monitor tells of a connection that has ended, and of one that did not come about."""
 
 ROUTER_SIDE = "decode instance"
 """How a connected side calls its one peer."""
@@ -59,9 +62,12 @@ class ZmqTransport:
         self._heard: dict[str, float] = {}
         self._closing = False
         self._failure: Exception | None = None
+        self._backoff = Backoff()
+        self._next_try: float | None = None
+        self._found_at = 0.0
         self._monitor: Any = None
         if not self._is_router:
-            self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._monitor = socket.get_monitor_socket(_OVER)
         self._bell, self._ear = _pair(socket.context)
         self._thread = Thread(target=self._run, name="transport", daemon=True)
         self.address = ""
@@ -84,7 +90,8 @@ class ZmqTransport:
 
     @classmethod
     def connect(cls, address: str, pulse: Pulse = Pulse()) -> ZmqTransport:
-        """Reach the peer bound at ``address``; it need not be there yet.
+        """Reach the peer bound at ``address``; it need not be there yet, and may go and come back:
+        it is tried again after delays that grow, until a connection lasts.
 
         Raises:
             UsageError: the address cannot be one.
@@ -92,8 +99,8 @@ class ZmqTransport:
         socket = _socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, uuid.uuid4().hex.encode())
         socket.setsockopt(zmq.IMMEDIATE, 1)  # what cannot go out now is not kept for later
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+        # zmq's own delays begin anew whenever a connection is accepted, however soon it is dropped.
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
         transport = cls(socket, pulse)
         transport._start(socket.connect, address)
         transport.address = address
@@ -158,13 +165,17 @@ class ZmqTransport:
                         self._heard = dict.fromkeys(self._heard, now)
                     next_beat = now + self._pulse.interval
                     self._beat(now)
-                ready = dict(poller.poll(max(1, int(1000 * (next_beat - now)))))
+                due = min(filter(None, (next_beat, self._next_try)))
+                ready = dict(poller.poll(max(1, int(1000 * (due - now)))))
                 if self._ear in ready:
                     self._ear.recv()
                 self._send_all()
                 if self._monitor in ready:
                     recv_monitor_message(self._monitor)
                     self._lose(ROUTER_SIDE)
+                    self._plan_next_try()
+                if self._next_try is not None and time.monotonic() >= self._next_try:
+                    self._connect_again()
                 if self._socket in ready:
                     self._receive_all()
             self._send_all()
@@ -172,6 +183,25 @@ class ZmqTransport:
             self._failure = error
         finally:
             self._hang_up()
+
+    def _plan_next_try(self) -> None:
+        """Say when to connect again: soon after a connection that has lasted, else ever later."""
+        if self._next_try is not None:
+            return
+        now = time.monotonic()
+        if self._found_at and now - self._found_at > self._backoff.greatest:
+            self._backoff.reset()
+        self._found_at = 0.0
+        self._next_try = now + self._backoff.next()
+
+    def _connect_again(self) -> None:
+        self._next_try = None
+        with suppress(zmq.ZMQError):  # there may be nothing left of it
+            self._socket.disconnect(self.address)
+        try:
+            self._socket.connect(self.address)
+        except zmq.ZMQError:
+            self._plan_next_try()
 
     def _hang_up(self) -> None:
         if self._monitor is not None:
@@ -213,6 +243,7 @@ class ZmqTransport:
                 return
             peer = parts.pop(0).bytes.hex() if self._is_router else ROUTER_SIDE
             if peer not in self._heard:
+                self._found_at = time.monotonic()
                 self._events.put(Found(peer))
             self._heard[peer] = time.monotonic()
             frames = [part.buffer for part in parts]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,28 @@ def test_of_a_message_that_is_cut_nothing_arrives(ends: Ends) -> None:
     assert not [event for event in bound.events if isinstance(event, Broken)]
 
 
+def test_a_connection_that_is_dropped_is_tried_ever_later() -> None:
+    """Each delay is half to all of twice the one before, though every try is accepted; and a peer
+    that is there at last is found."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        connected = ZmqTransport.connect(f"tcp://127.0.0.1:{port}", PULSE)
+        accepted = []
+        for _ in range(5):
+            line, _ = server.accept()
+            accepted.append(time.monotonic())
+            line.close()
+    try:
+        delays = [later - before for before, later in pairwise(accepted)]
+        assert [delay >= 0.05 * 2**i for i, delay in enumerate(delays)] == [True] * 4, delays
+        with closing(ZmqTransport.bind(f"tcp://127.0.0.1:{port}", PULSE)) as bound:
+            (found,) = Listener(bound).wait_for(Found)
+            bound.send(found.peer, Message("who"))
+            assert Listener(connected).messages(1)[0].kind == "who"
+    finally:
+        connected.close()
+
+
 @pytest.fixture
 def bound() -> Iterator[Listener]:
     listener = Listener(ZmqTransport.bind("tcp://127.0.0.1:*", PULSE))
@@ -161,15 +185,15 @@ def test_a_process_that_ends_or_hangs_is_lost(
 
 def test_what_is_no_message_is_told_and_does_no_harm(bound: Listener) -> None:
     context = zmq.Context()
-    with context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(bound.transport.address)
+    with context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(bound.transport.address)
         garbage = [[b""], [b"\xff" * 9], [MAGIC], [MAGIC, b"{"], [b"beat", b"beat"]]
         for frames in garbage:
-            socket.send_multipart(frames)
+            stranger.send_multipart(frames)
         broken = bound.wait_for(Broken, len(garbage))
         assert len({event.peer for event in broken}) == 1
-        socket.send_multipart([MAGIC, b'{"kind": "leave", "fields": {}, "tensors": []}'])
+        stranger.send_multipart([MAGIC, b'{"kind": "leave", "fields": {}, "tensors": []}'])
         assert bound.messages(1)[0].kind == "leave"
     context.term()
 
