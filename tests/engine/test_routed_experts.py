@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specplug import LLM, SamplingParams, UsageError
+from specplug import LLM, CheckpointError, SamplingParams, UsageError
 
 PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 4, 11, 23)]
 PARAMS = [
@@ -150,3 +150,37 @@ def test_routers_that_do_not_tell_are_left_alone(build_model: Callable[..., Path
         assert len(llm.generate(PROMPTS[1], SamplingParams(max_tokens=4))[0].token_ids) == 4
         with pytest.raises(UsageError, match="no mixture of experts"):
             llm.generate(PROMPTS[1], PARAMS[0])
+
+
+def test_a_model_with_an_indexer_is_refused(build_model: Callable[..., Path]) -> None:
+    """Its attention is its own, so there is no top-k of an indexer that could be left behind."""
+    from transformers import DeepseekV32Config
+
+    config = DeepseekV32Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        index_topk=4,
+        index_n_heads=2,
+        index_head_dim=16,
+        max_position_embeddings=96,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    with pytest.raises(CheckpointError, match="DeepseekV32ForCausalLM"):
+        LLM(build_model(config), dtype="float64")
