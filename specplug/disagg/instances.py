@@ -27,27 +27,26 @@ DEFAULT_ADDRESS = "tcp://127.0.0.1:30100"
 """Where a decode instance waits for prefill instances unless told otherwise."""
 
 
-def check_mode(
-    mode: str | None, address: str | None, timeout: float, *, enable_dp_attention: bool
-) -> None:
+def check_mode(mode: str | None, address: str | None, timeout: float, *, shares_mlps: bool) -> None:
     """Refuse a mode that there is not.
 
     Raises:
-        UsageError: it, or the timeout, cannot be used, or not with data-parallel attention; or
-            there is an address and no mode.
+        UsageError: it, or the timeout, cannot be used; there is an address and no mode; or both
+            sides are to be in one process of several that share their MLPs.
     """
     if mode is None and address is not None:
         raise UsageError(
             f"disaggregation_address={address!r} without disaggregation: expected one of "
             f"{', '.join(MODES)} with it"
         )
-    if mode is not None and enable_dp_attention:
-        raise UsageError(
-            f"disaggregation={mode!r} with enable_dp_attention is not supported yet: run each "
-            "instance without enable_dp_attention"
-        )
     if mode is not None and mode not in MODES:
         raise UsageError(f"disaggregation={mode!r}: expected {', '.join(MODES)}, or None")
+    if mode == "both" and shares_mlps:
+        raise UsageError(
+            "disaggregation='both' with enable_dp_attention: the two sides of a process take "
+            "turns, and would wait for those of another that take them the other way round; "
+            "expected prefill or decode, with ranks of their own for each side"
+        )
     check_seconds("disaggregation_timeout", timeout)
 
 
@@ -107,9 +106,10 @@ def make_prefill_instance(
 
 def identity_of(runner: ModelRunner, config: SpecConfig, page_size: int) -> Identity:
     """What an instance says of itself."""
+    assert runner.fingerprint is not None, "the runner was not to be identified"
     shape = runner.kv_shape
     return Identity(
-        model=model_fingerprint(runner.model, config.target_config),
+        model=model_fingerprint(runner.fingerprint, config.target_config),
         dtype=str(runner.dtype).removeprefix("torch."),
         page_size=page_size,
         kv=(shape.num_layers, shape.num_kv_heads, shape.head_dim),

@@ -36,6 +36,7 @@ class Engine:
         overlap: whether a step is launched before the last one's results are processed.
         tokenizer: the ``tokenizers.Tokenizer``, for the text of log-probabilities; or None.
         ranks: that step together with this one; None: it is alone.
+        rest: seconds that a step without work waits for another rank to call.
         remote: who has requests prefilled by other instances; None: they are prefilled here.
 
     Attributes:
@@ -53,6 +54,7 @@ class Engine:
         tokenizer: Any | None,
         remote: RemotePrefill | None = None,
         ranks: RankGroup | None = None,
+        rest: float = 0.0,
     ) -> None:
         self.scheduler = scheduler
         self.outbox: deque[Cutting] = deque()
@@ -65,6 +67,7 @@ class Engine:
         self._carries_state = bool(state_spec(runtime.worker))
         self._told_stateless = False
         self._ranks = ranks
+        self._rest = rest
         self._launched: deque[StepResult] = deque()
         self._launching: Step | None = None
         self._moved: list[Request] = []
@@ -77,6 +80,11 @@ class Engine:
         """Whether another ``step`` is needed."""
         away = self._remote is not None and self._remote.has_work
         return away or self.scheduler.has_work or bool(self._launched)
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether there is work here, not only at other instances."""
+        return self.scheduler.has_work or bool(self._launched)
 
     @property
     def requests(self) -> list[Request]:
@@ -177,8 +185,8 @@ class Engine:
         """Take part in the step of another rank, or wait a little for one."""
         if self._ranks is None:
             return
-        if not self.has_work:
-            self._ranks.rest()
+        if not self._is_busy:
+            self._ranks.rest(self._rest)
         if self._ranks.called:
             self._steps.idle()
             self.statistics.steps["idle"] += 1
@@ -294,8 +302,9 @@ class Engine:
         """Queue the requests that another instance has prefilled, with their first token."""
         if self._remote is None:
             return
-        busy = self.scheduler.has_work or bool(self._launched)
-        self._received += self._remote.poll(len(self.scheduler.waiting), wait=not busy)
+        # With other ranks ``_idle`` waits, for their calls too.
+        wait = not self._is_busy and self._ranks is None
+        self._received += self._remote.poll(len(self.scheduler.waiting), wait=wait)
         while self._received:
             request = self._received[0]
             self._moved.append(request)

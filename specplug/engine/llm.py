@@ -64,6 +64,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _CPU_POOL_BYTES = 512 << 20
 _CUDA_POOL_SHARE = 0.6
+_REST, _MOMENT = 0.01, 0.002
+"""Seconds that a rank without work waits for another to call; less where an instance may ask."""
+
 _OF_ONE_SIDE = ("self", "disaggregation", "disaggregation_address")
 """Arguments in which the two sides of a pair in one process differ."""
 
@@ -196,7 +199,7 @@ class LLM:
             disaggregation,
             disaggregation_address,
             disaggregation_timeout,
-            enable_dp_attention=enable_dp_attention,
+            shares_mlps=enable_dp_attention and dp_size != 1,
         )
         registry = Registry()
         selected = registry.select(speculative_algorithm)
@@ -229,7 +232,13 @@ class LLM:
         self.spec_config = config = self._hooks.validate_config(config=config)
         for adjustment in config.adjustments:
             warnings.warn(f"{config.algorithm}: {adjustment}", FallbackWarning, stacklevel=3)
-        self._runner = ModelRunner(path, choose_dtype(dtype, where), where, self._ranks)
+        self._runner = ModelRunner(
+            path,
+            choose_dtype(dtype, where),
+            where,
+            self._ranks,
+            identified=disaggregation is not None,
+        )
         if where.type == "cpu":
             set_threads(num_threads, self._runner.num_parameters)
         self.tokenizer = load_tokenizer(tokenizer, path)
@@ -477,14 +486,15 @@ class LLM:
             RankError: another rank has failed.
         """
         self._check_open()
+        step = self._step if self._prefill is None else self._run_prefill
         while self._engine.has_work:
-            self._step()
+            step()
         if self._ranks is None:
             return
         for _ in ("nothing to launch", "nothing on the device"):
             self._ranks.links.say_done()
             while not self._ranks.links.all_done:
-                self._step()
+                step()
             self._ranks.settle()
 
     def abort(self, request_id: str) -> None:
@@ -614,6 +624,7 @@ class LLM:
             tokenizer=backend_of(self.tokenizer),
             remote=self._remote,
             ranks=self._ranks,
+            rest=_REST if self._disaggregation is None else _MOMENT,
         )
 
     def _check_takes_requests(self) -> None:
@@ -689,8 +700,14 @@ class LLM:
     def _step_prefill(self, *, wait: bool) -> None:
         """Take what decode instances ask for, run a step, and send them what it gave."""
         assert self._prefill is not None
-        self._prefill.receive(wait=wait and not self._engine.has_work)
-        if self._engine.has_work:
+        # With other ranks the step itself waits, for these too.
+        self._prefill.receive(wait=wait and not self._engine.has_work and self._ranks is None)
+        self._run_prefill()
+
+    def _run_prefill(self) -> None:
+        """Run a step if there is work, or another rank may call, and send what it gave."""
+        assert self._prefill is not None
+        if self._engine.has_work or self._ranks is not None:
             try:
                 self._step()
             except InstanceError:

@@ -19,6 +19,7 @@ from specplug.engine.attention import (
     register,
 )
 from specplug.engine.captures import Captures
+from specplug.engine.fingerprint import weights_fingerprint
 from specplug.engine.foreign_code import DATA_ONLY, refuse_code
 from specplug.engine.graph_runner import GraphRunner
 from specplug.engine.kv_cache import KVShape, drop_tensors
@@ -38,6 +39,10 @@ class ModelRunner:
         dtype: of weights and activations; None: what the checkpoint says.
         device: where it runs.
         ranks: over which its MLPs are sharded; None: it is whole.
+        identified: whether ``fingerprint`` is wanted.
+
+    Attributes:
+        fingerprint: of its weights, whole and as they were loaded; None if nobody wanted it.
 
     Raises:
         CheckpointError: there is no such model, or transformers cannot load it.
@@ -49,12 +54,15 @@ class ModelRunner:
         dtype: torch.dtype | None,
         device: torch.device,
         ranks: RankGroup | None = None,
+        *,
+        identified: bool = False,
     ) -> None:
         self.device = device
         self.model = _load(path, dtype).eval()
         _check_attention(path, self.model)
         if self.model.dtype is torch.float64 and _has_experts(self.model.config):
             self.model.set_experts_implementation("eager")  # grouped products know no float64
+        self.fingerprint = weights_fingerprint(self.model) if identified else None
         self._ranks = ranks
         if ranks is not None:
             shard_mlps(self.model, ranks)

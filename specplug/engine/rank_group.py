@@ -102,9 +102,9 @@ class RankGroup:
         """Begin a step with ``rows`` rows, 1 or more, when all ranks do."""
         self._rows = self.links.agree(rows)
 
-    def rest(self) -> None:
-        """Wait until another rank begins a step, but not for long."""
-        self.links.rest()
+    def rest(self, seconds: float) -> None:
+        """Wait until another rank begins a step, for so long at most."""
+        self.links.rest(seconds)
 
     @property
     def own(self) -> slice:

@@ -28,7 +28,6 @@ _HEADER = struct.Struct("!BqqI")
 _LONGEST_TEXT = 1 << 16
 """In bytes; what says that more follows is no message."""
 
-_REST_SECONDS = 0.01
 _JOIN_SECONDS = 120.0
 _SLOW_STEP_SECONDS = 30.0
 
@@ -167,14 +166,14 @@ class RankLinks:
         counts[self.rank] = rows
         return tuple(counts[rank] for rank in range(self.size))
 
-    def rest(self) -> None:
-        """Wait until another rank enters the next step, but not for long.
+    def rest(self, seconds: float) -> None:
+        """Wait until another rank enters the next step, for so long at most.
 
         Raises:
             RankError: a rank has failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self.called or self.failure, _REST_SECONDS)
+            self._changed.wait_for(lambda: self.called or self.failure, seconds)
         self.check()
 
     def say_done(self) -> None:

@@ -92,14 +92,18 @@ def prefill(pipe: Any, **options: Any) -> None:
 
 def decode(pipe: Any, **options: Any) -> None:
     """Complete prompts that come through the pipe with their settings, and say the tokens; says
-    its address first."""
+    its address first, and its statistics for None."""
     from specplug import LLM, SamplingParams
 
     with LLM(disaggregation="decode", **options) as llm:
         pipe.send(llm.effective_config["disaggregation_address"])
         while True:
             if pipe.poll():
-                prompt, settings = pipe.recv()
+                asked = pipe.recv()
+                if asked is None:
+                    pipe.send(llm.stats())
+                    continue
+                prompt, settings = asked
                 llm.add_request(prompt, SamplingParams(**settings))
             for output in llm.step():
                 if output.finished:

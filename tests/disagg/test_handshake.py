@@ -26,6 +26,7 @@ from specplug.disagg.identity import (
     folder_fingerprint,
     model_fingerprint,
 )
+from specplug.engine.fingerprint import weights_fingerprint
 from specplug.engine.loading import ASSETS
 
 PARAMS = SamplingParams(max_tokens=8)
@@ -145,11 +146,15 @@ def test_what_is_no_identity_is_told(fields: Any) -> None:
 
 def test_a_fingerprint_sees_any_tensor() -> None:
     layer = torch.nn.Linear(300, 200)
-    before = model_fingerprint(layer, {"size": 3, "_name_or_path": "a", "dtype": "float32"})
-    assert model_fingerprint(layer, {"_name_or_path": "b", "size": 3}) == before
-    assert model_fingerprint(layer, {"size": 4}) != before
+
+    def fingerprint(**config: Any) -> str:
+        return model_fingerprint(weights_fingerprint(layer), config)
+
+    before = fingerprint(size=3, _name_or_path="a", dtype="float32")
+    assert fingerprint(_name_or_path="b", size=3) == before
+    assert fingerprint(size=4) != before
     layer.bias.data *= 2
-    assert model_fingerprint(layer, {"size": 3}) != before
+    assert fingerprint(size=3) != before
 
 
 def test_a_folder_s_fingerprint_sees_other_weights(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_who_comes_first_calls_the_others() -> None:
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(links[0].agree, 7)
         while not links[1].called:
-            links[1].rest()
+            links[1].rest(0.01)
         assert not first.done()
         assert links[1].agree(1) == (7, 1)
         assert first.result(DEADLINE) == (7, 1)
@@ -70,7 +70,7 @@ def test_a_rest_ends() -> None:
     links = join(range(2), 2)
     began = time.monotonic()
     for _ in range(10):
-        links[0].rest()
+        links[0].rest(0.01)
     assert time.monotonic() - began < DEADLINE
     close(links)
 
@@ -82,7 +82,7 @@ def test_done_is_counted() -> None:
         assert not links[0].all_done
         links[1].say_done()
         while not (links[0].all_done and links[1].all_done):
-            links[0].rest()
+            links[0].rest(0.01)
     close(links)
 
 

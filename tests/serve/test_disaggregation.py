@@ -23,23 +23,30 @@ COMMON = "--page-size", "4", "--chunked-prefill-size", "24"
 
 
 @contextmanager
-def instances(algorithm: str, num_prefill: int, *more: str) -> Iterator[list[ServerProcess]]:
-    """A decode server, then its prefill servers, all registered."""
-    address = f"tcp://127.0.0.1:{free_port()}"
+def instances(
+    algorithm: str, num_prefill: int, *more: str, ranks: int = 1
+) -> Iterator[list[ServerProcess]]:
+    """A decode server, then its prefill servers, all registered; of so many ranks each, whose ports
+    follow one another."""
+    port = free_port()
+    addresses = [f"tcp://127.0.0.1:{port + rank}" for rank in range(ranks)]
     speculative = "--speculative-algorithm", algorithm
-    where = "--disaggregation-address", address
-    modes = ["decode", *["prefill"] * num_prefill]
+    modes = {"decode": addresses[0], "prefill": ",".join(addresses)}
     with ExitStack() as ends, ThreadPoolExecutor() as threads:
         starting = [
             threads.submit(
-                start_server, "--disaggregation-mode", mode, *where, *speculative, *COMMON, *more
+                start_server,
+                *("--disaggregation-mode", mode, "--disaggregation-address", modes[mode]),
+                *speculative,
+                *COMMON,
+                *more,
             )
-            for mode in modes
+            for mode in ["decode", *["prefill"] * num_prefill]
         ]
         servers = [each.result() for each in starting]
         for server in servers:
             ends.callback(server.kill)
-        wait_until(lambda: servers[0].metric("prefill_instances") == num_prefill)
+        wait_until(lambda: servers[0].metric("prefill_instances") == num_prefill * ranks**2)
         yield servers
 
 
@@ -95,6 +102,22 @@ def test_a_client_that_goes_away_ends_its_request_on_both_sides(pair: list[Serve
         )
     wait_until(lambda: decode.is_whole and prefill.is_whole)
     assert decode.metric("requests_total", finish_reason="abort") == 8
+
+
+def test_ranks_that_share_their_mlps_serve_apart() -> None:
+    """Two ranks that decode and two that prefill for both of them."""
+    prompts, params = PROMPTS[:2] * 2, SamplingParams(max_tokens=16)
+    with LLM(dtype="float64") as llm:
+        expected = [output.text for output in llm.generate(prompts, params)]
+    shared = "--dp-size", "2", "--enable-dp-attention", "--dtype", "float64"
+    with instances("EAGLE3", 1, *shared, ranks=2) as (decode, prefill):
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            fields = {"temperature": 0, "max_tokens": 16}
+            answers = list(threads.map(lambda prompt: decode.complete(prompt, **fields), prompts))
+        assert [answer.json()["choices"][0]["text"] for answer in answers] == expected
+        assert decode.metric("prompt_tokens_total") == 0, "all prompts came from the other side"
+        assert all(decode.metric("output_tokens_total", rank=rank) > 0 for rank in "01")
+        wait_until(lambda: decode.is_whole and prefill.is_whole)
 
 
 def test_requests_outlive_a_prefill_server(expected: list[str]) -> None:
