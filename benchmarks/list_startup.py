@@ -2,15 +2,17 @@
 
     python benchmarks/list_startup.py [--plugins 50] [--rounds 30] [--limit-ms 200]
 
-Writes real distributions (a package that would import torch, METADATA with a README, entry points)
-into a temporary folder on PYTHONPATH. Runs a bare ``python -c pass``, the listing into a pipe, as
-JSON, and on a terminal, one after the other in every round, so that a busy moment of the machine
-hits all of them. Exits with 1 if a median is over the limit.
+Writes real distributions (a package that would import torch and describes itself, compiled as pip
+does; METADATA with a README; entry points) into a temporary folder on PYTHONPATH. Runs a bare
+``python -c pass``, the listing into a pipe, as JSON, and on a terminal, one after the other in
+every round, so that a busy moment of the machine hits all of them. Exits with 1 if a median is over
+the limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import pty
 import statistics
@@ -35,12 +37,35 @@ Description-Content-Type: text/markdown
 """
 
 
+MODULE = """\
+import torch
+from specplug import AlgorithmInfo, Capabilities, Defaults, hookimpl
+
+
+class Algorithm:
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(
+            name="BENCH{n}",
+            summary="Algorithm number {n}, in its own words",
+            api_version=1,
+            capabilities=Capabilities(branching=True),
+            defaults=Defaults(num_steps=5, topk=1, num_draft_tokens=6),
+            paper="https://arxiv.org/abs/2503.01840",
+        )
+
+
+algorithm = Algorithm()
+"""
+
+
 def write_plugins(folder: Path, count: int) -> None:
     """Install ``count`` plugin distributions into ``folder``."""
     for n in range(count):
         package = folder / f"specplug_bench{n}"
         package.mkdir()
-        (package / "__init__.py").write_text("import torch\n\nalgorithm = torch\n")
+        (package / "__init__.py").write_text(MODULE.format(n=n))
+        compileall.compile_dir(package, quiet=1)
         info = folder / f"specplug_bench{n}-1.{n}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(METADATA.format(n=n, readme=README))

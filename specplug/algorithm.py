@@ -87,12 +87,19 @@ class AlgorithmInfo:
     """
 
     name: str = attrs.field(validator=validators.matches_re(r"[A-Z][A-Z0-9_]*"))
-    summary: str
+    summary: str = attrs.field(validator=validators.instance_of(str))
     api_version: int
-    capabilities: Capabilities = Capabilities()
-    defaults: Defaults = Defaults()
-    paper: str = ""
-    weights: Mapping[str, Path] = attrs.field(factory=dict)
+    capabilities: Capabilities = attrs.field(
+        default=Capabilities(), validator=validators.instance_of(Capabilities)
+    )
+    defaults: Defaults = attrs.field(default=Defaults(), validator=validators.instance_of(Defaults))
+    paper: str = attrs.field(default="", validator=validators.instance_of(str))
+    weights: Mapping[str, Path] = attrs.field(
+        factory=dict,
+        validator=validators.deep_mapping(
+            validators.instance_of(str), validators.instance_of((str, Path))
+        ),
+    )
 
 
 @attrs.frozen(kw_only=True)

@@ -16,9 +16,6 @@ import pluggy
 from specplug import hookspecs
 from specplug.algorithm import API_VERSION, AlgorithmInfo
 
-PLUGIN_FAILURES = (Exception, SystemExit)
-"""What a plugin's code may raise and must not get past us; Ctrl-C does."""
-
 _NOT_THE_PLUGINS = {
     "importlib",
     "importlib._bootstrap",
@@ -128,11 +125,25 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
 
 
+def let_ctrl_c_pass(error: BaseException) -> None:
+    """Raise ``error`` again if it is Ctrl-C; a subclass of that is a plugin's own.
+
+    Raises:
+        KeyboardInterrupt: it is.
+    """
+    if type(error) is KeyboardInterrupt:
+        raise error
+
+
 def error_line(error: BaseException) -> str:
     """An exception as one line: its type and the first line of what it says."""
     # attrs' validators put the attribute and the value behind the message.
     of_attrs = type(error) in (TypeError, ValueError) and len(error.args) > 1
-    said = str(error.args[0] if of_attrs else error).strip()
+    try:
+        said = str(error.args[0] if of_attrs else error).strip()
+    except BaseException as another:
+        let_ctrl_c_pass(another)
+        said = ""
     return f"{type(error).__name__}: {said.splitlines()[0]}" if said else type(error).__name__
 
 
@@ -143,7 +154,11 @@ def plugin_traceback(error: BaseException) -> str:
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_globals.get("__name__") in _NOT_THE_PLUGINS:
         frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
+    try:
+        return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
+    except BaseException as another:  # what the exception says of itself
+        let_ctrl_c_pass(another)
+        return "".join([*traceback.format_tb(frame), type(error).__name__])
 
 
 def _methods(plugin: object) -> Iterator[str]:
@@ -251,7 +266,8 @@ def _registration_problem(plugin: object, subject: str) -> list[Problem]:
     try:
         manager.register(plugin, name=subject)
         manager.check_pending()
-    except PLUGIN_FAILURES as error:
+    except BaseException as error:
+        let_ctrl_c_pass(error)
         said = str(error).strip().splitlines() or [type(error).__name__]
         return [
             Problem(subject, f"pluggy refuses it: {said[-1]}", "hooks that it accepts", "mend it")
@@ -268,7 +284,8 @@ def _description(
         return None, []  # told by the checks of the hooks
     try:
         info = describe.function()
-    except PLUGIN_FAILURES as error:
+    except BaseException as error:
+        let_ctrl_c_pass(error)
         what = f"describe() raised {error_line(error)}"
         mend = "mend describe(); specplug doctor shows the traceback"
         return None, [

@@ -12,7 +12,8 @@ import attrs
 import importlib_metadata
 from importlib_metadata import EntryPoint
 
-from specplug.contract import Problem
+from specplug import hookspecs
+from specplug.contract import Problem, error_line, nearest
 
 ALGORITHMS = "specplug.algorithms"
 EXTENSIONS = "specplug.extensions"
@@ -118,31 +119,98 @@ def parse_value(value: str) -> tuple[str, str] | None:
     return (module, attribute) if all(name.isidentifier() for name in names) else None
 
 
+def import_failure(
+    entry: PluginEntry, module: str, error: BaseException, traceback: str = ""
+) -> Problem:
+    """The problem of a plugin whose ``module`` cannot be imported, since ``error`` is raised."""
+    mend = "specplug doctor shows the traceback; mend the plugin or tell its author"
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        mend = f"install what it needs: {error.name.partition('.')[0]}"
+        if f"{module}.".startswith(f"{error.name}."):
+            mend = f"install it again (pip install --force-reinstall {entry.distribution})"
+    what = f"import failed: {error_line(error)}"
+    return entry.problem(what, f"module {module} to import", mend, traceback)
+
+
+def lost_entries() -> list[AlgorithmEntry]:
+    """Entry points that stand in no section, or in one whose name is misspelt, of distributions
+    that have to do with specplug: no listing finds these."""
+    return [lost for distribution in _each_distribution() for lost in _lost(distribution)]
+
+
 def _one_by_one() -> Iterator[EntryPoint]:
+    for distribution in _each_distribution():
+        yield from _salvaged(distribution)
+
+
+def _each_distribution() -> Iterator[Any]:
+    """All distributions; of two of one name, the first."""
     seen = set()
     for distribution in importlib_metadata.distributions():
         name, _, _ = _about(distribution)
         normalized = re.sub(r"[-_.]+", "-", name).lower()
         if normalized not in seen:
             seen.add(normalized)
-            yield from _salvaged(distribution)
+            yield distribution
 
 
 def _salvaged(distribution: Any) -> Iterator[EntryPoint]:
     """A distribution's entry points; a line without ``=`` becomes a name without a value."""
-    try:
-        text = distribution.read_text("entry_points.txt") or ""
-    except (OSError, UnicodeError):
-        return
+    text, damage = _entry_points_text(distribution)
     group = ""
     for line in filter(None, map(str.strip, text.splitlines())):
-        if line.startswith("["):
+        if line.startswith("[") and line.endswith("]"):
             group = line.strip("[]")
         elif not line.startswith("#"):
             name, _, value = line.partition("=")
             point = EntryPoint(name.strip(), value.strip(), group)
-            vars(point).update(dist=distribution)  # immutable by assignment
+            vars(point).update(dist=distribution, damage=damage)  # immutable by assignment
             yield point
+
+
+def _entry_points_text(distribution: Any) -> tuple[str, str]:
+    """A distribution's ``entry_points.txt`` as far as it can be read, and what is wrong with it."""
+    try:
+        return distribution.read_text("entry_points.txt") or "", ""
+    except UnicodeDecodeError as error:
+        text = bytes(error.object).decode("utf-8", "replace")
+        return text, f"its entry_points.txt is not UTF-8 (byte {error.start})"
+    except Exception:  # unreadable, or of a distribution that is none
+        return "", ""
+
+
+def _lost(distribution: Any) -> Iterator[AlgorithmEntry]:
+    groups = ALGORITHMS, EXTENSIONS
+    points = list(_salvaged(distribution))
+    if all(point.group in groups for point in points):
+        return
+    name, version, summary = _about(distribution)
+    ours = hookspecs.PROJECT in name or _needs_core(distribution)
+    for point in points:
+        meant = nearest(point.group, groups)
+        if point.group in groups or not (meant if point.group else ours):
+            continue
+        entry = AlgorithmEntry(
+            name=point.name,
+            value=point.value,
+            distribution=name,
+            version=version,
+            summary=summary,
+        )
+        section = f"in section [{point.group}], which nobody reads" if meant else "in no section"
+        what = f"the entry point {point.name} stands {section}"
+        mend = f"correct the pyproject.toml of {name} and install that again"
+        problem = entry.problem(what, f"[{meant or ALGORITHMS}] above it", mend)
+        yield attrs.evolve(entry, problems=(problem,))
+
+
+def _needs_core(distribution: Any) -> bool:
+    """Whether a distribution's metadata says that it needs specplug."""
+    try:
+        text = distribution.read_text("METADATA") or ""
+    except Exception:
+        return False
+    return re.search(rf"^Requires-Dist: *{hookspecs.PROJECT}\b", text, re.M | re.I) is not None
 
 
 def _about(distribution: Any) -> tuple[str, str, str]:
@@ -175,7 +243,8 @@ def _entries(kind: type[Entry], group: str, entry_points: Iterable[EntryPoint]) 
             version=version,
             summary=summary,
         )
-        found.append(attrs.evolve(entry, problems=tuple(_metadata_problems(entry))))
+        damage = vars(point).get("damage")
+        found.append(attrs.evolve(entry, problems=tuple(_metadata_problems(entry, damage))))
     return found
 
 
@@ -183,8 +252,15 @@ def _place(point: EntryPoint) -> tuple[str, str]:
     return point.name, point.value
 
 
-def _metadata_problems(entry: PluginEntry) -> Iterator[Problem]:
-    """What is wrong with a plugin before anything is imported."""
+def _metadata_problems(entry: PluginEntry, damage: str | None) -> Iterator[Problem]:
+    """What is wrong with a plugin before anything is imported.
+
+    Args:
+        damage: what is wrong with the file that names it, if anything is.
+    """
+    if damage:
+        mend = f"save it as UTF-8: build and install {entry.distribution} again"
+        yield entry.problem(damage, "UTF-8 text", mend)
     if isinstance(entry, AlgorithmEntry) and not re.fullmatch("[A-Z][A-Z0-9_]*", entry.name):
         what = f"the entry point's name {entry.name!r} is no algorithm's name"
         mend = f"rename it in the pyproject.toml of {entry.distribution}"
@@ -195,12 +271,24 @@ def _metadata_problems(entry: PluginEntry) -> Iterator[Problem]:
         yield entry.problem(what, "'module:attribute'", mend)
 
 
+def _is_of_core(entry: PluginEntry) -> bool:
+    return entry.value.partition(".")[0] == hookspecs.PROJECT
+
+
 def _without_rivals(entries: list[AlgorithmEntry]) -> Iterator[AlgorithmEntry]:
-    """The entries; those that share a name are marked, for nobody can tell which was meant."""
+    """The entries; those that share a name are marked, for nobody can tell which was meant. A name
+    of the core's own is the core's."""
+    own = {entry.name for entry in entries if _is_of_core(entry)}
     count = Counter(entry.name for entry in entries)
     for entry in entries:
-        if count[entry.name] == 1:
+        if count[entry.name] == 1 or _is_of_core(entry):
             yield entry
+            continue
+        if entry.name in own:
+            what = f"{entry.name} is the core's own algorithm"
+            mend = f"rename it in the pyproject.toml of {entry.distribution}"
+            claim = entry.problem(what, "a name that the core does not bring", mend)
+            yield attrs.evolve(entry, problems=(claim, *entry.problems))
             continue
         rivals = [f"{e.distribution} {e.version}" for e in entries if e.name == entry.name]
         what = f"{count[entry.name]} distributions bring {entry.name}: {' and '.join(rivals)}"

@@ -19,12 +19,12 @@ import pluggy
 from specplug import hookspecs
 from specplug.algorithm import AlgorithmInfo
 from specplug.contract import (
-    PLUGIN_FAILURES,
     PluginWarning,
     Problem,
     error_line,
     examine_algorithm,
     examine_extension,
+    let_ctrl_c_pass,
     nearest,
     plugin_traceback,
 )
@@ -34,12 +34,14 @@ from specplug.entries import (
     ExtensionEntry,
     PluginEntry,
     disabled_names,
+    import_failure,
     installed_algorithms,
     installed_entry_points,
     installed_extensions,
+    lost_entries,
     parse_value,
 )
-from specplug.errors import PluginError, UnknownAlgorithm
+from specplug.errors import PluginError, UnknownAlgorithm, UsageError
 
 if TYPE_CHECKING:
     from importlib_metadata import EntryPoint
@@ -116,6 +118,10 @@ class Registry:
         """Every installed extension by name, nothing imported."""
         return list(self._extensions)
 
+    def lost(self) -> list[AlgorithmEntry]:
+        """Entry points that were meant for specplug and that no listing finds, each with why."""
+        return lost_entries()
+
     def names(self) -> list[str]:
         """The installed algorithms' names, each once."""
         return list(dict.fromkeys(entry.name for entry in self._algorithms))
@@ -137,13 +143,15 @@ class Registry:
         try:
             plugin, unloadable = _load(entry, *place)
             if unloadable:
+                found = [known for known in found if known.what != unloadable.what]
                 found.append(unloadable)
             elif isinstance(entry, ExtensionEntry):
                 found += examine_extension(plugin, entry.subject)
             else:
                 info, wrong = examine_algorithm(plugin, entry.subject, entry.name)
                 found += wrong
-        except PLUGIN_FAILURES as error:
+        except BaseException as error:
+            let_ctrl_c_pass(error)
             what = f"looking at it raised {error_line(error)}"
             trace = plugin_traceback(error)
             found.append(entry.problem(what, "an object with hooks", "mend it", trace))
@@ -178,10 +186,37 @@ class Registry:
             raise _plugin_error(examined.entry.problems)
         return SelectedAlgorithm(entry.name, examined.plugin, examined.info, examined.entry)
 
-    def extensions(self) -> list[Extension]:
-        """Import all extensions; those that are broken are left out with a ``PluginWarning``."""
+    def check_extensions(self, names: Iterable[str]) -> frozenset[str]:
+        """Those names of extensions, in upper case.
+
+        Raises:
+            UsageError: they are no names, or one is not that of an installed extension.
+        """
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise UsageError(f"disable_extensions={names!r}: expected a list of extensions' names")
+        installed = {entry.name.upper(): entry.name for entry in self._extensions}
+        for name in names:
+            if name.strip().upper() not in installed:
+                near = nearest(name.strip().upper(), installed)
+                meant = f"did you mean {installed[near]}? " if near else ""
+                known = ", ".join(sorted(set(installed.values()))) or "none"
+                raise UsageError(f"unknown extension {name!r}: {meant}installed are {known}")
+        return frozenset(name.strip().upper() for name in names)
+
+    def extensions(self, disabled: Iterable[str] = ()) -> list[Extension]:
+        """Import all extensions; those that are broken are left out with a ``PluginWarning``.
+
+        Args:
+            disabled: names of extensions that are neither imported nor run.
+
+        Raises:
+            UsageError: one of these is not installed.
+        """
+        without = self.check_extensions(disabled)
         loaded = []
         for entry in self._extensions:
+            if entry.name.upper() in without:
+                continue
             examined = self.examine(entry)
             if examined.entry.problems:
                 _warn(examined.entry.problems[0])
@@ -194,7 +229,7 @@ class Registry:
         same = [entry for entry in self._algorithms if entry.name.upper() == typed.upper()]
         if not same:
             raise UnknownAlgorithm(self._unknown(typed))
-        return same  # upper case sorts first: a sound name stands before a misnamed one
+        return sorted(same, key=lambda entry: bool(entry.problems))  # a sound one first
 
     def _unknown(self, typed: str) -> str:
         names = self.names()
@@ -286,12 +321,9 @@ def _load(entry: PluginEntry, module_name: str, attribute: str) -> tuple[Any, Pr
     """Import a plugin: the object, or what stands in its way."""
     try:
         plugin: Any = import_module(module_name)
-    except PLUGIN_FAILURES as error:
-        what = f"import failed: {error_line(error)}"
-        expected = f"module {module_name} to import"
-        return None, entry.problem(
-            what, expected, _import_mend(entry, module_name, error), plugin_traceback(error)
-        )
+    except BaseException as error:
+        let_ctrl_c_pass(error)
+        return None, import_failure(entry, module_name, error, plugin_traceback(error))
     for name in filter(None, attribute.split(".")):
         if not hasattr(plugin, name):
             near = nearest(name, vars(plugin)) if hasattr(plugin, "__dict__") else None
@@ -301,11 +333,3 @@ def _load(entry: PluginEntry, module_name: str, attribute: str) -> tuple[Any, Pr
             return None, entry.problem(what, f"the plugin object {attribute!r}", mend)
         plugin = getattr(plugin, name)
     return plugin, None
-
-
-def _import_mend(entry: PluginEntry, module: str, error: BaseException) -> str:
-    if not isinstance(error, ModuleNotFoundError) or error.name is None:
-        return "specplug doctor shows the traceback; mend the plugin or tell its author"
-    if f"{module}.".startswith(f"{error.name}."):
-        return f"install it again (pip install --force-reinstall {entry.distribution})"
-    return f"install what it needs: {error.name.partition('.')[0]}"

@@ -11,7 +11,7 @@ import attrs
 
 from specplug.bench.contender import Contender
 from specplug.bench.dataset import Deal, Prompt
-from specplug.contract import PLUGIN_FAILURES, error_line
+from specplug.contract import error_line, let_ctrl_c_pass
 from specplug.engine.llm import LLM
 from specplug.engine.outputs import RequestOutput
 from specplug.engine.sampling_params import SamplingParams
@@ -158,7 +158,8 @@ class Entrant:
         """Make the engine; one that nobody named may fail."""
         try:
             self._llm = LLM(speculative_algorithm=self.contender.algorithm, **self._arguments)
-        except PLUGIN_FAILURES as error:
+        except BaseException as error:
+            let_ctrl_c_pass(error)
             if self.contender.named:
                 raise
             self._fail(error)
@@ -202,7 +203,8 @@ class Entrant:
             for batch in batches:
                 contents = [prompt.content for prompt in batch]
                 outputs += self._llm.generate(contents, self._params, on_finished=on_finished)
-        except PLUGIN_FAILURES as error:
+        except BaseException as error:
+            let_ctrl_c_pass(error)
             if self.contender.is_baseline:
                 raise
             self._fail(error)

@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 import click
 
 from specplug import __version__
+from specplug.cli.printable import printable
 from specplug.cli.standard_output import end_standard_output, reserve_standard_output
-from specplug.contract import PLUGIN_FAILURES, PluginWarning, error_line
+from specplug.contract import PluginWarning, error_line, let_ctrl_c_pass
 from specplug.debug import DEBUG
 from specplug.errors import FallbackWarning, SpecplugError, UsageError
 
@@ -83,7 +84,8 @@ class CommandLine(click.Group):
             for extension in registry.extensions():
                 try:
                     build_extension_manager(extension).hook.register_commands(cli=self)
-                except PLUGIN_FAILURES as error:
+                except BaseException as error:
+                    let_ctrl_c_pass(error)
                     subject = extension.entry.subject
                     message = f"{subject}: register_commands raised {error_line(error)}"
                     warnings.warn(message, PluginWarning, stacklevel=2)
@@ -154,4 +156,4 @@ def _warning_shower() -> Callable[..., None]:
 def say(kind: str, message: str) -> None:
     """An error or a warning as one line on standard error."""
     label = click.style(f"{kind}:", fg="red" if kind == "error" else "yellow", bold=True)
-    click.echo(f"{label} {' '.join(message.splitlines())}", err=True)
+    click.echo(f"{label} {printable(' '.join(message.splitlines()))}", err=True)

@@ -124,6 +124,7 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
 def _contenders(options: Mapping[str, Any]) -> tuple[list[Contender], list[dict[str, Any]]]:
     """Who takes part, and who cannot; one that was named must."""
     registry = Registry()
+    registry.check_extensions(options["disable_extensions"])
     enabled = dict.fromkeys(entry.name for entry in registry.entries() if not entry.disabled)
     common = {k: v for k, v in chosen(SPECULATION, options).items() if v is not None}
     found, problems = [], []

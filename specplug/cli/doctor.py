@@ -5,16 +5,22 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 import importlib_metadata
 
 from specplug.algorithm import API_VERSION
+from specplug.cli import COMMANDS
+from specplug.cli.printable import printable
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
-from specplug.entries import DISABLE, PluginEntry
-from specplug.registry import Registry
+from specplug.contract import Problem, error_line, let_ctrl_c_pass, plugin_traceback
+from specplug.entries import DISABLE, AlgorithmEntry, ExtensionEntry, PluginEntry, parse_value
+from specplug.registry import Extension, Registry, build_extension_manager
+from specplug.sources import heavy_imports, look
 
 DISTRIBUTIONS = ("specplug", "torch", "triton", "transformers", "tokenizers", "safetensors")
 """Whose versions a bug report needs; read from metadata, none is imported for it."""
@@ -30,48 +36,106 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     """
     with reserve_standard_output() as out:
         registry = Registry()
-        algorithms = [e if e.disabled else registry.examine(e).entry for e in registry.entries()]
-        extensions = [registry.examine(entry).entry for entry in registry.extension_entries()]
-        plugins: list[PluginEntry] = [*algorithms, *extensions]
-        notes = _notes(registry)
+        algorithms = [_visit(registry, entry) for entry in registry.entries()]
+        algorithms += [Visit(entry) for entry in registry.lost()]
+        extensions = [_visit(registry, entry) for entry in registry.extension_entries()]
+        visits = [*algorithms, *extensions]
+        notes = _notes(registry, visits)
         if as_json:
             import json
 
             report = {
                 "versions": _versions(),
-                "algorithms": [as_mapping(entry) for entry in algorithms],
-                "extensions": [as_mapping(entry) for entry in extensions],
+                "algorithms": [visit.as_mapping() for visit in algorithms],
+                "extensions": [visit.as_mapping() for visit in extensions],
                 "notes": notes,
             }
             click.echo(json.dumps(report, indent=2), file=out)
     if not as_json:
-        _print_report(plugins, notes)
-    ctx.exit(1 if any(_broken(entry) for entry in plugins) else 0)
+        _print_report(visits, notes)
+    ctx.exit(1 if any(visit.broken for visit in visits) else 0)
 
 
-def as_mapping(entry: PluginEntry) -> dict[str, Any]:
-    """A plugin as ``--json`` prints it. Keys are only ever added."""
-    return {
-        "name": entry.name,
-        "status": entry.status,
-        "distribution": entry.distribution,
-        "version": entry.version,
-        "value": entry.value,
-        "problems": [
-            {
-                "message": str(problem),
-                "what": problem.what,
-                "expected": problem.expected,
-                "mend": problem.mend,
-                "traceback": problem.traceback,
-            }
-            for problem in entry.problems
-        ],
-    }
+@attrs.frozen
+class Visit:
+    """What was found of a plugin.
+
+    Attributes:
+        entry: it, with its problems.
+        file: of its module, or None.
+        heavy: what its package imports at its top and should not.
+        commands: of an extension, the names of its commands.
+    """
+
+    entry: PluginEntry
+    file: Path | None = None
+    heavy: Sequence[str] = ()
+    commands: Sequence[str] = ()
+
+    @property
+    def broken(self) -> bool:
+        """Whether it has a problem that matters."""
+        return bool(self.entry.problems) and not self.entry.disabled
+
+    def as_mapping(self) -> dict[str, Any]:
+        """A plugin as ``--json`` prints it. Keys are only ever added."""
+        entry = self.entry
+        found = {
+            "name": entry.name,
+            "status": entry.status,
+            "distribution": entry.distribution,
+            "version": entry.version,
+            "value": entry.value,
+            "file": None if self.file is None else str(self.file),
+            "heavy_imports": list(self.heavy),
+            "problems": [
+                {
+                    "message": str(problem),
+                    "what": problem.what,
+                    "expected": problem.expected,
+                    "mend": problem.mend,
+                    "traceback": problem.traceback,
+                }
+                for problem in entry.problems
+            ],
+        }
+        return {**found, "commands": list(self.commands)} if entry.kind == "extension" else found
 
 
-def _broken(entry: PluginEntry) -> bool:
-    return bool(entry.problems) and not entry.disabled
+def _visit(registry: Registry, entry: AlgorithmEntry | ExtensionEntry) -> Visit:
+    """Import a plugin and look around; one that is disabled is only looked at."""
+    source = look(entry)
+    if entry.disabled:
+        return Visit(entry, source.file)
+    if isinstance(entry, AlgorithmEntry):
+        return Visit(registry.examine(entry).entry, source.file, _heavy(entry))
+    examined = registry.examine(entry)
+    if examined.entry.problems:
+        return Visit(examined.entry, source.file, _heavy(entry))
+    names, problem = _commands(Extension(entry.name, examined.plugin, entry))
+    found = examined.entry
+    if problem is not None:
+        found = attrs.evolve(found, problems=(problem,))
+    return Visit(found, source.file, _heavy(entry), names)
+
+
+def _heavy(entry: PluginEntry) -> list[str]:
+    place = parse_value(entry.value)
+    return [] if place is None or place[0].startswith("specplug.") else heavy_imports(place[0])
+
+
+def _commands(extension: Extension) -> tuple[list[str], Problem | None]:
+    """The names of an extension's commands, or why it has none."""
+    group = click.Group("specplug")
+    try:
+        build_extension_manager(extension).hook.register_commands(cli=group)
+        return sorted(group.commands), None
+    except BaseException as error:
+        let_ctrl_c_pass(error)
+        what = f"register_commands raised {error_line(error)}"
+        mend = "mend it; its commands are left out until then"
+        trace = plugin_traceback(error)
+        return [], extension.entry.problem(what, "commands of click", mend, trace)
 
 
 def _versions() -> dict[str, str | None]:
@@ -88,37 +152,60 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _notes(registry: Registry) -> list[str]:
+def _notes(registry: Registry, visits: Sequence[Visit]) -> list[str]:
     known = {name.upper() for name in registry.names()}
-    return [
+    unknown = [
         f"{DISABLE} names {name}, which is not installed"
         for name in sorted(registry.disabled - known)
     ]
+    slow = [
+        f"{visit.entry.subject} imports {', '.join(visit.heavy)} at its top: expected that within "
+        "create_worker, or whoever lists or chooses an algorithm waits for it"
+        for visit in visits
+        if visit.heavy
+    ]
+    taken = [
+        f"{visit.entry.subject} brings the command {name}, which is the core's own and stays that"
+        for visit in visits
+        for name in visit.commands
+        if name in COMMANDS
+    ]
+    return [*unknown, *slow, *taken]
 
 
-def _print_report(plugins: Sequence[PluginEntry], notes: Sequence[str]) -> None:
+def _print_report(visits: Sequence[Visit], notes: Sequence[str]) -> None:
     versions = _versions().items()
     print_table(("what", "version"), [(k, v or "not installed") for k, v in versions])
     click.echo()
     rows = [
-        (e.name, e.status.partition(":")[0], e.kind, f"{e.distribution} {e.version}", e.value)
-        for e in plugins
+        (
+            visit.entry.name,
+            visit.entry.status.partition(":")[0],
+            visit.entry.kind,
+            f"{visit.entry.distribution} {visit.entry.version}",
+            visit.entry.value,
+            "-" if visit.file is None else str(visit.file),
+        )
+        for visit in visits
     ]
-    print_table(("name", "status", "kind", "distribution", "entry point"), rows)
-    for entry in plugins:
-        _print_problems(entry)
+    print_table(("name", "status", "kind", "distribution", "entry point", "file"), rows)
+    for visit in visits:
+        if visit.commands:
+            names = ", ".join(visit.commands)
+            click.echo(printable(f"commands of {visit.entry.name}: {names}"))
+        _print_problems(visit.entry)
     for note in notes:
-        click.echo(f"\nnote: {note}")
-    count = sum(map(_broken, plugins))
-    verdict = f"{count} of {len(plugins)} plugins broken" if count else "all plugins are sound"
+        click.echo(f"\nnote: {printable(note)}")
+    count = sum(visit.broken for visit in visits)
+    verdict = f"{count} of {len(visits)} plugins broken" if count else "all plugins are sound"
     click.secho(f"\n{verdict}", fg="red" if count else "green", bold=True)
 
 
 def _print_problems(entry: PluginEntry) -> None:
     for problem in entry.problems:
-        click.secho(f"\n{problem.subject}", bold=True)
-        click.echo(f"  found     {click.style(problem.what, fg='red')}")
-        click.echo(f"  expected  {problem.expected}")
-        click.echo(f"  to do     {problem.mend}")
+        click.secho(f"\n{printable(problem.subject)}", bold=True)
+        click.echo(f"  found     {click.style(printable(problem.what), fg='red')}")
+        click.echo(f"  expected  {printable(problem.expected)}")
+        click.echo(f"  to do     {printable(problem.mend)}")
         for line in problem.traceback.splitlines():
-            click.secho(f"    {line}", dim=True)
+            click.secho(f"    {printable(line)}", dim=True)

@@ -108,8 +108,9 @@ def generate(**options: Any) -> None:
 def _generate(options: Mapping[str, Any], params: SamplingParams, out: TextIO | None) -> Run:
     """Complete the prompts; one alone is printed on ``out`` as it comes, if that is given."""
     engine = chosen(ENGINE, options)
-    selected = Registry().select(engine["speculative_algorithm"])
-    check_speculation(selected.info, engine)
+    registry = Registry()
+    check_speculation(registry.select(engine["speculative_algorithm"]).info, engine)
+    registry.check_extensions(engine["disable_extensions"])
     prompts = _read_prompts(options["prompts"], options["prompt_file"])
     started = time.perf_counter()
     with load(engine) as llm:

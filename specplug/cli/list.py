@@ -10,6 +10,7 @@ import click
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
 from specplug.registry import AlgorithmEntry, Registry
+from specplug.sources import look
 
 
 @click.command("list")
@@ -18,14 +19,16 @@ from specplug.registry import AlgorithmEntry, Registry
 def list_algorithms(check: bool, as_json: bool) -> None:
     """List the installed algorithms.
 
-    Nothing is imported, so the status is `installed`, `disabled` or, where the metadata shows it,
-    `broken: why`. With --check it is `ok` or `broken: why`, and the summary is the algorithm's own.
+    Nothing is imported, so the status is `installed`, `disabled` or, where the metadata or the
+    source shows it, `broken: why`. The summary is the algorithm's own if its source says it
+    plainly, else its distribution's. With --check each is imported: the status is `ok` or
+    `broken: why`, the summary is the algorithm's own, and entry points that were lost are told.
     """
     with reserve_standard_output() as out:
         registry = Registry()
-        entries = registry.entries()
+        entries = [_seen(entry) for entry in registry.entries()]
         if check:
-            entries = [_checked(registry, entry) for entry in entries]
+            entries = [*(_checked(registry, entry) for entry in entries), *registry.lost()]
         if as_json:
             import json
 
@@ -50,6 +53,18 @@ def as_mapping(entry: AlgorithmEntry) -> dict[str, Any]:
         "value": entry.value,
         "problems": [str(problem) for problem in entry.problems],
     }
+
+
+def _seen(entry: AlgorithmEntry) -> AlgorithmEntry:
+    """An entry with what its source shows."""
+    source = look(entry)
+    if source.summary is None and source.problem is None:
+        return entry
+    return attrs.evolve(
+        entry,
+        summary=entry.summary if source.summary is None else source.summary,
+        problems=(*entry.problems, *([source.problem] if source.problem else [])),
+    )
 
 
 def _checked(registry: Registry, entry: AlgorithmEntry) -> AlgorithmEntry:

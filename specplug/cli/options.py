@@ -159,6 +159,12 @@ ENGINE = (
         show_default=True,
         help="Of weights and activations; auto: float32 on the CPU, else the checkpoint's.",
     ),
+    click.Option(
+        ["--disable-extension", "disable_extensions"],
+        multiple=True,
+        metavar="NAME",
+        help="An installed extension that this run goes without; may be given many times.",
+    ),
     click.Option(["--device"], help="cpu, cuda or cuda:N.  [default: CUDA if there is one]"),
     click.Option(
         ["--num-threads"],

@@ -147,7 +147,9 @@ def serve(**options: Any) -> None:
         )
     engine = chosen(ENGINE, options)
     with reserve_standard_output():
-        check_speculation(Registry().select(engine["speculative_algorithm"]).info, engine)
+        registry = Registry()
+        check_speculation(registry.select(engine["speculative_algorithm"]).info, engine)
+        registry.check_extensions(engine["disable_extensions"])
     chat_template = _read(options["chat_template"])
     import asyncio
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 
+from specplug.cli.printable import printable
+
 STYLES = {
     "ok": "green",
     "installed": "",
@@ -25,8 +27,10 @@ def print_table(
 
     Args:
         columns: the headings; cells under those of ``STYLED`` are coloured by ``STYLES``.
+        rows: their cells, whose control characters are printed as escapes.
         right: the columns whose cells stand to the right: numbers.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _draw(columns, rows, right)
     else:

@@ -114,6 +114,7 @@ class LLM:
         disable_overlap_schedule: process each step's results before the next step is launched.
         disable_radix_cache: do not keep the KV of prompts and outputs for others that begin alike.
         disable_cuda_graph: do not record passes as CUDA graphs (on the CPU there are none).
+        disable_extensions: names of installed extensions that this run goes without.
         disaggregation: "prefill": prefill for the decode instances at the address; "decode": have
             prompts prefilled by the instances that register there; "both": the two sides in this
             process, with a transfer between them. None: one engine does both. See
@@ -171,6 +172,7 @@ class LLM:
         disable_overlap_schedule: bool = False,
         disable_radix_cache: bool = False,
         disable_cuda_graph: bool = False,
+        disable_extensions: Sequence[str] = (),
         disaggregation: str | None = None,
         disaggregation_address: str | None = None,
         disaggregation_timeout: float = 30.0,
@@ -203,7 +205,9 @@ class LLM:
         )
         registry = Registry()
         selected = registry.select(speculative_algorithm)
-        manager = build_plugin_manager(selected, registry.extensions(), CoreDefaults())
+        manager = build_plugin_manager(
+            selected, registry.extensions(disable_extensions), CoreDefaults()
+        )
         self._hooks: Any = manager.hook
         where = choose_device(device)
         path = find_model(model)

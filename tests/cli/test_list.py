@@ -87,7 +87,7 @@ def test_json(plugin_folder):
         "status": "installed",
         "version": "1.0",
         "distribution": "specplug-sound",
-        "summary": "Distribution of specplug-sound",
+        "summary": "Own words of SOUND",
         "value": "specplug_sound:algorithm",
         "problems": [],
     }
@@ -113,7 +113,7 @@ def test_check_fills_the_status(plugin_folder):
 
 def test_in_a_pipe_every_row_is_one_whole_line(plugin_folder):
     summary = "A long summary, " * 20 + "to its end"
-    plugin_folder.write("LONG", metadata=f"Name: {{}}\nVersion: 1.0\nSummary: {summary}\n")
+    plugin_folder.write("LONG", ("Own words of NAME", summary))
     done = plugin_folder.specplug("list", COLUMNS="40")
     (row,) = (line for line in done.stdout.splitlines() if line.startswith("LONG"))
     assert re.split("  +", row) == ["LONG", "installed", "1.0", "specplug-long", summary]
@@ -122,8 +122,8 @@ def test_in_a_pipe_every_row_is_one_whole_line(plugin_folder):
 
 def test_on_a_terminal_long_cells_wrap(plugin_folder):
     words = [f"word{n}" for n in range(30)]
-    metadata = f"Name: {{}}\nVersion: 1.0\nSummary: {' '.join(words)} {'§' * 80} [bold]\n"
-    plugin_folder.write("LONG", metadata=metadata)
+    summary = f"{' '.join(words)} {'§' * 80} [bold]"
+    plugin_folder.write("LONG", ("Own words of NAME", summary))
     ours, its = pty.openpty()
     command = [sys.executable, "-m", "specplug", "list"]
     environment = plugin_folder.environment(COLUMNS="70", TERM="xterm")
