@@ -146,6 +146,11 @@ ENGINE = (
         help="Do not record passes as CUDA graphs.",
     ),
     click.Option(
+        ["--skip-model-check"],
+        is_flag=True,
+        help="Do not prove at loading that the model gives its own logits here.",
+    ),
+    click.Option(
         ["--seed"],
         type=click.IntRange(0, 2**32 - 1),
         default=0,

@@ -140,14 +140,14 @@ class PagedPlan:
         """[bs, 1, group * Q, L] additive mask; made once a pass for each kind of layer."""
         bias = self._bias.get((window, group))
         if bias is None:
-            hidden = self._visible(window).logical_not_()
+            hidden = self.visible(window).logical_not_()
             bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             bias.masked_fill_(hidden, float("-inf"))
             bias = bias.repeat(1, group, 1).unsqueeze(1)
             self._bias[window, group] = bias
         return bias
 
-    def _visible(self, window: int | None) -> Tensor:
+    def visible(self, window: int | None) -> Tensor:
         """[bs, Q, L] bool: which keys each query sees."""
         order = torch.arange(self.length, device=self.starts.device)
         behind = order - self.starts.unsqueeze(1)  # [bs, L], slots from the committed length on

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from specplug.errors import UsageError
+from specplug.errors import CheckpointError, UsageError
 
 AUX_HIDDEN_STATES = "aux_hidden_states"
 LM_HEAD_INPUT = "lm_head_input"
@@ -61,15 +61,16 @@ class Captures:
     Args:
         model: a causal LM.
 
+    Raises:
+        CheckpointError: it has no list of layers.
+
     Attributes:
         routed_rows: the pass's own among the rows that the routers see.
     """
 
     def __init__(self, model: Any) -> None:
         self._decoder: nn.Module = model.get_decoder()
-        children = self._decoder.children()
-        # Models name their layers ``layers``, ``h``, …
-        self.layers: nn.ModuleList = next(c for c in children if isinstance(c, nn.ModuleList))
+        self.layers = _layers(self._decoder, type(model).__name__)
         self._routers = _routers(model)
         self._layer_ids: tuple[int, ...] = ()
         self._kept = _Kept()
@@ -134,6 +135,18 @@ class Captures:
         if routed_experts:
             kept[ROUTED_EXPERTS] = torch.stack(self._kept.experts, dim=1)[self.routed_rows]
         return kept
+
+
+def _layers(decoder: nn.Module, name: str) -> nn.ModuleList:
+    """Models name their layers ``layers``, ``h``, … or have them in an ``encoder``."""
+    for modules in (decoder.children(), decoder.modules()):
+        for module in modules:
+            if isinstance(module, nn.ModuleList):
+                return module
+    raise CheckpointError(
+        f"{name}: it has no list of layers; expected a decoder of transformers: choose another "
+        "model"
+    )
 
 
 def _routers(model: Any) -> list[nn.Module]:

@@ -115,6 +115,8 @@ class LLM:
         disable_radix_cache: do not keep the KV of prompts and outputs for others that begin alike.
         disable_cuda_graph: do not record passes as CUDA graphs (on the CPU there are none).
         disable_extensions: names of installed extensions that this run goes without.
+        skip_model_check: do not prove at loading that the model gives its own logits here. A model
+            that would be refused then runs, and its tokens may be wrong.
         disaggregation: "prefill": prefill for the decode instances at the address; "decode": have
             prompts prefilled by the instances that register there; "both": the two sides in this
             process, with a transfer between them. None: one engine does both. See
@@ -173,6 +175,7 @@ class LLM:
         disable_radix_cache: bool = False,
         disable_cuda_graph: bool = False,
         disable_extensions: Sequence[str] = (),
+        skip_model_check: bool = False,
         disaggregation: str | None = None,
         disaggregation_address: str | None = None,
         disaggregation_timeout: float = 30.0,
@@ -230,6 +233,7 @@ class LLM:
                 "dtype": dtype,
                 "device": where.type,
                 "dp_size": dp_size,
+                "skip_model_check": skip_model_check,
             },
             enabled=enable_dp_attention,
         )
@@ -242,6 +246,7 @@ class LLM:
             where,
             self._ranks,
             identified=disaggregation is not None,
+            skip_check=skip_model_check,
         )
         if where.type == "cpu":
             set_threads(num_threads, self._runner.num_parameters)

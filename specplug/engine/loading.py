@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from specplug.algorithm import DEFAULT_MODEL
+from specplug.engine.checkpoint import check_model_path
 from specplug.engine.foreign_code import DATA_ONLY, needs_code, refuse_code
 from specplug.engine.model_runner import ModelRunner
 from specplug.errors import FallbackWarning, UsageError
@@ -77,7 +78,6 @@ def read_target_config(path: str) -> dict[str, Any]:
     """The target's ``config.json``, read before any weight so that a misfit is told early."""
     from transformers import AutoConfig
 
-    from specplug.engine.model_runner import check_model_path
     from specplug.errors import CheckpointError
 
     check_model_path(path)

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specplug.engine.attention import (
-    IMPLEMENTATION,
-    TARGET_PASS,
-    JoinedPlan,
-    PagedPlan,
-    TargetPass,
-    register,
-)
+from specplug.engine.attention import TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
 from specplug.engine.captures import Captures
+from specplug.engine.checkpoint import load_checkpoint
 from specplug.engine.fingerprint import weights_fingerprint
-from specplug.engine.foreign_code import DATA_ONLY, refuse_code
 from specplug.engine.graph_runner import GraphRunner
 from specplug.engine.kv_cache import KVShape, drop_tensors
 from specplug.engine.lean_modules import fuse_norms, pack_weights, shorten_calls
+from specplug.engine.model_check import ModelCheck
 from specplug.engine.rank_group import RankGroup
 from specplug.engine.rotary import RotaryByLength
 from specplug.engine.sharded_mlp import shard_mlps
-from specplug.errors import CheckpointError
 from specplug.spec.runtime import KVCache
 
 
@@ -40,12 +32,13 @@ class ModelRunner:
         device: where it runs.
         ranks: over which its MLPs are sharded; None: it is whole.
         identified: whether ``fingerprint`` is wanted.
+        skip_check: do not prove that it gives its own logits here.
 
     Attributes:
         fingerprint: of its weights, whole and as they were loaded; None if nobody wanted it.
 
     Raises:
-        CheckpointError: there is no such model, or transformers cannot load it.
+        CheckpointError: there is no such model, it cannot be loaded, or not be run rightly here.
     """
 
     def __init__(
@@ -56,10 +49,10 @@ class ModelRunner:
         ranks: RankGroup | None = None,
         *,
         identified: bool = False,
+        skip_check: bool = False,
     ) -> None:
         self.device = device
-        self.model = _load(path, dtype).eval()
-        _check_attention(path, self.model)
+        self.model = load_checkpoint(path, dtype).eval()
         if self.model.dtype is torch.float64 and _has_experts(self.model.config):
             self.model.set_experts_implementation("eager")  # grouped products know no float64
         self.fingerprint = weights_fingerprint(self.model) if identified else None
@@ -68,28 +61,23 @@ class ModelRunner:
             shard_mlps(self.model, ranks)
         self.rotary = RotaryByLength(self.model)
         self.model.to(device)
-        fuse_norms(self.model)
-        if device.type == "cpu":
-            pack_weights(self.model)
         self.captures = Captures(self.model)
-        shorten_calls(self.model, keep=self.captures.hooked)
         self.dtype: torch.dtype = self.model.dtype
         config = self.model.config.get_text_config()
         self.config: Any = config
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
-        self.num_layers: int = config.num_hidden_layers
         self.context_len: int = self.rotary.context_len
-        heads: int = config.num_attention_heads
-        self.kv_shape = KVShape(
-            self.num_layers,
-            getattr(config, "num_key_value_heads", None) or heads,
-            # Latent attention (DeepSeek) calls the rotated part alone ``head_dim``.
-            getattr(config, "qk_head_dim", None)
-            or getattr(config, "head_dim", None)
-            or self.hidden_size // heads,
-        )
         self.cache = KVCache([], [])
+        check = None if skip_check else self._begin_check(path)
+        self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
+        self.num_layers = len(self.captures.layers)
+        fuse_norms(self.model)
+        if device.type == "cpu":
+            pack_weights(self.model)
+        shorten_calls(self.model, keep=self.captures.hooked)
+        if check is not None:
+            self._end_check(check)
         self._graphs: dict[bool, GraphRunner] = {}
 
     @property
@@ -108,6 +96,33 @@ class ModelRunner:
     def num_parameters(self) -> int:
         """Of the target, tied ones once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _begin_check(self, path: str) -> ModelCheck:
+        """Run the model as it is, before anything in it is changed."""
+        with self._stepping():
+            return ModelCheck(
+                path,
+                self.model,
+                self.captures.layers,
+                self.context_len,
+                self._begin_checked_pass,
+            )
+
+    def _end_check(self, check: ModelCheck) -> None:
+        def run(token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | int) -> Tensor:
+            return self._forward(token_ids, plan, logits_rows, routed_experts=False)[0]
+
+        with self._stepping():
+            check.compare(run, self.cache)
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else self._ranks.stepping()
+
+    def _begin_checked_pass(self, rows: int, lengths: Tensor) -> None:
+        """All ranks check at the same time. Rows are rotated as in a pass of these lengths."""
+        if self._ranks is not None:
+            self._ranks.agree(rows)
+        self.rotary.begin(lengths)
 
     def record_graphs(self) -> None:
         """Replay ``verify``'s passes as CUDA graphs from now on."""
@@ -183,69 +198,20 @@ class ModelRunner:
         return out.logits.squeeze(0), self.captures.collect(routed_experts)
 
 
-def _load(path: str, dtype: torch.dtype | None) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    register()
-    check_model_path(path)
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype or "auto",
-            attn_implementation=IMPLEMENTATION,
-            weights_only=True,
-            **DATA_ONLY,
-        )
-    except UnpicklingError as error:
-        raise CheckpointError(
-            f"model {path!r} cannot be loaded: its weights are a pickle with more than tensors in "
-            "it; expected *.safetensors, or a pickle of tensors alone"
-        ) from error
-    except (OSError, ValueError, KeyError) as error:
-        refuse_code(f"model {path!r}", error)
-        raise CheckpointError(f"model {path!r} cannot be loaded: {_first_line(error)}") from error
-    finally:
-        if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _check_attention(path: str, model: Any) -> None:
-    """Refuse a model whose attention is not ours to compute: it would run, and be wrong."""
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if strange or not model._supports_attention_backend:
-        what = ", ".join(strange) or "attention of its own"
-        raise CheckpointError(
-            f"model {path!r} ({type(model).__name__}) has {what}; expected full or sliding-window "
-            "attention through transformers' AttentionInterface: choose another model"
-        )
-
-
-def check_model_path(path: str) -> None:
-    """Refuse what can only be a folder, and is none.
-
-    Raises:
-        CheckpointError: it looks like a path and there is no such folder, or no ``config.json``.
-    """
-    folder = Path(path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(f"model {path!r}: the folder has no config.json")
-    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise CheckpointError(
-            f"model {path!r}: no such folder; expected the folder of a transformers checkpoint, "
-            "a hub id (organisation/name), or nothing for the default model"
-        )
+def _kv_shape_of(config: Any) -> KVShape:
+    """The shape of the cache as far as a configuration says it."""
+    heads: int = config.num_attention_heads
+    return KVShape(
+        config.num_hidden_layers,
+        getattr(config, "num_key_value_heads", None) or heads,
+        # Latent attention (DeepSeek) calls the rotated part alone ``head_dim``.
+        getattr(config, "qk_head_dim", None)
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // heads,
+    )
 
 
 def _has_experts(config: Any) -> bool:
     """Whether layers are mixtures of experts, as configurations name their number."""
     names = "num_experts", "n_routed_experts", "num_local_experts"
     return any(getattr(config.get_text_config(), name, None) for name in names)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -32,10 +32,10 @@ class ShardedMLP(nn.Module):
         self._ranks = ranks
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[1, R, H] -> [1, R, H]."""
-        rows = self._ranks.gather(hidden_states.squeeze(0))
+        """[1, R, H] -> [1, R, H]; [B, T, H] counts as B·T rows."""
+        rows = self._ranks.gather(hidden_states.flatten(0, 1))
         partial = self.shard(rows.unsqueeze(0)).squeeze(0)
-        return self._ranks.scatter(partial).unsqueeze(0)
+        return self._ranks.scatter(partial).view_as(hidden_states)
 
 
 @torch.inference_mode()
