@@ -40,7 +40,7 @@ def load_checkpoint(path: str, dtype: torch.dtype | None) -> Any:
         _check_file(path, file)
     try:
         with _no_progress_bars():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype or "auto",
                 attn_implementation=IMPLEMENTATION,
@@ -57,6 +57,7 @@ def load_checkpoint(path: str, dtype: torch.dtype | None) -> Any:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         refuse_code(f"model {path!r}", error)
         raise CheckpointError(f"model {path!r} cannot be loaded: {_first_line(error)}") from error
+    model, info = loaded
     _check_tensors(path, model, info)
     return model
 
@@ -90,10 +91,7 @@ def _check_attention(path: str) -> None:
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     cls = found[0] if isinstance(found, tuple) else found
     if cls is None:
-        raise CheckpointError(
-            f"model {path!r}: {type(config).__name__} is not of a causal language model of "
-            "transformers; expected one: choose another model"
-        )
+        return  # what it is, transformers says when it is asked to load it
     strange = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _KINDS)
     if strange or not cls._supports_attention_backend:
         what = ", ".join(strange) or "attention of its own"
@@ -193,7 +191,7 @@ def _no_progress_bars() -> Iterator[None]:
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)  # type: ignore[no-untyped-call]
+        logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 

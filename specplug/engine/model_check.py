@@ -7,7 +7,7 @@ loaded, a short sequence runs through its own attention and masks, and then thro
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -79,7 +79,7 @@ class ModelCheck:
         self,
         path: str,
         model: Any,
-        layers: Sequence[nn.Module],
+        layers: Iterable[nn.Module],
         context_len: int,
         begin_pass: Callable[[int, Tensor], None],
     ) -> None:
@@ -189,8 +189,8 @@ class ModelCheck:
         cache = KVCache(one.keys * (layer + 1), one.values * (layer + 1))
         running = TARGET_PASS.set(TargetPass(self._plan((0, 0), (self._length,) * 2), cache))
         try:
-            flat = [t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (query, key, value)]
-            found, _ = attention(module, *flat, None, **arguments)
+            q, k, v = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (query, key, value))
+            found, _ = attention(module, q, k, v, None, **arguments)
         finally:
             TARGET_PASS.reset(running)
         return found.view(2, self._length, *found.shape[2:])
@@ -389,8 +389,9 @@ def _scores(logits: Tensor) -> Tensor:
 def _gaps(found: Tensor, expected: Tensor) -> Tensor:
     """[…] from […, n]: how far rows are apart, in relation to the size of all."""
     found, expected = found.float(), expected.float()
-    size = expected.norm(dim=-1)
-    return (found - expected).norm(dim=-1) / size.clamp(min=0.1 * size.mean().item() + 1e-20)
+    size = torch.linalg.vector_norm(expected, dim=-1)
+    gaps = torch.linalg.vector_norm(found - expected, dim=-1)
+    return gaps / size.clamp(min=0.1 * size.mean().item() + 1e-20)
 
 
 def _own_attention(module: nn.Module) -> Any:
