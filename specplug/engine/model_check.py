@@ -390,8 +390,8 @@ def _gaps(found: Tensor, expected: Tensor) -> Tensor:
     """[…] from […, n]: how far rows are apart, in relation to the size of all."""
     found, expected = found.float(), expected.float()
     size = torch.linalg.vector_norm(expected, dim=-1)
-    gaps = torch.linalg.vector_norm(found - expected, dim=-1)
-    return gaps / size.clamp(min=0.1 * size.mean().item() + 1e-20)
+    gaps: Tensor = torch.linalg.vector_norm(found - expected, dim=-1)
+    return gaps.div(size.clamp(min=0.1 * size.mean().item() + 1e-20))
 
 
 def _own_attention(module: nn.Module) -> Any:
