@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import os
+
 import attrs
 import torch
 from torch import Tensor
@@ -27,13 +31,23 @@ def fill_cache(
 ) -> Tensor:
     """Allocate a cache's tensors, all in one: [layers, 2, slots, Hkv, D].
 
-    Zeroed, because a masked slot still enters the products, and 0 times an old NaN is NaN.
+    Zeroed, because a masked slot still enters the products, and 0 times an old NaN is NaN. On the
+    CPU the system gives zeroed memory when a page is first touched: a pool costs what is used.
     """
     size = (shape.num_layers, 2, num_slots, shape.num_kv_heads, shape.head_dim)
-    pool = torch.zeros(size, dtype=dtype, device=device)
+    on_cpu = device.type == "cpu"
+    pool = _untouched(size, dtype) if on_cpu else torch.zeros(size, dtype=dtype, device=device)
     cache.keys[:] = [layer[0] for layer in pool]
     cache.values[:] = [layer[1] for layer in pool]
     return pool
+
+
+def _untouched(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in fresh pages of the system, none of which is there yet."""
+    count = math.prod(size)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+    memory = mmap.mmap(-1, max(1, count) * dtype.itemsize, **private)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(size)
 
 
 def drop_tensors(cache: KVCache) -> None:

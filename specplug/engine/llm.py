@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, nullcontext, suppress
@@ -317,13 +318,20 @@ class LLM:
                     other.close()
         finally:
             self._partner = self._prefill = self._remote = None
-            for holder in (self._runtime, self._runner):
-                if holder is not None:
-                    holder.close()
+            self._drop_tensors()
             self._inbox.clear()
             self._engine = self._intake = None  # type: ignore[assignment]
             self._runtime = self._runner = None  # type: ignore[assignment]
             trim_heap()
+
+    def _drop_tensors(self) -> None:
+        for holder in (self._runtime, self._runner):
+            if holder is not None:
+                holder.close()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # forgotten without ``close``
+            self._drop_tensors()
 
     def __enter__(self) -> LLM:
         return self

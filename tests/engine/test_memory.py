@@ -56,6 +56,12 @@ def test_close_frees_weights_and_caches_at_once(way: str) -> None:
     assert _tensor_bytes() - before < SLACK
 
 
+def test_an_llm_that_is_forgotten_leaves_no_memory() -> None:
+    before = _tensor_bytes()
+    _use(LLM(speculative_algorithm="EAGLE3", max_total_tokens=1024))
+    assert _tensor_bytes() - before < SLACK
+
+
 def test_close_frees_what_an_open_stream_uses() -> None:
     before = _tensor_bytes()
     llm = LLM(max_total_tokens=1024)
