@@ -141,6 +141,7 @@ class Statistics:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         values = attrs.asdict(self, value_serializer=_plain)
+        values["steps"].setdefault("idle", 0)
         derived = (
             "mean_accept_length",
             "cache_hit_rate",
