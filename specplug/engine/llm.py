@@ -52,6 +52,7 @@ from specplug.engine.sampling_params import SamplingParams
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
+from specplug.engine.turns import Turns
 from specplug.errors import FallbackWarning, InstanceError, RankError, UsageError
 from specplug.registry import Registry, build_plugin_manager
 from specplug.spec.defaults import CoreDefaults
@@ -90,6 +91,8 @@ def _frees(make: _Make) -> _Make:
 
 class LLM:
     """A model under an algorithm, ready to generate.
+
+    Several threads may use one LLM: their requests share its steps, and each gets its own outputs.
 
     Args:
         model: folder or hub id of a causal LM of transformers; None or ``"tiny-code"``: the
@@ -188,6 +191,7 @@ class LLM:
         enable_dp_attention: bool = False,
     ) -> None:
         self._inbox: list[Request] = []
+        self._turns = Turns()
         same = {name: value for name, value in locals().items() if name not in _OF_ONE_SIDE}
         for name, value, optional in (
             ("page_size", page_size, False),
@@ -349,15 +353,16 @@ class LLM:
     def close(self) -> None:
         """End all requests and free the model and its caches. Ranks that have work then cannot go
         on: ``wait_for_ranks`` first, as the end of a ``with`` does."""
-        if self._engine is None:
-            return
-        try:
-            with suppress(RankError):  # the end of all, which has been told
-                self._abort_all()
-        finally:
-            self._free()
-            if self._ranks is not None:
-                self._ranks.close()
+        with self._turns:
+            if self._engine is None:
+                return
+            try:
+                with suppress(RankError):  # the end of all, which has been told
+                    self._abort_all()
+            finally:
+                self._free()
+                if self._ranks is not None:
+                    self._ranks.close()
 
     def generate(
         self,
@@ -428,8 +433,8 @@ class LLM:
     ) -> Request:
         """Check a prompt and its settings and make a request of them, for ``submit``.
 
-        Unlike all else here but ``abort`` it may be called from another thread, while ``step``
-        runs: to tokenize a long prompt or to compile a grammar takes a while.
+        To tokenize a long prompt or to compile a grammar takes a while. Like ``abort``, and unlike
+        all else here, it does not wait for the step that another thread runs.
 
         Raises:
             UsageError: the prompt or a setting cannot be used.
@@ -448,9 +453,10 @@ class LLM:
         self._submit(request)
 
     def _submit(self, request: Request) -> None:
-        self._check_open()
-        request.inbox = self._inbox
-        self._engine.add(request)
+        with self._turns:
+            self._check_open()
+            request.inbox = self._inbox
+            self._engine.add(request)
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step of all requests, and process one that was launched: the outputs of
@@ -466,16 +472,17 @@ class LLM:
             Exception: what a plugin raised. All requests have ended then, with that error, and the
                 next call returns their outputs.
         """
-        self._check_open()
-        if self._prefill is not None:
-            self._step_prefill(wait=True)
-            return []
-        if self._engine.has_work or not self._inbox:
-            self._step()
-        moved = [request for request in _emptied(self._inbox) if not request.delivered]
-        for request in moved:
-            request.delivered = request.finished
-        return [request.output() for request in moved]
+        with self._turns:
+            self._check_open()
+            if self._prefill is not None:
+                self._step_prefill(wait=True)
+                return []
+            if self._engine.has_work or not self._inbox:
+                self._step()
+            moved = [request for request in _emptied(self._inbox) if not request.delivered]
+            for request in moved:
+                request.delivered = request.finished
+            return [request.output() for request in moved]
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -517,18 +524,20 @@ class LLM:
     def abort(self, request_id: str) -> None:
         """End a request; its output so far comes with ``finish_reason="abort"``.
 
-        May be called from another thread, or between two outputs of ``stream``.
+        May be called at any time, from any thread, and between two outputs of ``stream``.
         """
-        if self._engine is not None:
-            self._engine.abort(request_id)
+        engine = self._engine  # which another thread may close
+        if engine is not None:
+            engine.abort(request_id)
 
     def stats(self) -> dict[str, Any]:
         """Totals since the engine was made; see ``specplug.engine.statistics``."""
-        self._check_open()
-        stats = self._engine.statistics.as_dict()
-        if self._remote is not None:
-            stats |= self._remote.transfers.as_dict()
-        return stats
+        with self._turns:
+            self._check_open()
+            stats = self._engine.statistics.as_dict()
+            if self._remote is not None:
+                stats |= self._remote.transfers.as_dict()
+            return stats
 
     @property
     def occupancy(self) -> dict[str, int]:
@@ -553,21 +562,23 @@ class LLM:
         Raises:
             UsageError: requests are running.
         """
-        self._check_open()
-        if self._engine.has_work:
-            raise UsageError("flush_cache: requests are running; wait for them or abort them")
-        self._engine.scheduler.cache.clear()
-        if self._partner is not None:
-            self._partner.flush_cache()
+        with self._turns:
+            self._check_open()
+            if self._engine.has_work:
+                raise UsageError("flush_cache: requests are running; wait for them or abort them")
+            self._engine.scheduler.cache.clear()
+            if self._partner is not None:
+                self._partner.flush_cache()
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self._check_open()
-        self._engine.statistics = Statistics()
-        if self._remote is not None:
-            self._remote.reset_transfers()
-        if self._partner is not None:
-            self._partner.reset_stats()
+        with self._turns:
+            self._check_open()
+            self._engine.statistics = Statistics()
+            if self._remote is not None:
+                self._remote.reset_transfers()
+            if self._partner is not None:
+                self._partner.reset_stats()
 
     @property
     def effective_config(self) -> dict[str, Any]:
@@ -597,10 +608,11 @@ class LLM:
 
     def check_pool(self) -> None:
         """Assert that every KV page is free, cached, or owned by one running request."""
-        self._check_open()
-        self._engine.scheduler.check()
-        if self._partner is not None:
-            self._partner.check_pool()
+        with self._turns:
+            self._check_open()
+            self._engine.scheduler.check()
+            if self._partner is not None:
+                self._partner.check_pool()
 
     def _allocate(
         self, runtime: EngineRuntime, page_size: int, max_total_tokens: int | None
@@ -667,23 +679,26 @@ class LLM:
     def _run(
         self, requests: Sequence[Request], *, partial: bool
     ) -> Generator[RequestOutput, None, None]:
-        self._check_open()  # it may have been closed since the requests were made
-        self._check_takes_requests()
         live = {request.request_id: request for request in requests}
-        inbox: list[Request] = []  # a step of another stream may move ours
-        for request in requests:
-            request.inbox = inbox
-            self._engine.add(request)
+        inbox: list[Request] = []  # a step of another stream, or thread, may move ours
+        with self._turns:
+            self._check_open()  # it may have been closed since the requests were made
+            self._check_takes_requests()
+            for request in requests:
+                request.inbox = inbox
+                self._engine.add(request)
         try:
             while live:
-                if not inbox:
-                    assert self._engine is None or self._engine.has_work, "requests were lost"
-                    self._step()
-                for request in _emptied(inbox):
-                    if request.request_id in live and (request.finished or partial):
-                        if request.finished:
-                            del live[request.request_id]
-                        yield request.output()
+                with self._turns:
+                    if not inbox:
+                        assert self._engine is None or self._engine.has_work, "requests were lost"
+                        self._step()
+                    moved = [request for request in _emptied(inbox) if request.request_id in live]
+                    outputs = [r.output() for r in moved if r.finished or partial]
+                for output in outputs:
+                    if output.finish_reason is not None:
+                        del live[output.request_id]
+                    yield output
         finally:
             for request_id in live:
                 self.abort(request_id)
@@ -692,11 +707,12 @@ class LLM:
 
     def _step(self) -> None:
         """Run a step, if the engine is still there."""
-        if self._engine is None:  # closed in the middle of a stream, whose requests were aborted
-            return
-        if self._partner is not None:
-            self._partner._step_prefill(wait=False)
-        self._take(self._engine.step)
+        with self._turns:
+            if self._engine is None:  # closed in the middle of a stream: its requests were aborted
+                return
+            if self._partner is not None:
+                self._partner._step_prefill(wait=False)
+            self._take(self._engine.step)
 
     def _take(self, move: Callable[[], list[Request]]) -> None:
         """Have requests moved, and put them where they are waited for."""
@@ -737,10 +753,12 @@ class LLM:
 
     def _drain(self, requests: Sequence[Request]) -> None:
         """Process aborts and what is in flight, so that nothing of these requests stays behind."""
-        while self._engine is not None and self._engine.has_work:
-            if all(request.finished and not request.in_flight for request in requests):
-                break
-            self._step()
+        while True:
+            with self._turns:
+                done = self._engine is None or not self._engine.has_work
+                if done or all(r.finished and not r.in_flight for r in requests):
+                    break
+                self._step()
 
     def _abort_all(self) -> None:
         for request in self._engine.requests:
