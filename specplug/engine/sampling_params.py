@@ -32,11 +32,11 @@ _HOTTEST = 1e6
 _LEAST_PENALTY, _MOST_PENALTY = 1e-6, 1e6
 """Logits of thousands, divided by these and by the lowest temperature, are far within float32."""
 
-_MOST_BIAS = 10_000.0
+MOST_BIAS = 10_000.0
 """Beyond it float32 tells logits apart by less than a thousandth: what two tokens are biased by
 would decide between them no more than their order does."""
 
-_MOST_STOPS, _MOST_STOP_CHARACTERS = 64, 256
+MOST_STOPS, MOST_STOP_CHARACTERS = 64, 256
 """Each character takes a place in the table that finds all of them at once, which is made before
 a request starts; 64 times 256 take some 20 ms. OpenAI takes four strings."""
 
@@ -230,11 +230,11 @@ class SamplingParams:
     def _numbers(self, attribute: attrs.Attribute[Any], value: Mapping[int, float]) -> None:
         _check_integers("logit_bias", value)
         for token, bias in value.items():
-            held = _is_number(bias) and (-_MOST_BIAS <= bias <= _MOST_BIAS or bias == -math.inf)
+            held = _is_number(bias) and (-MOST_BIAS <= bias <= MOST_BIAS or bias == -math.inf)
             if not held:
                 raise UsageError(
                     f"logit_bias[{shown(token)}]={shown(bias)}: expected a number from "
-                    f"{-_MOST_BIAS:.0f} to {_MOST_BIAS:.0f}; -inf bans the token"
+                    f"{-MOST_BIAS:.0f} to {MOST_BIAS:.0f}; -inf bans the token"
                 )
 
     @stop_token_ids.validator
@@ -243,17 +243,17 @@ class SamplingParams:
 
     @stop.validator
     def _few_and_short(self, attribute: attrs.Attribute[tuple[str, ...]], value: Any) -> None:
-        if len(value) > _MOST_STOPS:
+        if len(value) > MOST_STOPS:
             raise UsageError(
-                f"stop={shown(value)}: {len(value)} strings; expected at most {_MOST_STOPS}"
+                f"stop={shown(value)}: {len(value)} strings; expected at most {MOST_STOPS}"
             )
         if not all(isinstance(s, str) and s for s in value):
             raise UsageError(f"stop={shown(value)}: expected non-empty strings")
         longest = max(value, key=len, default="")
-        if len(longest) > _MOST_STOP_CHARACTERS:
+        if len(longest) > MOST_STOP_CHARACTERS:
             raise UsageError(
                 f"stop={shown(longest)}: {len(longest)} characters; expected at most "
-                f"{_MOST_STOP_CHARACTERS} in a stop string"
+                f"{MOST_STOP_CHARACTERS} in a stop string"
             )
 
     @ebnf.validator

@@ -16,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specplug import __version__
+from specplug.errors import shown
 from specplug.serve.engine_client import Job
 from specplug.serve.faults import Fault, invalid, timed_out, unavailable
 from specplug.serve.limits import Gate, Limits, fault_response
@@ -113,13 +114,23 @@ class Desk:
         if name is not None and name != self.model:
             raise Fault(
                 404,
-                f"model {name!r} is not served here; expected {self.model!r} (GET /v1/models)",
+                f"model {shown(name)} is not served here; expected {self.model!r} (GET /v1/models)",
                 param="model",
                 code="model_not_found",
             )
 
+    def _check_lengths(self, prompts: list[str | list[int]]) -> None:
+        """Refuse token ids that no context holds before anybody looks at each of them."""
+        most = (self.ranks.context_len or 0) - 1
+        longest = max((len(p) for p in prompts if isinstance(p, list)), default=0)
+        if longest > most >= 0:
+            raise Fault(
+                400, f"the prompt has {longest} tokens; expected at most {most}", param="prompt"
+            )
+
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Answer ``/v1/completions``."""
+        self._check_lengths(body.prompts)
         reply = CompletionReply(body, self.model)
         size = len(body.prompts) * (body.n or 1)
         return await self._answer(

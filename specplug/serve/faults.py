@@ -85,12 +85,10 @@ def invalid(errors: list[Any]) -> Fault:
         told.setdefault(place[0] if place else "body", []).append(_told(error))
     name = next(iter(told))
     reasons = ", or: ".join(dict.fromkeys(told[name]))
-    return Fault(400, f"{name}: {reasons}"[:1000], param=None if name == "body" else name)
+    return Fault(400, f"{name[:80]}: {reasons}"[:1000], param=None if name == "body" else name[:80])
 
 
 def _told(error: Any) -> str:
-    if error["type"] == "extra_forbidden":
-        return "unknown field; leave it out or correct its name"
     text: str = error["msg"]
     return text.removeprefix("Value error, ")
 

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
+
+from specplug.engine.sampling_params import MOST_BIAS, MOST_STOP_CHARACTERS, MOST_STOPS
+from specplug.errors import shown
 
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"}
@@ -43,10 +56,125 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 _MOST_NESTED = 100
 """Levels of a value; what reads it recurses."""
 
+_MOST_PARTS = 1 << 17
+"""Values within a value. All clients wait while a body is read; this many take 0.1 s."""
+
+_MOST_PROMPTS = 1024
+_MOST_MESSAGES = 4096
+_MOST_STOP_TOKENS = 4096
+_MOST_BIASES = 4096
+"""Each choice of a request has its own; this many take it a millisecond."""
+
+_TOKEN_NAME = "^[0-9]{1,9}$"
+
 
 def _integral(value: Any) -> Any:
     """In JSON, 1.0 is an integer too."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _refusal(name: str, why: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{why}", {"param": name, "why": why})
+
+
+def _wrong(why: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong", "{why}", {"why": why})
+
+
+def _checked(check: Callable[[Any], Any]) -> WrapValidator:
+    """Have a value checked in one pass that ends at the first error, instead of by its type, which
+    the schema shows. pydantic would note every error of a list, in each form that it might have."""
+    return WrapValidator(lambda value, _: check(value))
+
+
+def _few(value: Any, most: int) -> Any:
+    """Refuse a list or a mapping of more than ``most`` items, whatever they are."""
+    if isinstance(value, list | dict) and len(value) > most:
+        raise _wrong(f"has {len(value)} items; expected at most {most}")
+    return value
+
+
+def _one_by_one(most: int) -> WrapValidator:
+    """Have the items of a list validated up to the first that is wrong."""
+
+    def validate(value: Any, by_type: Callable[[Any], Any]) -> Any:
+        if not isinstance(value, list) or not value:
+            return by_type(value)
+        return [found for item in _few(value, most) for found in by_type([item])]
+
+    return WrapValidator(validate)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _wrong(f"{shown(value)} is no text; Input should be a valid string")
+    if not value:
+        raise _wrong("String should have at least 1 character")
+    return value
+
+
+def _token_ids(value: Any) -> Any:
+    """Token ids, checked without a loop of Python: there may be a million."""
+    if not isinstance(value, list):
+        raise _wrong(f"{shown(value)} is no list; Input should be a valid list of token ids")
+    if not value:
+        raise _wrong("List should have at least 1 item")
+    kinds = set(map(type, value))
+    if float in kinds:
+        value = [_integral(token) for token in value]
+        kinds = set(map(type, value))
+    if kinds != {int}:
+        wrong = next(token for token in value if type(token) is not int)
+        raise _wrong(f"{shown(wrong)} is no token id; Input should be a valid integer")
+    for token in (min(value), max(value)):
+        if not 0 <= token < 2**31:
+            raise _wrong(
+                f"{shown(token)} is no token id; Input should be greater than or equal to 0 and "
+                f"less than {2**31}"
+            )
+    return value
+
+
+def _stop_token_ids(value: Any) -> Any:
+    return value if value is None or value == [] else _token_ids(_few(value, _MOST_STOP_TOKENS))
+
+
+def _prompt(value: Any) -> Any:
+    """A text, token ids, or a list of either: all of a list are what its first item is."""
+    if not isinstance(value, list) or not value:
+        return _token_ids(value) if isinstance(value, list) else _text(value)
+    if not isinstance(value[0], str | list):
+        return _token_ids(value)
+    check = _text if isinstance(value[0], str) else _token_ids
+    return [check(item) for item in _few(value, _MOST_PROMPTS)]
+
+
+def _stop(value: Any) -> Any:
+    for string in _few(value, MOST_STOPS) if isinstance(value, list) else [value]:
+        if value is not None and len(_text(string)) > MOST_STOP_CHARACTERS:
+            raise _wrong(
+                f"{shown(string)} has {len(string)} characters; expected at most "
+                f"{MOST_STOP_CHARACTERS}"
+            )
+    return value
+
+
+def _biases(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise _wrong("Input should be a valid dictionary: token id -> number")
+    for name, bias in _few(value, _MOST_BIASES).items():
+        if not re.fullmatch(_TOKEN_NAME, name):
+            raise _wrong(f"the key {shown(name)} is no token id; it should match {_TOKEN_NAME}")
+        if type(bias) not in (int, float):
+            raise _wrong(f"{name}: {shown(bias)}: Input should be a valid number")
+        if not -MOST_BIAS <= bias <= MOST_BIAS and bias != -math.inf:
+            raise _wrong(
+                f"{name}: {shown(bias)}: expected a number from {-MOST_BIAS:.0f} to "
+                f"{MOST_BIAS:.0f}, or -Infinity, which bans the token"
+            )
+    return value
 
 
 _Integral = BeforeValidator(_integral)
@@ -55,39 +183,86 @@ _Choices = Annotated[int, Field(ge=1, le=128), _Integral]
 _Most = Annotated[int, Field(ge=-1), _Integral]
 _Top = Annotated[int, Field(ge=0, le=20), _Integral]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63), _Integral]
-TokenId = Annotated[int, Field(ge=0, lt=2**31), _Integral]
-_TokenName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 _NonEmpty = Annotated[str, Field(min_length=1)]
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1)]
+_Prompt = Annotated[
+    _NonEmpty
+    | Annotated[list[_NonEmpty], Field(min_length=1, max_length=_MOST_PROMPTS)]
+    | _TokenIds
+    | Annotated[list[_TokenIds], Field(min_length=1, max_length=_MOST_PROMPTS)],
+    _checked(_prompt),
+]
+_StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+_Stop = Annotated[
+    _StopString | Annotated[list[_StopString], Field(max_length=MOST_STOPS)] | None,
+    _checked(_stop),
+]
+_StopTokenIds = Annotated[
+    Annotated[list[_TokenId], Field(max_length=_MOST_STOP_TOKENS)] | None,
+    _checked(_stop_token_ids),
+]
+_Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
+_Biases = Annotated[
+    Annotated[
+        dict[Annotated[str, Field(pattern=_TOKEN_NAME)], _Bias], Field(max_length=_MOST_BIASES)
+    ]
+    | None,
+    _checked(_biases),
+]
+
+_FLAT = frozenset({"prompt", "stop", "stop_token_ids", "logit_bias"})
+"""Fields whose values are checked in one pass, where nothing nested is taken."""
 
 
-def _refusal(name: str, why: str) -> PydanticCustomError:
-    return PydanticCustomError("refused", "{why}", {"param": name, "why": why})
-
-
-def _is_nested_too_deep(value: Any) -> bool:
-    level = [value]
+def _check_size(name: str, value: Any) -> None:
+    """Refuse a value that is nested too deep, or has too many others in it."""
+    level, parts = [value], 0
     for _ in range(_MOST_NESTED):
-        parts = [p.values() if isinstance(p, dict) else p for p in level if _has_parts(p)]
-        level = [part for of_one in parts for part in of_one]
-    return bool(level)
+        containers = [part for part in level if isinstance(part, dict | list)]
+        parts += sum(map(len, containers))
+        if parts > _MOST_PARTS:
+            raise _refusal(name, f"has too many values in it; expected at most {_MOST_PARTS}")
+        level = [
+            part for each in containers for part in (each.values() if type(each) is dict else each)
+        ]
+    if level:
+        raise _refusal(name, f"is nested too deep; expected at most {_MOST_NESTED} levels")
 
 
-def _has_parts(value: Any) -> bool:
-    return isinstance(value, dict | list)
-
-
-def _is_unicode(value: Any) -> bool:
+def _check_unicode(name: str, value: Any) -> None:
+    """Refuse a lone surrogate, anywhere in a value."""
+    if isinstance(value, list) and value and type(value[0]) in (int, float):
+        return  # token ids
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        if not isinstance(value, str):
+            value = json.dumps(value, ensure_ascii=False)
+        value.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        raise _refusal(name, "has a lone surrogate; expected Unicode text") from None
+    except RecursionError:
+        raise _refusal(name, "is nested too deep; expected a list or two") from None
 
 
 class _Strict(BaseModel):
     """No value is taken for another type's, and no field passed over."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        """Refuse the first unknown field: pydantic would note every one."""
+        for name in data if isinstance(data, dict) else ():
+            if name not in cls._names():
+                raise _refusal(
+                    name, f"unknown field {shown(name)}; leave it out or correct its name"
+                )
+        return data
+
+    @classmethod
+    def _names(cls) -> frozenset[str]:
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
 
 class StreamOptions(_Strict):
@@ -133,27 +308,25 @@ class GenerationRequest(_Strict):
     """What completions and chats have in common. None is a field's default."""
 
     model: str | None = Field(None, description="Must be one of /v1/models, if it is given.")
-    temperature: float | None = Field(None, ge=0, description="1 by default; 0 is greedy.")
+    temperature: float | None = Field(None, ge=0, le=1e6, description="1 by default; 0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1)
     n: _Choices | None = Field(
         None, description="Choices for each prompt; the i-th one's seed is seed + i."
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: _NonEmpty | list[_NonEmpty] | None = None
+    stop: _Stop = None
     seed: _Int64 | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[_TokenName, float] | None = Field(
-        None, description="Token id -> what is added to its logit."
-    )
+    logit_bias: _Biases = Field(None, description="Token id -> what is added to its logit.")
     response_format: ResponseFormat | None = None
 
     top_k: _Most | None = Field(None, description="0 and -1 keep all tokens.")
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=1e6)
+    repetition_penalty: float | None = Field(None, ge=1e-6, le=1e6)
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: _StopTokenIds = None
     skip_special_tokens: bool | None = None
     json_schema: dict[str, Any] | _NonEmpty | None = Field(
         None, description="As response_format's."
@@ -169,25 +342,29 @@ class GenerationRequest(_Strict):
         """Pass over fields without effect; refuse those that are not supported, or no Unicode."""
         if not isinstance(data, dict):
             return data
+        kept: dict[str, Any] = {}
+        names = cls._names()
         for name, value in data.items():
-            if name in _REFUSED and value is not None and value != _WITHOUT_EFFECT.get(name):
+            if name in _IGNORED:
+                continue
+            if name in names:
+                if name not in _FLAT:
+                    _check_size(name, value)
+                _check_unicode(name, value)
+                kept[name] = value
+            elif name not in _REFUSED:
+                raise _refusal(
+                    name, f"unknown field {shown(name)}; leave it out or correct its name"
+                )
+            elif value is not None and value != _WITHOUT_EFFECT.get(name):
                 raise _refusal(name, f"cannot be used: {_REFUSED[name]}; leave it out")
-            if _is_nested_too_deep(value):
-                raise _refusal(name, f"is nested too deep; expected at most {_MOST_NESTED} levels")
-            if not _is_unicode(value):
-                raise _refusal(name, "has a lone surrogate; expected Unicode text")
-        return {k: v for k, v in data.items() if k not in _IGNORED and k not in _REFUSED}
+        return kept
 
 
 class CompletionRequest(GenerationRequest):
     """A prompt, or several, to complete."""
 
-    prompt: (
-        _NonEmpty
-        | Annotated[list[_NonEmpty], Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
-    ) = Field(description="A text, token ids, or a list of either.")
+    prompt: _Prompt = Field(description="A text, token ids, or a list of either.")
     max_tokens: _Count | None = Field(None, description="16 by default.")
     logprobs: _Top | None = Field(None, description="Of this many top tokens.")
     echo: bool | None = Field(None, description="Put the prompt before the text.")
@@ -232,7 +409,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: _NonEmpty
-    content: str | list[TextPart] | None = None
+    content: Annotated[str | list[TextPart] | None, _one_by_one(_MOST_MESSAGES)] = None
 
     def for_template(self) -> dict[str, Any]:
         """As templates expect it: the content is one text."""
@@ -245,7 +422,9 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """A chat to go on with."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=_MOST_MESSAGES), _one_by_one(_MOST_MESSAGES)
+    ]
     max_tokens: _Count | None = Field(None, description="Old name of max_completion_tokens.")
     max_completion_tokens: _Count | None = Field(
         None, description="Up to the context's end by default."

@@ -1,0 +1,362 @@
+"""Requests that are made to hurt: how long does another client wait for its next token?
+
+    python benchmarks/serving/hostile.py [--only WORD] [--json FILE]
+
+A client streams completions one after another, all the time. Meanwhile another sends one bad
+request after another, each as large as the server takes or as slow as it bears. Printed are, for
+each, the status, how long the answer took, the longest time in which the streaming client got
+nothing, and the server's greatest resident memory so far, its engine's included. "nobody" is the
+streaming client alone. Exits with 1 if anybody waited for more than ``--most`` seconds, or the
+server has written to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+from rich.console import Console
+from rich.table import Table
+from server_process import ServerProcess, start_server
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MIB = 1 << 20
+BODY = 4 * MIB
+"""The server's own limit."""
+SLOW_CLIENTS = 200
+SECONDS = 120.0
+"""For one answer."""
+
+Body = dict[str, Any] | bytes
+ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {}
+
+
+def attack(function: Callable[[], Body]) -> Callable[[], Body]:
+    """Register what a completion is asked with, under the function's name."""
+    ATTACKS[function.__name__.replace("_", " ")] = lambda: (COMPLETIONS, function())
+    return function
+
+
+def chat(function: Callable[[], Body]) -> Callable[[], Body]:
+    """Likewise for a chat."""
+    ATTACKS[function.__name__.replace("_", " ")] = lambda: (CHAT, function())
+    return function
+
+
+def nested(levels: int) -> Any:
+    """Lists in one another, a few times that deep."""
+    return b"[" * levels + b"]" * levels
+
+
+@attack
+def wrong_token_ids() -> Body:
+    return {"prompt": [[-1]] * (MIB // 6)}
+
+
+@attack
+def many_token_ids() -> Body:
+    return {"prompt": [1] * (BODY // 3 - 100)}
+
+
+@attack
+def many_prompts() -> Body:
+    return {"prompt": ["a"] * (BODY // 5 - 100)}
+
+
+@attack
+def mixed_prompts() -> Body:
+    return {"prompt": [*["a"] * (BODY // 5 - 100), 1]}
+
+
+@attack
+def a_long_prompt() -> Body:
+    return {"prompt": "x y" * (BODY // 3 - 100)}
+
+
+@attack
+def a_long_word() -> Body:
+    return {"prompt": "a" * (BODY - 100)}
+
+
+@attack
+def unknown_fields() -> Body:
+    return {"prompt": "x", **{f"f{i}": 1 for i in range(20_000)}}
+
+
+@attack
+def unknown_nested_fields() -> Body:
+    return {"prompt": "x", "stream_options": {f"f{i}": 1 for i in range(20_000)}}
+
+
+@attack
+def many_stop_strings() -> Body:
+    stop = [f"{'a' * 590}{i:010d}" for i in range(5_000)]
+    return {"prompt": "x", "max_tokens": 500, "stop": stop, "logit_bias": {"66": 100}}
+
+
+@attack
+def the_most_stop_strings() -> Body:
+    stop = [f"{'a' * 246}{i:010d}" for i in range(64)]
+    return {"prompt": "x", "max_tokens": 500, "n": 8, "stop": stop, "logit_bias": {"66": 100}}
+
+
+@attack
+def wrong_stop_strings() -> Body:
+    return {"prompt": "x", "stop": [""] * (BODY // 4 - 100)}
+
+
+@attack
+def many_biases() -> Body:
+    return {"prompt": "x", "n": 64, "logit_bias": {str(i): 1 for i in range(4096)}}
+
+
+@attack
+def wrong_biases() -> Body:
+    return {"prompt": "x", "logit_bias": {f"a{i}": 1 for i in range(300_000)}}
+
+
+@attack
+def many_stop_tokens() -> Body:
+    return {"prompt": "x", "n": 128, "stop_token_ids": [i % 4096 for i in range(600_000)]}
+
+
+@attack
+def wrong_stop_tokens() -> Body:
+    return {"prompt": "x", "stop_token_ids": [-1] * (BODY // 4 - 100)}
+
+
+@attack
+def deep_brackets() -> Body:
+    return nested(BODY // 2)
+
+
+@attack
+def a_deep_value() -> Body:
+    return b'{"prompt": "x", "json_schema": {"a": ' + nested(900) + b"}}"
+
+
+@attack
+def a_wide_value() -> Body:
+    return {"prompt": "x", "metadata": {"a": [[]] * (BODY // 4 - 100)}}
+
+
+@attack
+def a_large_schema() -> Body:
+    return {"prompt": "x", "json_schema": {"enum": [str(i) for i in range(350_000)]}}
+
+
+@attack
+def a_schema_of_many_options() -> Body:
+    fields = {f"f{i}": {"type": "string"} for i in range(1500)}
+    return {"prompt": "x", "max_tokens": 4, "json_schema": {"type": "object", "properties": fields}}
+
+
+@attack
+def a_slow_regex() -> Body:
+    return {"prompt": "x", "max_tokens": 4, "regex": "a?" * 1000}
+
+
+@attack
+def a_regex_of_slow_tokens() -> Body:
+    return {"prompt": "x", "max_tokens": 4, "regex": "((((a{0,100}){0,100}){0,100}){0,100})"}
+
+
+@attack
+def a_long_regex() -> Body:
+    return {"prompt": "x", "regex": "a" * (BODY - 100)}
+
+
+@attack
+def many_choices() -> Body:
+    return {"prompt": [1] * 2000, "n": 128, "max_tokens": 10**9}
+
+
+@attack
+def a_long_model_name() -> Body:
+    return {"prompt": "x", "model": "m" * (BODY - 100)}
+
+
+@chat
+def many_messages() -> Body:
+    return {"messages": [{"role": "u", "content": "x"}] * (BODY // 32)}
+
+
+@chat
+def wrong_messages() -> Body:
+    return {"messages": [{}] * (BODY // 4 - 100)}
+
+
+@chat
+def many_parts() -> Body:
+    parts = [{"type": "text", "text": ""}] * (BODY // 32)
+    return {"messages": [{"role": "user", "content": parts}]}
+
+
+@chat
+def wrong_parts() -> Body:
+    return {"messages": [{"role": "user", "content": [{"type": 1}] * (BODY // 16)}]}
+
+
+@chat
+def a_long_message() -> Body:
+    return {"messages": [{"role": "user", "content": "x y" * (BODY // 3 - 100)}]}
+
+
+@chat
+def a_message_of_many_fields() -> Body:
+    more = {f"f{i}": {} for i in range(250_000)}
+    return {"messages": [{"role": "user", "content": "x", **more}]}
+
+
+class Reader(threading.Thread):
+    """Streams completions one after another, and notes when something came."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        super().__init__(daemon=True)
+        self._server = server
+        self._lock = threading.Lock()
+        self._last = time.monotonic()
+        self._longest = 0.0
+
+    def longest(self) -> float:
+        """The longest time without anything, since this was last asked."""
+        with self._lock:
+            self._note()
+            longest, self._longest = self._longest, 0.0
+            return longest
+
+    def _note(self) -> None:
+        now = time.monotonic()
+        self._longest = max(self._longest, now - self._last)
+        self._last = now
+
+    def run(self) -> None:
+        body = {"prompt": "def f(", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        while True:
+            with requests.post(
+                self._server.url + COMPLETIONS, json=body, stream=True, timeout=SECONDS
+            ) as response:
+                for _ in response.iter_lines():
+                    with self._lock:
+                        self._note()
+
+
+def memory(server: ServerProcess) -> float:
+    """MiB, the greatest so far, of the server and its engines."""
+    found = 0
+    for process in (server.process.pid, *server.children()):
+        status = Path(f"/proc/{process}/status").read_text()
+        found += int(status.split("VmHWM:")[1].split()[0])
+    return found / 1024
+
+
+def send(server: ServerProcess, path: str, body: Body) -> str:
+    """The status that a request gets, or what else became of it."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        response = requests.post(
+            server.url + path,
+            data=data,
+            headers={"Content-Type": "application/json"},
+            timeout=SECONDS,
+        )
+    except requests.RequestException as error:
+        return type(error).__name__
+    return str(response.status_code)
+
+
+def slow_bodies(server: ServerProcess) -> str:
+    """Many clients that send most of a large body, and the rest never."""
+    place = urlsplit(server.url)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {BODY}\r\n\r\n".encode()
+    with ExitStack() as opened:
+        for _ in range(SLOW_CLIENTS):
+            client = socket.create_connection((place.hostname, place.port), timeout=5)
+            opened.enter_context(closing(client))
+            try:
+                client.sendall(head + b" " * (BODY - 1))
+            except OSError:
+                continue
+        return send(server, COMPLETIONS, {"prompt": "x", "max_tokens": 1})
+
+
+def slow_readers(server: ServerProcess) -> str:
+    """Many clients that ask for streams and do not read them."""
+    place = urlsplit(server.url)
+    body = json.dumps({"prompt": "x", "max_tokens": 200, "stream": True}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    with ExitStack() as opened:
+        for _ in range(SLOW_CLIENTS):
+            client = socket.create_connection((place.hostname, place.port), timeout=5)
+            opened.enter_context(closing(client))
+            client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        time.sleep(2)
+        return send(server, "/v1/models/x", {})
+
+
+def measured(server: ServerProcess, only: str) -> Iterator[tuple[str, str, float, float, float]]:
+    """Name, status, seconds, the longest wait and the memory, of each attack."""
+    reader = Reader(server)
+    reader.start()
+    time.sleep(2)
+    reader.longest()
+    time.sleep(3)
+    yield "nobody", "", 3.0, reader.longest(), memory(server)
+    kinds: dict[str, Callable[[], str]] = {
+        name: (lambda made=make: send(server, *made()))  # type: ignore[misc]
+        for name, make in ATTACKS.items()
+    }
+    kinds["slow bodies"] = lambda: slow_bodies(server)
+    kinds["slow readers"] = lambda: slow_readers(server)
+    for name, run in kinds.items():
+        if only in name:
+            reader.longest()
+            began = time.monotonic()
+            status = run()
+            seconds = time.monotonic() - began
+            time.sleep(0.5)
+            yield name, status, seconds, reader.longest(), memory(server)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="attacks whose name has this in it")
+    parser.add_argument("--most", type=float, default=5.0, help="seconds that anybody may wait")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    template = Path(__file__).with_name("chat.jinja")
+    template.write_text(TEMPLATE)
+    server = start_server("--chat-template", str(template))
+    template.unlink()
+    table = Table("attack", "status", "seconds", "longest wait, s", "memory, MiB")
+    rows = []
+    try:
+        for row in measured(server, arguments.only):
+            name, status, seconds, wait, size = row
+            print(
+                f"{name}: {status} {seconds:.2f} s, wait {wait:.2f} s, {size:.0f} MiB", flush=True
+            )
+            table.add_row(name, status, f"{seconds:.2f}", f"{wait:.2f}", f"{size:.0f}")
+            rows.append(row)
+    finally:
+        server.kill()
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    print("".join(server.errors), end="", file=sys.stderr)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 1 if server.errors or max(row[3] for row in rows) > arguments.most else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
