@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,7 +35,7 @@ MIB = 1 << 20
 BODY = 4 * MIB
 """The server's own limit."""
 SLOW_CLIENTS = 200
-SECONDS = 120.0
+SECONDS = 60.0
 """For one answer."""
 
 Body = dict[str, Any] | bytes
@@ -242,14 +242,18 @@ class Reader(threading.Thread):
         self._last = now
 
     def run(self) -> None:
+        while self._server.process.poll() is None:
+            with suppress(requests.RequestException):  # what did not come was waited for
+                self._read()
+
+    def _read(self) -> None:
         body = {"prompt": "def f(", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-        while True:
-            with requests.post(
-                self._server.url + COMPLETIONS, json=body, stream=True, timeout=SECONDS
-            ) as response:
-                for _ in response.iter_lines():
-                    with self._lock:
-                        self._note()
+        with requests.post(
+            self._server.url + COMPLETIONS, json=body, stream=True, timeout=SECONDS
+        ) as response:
+            for _ in response.iter_lines():
+                with self._lock:
+                    self._note()
 
 
 def memory(server: ServerProcess) -> float:

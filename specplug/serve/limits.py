@@ -11,10 +11,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specplug.errors import UsageError
-from specplug.serve.faults import Fault
+from specplug.serve.faults import Fault, unavailable
 
 _BODY_SECONDS = 60.0
 """In which a body must have come."""
+
+_SMALL_BODY = 1 << 16
+_BODIES_AT_ONCE = 16
+"""How much may have come of bodies that are not whole yet, in greatest bodies; small ones pass
+beyond it, so that many slow clients with large ones keep nobody else out."""
 
 _OPEN_PATHS = frozenset({"/health"})
 """What needs no API key: who looks after the server's health has none."""
@@ -57,6 +62,8 @@ class Gate:
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app = app
         self._limits = limits
+        self._held = 0
+        """Bytes of bodies that are not whole yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
@@ -100,15 +107,26 @@ class Gate:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    body += message.get("body", b"")
-                    if len(body) > self._limits.max_body_bytes:
-                        raise self._too_large()
+                    part = message.get("body", b"")
+                    body += part
+                    self._held += len(part)
+                    self._check_size(len(body))
                     if not message.get("more_body"):
                         return bytes(body)
         except TimeoutError:
             raise Fault(
                 408, f"the body did not come within {_BODY_SECONDS:g} s", code="timeout"
             ) from None
+        finally:
+            self._held -= len(body)
+
+    def _check_size(self, size: int) -> None:
+        """Refuse a body of which so much has come."""
+        most = self._limits.max_body_bytes
+        if size > most:
+            raise self._too_large()
+        if size > _SMALL_BODY and self._held > _BODIES_AT_ONCE * most:
+            raise unavailable("too many large bodies are on their way at once; try again")
 
     def _too_large(self) -> Fault:
         return Fault(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ import openai
 import pytest
 import requests
 from server_process import ServerProcess, wait_until
+
+from specplug.serve.limits import Gate, Limits
 
 LONG: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
 
@@ -76,6 +79,52 @@ def test_a_chunked_body_is_refused_before_it_ends(strict: ServerProcess) -> None
             + b"\r\n"
         )
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_slow_large_bodies_leave_room_for_small_ones() -> None:
+    """Clients that send most of their bodies and never the rest, at the gate alone."""
+
+    async def run() -> tuple[list[int], int]:
+        statuses: list[int] = []
+        served = 0
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            nonlocal served
+            served += 1
+
+        gate = Gate(app, Limits(max_body_bytes=1 << 20))
+        never = asyncio.Event()
+
+        async def client(size: int, *, ends: bool) -> None:
+            sent = False
+
+            async def receive() -> Any:
+                nonlocal sent
+                if sent:
+                    await never.wait()
+                sent = True
+                return {"type": "http.request", "body": b"x" * size, "more_body": not ends}
+
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+
+            await gate({"type": "http", "headers": [], "path": "/"}, receive, send)
+
+        slow = [asyncio.create_task(client((1 << 20) - 1, ends=False)) for _ in range(40)]
+        while len(statuses) < 40 - 17 + 1:
+            await asyncio.sleep(0)
+        await client(1000, ends=True)
+        await client(100_000, ends=True)
+        for each in slow:
+            each.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        await client(100_000, ends=True)
+        return statuses, served
+
+    statuses, served = asyncio.run(asyncio.wait_for(run(), 20))
+    assert set(statuses) == {503}
+    assert served == 2, "the small one, and the large one once there was room"
 
 
 def test_the_length_of_a_prompt(strict: ServerProcess) -> None:
