@@ -16,7 +16,7 @@ from pathlib import Path
 
 import attrs
 
-from specplug.contract import Problem
+from specplug.contract import Problem, let_ctrl_c_pass
 from specplug.entries import PluginEntry, import_failure, parse_value
 
 HEAVY = ("torch", "transformers", "triton")
@@ -47,7 +47,8 @@ def look(entry: PluginEntry) -> Source:
     package = module.partition(".")[0]
     try:
         spec = find_spec(package)  # of a top-level name: it imports nothing
-    except Exception:  # a finder of somebody's, or what stands for the module in sys.modules
+    except BaseException as error:  # a finder of somebody's, or what is in sys.modules
+        let_ctrl_c_pass(error)
         return Source()
     if spec is None:
         missing = ModuleNotFoundError(f"No module named {package!r}", name=package)

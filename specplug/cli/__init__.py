@@ -52,6 +52,16 @@ class CommandLine(click.Group):
             return super().invoke(ctx)
         except EOFError as error:  # click takes it for Ctrl-D at a prompt, and says nothing
             raise SpecplugError(f"{error_line(error)}: a file or stream ended early") from error
+        except Exception:
+            raise
+        except BaseException as error:
+            let_ctrl_c_pass(error)
+            if ctx.invoked_subcommand not in COMMANDS:  # an extension's own may end as it likes
+                raise
+            raise SpecplugError(
+                f"{error_line(error)}: a plugin or a library has ended the command; expected it "
+                "to return or to raise an error; SPECPLUG_DEBUG=1 shows where"
+            ) from error
 
     def main(
         self,

@@ -283,3 +283,29 @@ def test_disabled_extension_does_not_run(plugin_folder, monkeypatch):
         LLM(disable_extensions="tracer")
     with LLM():
         assert marker.exists()
+
+
+VALIDATE = """    @hookimpl
+    def validate_config(self, config):
+        raise SystemExit(0)
+
+
+algorithm ="""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [("return self", "raise SystemExit(0)"), ("algorithm =", VALIDATE)],
+    ids=["create_worker", "validate_config"],
+)
+def test_plugin_that_exits_within_a_command_is_a_failure(change, plugin_folder, monkeypatch):
+    from click.testing import CliRunner
+
+    from specplug.cli import main
+
+    monkeypatch.setattr("specplug.cli.DEBUG", False)
+    plugin_folder.write("QUITS", change)
+    done = CliRunner().invoke(main, ["generate", "--speculative-algorithm", "QUITS", "x"])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")
+    assert "SystemExit: 0" in done.stderr
