@@ -58,7 +58,8 @@ class ZmqTransport:
         self._is_router = socket.socket_type == zmq.ROUTER
         self._pulse = pulse
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._outgoing: deque[tuple[str, list[bytes | memoryview]]] = deque()
+        self._outgoing: deque[tuple[str, int, list[bytes | memoryview]]] = deque()
+        self._losses = self._losses_told = 0  # of the one peer of a side that connects
         self._heard: dict[str, float] = {}
         self._closing = False
         self._failure: Exception | None = None
@@ -108,12 +109,13 @@ class ZmqTransport:
         return transport
 
     def send(self, peer: str, message: Message) -> None:
-        """See ``Transport``.
+        """See ``Transport``. What was sent before ``receive`` has told of a loss goes nowhere, so
+        that a new connection never begins in the midst of what the lost one carried.
 
         Raises:
             TypeError, ValueError: the message has what cannot be told.
         """
-        self._outgoing.append((peer, encode(message)))
+        self._outgoing.append((peer, self._losses_told, encode(message)))
         self._ring()
 
     def receive(self, timeout: float) -> list[Event]:
@@ -129,6 +131,8 @@ class ZmqTransport:
             events.append(self._events.get(block=timeout > 0, timeout=timeout))
             while True:
                 events.append(self._events.get_nowait())
+        if not self._is_router:
+            self._losses_told += sum(isinstance(event, Lost) for event in events)
         return events
 
     def close(self) -> None:
@@ -222,7 +226,9 @@ class ZmqTransport:
 
     def _send_all(self) -> None:
         while self._outgoing:
-            self._post(*self._outgoing.popleft())
+            peer, losses_told, frames = self._outgoing.popleft()
+            if losses_told == self._losses:
+                self._post(peer, frames)
 
     def _post(self, peer: str, frames: list[Any]) -> None:
         if self._is_router:
@@ -258,6 +264,7 @@ class ZmqTransport:
 
     def _lose(self, peer: str) -> None:
         if self._heard.pop(peer, None) is not None:
+            self._losses += not self._is_router
             self._events.put(Lost(peer))
 
 

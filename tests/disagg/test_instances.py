@@ -185,12 +185,12 @@ def test_what_cannot_be_told_ends_its_request_alone(plain: Plain) -> None:
     with pytest.raises(UsageError, match=r"return_routed_experts=.*expected True or False"):
         SamplingParams(return_routed_experts=np.False_)  # type: ignore[arg-type]
     with LLM(disaggregation="both", dtype="float64") as llm:
-        strange = SamplingParams(max_tokens=4, temperature=0.5)
-        object.__setattr__(strange, "temperature", np.float32(0.5))
-        name = llm.add_request(plain.ids("import os\n"), strange)
+        strange = llm.prepare(plain.ids("import os\n"), SamplingParams(max_tokens=4))
+        object.__setattr__(strange.params, "temperature", np.float32(0.5))  # no type that JSON has
+        llm.submit(strange)
         sound = llm.add_request(plain.ids("import os\n"), PARAMS)
         outputs = finish(llm)
-        assert "cannot be told" in (outputs[name].error or "")
+        assert "cannot be told" in (outputs[strange.request_id].error or "")
         expected = plain.output(plain.ids("import os\n"), PARAMS)
         assert outputs[sound].token_ids == expected.token_ids
 

@@ -125,6 +125,19 @@ def test_a_cut_is_noticed_at_once_where_one_connects(ends: Ends) -> None:
     assert bound.messages(1)[0].kind == "register"
 
 
+def test_what_was_sent_before_a_loss_was_told_goes_nowhere(ends: Ends) -> None:
+    """A new connection begins with what follows the loss, not in the midst of what it cut off."""
+    bound, connected, proxy = ends
+    bound.wait_for(Found)
+    connected.wait_for(Found)
+    proxy.cut()
+    bound.wait_for(Found, 2)  # they are connected again
+    connected.transport.send(ROUTER_SIDE, Message("part"))
+    connected.wait_for(Lost)
+    connected.transport.send(ROUTER_SIDE, Message("register"))
+    assert bound.messages(1)[0].kind == "register"
+
+
 def test_of_a_message_that_is_cut_nothing_arrives(ends: Ends) -> None:
     bound, connected, proxy = ends
     bound.wait_for(Found)
