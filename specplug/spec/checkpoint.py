@@ -95,14 +95,15 @@ class Checkpoint:
 
         Raises:
             CheckpointError: another activation than SiLU, rotary embedding of a part of each head,
-                or sliding windows.
+                or layers that ``layer_types`` calls sliding. ``sliding_window`` alone means nothing
+                to the published code, which copies it from the target.
         """
         keys = self.config
-        window = keys.get("sliding_window") if keys.get("use_sliding_window", True) else None
+        window = "sliding_attention" in (keys.get("layer_types") or ())
         for what, value, expected in (
             ("hidden_act", keys.get("hidden_act"), (None, "silu")),
             ("partial_rotary_factor", keys.get("partial_rotary_factor"), (None, 1)),
-            ("sliding_window", window, (None,)),
+            ("sliding_attention in layer_types", window, (False,)),
         ):
             if value not in expected:
                 raise CheckpointError(

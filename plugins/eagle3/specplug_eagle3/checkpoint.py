@@ -75,6 +75,9 @@ def flatten_config(checkpoint: Checkpoint) -> Checkpoint:
 def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) -> Eagle3Config:
     """The network's sizes from a flat ``config.json``; the rest comes from the paper's rule.
 
+    Which biases and norms there are, and how wide an embedding of its own is (SafeAILab's is as
+    wide as the draft), the tensors say.
+
     ``eagle_aux_hidden_state_layer_ids`` are layers whose *outputs* are fused; the network wants
     inputs, which are those of the layer behind. Without them: a low, a middle and a high layer, the
     inputs of 2, L // 2 and L - 3, as in SafeAILab's code.
@@ -84,6 +87,8 @@ def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) ->
     heads = checkpoint.require("num_attention_heads")
     hidden_size = checkpoint.require("hidden_size")
     vocab_size = checkpoint.require("vocab_size")
+    shapes = {rename(name): tensor.shape for name, tensor in checkpoint.tensors.items()}
+    own_embedding = shapes.get("embed_tokens.weight") == (vocab_size, hidden_size)
     outputs = keys.get("eagle_aux_hidden_state_layer_ids")
     inputs = [i + 1 for i in outputs] if outputs else [2, num_layers // 2, num_layers - 3]
     return Eagle3Config(
@@ -93,6 +98,7 @@ def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) ->
         num_key_value_heads=keys.get("num_key_value_heads") or heads,
         head_dim=keys.get("head_dim") or hidden_size // heads,
         target_hidden_size=keys.get("target_hidden_size") or hidden_size,
+        own_embedding_size=hidden_size if own_embedding else None,
         vocab_size=vocab_size,
         draft_vocab_size=keys.get("draft_vocab_size") or vocab_size,
         rms_norm_eps=keys.get("rms_norm_eps", 1e-6),
@@ -101,8 +107,8 @@ def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) ->
         aux_layer_ids=tuple(inputs),
         norm_before_residual=bool(keys.get("norm_before_residual")),
         norm_before_fc=bool(keys.get("norm_before_fc")),
-        attention_bias=bool(keys.get("attention_bias")),
-        query_key_norm="midlayer.self_attn.q_norm.weight" in map(rename, checkpoint.tensors),
+        attention_bias="midlayer.self_attn.q_proj.bias" in shapes,
+        query_key_norm="midlayer.self_attn.q_norm.weight" in shapes,
     )
 
 

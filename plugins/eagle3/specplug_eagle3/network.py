@@ -30,6 +30,8 @@ class Eagle3Config:
         norm_before_fc: the features are normed before they are fused (likewise).
         attention_bias: queries, keys and values have biases.
         query_key_norm: queries and keys are normed by head (Qwen3).
+        own_embedding_size: width of the token embedding that the checkpoint brings, where it is
+            not the target's (SafeAILab's is as wide as the draft).
     """
 
     hidden_size: int
@@ -48,6 +50,12 @@ class Eagle3Config:
     norm_before_fc: bool = False
     attention_bias: bool = False
     query_key_norm: bool = False
+    own_embedding_size: int | None = None
+
+    @property
+    def embedding_size(self) -> int:
+        """Width of the token embedding."""
+        return self.own_embedding_size or self.target_hidden_size
 
 
 class MidLayer(nn.Module):
@@ -57,7 +65,7 @@ class MidLayer(nn.Module):
         super().__init__()
         eps, hidden = config.rms_norm_eps, config.hidden_size
         self.self_attn = layers.QKVProjection(
-            config.target_hidden_size + hidden,
+            config.embedding_size + hidden,
             hidden,
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -67,7 +75,7 @@ class MidLayer(nn.Module):
         )
         self.mlp = layers.GatedMLP(hidden, config.intermediate_size)
         self.hidden_norm = layers.RMSNorm(hidden, eps)
-        self.input_layernorm = layers.RMSNorm(config.target_hidden_size, eps)
+        self.input_layernorm = layers.RMSNorm(config.embedding_size, eps)
         self.post_attention_layernorm = layers.RMSNorm(hidden, eps)
 
 
@@ -86,7 +94,7 @@ class Eagle3Network(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = (
-            nn.Embedding(config.vocab_size, config.target_hidden_size) if own_embedding else None
+            nn.Embedding(config.vocab_size, config.embedding_size) if own_embedding else None
         )
         fused = config.target_hidden_size * len(config.aux_layer_ids)
         self.input_norm = (
@@ -110,7 +118,7 @@ class Eagle3Network(nn.Module):
         """One pass of the layer.
 
         Args:
-            embeds: [R, target_hidden] embedding of the token after each position.
+            embeds: [R, embedding_size] embedding of the token after each position.
             hidden: [R, hidden] fused target feature, or this method's own result of the
                 position before.
             positions: [R] int64.

@@ -60,7 +60,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def random_tensors(seed: int = 1, **options: bool) -> dict[str, Tensor]:
+def random_tensors(seed: int = 1, **options: Any) -> dict[str, Tensor]:
     """The state dict of a random draft network, by SafeAILab's names."""
     torch.manual_seed(seed)
     config = Eagle3Config(
@@ -90,11 +90,22 @@ def random_tensors(seed: int = 1, **options: bool) -> dict[str, Tensor]:
 
 @pytest.fixture
 def write_draft(tmp_path: Path) -> Callable[..., Path]:
-    """Write a draft checkpoint: ``write_draft(tensors, **config) -> folder``."""
+    """Write a draft checkpoint: ``write_draft(tensors, **config) -> folder``.
+
+    ``embedding``: the width of one of its own, in random tensors.
+    """
 
     def write(
-        tensors: dict[str, Tensor] | None = None, *, pickled: bool = False, **changes: Any
+        tensors: dict[str, Tensor] | None = None,
+        *,
+        pickled: bool = False,
+        embedding: int | None = None,
+        **changes: Any,
     ) -> Path:
+        if embedding is not None:
+            tensors = random_tensors(own_embedding_size=embedding)
+            shape = VOCAB, embedding
+            tensors["embed_tokens.weight"] = torch.randn(shape, dtype=torch.float64) * 0.3
         tensors = random_tensors() if tensors is None else tensors
         config = {k: v for k, v in {**CONFIG, **changes}.items() if v is not None}
         (tmp_path / "config.json").write_text(json.dumps(config))

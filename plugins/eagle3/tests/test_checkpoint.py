@@ -164,7 +164,7 @@ def test_a_vocabulary_map_that_names_a_token_twice_is_refused(
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; expected 'silu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; expected 1"),
-        ({"sliding_window": 8}, "sliding_window 8 is not supported; expected None"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_attention in layer_types True is not"),
     ],
 )
 def test_layers_of_another_kind_are_refused(
@@ -172,7 +172,15 @@ def test_layers_of_another_kind_are_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=told):
         load(target, write_draft(**changes))
-    load(target, write_draft(sliding_window=8, use_sliding_window=False))
+
+
+def test_keys_that_the_published_code_ignores_are_ignored(
+    target: Path, write_draft: Write, tensors: dict[str, Tensor]
+) -> None:
+    """They are the target's; the layer has no window, and biases where there are tensors."""
+    llm = load(target, write_draft(sliding_window=8, attention_bias=True))
+    assert_loaded(llm, tensors)
+    assert network_of(llm).midlayer.self_attn.q_proj.bias is None
 
 
 def test_a_tensor_under_two_names_is_told(

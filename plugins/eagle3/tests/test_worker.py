@@ -74,7 +74,8 @@ class Reference:
     def layer(self, tokens: list[int], hidden: Tensor) -> Tensor:
         """Rows p hold the embedding of ``tokens[p]`` and ``hidden[p]``; [n, hidden]."""
         n = len(tokens)
-        embeds = self.model.get_input_embeddings().weight[torch.tensor(tokens)]
+        embedding = self.w.get("embed_tokens.weight", self.model.get_input_embeddings().weight)
+        embeds = embedding[torch.tensor(tokens)]
         x = torch.cat(
             (
                 self.norm(embeds, "midlayer.input_layernorm"),
@@ -182,6 +183,21 @@ def test_a_speculator_is_that_of_the_plain_network(
     options: dict[str, bool],
 ) -> None:
     draft, _ = write_speculator(**options)
+    spy, tokens = run(target, draft, prompts[2], speculative_num_steps=3)
+    reference = Reference(draft, target)
+    for root, drafted, _ in spy.drafts:
+        assert drafted[1:] == reference.chain(tokens[: root + 1], 3)
+
+
+def test_safeailab_head_of_another_width_is_that_of_the_plain_network(
+    target: Path, prompts: list[list[int]], write_draft: Callable[..., Path]
+) -> None:
+    """24 wide under a target of 32: it brings an embedding of its own width, which its attention
+    reads beside the hidden state; features alone have the target's."""
+    draft = write_draft(embedding=24)
+    tensors = load_file(draft / "model.safetensors")
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape[1] == 48
+    assert tensors["fc.weight"].shape == (24, 96)
     spy, tokens = run(target, draft, prompts[2], speculative_num_steps=3)
     reference = Reference(draft, target)
     for root, drafted, _ in spy.drafts:
