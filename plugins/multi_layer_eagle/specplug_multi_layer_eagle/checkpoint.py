@@ -126,7 +126,7 @@ def load_network(runtime: Runtime) -> MTPNetwork:
     else:
         _check_dense(checkpoint)
         config = dense_config(checkpoint, layout, tensors, runtime.context_len)
-        network = MTPNetwork(attrs.evolve(config, normed_chain=is_mimo))
+        network = MTPNetwork(attrs.evolve(config, normed_chain=is_mimo, masks_first=is_mimo))
     network = network.to(runtime.dtype)
     if runtime.dtype.itemsize < 4:
         keep_router_bias(network)
@@ -175,6 +175,8 @@ def family_network(
         rms_norm_eps=checkpoint.config.get("rms_norm_eps", 1e-6),
         rope={},
         max_position_embeddings=runtime.context_len,
+        normed_chain=True,
+        masks_first=True,
     )
     return MTPNetwork(config, stack.blocks, stack.rotary)
 

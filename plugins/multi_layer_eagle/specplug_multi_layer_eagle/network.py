@@ -27,8 +27,11 @@ class MTPConfig:
         rope: the keys of ``config.json`` that ``layers.Rotary`` reads.
         attention_bias, output_bias: of the query, key and value, and of the output projection.
         qk_norm: queries and keys are normed by head (Qwen3).
-        normed_chain: a layer reads what leaves the final norm of the layer before it (MiMo), not
-            what enters it (DeepSeek-V3). The first one reads the target's normed hidden state.
+        normed_chain: a layer reads what leaves the final norm of the layer before it, as published
+            models are served (DeepSeek-V3, GLM-4.5, MiMo), not what enters it, as in DeepSeek-V3's
+            report. The first one reads the target's normed hidden state.
+        masks_first: at position 0 a layer reads zeros for the embedding, as published models are
+            served.
     """
 
     num_layers: int
@@ -44,6 +47,7 @@ class MTPConfig:
     output_bias: bool = False
     qk_norm: bool = False
     normed_chain: bool = False
+    masks_first: bool = False
 
 
 def decoder_block(config: MTPConfig) -> layers.DecoderLayer:

@@ -146,6 +146,7 @@ class MultiLayerEagleWorker:
         runtime, network, plan = self._runtime, self._network, window.plan
         hidden, tokens, last_rows = window.hidden, window.tokens, window.last_rows
         rotary = network.rotary(plan.positions)
+        masked = (plan.positions == 0).unsqueeze(1) if network.config.masks_first else None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return plan.attend(self._cache, layer, q, k, v)
@@ -157,7 +158,10 @@ class MultiLayerEagleWorker:
                 tokens = rotate_chunks(tokens, last_rows, tails)
             is_last = index + 1 == self._steps
             rows = last_rows if is_last else None  # nobody reads the others of the last layer
-            hidden = network(index, runtime.embed_tokens(tokens), hidden, rotary, attend, rows)
+            embeds = runtime.embed_tokens(tokens)
+            if masked is not None:
+                embeds = embeds.masked_fill(masked, 0)
+            hidden = network(index, embeds, hidden, rotary, attend, rows)
             ends = hidden if is_last else hidden[last_rows]
             logits = runtime.lm_head(network.head_input(index, ends))
             positions = (first + index + 1).unsqueeze(1)

@@ -137,6 +137,8 @@ class Reference:
         first: number of the first MTP layer.
     """
 
+    masks_first = False
+
     def __init__(self, draft: Path, target: Path, first: int = DEPTH) -> None:
         from transformers import AutoModelForCausalLM
 
@@ -203,7 +205,10 @@ class Reference:
         hidden = self.target_hidden(committed[:-1])
         known = list(committed)
         for k in range(1, len(noise) + 1):
-            hidden, out = self.layer(k, embedding[torch.tensor(known[k : k + rows])], hidden)
+            embeds = embedding[torch.tensor(known[k : k + rows])].clone()
+            if self.masks_first:
+                embeds[:1] = 0
+            hidden, out = self.layer(k, embeds, hidden)
             scores = (out[-1] @ head.T) / (temperature or 1.0) + noise[k - 1]
             known.append(int(scores.argmax()))
         return known[len(committed) :]
@@ -211,6 +216,8 @@ class Reference:
 
 class MiMoReference(Reference):
     """MiMo's names; hidden state before embedding, and normed from layer to layer."""
+
+    masks_first = True
 
     def layer(self, k: int, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         name = f"model.mtp_layers.{k - 1}"
@@ -224,7 +231,11 @@ class MiMoReference(Reference):
 
 
 class FamilyReference(Reference):
-    """transformers' own decoder layer, over the whole sequence with its own attention."""
+    """transformers' own decoder layer, over the whole sequence with its own attention, between
+    what vLLM's and SGLang's servers have around it: normed from layer to layer, and no embedding
+    at position 0 (vLLM's)."""
+
+    masks_first = True
 
     def __init__(self, draft: Path, target: Path, first: int, package: str, prefix: str) -> None:
         from importlib import import_module
@@ -238,6 +249,10 @@ class FamilyReference(Reference):
         self.rotary = getattr(module, f"{prefix}RotaryEmbedding")(config)
         self.make = lambda: getattr(module, f"{prefix}DecoderLayer")(config, 2).to(torch.float64)
         self.experts = config.n_routed_experts
+
+    def layer(self, k: int, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        _, normed = super().layer(k, embeds, hidden)
+        return normed, normed
 
     def expert(self, name: str, kind: str) -> Tensor:
         """[experts, …]"""
