@@ -147,6 +147,12 @@ class PagedPlan:
             self._bias[window, group] = bias
         return bias
 
+    def _padded_positions(self) -> Tensor:
+        """[bs, Q] int64."""
+        if self.padding is None:
+            return self.positions.view(self.bs, self.width)
+        return self.positions[self.padding.padded_rows].view(self.bs, self.width)
+
     def visible(self, window: int | None) -> Tensor:
         """[bs, Q, L] bool: which keys each query sees."""
         order = torch.arange(self.length, device=self.starts.device)
@@ -157,7 +163,6 @@ class PagedPlan:
             visible = behind.unsqueeze(1) <= query.unsqueeze(1)
         else:
             span = self.mask.shape[-1]
-            query = self.mask.sum(-1) - 1
             node = behind.clamp(0, span - 1)
             inside = ((behind >= 0) & (behind < span)).unsqueeze(1)
             mask = self.mask.expand(self.bs, -1, -1)
@@ -167,9 +172,9 @@ class PagedPlan:
             visible = (behind < 0).unsqueeze(1) | (seen & inside)
             depth = behind
             if window is not None:
-                # Only the target has windows, and its mask is square: a slot's depth is its row's.
-                depths = query.expand(self.bs, -1).gather(1, node)
-                depth = torch.where(behind < 0, behind, depths)
+                assert self.offset == 0, "a slot's depth is its row's: the mask must be square"
+                query = self._padded_positions() - self.starts.unsqueeze(1)
+                depth = torch.where(behind < 0, behind, query.gather(1, node))
         if window is not None:
             visible = visible & (query.unsqueeze(-1) - depth.unsqueeze(1) < window)
         return visible

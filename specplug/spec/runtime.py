@@ -41,6 +41,7 @@ class AttentionPlan(Protocol):
         k: Tensor,
         v: Tensor,
         scale: float | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Write the rows' keys and values to their slots, then attend.
 
@@ -48,6 +49,8 @@ class AttentionPlan(Protocol):
             q: [R, H, D], rotary embedding applied.
             k, v: [R, Hkv, D].
             scale: of the scores; ``D ** -0.5`` if None.
+            window: positions that a row looks back, its own included (a sliding window); None:
+                all. With a mask the plan's ``offset`` must be 0.
 
         Returns:
             [R, H * D].

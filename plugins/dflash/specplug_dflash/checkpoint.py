@@ -58,12 +58,6 @@ def _check_fit(checkpoint: Checkpoint, config: DFlashConfig, runtime: Runtime) -
             f"draft model {checkpoint.path} does not fit the target: it reads what leaves layers "
             f"{[i - 1 for i in config.feature_layers]}, the target has {runtime.num_layers}"
         )
-    if config.sliding_window is not None and config.sliding_window < runtime.context_len:
-        raise CheckpointError(
-            f"draft model {checkpoint.path} looks back {config.sliding_window} positions, the "
-            f"context is {runtime.context_len} long: sliding windows are not supported; use a "
-            f"max_model_len of at most {config.sliding_window}"
-        )
 
 
 def _check_vocabulary(checkpoint: Checkpoint, network: DFlashNetwork) -> None:

@@ -36,9 +36,13 @@ class DFlashConfig:
         block_size: rows of a block, the bonus token's included: the most that one pass drafts is
             one less.
         mask_token_id: target id whose embedding stands for "to be drafted".
-        feature_layers: the target layers whose *inputs* are fused.
+        feature_layers: the target layers whose *inputs* are fused; their number for what leaves
+            the last one.
+        normed_last: what leaves the last layer is read after the target's final norm, as
+            transformers gives it to z-lab's code; ``speculators`` trains on what enters the norm.
         causal: for each draft layer, whether the rows of a block see only those before them.
-        sliding_window: positions that some layer looks back at most; None: all.
+        windows: for each draft layer, the positions that a row looks back, its own included; None:
+            all. What lies ahead in the block is seen whatever the window, unless it is causal.
         num_target_layers: of the target that it was made for, where the checkpoint says so.
     """
 
@@ -57,8 +61,9 @@ class DFlashConfig:
     block_size: int
     mask_token_id: int
     feature_layers: tuple[int, ...]
+    normed_last: bool = False
     causal: tuple[bool, ...]
-    sliding_window: int | None = None
+    windows: tuple[int | None, ...]
     num_target_layers: int | None = None
 
 
@@ -125,8 +130,9 @@ def parse_config(keys: Mapping[str, Any], file: Path) -> DFlashConfig:
         block_size=require("block_size"),
         mask_token_id=require("mask_token_id"),
         feature_layers=_feature_layers(keys, file),
+        normed_last=not keys.get("aux_hidden_state_layer_ids"),
         causal=_causal(keys, file),
-        sliding_window=_sliding_window(keys),
+        windows=_windows(keys, file),
         num_target_layers=keys.get("num_target_layers"),
     )
     _check(config, file)
@@ -160,7 +166,8 @@ def _feature_layers(keys: Mapping[str, Any], file: Path) -> tuple[int, ...]:
 
 
 def _causal(keys: Mapping[str, Any], file: Path) -> tuple[bool, ...]:
-    """For each layer: those with a sliding window are causal, unless the checkpoint says else."""
+    """For each layer: those of ``layer_types`` with a sliding window are causal, unless the
+    checkpoint says else (``is_causal``, ``dflash_config.causal``)."""
     count = keys.get("num_hidden_layers") or 0
     kinds = keys.get("layer_types") or ["full_attention"] * count
     if len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
@@ -168,16 +175,29 @@ def _causal(keys: Mapping[str, Any], file: Path) -> tuple[bool, ...]:
             f"{file}: layer_types={kinds!r}, expected one for each of {count} layers, "
             "full_attention or sliding_attention"
         )
-    if keys.get("is_causal") is not None:
-        return (bool(keys["is_causal"]),) * count
+    for key in ("is_causal", "causal"):
+        if keys.get(key) is not None:
+            return (bool(keys[key]),) * count
     if keys.get("sliding_window_non_causal"):
         return (False,) * count
     return tuple(kind == "sliding_attention" for kind in kinds)
 
 
-def _sliding_window(keys: Mapping[str, Any]) -> int | None:
-    sliding = "sliding_attention" in (keys.get("layer_types") or ())
-    return keys.get("sliding_window") if sliding else None
+def _windows(keys: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
+    """For each layer. ``dflash_config.use_swa`` gives one to every layer, unless ``layer_types``
+    says which have one; ``swa_window_size`` comes before the decoder's ``sliding_window``."""
+    count = keys.get("num_hidden_layers") or 0
+    sliding = [kind == "sliding_attention" for kind in keys.get("layer_types") or ()]
+    if not any(sliding):
+        sliding = [bool(keys.get("use_swa"))] * count
+    window = keys.get("swa_window_size") or keys.get("sliding_window")
+    if any(sliding) and (type(window) is not int or window < 1):
+        raise CheckpointError(
+            f"{file}: a layer has a sliding window and swa_window_size is "
+            f"{keys.get('swa_window_size')!r}, sliding_window {keys.get('sliding_window')!r}; "
+            "expected a number of positions in one of them"
+        )
+    return tuple(window if is_sliding else None for is_sliding in sliding)
 
 
 def _check(config: DFlashConfig, file: Path) -> None:

@@ -34,7 +34,7 @@ class DFlashWorker:
         self._token_ids = torch.arange(config.draft_vocab_size, device=runtime.device)
         if own_head is not None:
             self._token_ids += network.d2t
-        self._features = runtime.capture_layer_inputs(config.feature_layers)
+        self._capture(runtime)
         self._width = runtime.config.num_draft_tokens
         layers = config.num_hidden_layers if self._width > 1 else 0  # the root alone needs none
         self._cache = runtime.allocate_kv(layers, config.num_key_value_heads, config.head_dim)
@@ -48,6 +48,25 @@ class DFlashWorker:
         }
         self._draft = runtime.record_draft(self._logits)
 
+    def _capture(self, runtime: Runtime) -> None:
+        """Ask the target for the features that are fused."""
+        config = self._network.config
+        normed = [config.normed_last and i == runtime.num_layers for i in config.feature_layers]
+        inputs = [i for i, last in zip(config.feature_layers, normed, strict=True) if not last]
+        self._inputs = runtime.capture_layer_inputs(tuple(inputs)) if inputs else None
+        self._last = runtime.capture_lm_head_input() if any(normed) else None
+        self._normed = normed
+
+    def _features(self, output: CommittedOutput) -> Tensor:
+        """[R, len(feature_layers) * target_hidden], in the order of the layers."""
+        if self._last is None:
+            assert self._inputs is not None
+            return output.per_node[self._inputs]
+        last = output.per_node[self._last]
+        inputs = output.per_node[self._inputs].split(last.shape[1], 1) if self._inputs else ()
+        others = iter(inputs)
+        return torch.cat([last if normed else next(others) for normed in self._normed], dim=1)
+
     def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
         """Write the keys and values of the committed rows to the draft's cache."""
         if self._width > 1:
@@ -56,7 +75,7 @@ class DFlashWorker:
                 width = output.tokens.shape[0] // batch.size
                 plan = self._runtime.plan_attention(batch, batch.seq_lens, width)
             assert plan is not None
-            context = self._network.fuse(output.per_node[self._features])
+            context = self._network.fuse(self._features(output))
             for layer, (k, v) in enumerate(self._network.context_kv(context, plan.positions)):
                 plan.write(self._cache, layer, k, v)
         return DraftInput(bonus_tokens=output.bonus_tokens)
@@ -83,10 +102,12 @@ class DFlashWorker:
     def _logits(self, block: Tensor, *plans: AttentionPlan) -> Tensor:
         """[bs, N] token ids -> [bs * (N - 1), V_draft]; a plan for each of ``_block_masks``."""
         kinds = dict(zip(self._block_masks, plans, strict=True))
-        of_layer = [kinds[causal] for causal in self._network.config.causal]
+        config = self._network.config
+        of_layer = [kinds[causal] for causal in config.causal]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return of_layer[layer].attend(self._cache, layer, q, k, v)
+            window = config.windows[layer]
+            return of_layer[layer].attend(self._cache, layer, q, k, v, window=window)
 
         hidden: Tensor = self._network(self._embed(block.flatten()), plans[0].positions, attend)
         drafted = hidden.view(*block.shape, -1)[:, 1:].flatten(0, 1)

@@ -163,8 +163,8 @@ def test_a_vocabulary_map_that_points_outside_is_refused(
         ({"block_size": None}, "'block_size' is missing"),
         ({"layer_types": ["full_attention"]}, "expected one for each of 2 layers"),
         (
-            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 100},
-            "looks back 100 positions, the context is 160 long",
+            {"layer_types": ["sliding_attention"] * 2},
+            "swa_window_size is None, sliding_window None; expected a number of positions",
         ),
         ({"sample_from_anchor": True}, "sample_from_anchor=True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, expected 'silu'"),

@@ -49,13 +49,25 @@ class Spy(DFlash):
 
 
 class Reference:
-    """The draft network written out again, over whole sequences, each block by itself."""
+    """The draft network written out again, over whole sequences, each block by itself.
 
-    def __init__(self, draft: Path, target: Path, causal: tuple[bool, bool] = (False, False)):
+    Args:
+        causal, windows: of each layer.
+        features: which of transformers' ``hidden_states`` are fused; the last is normed.
+    """
+
+    def __init__(
+        self,
+        draft: Path,
+        target: Path,
+        causal: tuple[bool, bool] = (False, False),
+        windows: tuple[int | None, int | None] = (None, None),
+        features: tuple[int, ...] = (1, 3),
+    ):
         from transformers import AutoModelForCausalLM
 
         self.w = load_file(draft / "model.safetensors")
-        self.causal = causal
+        self.causal, self.windows, self.features = causal, windows, features
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
         self.embedding = self.w.get(
             "embed_tokens.weight", self.model.get_input_embeddings().weight
@@ -66,9 +78,9 @@ class Reference:
 
     @torch.inference_mode()
     def context(self, tokens: list[int]) -> Tensor:
-        """[n, hidden] fused features of ``tokens``: outputs of layers 0 and 2."""
+        """[n, hidden] fused features of ``tokens``."""
         out = self.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
-        features = torch.cat([out.hidden_states[i][0] for i in (1, 3)], dim=-1)
+        features = torch.cat([out.hidden_states[i][0] for i in self.features], dim=-1)
         return self.norm(features @ self.w["fc.weight"].T, "hidden_norm")
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -101,6 +113,10 @@ class Reference:
         if self.causal[layer]:
             late = torch.ones(n, before + n, dtype=torch.bool).triu(before + 1)
             scores = scores.masked_fill(late, float("-inf"))
+        window = self.windows[layer]
+        if window is not None:
+            early = torch.ones(n, before + n, dtype=torch.bool).tril(before - window)
+            scores = scores.masked_fill(early, float("-inf"))
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(n, -1)
         return self.project(mixed, f"{name}.o_proj")
 
@@ -214,6 +230,61 @@ def test_layers_with_a_window_are_causal_within_the_block(
     params = SamplingParams(max_tokens=8)
     spy, texts = run(target, draft, prompts[:2], params, speculative_num_steps=5)
     assert_drafts(spy, texts, Reference(draft, target, causal=(True, False)), 5)
+
+
+SWA = {"mask_token_id": MASK, "target_layer_ids": [0, 2], "use_swa": True}
+SLIDING = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("config", "causal", "windows"),
+    [
+        ({"layer_types": None, "dflash_config": {**SWA, "swa_window_size": 6}}, (0, 0), (6, 6)),
+        ({"dflash_config": {**SWA, "swa_window_size": 6}}, (0, 0), (6, 6)),
+        ({"sliding_window": 9, "dflash_config": SWA}, (0, 0), (9, 9)),
+        ({"layer_types": SLIDING, "sliding_window": 9}, (1, 0), (9, None)),
+        (
+            {
+                "layer_types": SLIDING,
+                "sliding_window": 9,
+                "dflash_config": {**SWA, "causal": False},
+            },
+            (0, 0),
+            (9, None),
+        ),
+        ({"dflash_config": {**SWA, "use_swa": False, "causal": True}}, (1, 1), (None, None)),
+    ],
+    ids=["no types", "all full", "top-level size", "layer types", "not causal", "causal"],
+)
+def test_blocks_with_windows_are_those_of_the_plain_network(
+    target: Path,
+    prompts: list[list[int]],
+    write_draft: Write,
+    config: dict[str, Any],
+    causal: tuple[bool, bool],
+    windows: tuple[int | None, int | None],
+) -> None:
+    """Windows shorter than what is committed, and than a block."""
+    draft = write_draft(**config)
+    params = SamplingParams(max_tokens=8)
+    spy, texts = run(target, draft, prompts[:4], params, speculative_num_steps=7)
+    assert_drafts(spy, texts, Reference(draft, target, causal, windows), 7)
+
+
+@pytest.mark.parametrize("layers", [[3], [0, 3], [3, 1]], ids=str)
+def test_last_target_layer_is_read_after_the_final_norm(
+    target: Path, prompts: list[list[int]], write_draft: Write, layers: list[int]
+) -> None:
+    """transformers' last ``hidden_states`` is what leaves the norm."""
+    tensors = load_file(write_draft() / "model.safetensors")
+    shape = (32, 32 * len(layers))
+    tensors["fc.weight"] = torch.randn(shape, dtype=torch.float64) * 0.5
+    fused = {"mask_token_id": MASK, "target_layer_ids": layers}
+    draft = write_draft(tensors, dflash_config=fused)
+    params = SamplingParams(max_tokens=8)
+    spy, texts = run(target, draft, prompts[:3], params, speculative_num_steps=4)
+    features = tuple(layer + 1 for layer in layers)
+    assert_drafts(spy, texts, Reference(draft, target, features=features), 4)
 
 
 def test_biases_are_used(target: Path, prompts: list[list[int]], write_draft: Write) -> None:
