@@ -35,8 +35,10 @@ def fill_cache(
     CPU the system gives zeroed memory when a page is first touched: a pool costs what is used.
     """
     size = (shape.num_layers, 2, num_slots, shape.num_kv_heads, shape.head_dim)
-    on_cpu = device.type == "cpu"
-    pool = _untouched(size, dtype) if on_cpu else torch.zeros(size, dtype=dtype, device=device)
+    if device.type == "cpu" and shape.num_layers:  # an algorithm may draft without a layer
+        pool = _untouched(size, dtype)
+    else:
+        pool = torch.zeros(size, dtype=dtype, device=device)
     cache.keys[:] = [layer[0] for layer in pool]
     cache.values[:] = [layer[1] for layer in pool]
     return pool
@@ -46,7 +48,7 @@ def _untouched(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros in fresh pages of the system, none of which is there yet."""
     count = math.prod(size)
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
-    memory = mmap.mmap(-1, max(1, count) * dtype.itemsize, **private)
+    memory = mmap.mmap(-1, count * dtype.itemsize, **private)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(size)
 
 
