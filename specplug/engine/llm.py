@@ -626,7 +626,11 @@ class LLM:
         try:
             table = RequestTable(runtime.num_rows, width, page_size, runtime.device)
             runtime.allocate_pool(num_pages * page_size, table)
-        except (RuntimeError, MemoryError) as error:  # there is as much, but others have it
+        except (
+            RuntimeError,
+            MemoryError,
+            OSError,
+        ) as error:  # there is as much, but others have it
             size = in_gib(num_pages * page_size * runtime.bytes_per_slot())
             raise UsageError(
                 f"max_total_tokens={num_slots}: the KV pool needs {size}, and {runtime.device} has "
