@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from operator import index
 
 import attrs
 import torch
@@ -15,12 +16,8 @@ from specplug.spec.padding import Padding
 
 
 @lru_cache(maxsize=64)
-def _chain_mask(width: int, device: torch.device) -> Tensor:
-    return torch.ones(1, width, width, dtype=torch.bool, device=device).tril()
-
-
-@lru_cache(maxsize=64)
-def _arange(length: int, device: torch.device) -> Tensor:
+def arange(length: int, device: torch.device) -> Tensor:
+    """[length] int64, the same tensor each time: for the core alone, never lent to a plugin."""
     return torch.arange(length, device=device)
 
 
@@ -37,29 +34,24 @@ class Draft:
         widths: how many nodes of each request count, each from 1 to N; None if all are N wide.
             Known on the host, so that what is not drafted is not computed.
         depth: S, the deepest node's distance from its root; a step accepts at most S + 1 tokens.
-        mask: [bs or 1, N, N] bool, node i sees node j: j is i or an ancestor of i.
-        depths: [bs or 1, N] int64 distance from the root.
     """
 
     tokens: Tensor
     parents: Tensor | None
     widths: tuple[int, ...] | None
     depth: int
-    mask: Tensor
-    depths: Tensor
 
     @classmethod
     def chain(cls, tokens: Tensor, widths: Sequence[int] | None = None) -> Draft:
-        """A chain for each request: ``tokens`` [bs, N], of which ``widths`` count."""
-        width = tokens.shape[1]
-        return cls(
-            tokens=tokens,
-            parents=None,
-            widths=_ragged(widths, width),
-            depth=width - 1,
-            mask=_chain_mask(width, tokens.device),
-            depths=_arange(width, tokens.device).unsqueeze(0),
-        )._checked()
+        """A chain for each request: ``tokens`` [bs, N], of which ``widths`` count.
+
+        Raises:
+            ValueError: they do not fit; see ``check``.
+        """
+        width = _width_of(tokens)
+        draft = cls(tokens=tokens, parents=None, widths=_ragged(widths, width), depth=width - 1)
+        draft.check(values=DEBUG)
+        return draft
 
     @classmethod
     def tree(
@@ -70,18 +62,43 @@ class Draft:
         Args:
             tokens: [bs, N] int64; siblings differ.
             parents: [bs, N] int64, -1 at node 0, ``parents[b, i] < i``.
-            depth: the greatest depth of any node, known on the host (``num_steps``).
+            depth: the greatest depth of any node, known on the host (``num_steps``). A node that
+                is deeper is never accepted.
             widths: nodes that count; None if all do.
+
+        Raises:
+            ValueError: they do not fit; see ``check``.
         """
-        mask = ancestor_mask(parents, depth)
-        return cls(
-            tokens=tokens,
-            parents=parents,
-            widths=_ragged(widths, tokens.shape[1]),
-            depth=depth,
-            mask=mask,
-            depths=mask.sum(-1) - 1,
-        )._checked()
+        draft = cls(
+            tokens=tokens, parents=parents, widths=_ragged(widths, _width_of(tokens)), depth=depth
+        )
+        draft.check(values=DEBUG)
+        return draft
+
+    def rooted(self, roots: Tensor, vocab_size: int) -> Draft:
+        """This draft as the engine verifies it, in tensors of its own, whatever was proposed.
+
+        The roots are the engine's, every token is one of the vocabulary, and a node without a
+        parent before it has none: it is never accepted (``lost``), nor is what hangs from it.
+
+        Args:
+            roots: [bs] int64 bonus tokens.
+            vocab_size: V.
+        """
+        tokens, parents = roots.unsqueeze(1), self.parents
+        if self.width > 1:
+            tokens = torch.cat((tokens, self.tokens[:, 1:].clamp(0, vocab_size - 1)), dim=1)
+        if parents is not None:
+            order = arange(self.width, parents.device)
+            parents = torch.where((parents < 0) | (parents >= order), -1, parents)
+        return Draft(tokens=tokens, parents=parents, widths=self.widths, depth=self.depth)
+
+    def copy(self) -> Draft:
+        """The same in tensors of its own, to lend."""
+        parents = None if self.parents is None else self.parents.clone()
+        return Draft(
+            tokens=self.tokens.clone(), parents=parents, widths=self.widths, depth=self.depth
+        )
 
     @property
     def is_chain(self) -> bool:
@@ -104,11 +121,33 @@ class Draft:
         return sum(self.widths) if self.widths is not None else self.tokens.numel()
 
     @cached_property
+    def mask(self) -> Tensor:
+        """[bs or 1, N, N] bool, node i sees node j: j is i or an ancestor of i."""
+        if self.parents is None:
+            one = torch.ones(1, self.width, self.width, dtype=torch.bool, device=self.tokens.device)
+            return one.tril_()
+        return ancestor_mask(self.parents, self.depth)
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[bs or 1, N] int64 distance from the root."""
+        if self.parents is None:
+            return torch.arange(self.width, device=self.tokens.device).unsqueeze(0)
+        return self.mask.sum(-1) - 1
+
+    @cached_property
+    def lost(self) -> Tensor:
+        """[bs, N] bool, the nodes of a tree to which no path of at most ``depth`` steps leads from
+        the root, whose mask is not whole: none of a sound tree but, by convention, the root."""
+        assert self.parents is not None
+        return (self.parents < 0) | (self.depths > self.depth) | ~self.mask[:, :, 0]
+
+    @cached_property
     def offsets(self) -> Tensor:
         """[bs] int64, the flat index of each request's root among the T nodes."""
         device = self.tokens.device
         if self.widths is None:
-            return _arange(self.tokens.shape[0], device) * self.width
+            return arange(self.tokens.shape[0], device) * self.width
         starts = [0, *accumulate(self.widths)][:-1]
         return torch.tensor(starts, dtype=torch.int64).to(device, non_blocking=True)
 
@@ -123,7 +162,7 @@ class Draft:
     def batch_index(self) -> Tensor:
         """[T] int64: which request of the batch each node belongs to."""
         bs, width = self.tokens.shape
-        dense = _arange(bs, self.tokens.device).repeat_interleave(width, output_size=bs * width)
+        dense = arange(bs, self.tokens.device).repeat_interleave(width, output_size=bs * width)
         return self.select(dense)
 
     @cached_property
@@ -135,7 +174,7 @@ class Draft:
         target says, else to that child's next sibling.
         """
         bs, width = self.tokens.shape
-        order = _arange(width, self.tokens.device)
+        order = arange(width, self.tokens.device)
         parents = order.expand(bs, -1) - 1 if self.parents is None else self.parents
         if self.widths is not None:
             counts = torch.tensor(self.widths).to(parents.device, non_blocking=True).unsqueeze(1)
@@ -176,35 +215,50 @@ class Draft:
         tokens = self.tokens[:, :width].contiguous()
         if self.parents is None:
             return Draft.chain(tokens, cut)
-        return Draft(
-            tokens=tokens,
-            parents=self.parents[:, :width],
-            widths=_ragged(cut, width),
-            depth=min(self.depth, width - 1),
-            mask=self.mask[:, :width, :width],
-            depths=self.depths[:, :width],
-        )._checked()
+        parents, depth = self.parents[:, :width], min(self.depth, width - 1)
+        return Draft(tokens=tokens, parents=parents, widths=_ragged(cut, width), depth=depth)
 
-    def _checked(self) -> Draft:
-        bs, width = self.tokens.shape
-        assert self.tokens.dtype == torch.int64, self.tokens.dtype
-        if self.widths is not None:
-            assert len(self.widths) == bs, (len(self.widths), bs)
-            assert all(1 <= w <= width for w in self.widths), self.widths
-        if DEBUG and self.parents is not None:
-            self._check_tree(self.parents)
-        return self
+    def check(self, *, values: bool) -> None:
+        """Refuse what is no draft: by type, dtype and shape, and by ``values`` too, which are read
+        on the host.
+
+        Raises:
+            ValueError: what was found, and what was expected.
+        """
+        tokens, parents, widths, depth = self.tokens, self.parents, self.widths, self.depth
+        width = _width_of(tokens)
+        if tokens.dtype != torch.int64:
+            raise ValueError(f"tokens of {tokens.dtype}; expected torch.int64")
+        if not isinstance(depth, int) or depth < 0:
+            raise ValueError(f"depth={depth!r}; expected an integer of at least 0")
+        if parents is None:
+            if depth != width - 1:
+                raise ValueError(f"a chain of {width} nodes, {depth} deep; expected {width - 1}")
+        elif not (
+            isinstance(parents, Tensor)
+            and (parents.dtype, parents.shape, parents.device)
+            == (torch.int64, tokens.shape, tokens.device)
+        ):
+            found = described(parents)
+            raise ValueError(f"parents {found}; expected them like tokens, {described(tokens)}")
+        if widths is not None:
+            bs = tokens.shape[0]
+            if len(widths) != bs or not all(type(w) is int and 1 <= w <= width for w in widths):
+                raise ValueError(
+                    f"widths={widths}; expected one integer from 1 to {width} for each of the "
+                    f"{bs} requests"
+                )
+        if values and parents is not None:
+            self._check_tree(parents)
 
     def _check_tree(self, parents: Tensor) -> None:
         order = torch.arange(self.width, device=parents.device)
-        assert bool((parents[:, 0] == -1).all()), "node 0 must be the root, with parent -1"
-        assert bool((parents < order).all()), "a parent must stand before its children"
-        assert bool((parents[:, 1:] >= 0).all()), "only node 0 is a root"
-        # Where the mask was made for too small a depth, a node does not see all its ancestors.
-        below = self.depths.gather(1, parents[:, 1:]) + 1 == self.depths[:, 1:]
-        assert bool(below.all() and (self.depths <= self.depth).all()), (
-            "a node is deeper than the declared depth"
-        )
+        _expect((parents[:, 0] == -1).all(), "node 0 must be the root, with parent -1", parents)
+        _expect((parents < order).all(), "a parent must stand before its children", parents)
+        _expect((parents[:, 1:] >= 0).all(), "only node 0 is a root", parents)
+        mask = ancestor_mask(parents, self.width)
+        deep = mask.sum(-1) - 1 > self.depth
+        _expect(~deep.any(), f"a node is deeper than the declared depth {self.depth}", parents)
         same = (parents.unsqueeze(1) == parents.unsqueeze(2)) & (
             self.tokens.unsqueeze(1) == self.tokens.unsqueeze(2)
         )
@@ -212,13 +266,32 @@ class Draft:
         if self.widths is not None:
             valid = order < torch.tensor(self.widths, device=parents.device).unsqueeze(1)
         same &= valid.unsqueeze(1) & valid.unsqueeze(2)
-        assert bool((same.sum((1, 2)) == valid.sum(1)).all()), "siblings must differ"
+        _expect((same.sum((1, 2)) == valid.sum(1)).all(), "siblings must differ", self.tokens)
+
+
+def _width_of(tokens: Tensor) -> int:
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] < 1:
+        found = described(tokens)
+        raise ValueError(f"tokens {found}; expected a tensor [bs, N], the root among the N nodes")
+    return tokens.shape[1]
+
+
+def _expect(holds: Tensor, what: str, found: Tensor) -> None:
+    if not bool(holds):
+        raise ValueError(f"{what}; found {found.tolist()}")
+
+
+def described(value: object) -> str:
+    """A tensor by its shape, dtype and device; anything else by its type."""
+    if not isinstance(value, Tensor):
+        return f"of type {type(value).__name__}"
+    return f"{list(value.shape)} of {value.dtype} on {value.device}"
 
 
 def _ragged(widths: Sequence[int] | None, width: int) -> tuple[int, ...] | None:
     if widths is None or all(w == width for w in widths):
         return None
-    return tuple(widths)
+    return tuple(map(index, widths))
 
 
 def _first(chosen: Tensor, order: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.debug import DEBUG
-from specplug.spec.draft import Draft
+from specplug.spec.draft import Draft, arange, described
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -27,12 +26,80 @@ class VerifyOutput:
     accept_lens: Tensor
     bonus_tokens: Tensor
 
-    def __attrs_post_init__(self) -> None:
-        assert self.accept_index.shape[0] == self.accept_lens.shape[0] == len(self.bonus_tokens)
-        if DEBUG and len(self.accept_lens):
-            counted = (self.accept_index >= 0).sum(1)
-            assert bool((counted == self.accept_lens).all()), (self.accept_index, self.accept_lens)
-            assert bool((self.accept_lens >= 1).all()), self.accept_lens
+    def check(self, draft: Draft, most_columns: int, most_token: int, *, values: bool) -> None:
+        """Refuse what is no result for ``draft``: by type, dtype and shape, and by ``values`` too,
+        which are read on the host.
+
+        Args:
+            most_columns: the greatest C.
+            most_token: the greatest token of the vocabulary.
+
+        Raises:
+            ValueError: what was found, and what was expected.
+        """
+        bs, columns = len(draft.tokens), self.columns
+        if not 1 <= columns <= most_columns:
+            raise ValueError(f"{columns} columns; expected 1 to {most_columns}, num_steps + 1")
+        like = draft.tokens
+        for name, shape in (
+            ("predict", (draft.total,)),
+            ("accept_index", (bs, columns)),
+            ("accept_lens", (bs,)),
+            ("bonus_tokens", (bs,)),
+        ):
+            found = getattr(self, name)
+            if not (
+                isinstance(found, Tensor)
+                and (found.shape, found.dtype, found.device) == (shape, like.dtype, like.device)
+            ):
+                raise ValueError(
+                    f"{name} {described(found)}; expected {list(shape)} of {like.dtype} on "
+                    f"{like.device}"
+                )
+        if values:
+            kept = self.bounded(draft, most_token)
+            for name in ("predict", "accept_index", "accept_lens", "bonus_tokens"):
+                found, sound = getattr(self, name), getattr(kept, name)
+                if not torch.equal(found, sound):
+                    raise ValueError(
+                        f"{name}={found.tolist()}; expected {sound.tolist()}: a path from the "
+                        "root, each of whose tokens predict gives at its parent"
+                    )
+
+    @property
+    def columns(self) -> int:
+        """C."""
+        index = self.accept_index
+        return index.shape[1] if isinstance(index, Tensor) and index.dim() == 2 else 0
+
+    def bounded(self, draft: Draft, most_token: int) -> VerifyOutput:
+        """This result as far as it is a path of ``draft`` from each root, every token of which
+        ``predict`` gives at its parent: what is accepted is then what was written to the KV pool,
+        within each request's own slots. Nothing is read on the host.
+
+        Args:
+            most_token: the greatest token of the vocabulary.
+        """
+        width = draft.width
+        predict = self.predict.clamp(0, most_token)
+        padded = draft.pad(predict, fill=-1)
+        local = self.accept_index - draft.offsets.unsqueeze(1)
+        inside = (self.accept_index >= 0) & (local >= 0) & (local < width)
+        local = torch.where(inside, local, 0)
+        counts = padded.gather(1, local) >= 0
+        parents = local - 1 if draft.parents is None else draft.parents.gather(1, local)
+        follows = inside & counts
+        follows[:, 0] = True
+        local[:, 0] = 0
+        follows[:, 1:] &= parents[:, 1:] == local[:, :-1]
+        follows[:, 1:] &= draft.tokens.gather(1, local)[:, 1:] == padded.gather(1, local)[:, :-1]
+        if draft.parents is not None:
+            follows[:, 1:] &= ~draft.lost.gather(1, local)[:, 1:]
+        columns = torch.arange(self.columns, device=local.device)
+        follows &= columns < self.accept_lens.unsqueeze(1).clamp(min=1)
+        accept_lens = follows.to(torch.int64).cumprod(1).sum(1)
+        local = torch.where(columns < accept_lens.unsqueeze(1), local, -1)
+        return _output(draft, predict, padded, local, accept_lens)
 
 
 def verify_tree(draft: Draft, predict: Tensor) -> VerifyOutput:
@@ -50,17 +117,19 @@ def verify_tree(draft: Draft, predict: Tensor) -> VerifyOutput:
         return _verify_chain(draft, predict, padded)
     bs, width = draft.tokens.shape
     expected = padded.gather(1, draft.parents.clamp(min=0))
-    wrong = draft.tokens != expected
+    wrong = (draft.tokens != expected) | draft.lost
     wrong[:, 0] = False
     if draft.widths is not None:
         wrong |= padded < 0
     accepted = ~(draft.mask & wrong.unsqueeze(1)).any(-1)
-    columns = draft.columns
-    column = torch.where(accepted, draft.depths, columns)  # the last column collects the rest
-    order = torch.arange(width, device=predict.device).expand(bs, -1)
+    depths, columns = draft.depths, draft.columns
+    # Of equal siblings, which no drafter should make, both are accepted: one path is taken.
+    deepest = torch.where(accepted, depths, -1).argmax(1, keepdim=True)
+    path = draft.mask.gather(1, deepest.unsqueeze(2).expand(-1, -1, width)).squeeze(1)
+    column = torch.where(path, depths, columns)  # the last column collects the rest
+    order = arange(width, predict.device).expand(bs, -1)
     local = order.new_full((bs, columns + 1), -1).scatter_(1, column, order)[:, :columns]
-    # Equal siblings, which no drafter should make, share a column: they are the same continuation.
-    accept_lens = (local >= 0).sum(1)
+    accept_lens = depths.gather(1, deepest).squeeze(1) + 1
     return _output(draft, predict, padded, local, accept_lens)
 
 
@@ -70,7 +139,7 @@ def _verify_chain(draft: Draft, predict: Tensor, padded: Tensor) -> VerifyOutput
     if draft.widths is not None:
         right &= padded[:, 1:] >= 0
     accept_lens = right.to(torch.int64).cumprod(1).sum(1) + 1
-    order = draft.depths.expand(bs, -1)
+    order = arange(draft.width, predict.device).expand(bs, -1)
     local = torch.where(order < accept_lens.unsqueeze(1), order, -1)
     return _output(draft, predict, padded, local, accept_lens)
 

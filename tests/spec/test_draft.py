@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -133,14 +134,65 @@ def test_the_flat_order_leaves_out_what_is_not_drafted(widths: list[int]) -> Non
 def test_a_tree_that_is_none_is_told(
     tokens: list[int], parents: list[int], depth: int, why: str
 ) -> None:
-    with pytest.raises(AssertionError, match=why):
+    with pytest.raises(ValueError, match=why):
         Draft.tree(torch.tensor([tokens]), torch.tensor([parents]), depth)
 
 
 @pytest.mark.parametrize("widths", [(0, 2), (3, 2), (1,)])
 def test_widths_that_do_not_fit_are_told(widths: tuple[int, ...]) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="expected one integer from 1 to 2 for each of the 2"):
         Draft.chain(torch.zeros(2, 2, dtype=torch.int64), widths)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "depth", "why"),
+    [
+        (torch.zeros(2, dtype=torch.int64), None, 0, r"tokens \[2\] of torch.int64"),
+        (torch.zeros(2, 0, dtype=torch.int64), None, 0, r"tokens \[2, 0\]"),
+        ([[1]], None, 0, "tokens of type list"),
+        (torch.zeros(1, 2), torch.tensor([[-1, 0]]), 1, "torch.float32; expected torch.int64"),
+        (torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[-1]]), 1, r"parents \[1, 1\]"),
+        (torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[-1, 0]]), -1, "depth=-1"),
+        (torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[-1, 0]]), 1.0, "depth=1.0"),
+    ],
+)
+def test_tensors_that_are_no_draft_are_told(
+    tokens: Any, parents: Any, depth: Any, why: str
+) -> None:
+    make = partial(Draft.chain, tokens) if parents is None else partial(Draft.tree, tokens, parents)
+    with pytest.raises(ValueError, match=why):
+        make() if parents is None else make(depth)
+
+
+@exactly
+@given(data=st.data())
+def test_a_rooted_draft_is_sound_whatever_was_proposed(data: st.DataObject) -> None:
+    """Every node is reached from the root within the depth, seeing its ancestors, or is lost."""
+    bs, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    depth = data.draw(st.integers(0, 5))
+    anything = st.lists(st.integers(-3, 12), min_size=width, max_size=width)
+    rows = st.lists(anything, min_size=bs, max_size=bs)
+    parents, tokens = data.draw(rows), data.draw(rows)
+    proposed = Draft(
+        tokens=torch.tensor(tokens), parents=torch.tensor(parents), widths=None, depth=depth
+    )
+    roots = torch.arange(bs)
+    draft = proposed.rooted(roots, vocab_size=7)
+    assert draft.tokens[:, 0].tolist() == roots.tolist()
+    assert draft.tokens[:, 1:].tolist() == [[min(max(t, 0), 6) for t in row[1:]] for row in tokens]
+    for b, row in enumerate(parents):
+        for i in range(1, width):
+            above, path = row[i], {i}
+            node = i
+            while node > 0 and 0 <= above < node:
+                node, above = above, row[above]
+                path.add(node)
+            seen = {j for j in range(width) if draft.mask[b, i, j]}
+            accepted = not any(draft.lost[b, j] for j in seen - {0})
+            assert accepted == (node == 0 and len(path) - 1 <= depth)
+            if accepted:
+                assert seen == path
+                assert int(draft.depths[b, i]) == len(path) - 1
 
 
 def test_equal_tokens_behind_the_width_are_no_siblings() -> None:

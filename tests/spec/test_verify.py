@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -12,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specplug import Draft, VerifyOutput, verify_tree
-from specplug.spec.draft import ancestor_mask
 from specplug.spec.target_output import compact
 
 VOCAB_SIZE = 8
@@ -183,28 +184,72 @@ def test_a_root_alone_accepts_itself_and_its_bonus_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accept_index", "accept_lens"), [([[0, -1]], [2]), ([[-1, -1]], [0]), ([[0, 1]], [1])]
+    ("changes", "why"),
+    [
+        ({"accept_lens": [1]}, "accept_index"),
+        ({"accept_lens": [0]}, "accept_index"),
+        ({"accept_index": [[0, 2]]}, "accept_index"),
+        ({"accept_index": [[-1, -1]]}, "accept_index"),
+        ({"bonus_tokens": [5]}, "bonus_tokens"),
+        ({"predict": [2, 9, 9]}, "accept_index"),
+        ({"predict": [-2, 3, 4]}, "predict"),
+        ({"predict": [1, 3, 10]}, "predict"),
+    ],
 )
-def test_an_inconsistent_result_is_told(
-    accept_index: list[list[int]], accept_lens: list[int]
-) -> None:
-    with pytest.raises(AssertionError):
-        VerifyOutput(
-            predict=torch.tensor([1, 2]),
-            accept_index=torch.tensor(accept_index),
-            accept_lens=torch.tensor(accept_lens),
-            bonus_tokens=torch.tensor([2]),
-        )
+def test_a_result_that_is_no_path_is_told(changes: dict[str, Any], why: str) -> None:
+    draft = Draft.tree(torch.tensor([[7, 1, 2]]), torch.tensor([[-1, 0, 0]]), 1)
+    values = {"predict": [1, 3, 4], "accept_index": [[0, 1]], "accept_lens": [2]}
+    values["bonus_tokens"] = [3]
+    sound = VerifyOutput(**{name: torch.tensor(value) for name, value in values.items()})
+    sound.check(draft, 2, 9, values=True)
+    wrong = attrs.evolve(sound, **{name: torch.tensor(v) for name, v in changes.items()})
+    with pytest.raises(ValueError, match=f"{why}=.*; expected"):
+        wrong.check(draft, 2, 9, values=True)
 
 
-def test_equal_siblings_are_one_continuation() -> None:
+@exactly
+@given(case=cases(), data=st.data())
+def test_any_result_is_bounded_to_a_path(case: Case, data: st.DataObject) -> None:
+    """A sound one stays as it is; of any other what is left is a path from each root."""
+    draft, total = case.tree(), sum(case.widths)
+    sound = verify_tree(draft, case.flat())
+    kept = sound.bounded(draft, VOCAB_SIZE - 1)
+    for name in ("predict", "accept_index", "accept_lens", "bonus_tokens"):
+        assert torch.equal(getattr(kept, name), getattr(sound, name)), name
+    number = st.integers(-2, 12)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        size = math.prod(shape)
+        drawn = data.draw(st.lists(number, min_size=size, max_size=size))
+        return torch.tensor(drawn, dtype=torch.int64).view(shape)
+
+    columns = data.draw(st.integers(1, draft.columns))
+    kept = VerifyOutput(
+        predict=numbers(total),
+        accept_index=numbers(case.size, columns),
+        accept_lens=numbers(case.size),
+        bonus_tokens=numbers(case.size),
+    ).bounded(draft, VOCAB_SIZE - 1)
+    root = 0
+    for b, width in enumerate(case.widths):
+        length = int(kept.accept_lens[b])
+        index = kept.accept_index[b].tolist()
+        assert 1 <= length <= min(columns, width)
+        assert index[0] == root
+        assert index[length:] == [-1] * (columns - length)
+        for before, node in pairwise(index[:length]):
+            assert case.parents[b][node - root] == before - root
+            assert case.tokens[b][node - root] == int(kept.predict[before])
+        assert int(kept.bonus_tokens[b]) == int(kept.predict[index[length - 1]])
+        assert 0 <= int(kept.bonus_tokens[b]) < VOCAB_SIZE
+        root += width
+
+
+def test_equal_siblings_are_one_path() -> None:
     """No drafter should make them, and they must not take the run down."""
-    tokens, parents = torch.tensor([[5, 7, 7, 8]]), torch.tensor([[-1, 0, 0, 1]])
-    mask = ancestor_mask(parents, 2)
-    draft = Draft(
-        tokens=tokens, parents=parents, widths=None, depth=2, mask=mask, depths=mask.sum(-1) - 1
-    )
+    tokens, parents = torch.tensor([[5, 7, 7, 8]]), torch.tensor([[-1, 0, 0, 2]])
+    draft = Draft(tokens=tokens, parents=parents, widths=None, depth=2)
     verified = verify_tree(draft, torch.tensor([7, 8, 8, 9]))
+    assert verified.accept_index.tolist() == [[0, 2, 3]]
     assert verified.accept_lens.tolist() == [3]
     assert verified.bonus_tokens.tolist() == [9]
-    assert verified.accept_index[0, 2] == 3
