@@ -84,6 +84,9 @@ class AlgorithmInfo:
         defaults: see ``Defaults``.
         paper: where the algorithm is described, a URL or an arXiv number.
         weights: model name -> folder of the draft weights that the plugin ships for that model.
+        draft_lookahead: see ``SpecConfig``, whose default it is. Where it depends on the settings,
+            ``validate_config`` sets it by ``attrs.evolve(config, draft_lookahead=…)``, which warns
+            of nothing.
     """
 
     name: str = attrs.field(validator=validators.matches_re(r"[A-Z][A-Z0-9_]*"))
@@ -99,6 +102,9 @@ class AlgorithmInfo:
         validator=validators.deep_mapping(
             validators.instance_of(str), validators.instance_of((str, Path))
         ),
+    )
+    draft_lookahead: int | None = attrs.field(
+        default=None, validator=validators.optional(_within(0, MAX_NUM_STEPS))
     )
 
 
@@ -127,7 +133,9 @@ class SpecConfig:
     topk: int = attrs.field(default=1, validator=_within(1, MAX_TOPK))
     num_draft_tokens: int = attrs.field(default=2, validator=_within(1, MAX_DRAFT_TOKENS))
     num_draft_slots: int = attrs.field(default=0, validator=_within(0, MAX_DRAFT_SLOTS))
-    draft_lookahead: int | None = None
+    draft_lookahead: int | None = attrs.field(
+        default=None, validator=validators.optional(_within(0, MAX_NUM_STEPS))
+    )
     draft_model_path: Path | None = None
     target_config: Mapping[str, Any] = attrs.field(factory=dict)
     adjustments: tuple[str, ...] = ()
@@ -204,6 +212,7 @@ class SpecConfig:
             num_steps=steps,
             topk=branches,
             num_draft_tokens=_num_draft_tokens(info, num_steps, topk, num_draft_tokens, steps),
+            draft_lookahead=info.draft_lookahead,
             draft_model_path=_draft_model_path(info, draft_model_path, model_name),
             target_config=dict(target_config or {}),
         )

@@ -44,6 +44,15 @@ def test_a_number_below_one_is_refused(option: str) -> None:
         SpecConfig.resolve(info(), **{option: 0})
 
 
+def test_a_declared_lookahead_is_that_of_the_run_without_a_word() -> None:
+    config = SpecConfig.resolve(info(draft_lookahead=3))
+    assert (config.draft_lookahead, config.adjustments) == (3, ())
+    assert SpecConfig.resolve(info()).draft_lookahead is None
+    for wrong in (-1, "1", 1.5):
+        with pytest.raises((TypeError, ValueError), match="draft_lookahead"):
+            info(draft_lookahead=wrong)
+
+
 def test_a_chain_only_algorithm_refuses_branches() -> None:
     chain = info(capabilities=Capabilities(), defaults=Defaults(num_steps=3))
     with pytest.raises(UsageError, match="topk=2: X drafts chains only"):

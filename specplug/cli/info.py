@@ -47,6 +47,7 @@ def describe(selected: SelectedAlgorithm) -> dict[str, Any]:
         "api_version": declared.api_version,
         "capabilities": attrs.asdict(declared.capabilities),
         "defaults": attrs.asdict(declared.defaults),
+        "draft_lookahead": declared.draft_lookahead,
         "hooks": {
             "implemented": implemented,
             "core_defaults": [h for h in HOOKS if h not in implemented and h not in OBSERVERS],

@@ -77,6 +77,7 @@ def test_json(full):
             "prefix_cache": True,
         },
         "defaults": {"num_steps": 3, "topk": 2, "num_draft_tokens": None},
+        "draft_lookahead": None,
         "hooks": {
             "implemented": [
                 "describe",

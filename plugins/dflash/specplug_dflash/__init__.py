@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import attrs
-
 from specplug import (
     DEFAULT_MODEL,
     AlgorithmInfo,
@@ -37,6 +35,8 @@ class DFlash:
             defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
             paper="https://arxiv.org/abs/2602.06036",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+            # The context's keys and values are made of the target's features alone.
+            draft_lookahead=0,
         )
 
     @hookimpl
@@ -50,8 +50,7 @@ class DFlash:
                 f"the draft model was trained for blocks of {most + 1} tokens"
             )
             config = config.adjust(reason, num_steps=most)
-        # The context's keys and values are made of the target's features alone.
-        return attrs.evolve(config.fit_feature_draft(), draft_lookahead=0)
+        return config.fit_feature_draft()
 
     @hookimpl
     def create_worker(self, runtime: Runtime) -> DFlashWorker:
