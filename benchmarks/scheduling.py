@@ -56,6 +56,7 @@ from specplug.engine.step import DecodeResult, PrefillResult, StepResult, StepRu
 from specplug.engine.step_clock import StepClock
 from specplug.registry import Registry, build_plugin_manager
 from specplug.spec.defaults import CoreDefaults
+from specplug.spec.hook_calls import HookCalls
 
 PARTS = ("aborts", "schedule", "flush", "process")
 SCENES = ("steady", "turnover", "aborts")
@@ -230,11 +231,12 @@ class Bench:
         scheduler = Scheduler(config, PrefixCache(pool, 0), table)
         sampler = Sampler(case.running + 1, VOCAB, CPU)
         runtime: Any = SimpleNamespace(device=CPU, table=table, sampler=sampler, worker=None)
-        hooks = build_plugin_manager(Registry().select("NONE"), (), CoreDefaults()).hook
+        plain = Registry().select("NONE")
+        hooks = HookCalls(build_plugin_manager(plain, (), CoreDefaults()), plain)
         unused: Any = None
         self.engine = Engine(
             scheduler=scheduler,
-            steps=ReadySteps(runtime, unused, hooks, unused, unused),
+            steps=ReadySteps(runtime, unused, hooks, unused, unused, unused),
             runtime=runtime,
             hooks=hooks,
             overlap=True,

@@ -18,6 +18,16 @@ One decode step, and where each hook stands in it::
     resolve the future map -> propose -> target forward over T nodes -> verify
         -> compact the accepted path -> build_draft_input (draft extend) -> publish, stash
 
+What a hook raises is a ``PluginError`` that names the plugin, its version and the hook, sys.exit
+too; so is a result of another type, dtype, shape or device than is said here. Only the hooks before
+the run (``validate_config``, ``create_worker``, ``create_future_map``) may refuse what the user
+gave, by ``UsageError`` or ``CheckpointError``. An extension whose ``on_step`` or
+``on_request_finished`` raises is switched off, and the run goes on. All tensors that a hook gets
+are lent: what is written to them is lost, or is the plugin's own affair, and changes no token.
+Values (tokens, parents, depths, accepted paths) are bounded on the device, where nothing waits for
+them. With ``SPECPLUG_DEBUG=1`` in the environment they are read on the host and told as the rest
+is: set it in tests of a plugin.
+
 A rank without requests takes part in the pass of other ranks as an idle batch (bs 0, nothing
 captured): verify, then ``fixup_idle`` in the place of ``build_draft_input``. A prefill step has the
 pass and ``build_draft_input`` alone. Where prompts and drafts share a step,
@@ -70,7 +80,8 @@ def validate_config(config: SpecConfig) -> SpecConfig | None:
     Called once, after selection and before any weight is loaded. Return
     ``config.adjust("why", field=value)`` to change it (the user reads the reason), raise
     ``specplug.UsageError`` to refuse it. None accepts it as it is. An algorithm whose draft KV at a
-    position depends on more or fewer than the one token behind it sets ``draft_lookahead`` here.
+    position depends on more or fewer than the one token behind it says so by ``draft_lookahead``:
+    in ``describe()``, or here where it depends on the settings.
     """
 
 
@@ -158,7 +169,9 @@ def propose(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:  
     ``draft_input.bonus_tokens`` [bs] are the roots: tokens that are decided, and whose KV is not
     written yet; ``batch.seq_lens`` [bs] are their positions. Return ``Draft.chain(tokens)`` or
     ``Draft.tree(tokens, parents)``, [bs, N] with the root first. A request with nothing to propose
-    has width 1. Draft tokens are proposals only: nothing here can change what is generated.
+    has width 1. Draft tokens are proposals only: nothing here can change what is generated. The
+    engine puts in the root itself; a token outside the vocabulary becomes one inside, and a node
+    that is deeper than the draft's declared depth, or has no parent before it, is never accepted.
 
     ``batch.room`` [bs], numbers on the host, is how many slots each request has for this step:
     N or more of them, fewer where the KV pool is short. Nodes beyond it are cut, the last ones
@@ -180,6 +193,8 @@ def verify(  # type: ignore[empty-body]
     to ``build_draft_input``. An idle batch has no node and nothing in ``per_node``: hidden states
     are absent, and their width is not guessed at. A replacement must accept a node only if its
     token is what ``predict`` says at its parent, or the output is no longer that of the target.
+    What it returns is cut to a path of the draft from each root, every token of which its
+    ``predict`` gives at the parent, so that a wrong one harms its own requests alone.
     """
 
 

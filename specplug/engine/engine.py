@@ -19,6 +19,7 @@ from specplug.engine.runtime import EngineRuntime
 from specplug.engine.scheduler import Scheduler, Step
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepResult, StepRunner
+from specplug.spec.hook_calls import HookCalls
 from specplug.spec.report import RequestReport, StepReport
 from specplug.spec.state import state_spec
 
@@ -32,7 +33,7 @@ class Engine:
         scheduler: holds the requests.
         steps: runs what is scheduled.
         runtime: of the run; its sampler is told of admitted requests.
-        hooks: the plugin manager's ``hook``, for the reports.
+        hooks: of the run's plugins, for the reports.
         overlap: whether a step is launched before the last one's results are processed.
         tokenizer: the ``tokenizers.Tokenizer``, for the text of log-probabilities; or None.
         ranks: that step together with this one; None: it is alone.
@@ -49,7 +50,7 @@ class Engine:
         scheduler: Scheduler,
         steps: StepRunner,
         runtime: EngineRuntime,
-        hooks: Any,
+        hooks: HookCalls,
         overlap: bool,
         tokenizer: Any | None,
         remote: RemotePrefill | None = None,
@@ -206,7 +207,7 @@ class Engine:
         result.host_seconds += time.perf_counter() - began
         report = _report(result, sampled, kept)
         self.statistics.add(report)
-        self._hooks.on_step(runtime=self._runtime, report=report)
+        self._hooks.on_step(self._runtime, report)
 
     def _process_prefill(self, result: StepResult) -> list[bool]:
         """Hand out what a prefill has sampled; whether each chunk gave a token."""
@@ -365,7 +366,7 @@ class Engine:
             accept_lens=tuple(request.accept_lens),
         )
         self.statistics.add_request(report)
-        self._hooks.on_request_finished(runtime=self._runtime, report=report)
+        self._hooks.on_request_finished(self._runtime, report)
 
 
 def _as_lists(wanted: Mapping[str, Any]) -> dict[str, Any]:

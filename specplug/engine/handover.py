@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +15,8 @@ from specplug.engine.sampling_params import Needs
 from specplug.engine.scheduler import PrefillChunk
 from specplug.spec.batch import Batch, ForwardMode
 from specplug.spec.future_map import FutureMap
-from specplug.spec.state import check_state, state_spec
+from specplug.spec.hook_calls import HookCalls
+from specplug.spec.state import state_spec
 from specplug.spec.target_output import CommittedOutput
 
 _SLICE_BYTES = 4 << 20
@@ -28,17 +28,24 @@ class Handover:
 
     Args:
         runtime: of the run; its pools are those of the target and of all draft models.
-        hooks: the plugin manager's ``hook``.
+        hooks: of the run's plugins.
+        committed: where the engine notes how far each request is.
         future_map: where the draft state of a prefilled request stands, and of a received one goes.
         lookahead: positions behind which a prefill's KV may still change: the last of the layers
             that read further ahead compute theirs again when those tokens are known.
     """
 
     def __init__(
-        self, runtime: EngineRuntime, hooks: Any, future_map: FutureMap, lookahead: int
+        self,
+        runtime: EngineRuntime,
+        hooks: HookCalls,
+        committed: FutureMap,
+        future_map: FutureMap,
+        lookahead: int,
     ) -> None:
         self._runtime = runtime
         self._hooks = hooks
+        self._committed = committed
         self._future_map = future_map
         self._lookahead = lookahead
         self._spec = state_spec(runtime.worker)
@@ -46,11 +53,9 @@ class Handover:
     def cut(self, chunks: Sequence[PrefillChunk], batch: Batch) -> tuple[KVSlice, ...]:
         """Start the way of what these chunks have made final, of requests that another instance
         waits for; with the last chunk of each, of all the rest and of its draft state."""
-        state = {}
+        state: Mapping[str, Tensor | None] = {}
         if any(chunk.is_last and chunk.request.export_from is not None for chunk in chunks):
-            state = self._hooks.export_draft_state(
-                runtime=self._runtime, batch=batch, future_map=self._future_map
-            )
+            state = self._hooks.export_draft_state(self._runtime, batch, self._future_map)
         slices: list[KVSlice] = []
         for i, chunk in enumerate(chunks):
             request, start = chunk.request, chunk.request.export_from
@@ -81,31 +86,29 @@ class Handover:
         # Whoever was retracted since has given its row away, and will be prefilled here.
         live = [u for u in unpackings if u.request.row]
         requests, device = [u.request for u in live], self._runtime.device
+        rows = upload([request.row for request in requests], device)
+        seq_lens = upload([u.parcel.end for u in live], device)
+        roots = upload([u.request.token_ids[u.parcel.end] for u in live], device)
+        order = torch.arange(len(live), device=device)
+        output = CommittedOutput(
+            tokens=roots,
+            last_rows=order,
+            accept_lens=torch.ones_like(order),
+            bonus_tokens=roots,
+        )
+        self._committed.publish(rows, seq_lens, output)
         batch = Batch(
             mode=ForwardMode.DECODE,
             requests=requests,
-            rows=upload([request.row for request in requests], device),
-            seq_lens=upload([u.parcel.end for u in live], device),
+            rows=rows.clone(),
+            seq_lens=seq_lens.clone(),
             greedy=not any(request.needs & Needs.NOISE for request in requests),
         )
-        last_tokens = upload([u.request.token_ids[u.parcel.end] for u in live], device)
         draft_input = self._hooks.build_disagg_draft_input(
-            runtime=self._runtime,
-            batch=batch,
-            last_tokens=last_tokens,
-            future_map=self._future_map,
+            self._runtime, batch, roots.clone(), self._future_map
         )
-        check_state(self._spec, draft_input)
-        self._protect(live, batch.rows)
-        order = torch.arange(len(live), device=device)
-        output = CommittedOutput(
-            tokens=last_tokens,
-            last_rows=order,
-            accept_lens=torch.ones_like(order),
-            bonus_tokens=last_tokens,
-        )
-        self._future_map.publish(batch.rows, batch.seq_lens, output)
-        self._future_map.stash(batch.rows, draft_input)
+        self._protect(live, rows)
+        self._hooks.relay(self._future_map, rows, seq_lens, output, draft_input)
         for request in requests:
             request.draft_state = {}
 

@@ -15,8 +15,13 @@ def upload(values: Sequence[int], device: torch.device) -> Tensor:
 
 def to_host(tensor: Tensor) -> Tensor:
     """Start a tensor's way to pinned host memory; one that is on the CPU stays as it is."""
+    return host_copy(tensor) if tensor.is_cuda else tensor
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """As ``to_host``, but always a copy: what is written to the tensor later does not matter."""
     if not tensor.is_cuda:
-        return tensor
+        return tensor.clone()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)
 

@@ -56,8 +56,9 @@ from specplug.engine.turns import Turns
 from specplug.errors import FallbackWarning, InstanceError, RankError, UsageError
 from specplug.registry import Registry, build_plugin_manager
 from specplug.spec.defaults import CoreDefaults
+from specplug.spec.future_map import FutureMap
+from specplug.spec.hook_calls import HookCalls
 from specplug.spec.runtime import RankInfo
-from specplug.spec.state import state_spec
 
 if TYPE_CHECKING:
     from specplug.disagg.decode_instance import DecodeInstance
@@ -213,10 +214,9 @@ class LLM:
         )
         registry = Registry()
         selected = registry.select(speculative_algorithm)
-        manager = build_plugin_manager(
-            selected, registry.extensions(disable_extensions), CoreDefaults()
-        )
-        self._hooks: Any = manager.hook
+        extensions = registry.extensions(disable_extensions)
+        manager = build_plugin_manager(selected, extensions, CoreDefaults())
+        self._hooks = HookCalls(manager, selected, extensions)
         where = choose_device(device)
         path = find_model(model)
         config = SpecConfig.resolve(
@@ -242,7 +242,7 @@ class LLM:
             },
             enabled=enable_dp_attention,
         )
-        self.spec_config = config = self._hooks.validate_config(config=config)
+        self.spec_config = config = self._hooks.validate_config(config)
         for adjustment in config.adjustments:
             warnings.warn(f"{config.algorithm}: {adjustment}", FallbackWarning, stacklevel=3)
         self._runner = ModelRunner(
@@ -257,21 +257,25 @@ class LLM:
             set_threads(num_threads, self._runner.num_parameters)
         self.tokenizer = load_tokenizer(tokenizer, path)
         self.context_len = min(max_model_len or self._runner.context_len, self._runner.context_len)
-        self._runtime = runtime = EngineRuntime(
-            config,
-            self._runner,
-            self.context_len,
-            max_running_requests,
-            graphs=where.type == "cuda" and not disable_cuda_graph and self._ranks is None,
-            draft_verifies=self._hooks.supports_target_verify_for_draft(),
-            rank=RankInfo(rank=dp_rank, world_size=dp_size),
-        )
-        runtime.worker = self._hooks.create_worker(runtime=runtime)
         self._features = Features.of_run(
             selected.info,
             disable_overlap_schedule=disable_overlap_schedule,
             disable_radix_cache=disable_radix_cache,
         )
+        self._runtime = runtime = EngineRuntime(
+            config,
+            self._runner,
+            self.context_len,
+            max_running_requests,
+            page_size=page_size,
+            chunked_prefill_size=chunked_prefill_size,
+            overlap=self._features.is_on("overlap"),
+            graphs=where.type == "cuda" and not disable_cuda_graph and self._ranks is None,
+            draft_verifies=self._hooks.supports_target_verify_for_draft(),
+            rank=RankInfo(rank=dp_rank, world_size=dp_size),
+        )
+        runtime.worker = self._hooks.create_worker(runtime)
+        runtime.seal()
         self._limits = SchedulerConfig(
             max_running_requests=max_running_requests,
             chunked_prefill_size=chunked_prefill_size,
@@ -469,7 +473,7 @@ class LLM:
 
         Raises:
             RankError: another rank has failed, or has closed while this one has work.
-            Exception: what a plugin raised. All requests have ended then, with that error, and the
+            PluginError: a hook has failed. All requests have ended then, with that error, and the
                 next call returns their outputs.
         """
         with self._turns:
@@ -601,6 +605,7 @@ class LLM:
             "page_size": pool.page_size,
             "max_total_tokens": pool.num_tokens,
             "context_len": self.context_len,
+            "extensions": self._hooks.extensions,
             "device": str(self._runner.device),
             "num_threads": torch.get_num_threads(),
             "dtype": str(self._runner.dtype).removeprefix("torch."),
@@ -645,12 +650,13 @@ class LLM:
     def _make_engine(
         self, runtime: EngineRuntime, cache: PrefixCache, table: RequestTable
     ) -> Engine:
-        future_map = self._hooks.create_future_map(runtime=runtime)
-        future_map.declare(state_spec(runtime.worker))
-        handover = Handover(runtime, self._hooks, future_map, cache.lookahead)
+        committed = FutureMap(runtime.num_rows, runtime.device)
+        future_map = self._hooks.create_future_map(runtime)
+        relays = committed, future_map
+        handover = Handover(runtime, self._hooks, *relays, cache.lookahead)
         return Engine(
             scheduler=Scheduler(self._limits, cache, table),
-            steps=StepRunner(runtime, self._runner, self._hooks, future_map, handover, self._ranks),
+            steps=StepRunner(runtime, self._runner, self._hooks, *relays, handover, self._ranks),
             runtime=runtime,
             hooks=self._hooks,
             overlap=self._limits.steps_in_flight > 1,

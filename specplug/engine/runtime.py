@@ -16,7 +16,9 @@ from specplug.engine.model_runner import ModelRunner
 from specplug.engine.request_table import RequestTable
 from specplug.engine.rotary import FIXED
 from specplug.engine.sampler import Sampler
+from specplug.errors import PluginError
 from specplug.spec.batch import Batch
+from specplug.spec.draft import described
 from specplug.spec.padding import Padding
 from specplug.spec.runtime import KVCache, RankInfo
 
@@ -28,7 +30,8 @@ class EngineRuntime:
     """Implements ``specplug.spec.runtime.Runtime`` over the target, its cache and the sampler.
 
     Args:
-        config, context_len, max_running_requests: of the run.
+        config, context_len, max_running_requests, page_size, chunked_prefill_size, overlap: of
+            the run.
         runner: the target.
         graphs: whether passes are recorded as CUDA graphs.
         draft_verifies: whether the draft's pass has the shape of a target verify, as the
@@ -47,6 +50,9 @@ class EngineRuntime:
         context_len: int,
         max_running_requests: int,
         *,
+        page_size: int,
+        chunked_prefill_size: int | None,
+        overlap: bool,
         graphs: bool = False,
         draft_verifies: bool = False,
         rank: RankInfo | None = None,
@@ -60,6 +66,9 @@ class EngineRuntime:
         self.context_len = context_len
         self.max_running_requests = max_running_requests
         self.num_rows = max_running_requests + 1
+        self.page_size = page_size
+        self.chunked_prefill_size = chunked_prefill_size
+        self.overlap = overlap
         self.rank = rank or RankInfo()
         self.worker: Any = None
         self.sampler = Sampler(self.num_rows, self.vocab_size, self.device)
@@ -70,6 +79,10 @@ class EngineRuntime:
         self.pools: list[Tensor] = []
         self._graphs = graphs
         self._draft_runners: list[PassRunner] = []
+        self._sealed = False
+        self._most_slots = max(
+            config.num_draft_tokens, config.num_draft_slots, config.num_steps + 1
+        )
         self.draft_verifies = draft_verifies
         if graphs:
             runner.record_graphs()
@@ -86,14 +99,28 @@ class EngineRuntime:
 
     def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
         """See ``Runtime``."""
+        self._check_open("capture_layer_inputs")
         return self._runner.captures.keep_layer_inputs(layer_ids)
 
     def capture_lm_head_input(self) -> str:
         """See ``Runtime``."""
+        self._check_open("capture_lm_head_input")
         return self._runner.captures.keep_lm_head_input()
+
+    def seal(self) -> None:
+        """The worker is made: what it has not asked for by now comes too late."""
+        self._sealed = True
+
+    def _check_open(self, method: str) -> None:
+        if self._sealed:
+            raise PluginError(
+                f"runtime.{method}() was called after create_worker(); expected it there, before "
+                "the KV pool is made; call it in create_worker()"
+            )
 
     def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
         """See ``Runtime``."""
+        self._check_open("allocate_kv")
         cache = KVCache([], [])
         self._draft_caches.append((cache, KVShape(num_layers, num_kv_heads, head_dim)))
         return cache
@@ -113,6 +140,7 @@ class EngineRuntime:
         if not isinstance(width, int):
             widths, width = width, max(width)
             padding = Padding.of(widths, width, self.device)
+        self._check_plan(batch, starts, width, offset, positions, mask)
         return self.make_plan(
             batch.rows,
             starts,
@@ -122,6 +150,34 @@ class EngineRuntime:
             mask=mask,
             padding=padding,
         )
+
+    def _check_plan(
+        self,
+        batch: Batch,
+        starts: Tensor,
+        width: int,
+        offset: int,
+        positions: Tensor | None,
+        mask: Tensor | None,
+    ) -> None:
+        """Refuse a pass that would write outside the slots that are kept for drafts."""
+        bs, most = batch.size, max(self._most_slots, *batch.chunk_widths, 0)
+        if not 1 <= width <= most - offset:
+            raise PluginError(
+                f"plan_attention: width {width} at offset {offset}; expected at least 1 and, with "
+                f"the offset, at most {most} slots from starts on; plan less, or raise "
+                "num_draft_slots in validate_config()"
+            )
+        for name, found, shapes in (
+            ("starts", starts, [(bs,)]),
+            ("positions", positions, [(bs, width), (1, width)]),
+            ("mask", mask, [(bs, width, offset + width), (1, width, offset + width)]),
+        ):
+            if found is not None and found.shape not in shapes:
+                raise PluginError(
+                    f"plan_attention: {name} {described(found)}; expected {list(shapes[0])}, for "
+                    f"{bs} requests of {width} rows at offset {offset}"
+                )
 
     def make_plan(self, rows: Tensor, starts: Tensor, width: int, **layout: Any) -> PagedPlan:
         """A plan of the target or a draft model within ``max_slots``, which each step sets."""
@@ -146,6 +202,7 @@ class EngineRuntime:
 
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """See ``Runtime``."""
+        self._check_open("record_draft")
         recorded = self._graphs and self.draft_verifies
         runner = GraphRunner(forward) if recorded else PassRunner(forward)
         self._draft_runners.append(runner)

@@ -15,7 +15,7 @@ from specplug.engine.attention import JoinedPlan, PagedPlan
 from specplug.engine.captures import ROUTED_EXPERTS
 from specplug.engine.guide import HostTree, allocate_masks
 from specplug.engine.handover import Handover
-from specplug.engine.host_copy import Arrival, to_host, upload
+from specplug.engine.host_copy import Arrival, host_copy, upload
 from specplug.engine.kv_cache import move_slots
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.parcel import KVSlice
@@ -26,13 +26,12 @@ from specplug.engine.sampler import top_logprobs
 from specplug.engine.sampling_params import Needs
 from specplug.engine.scheduler import Decode, Prefill, Step
 from specplug.engine.step_clock import StepClock
-from specplug.errors import PluginError
 from specplug.spec.batch import Batch, ForwardMode
 from specplug.spec.draft import Draft, DraftInput
 from specplug.spec.future_map import FutureMap
+from specplug.spec.hook_calls import HookCalls
 from specplug.spec.padding import Padding
 from specplug.spec.rotation import chunk_tails, rotate_chunks
-from specplug.spec.state import check_state, state_spec
 from specplug.spec.target_output import CommittedOutput, TargetOutput, compact
 from specplug.spec.verify import VerifyOutput
 
@@ -122,6 +121,10 @@ class _Half:
     """The prefill or the decode step of a step, before the target's pass.
 
     Attributes:
+        batch: what the algorithm sees of it; its tensors are lent, and not the engine's own.
+        requests: of the half.
+        rows: [bs] int64, of each request.
+        seq_lens: [bs] int64, committed tokens of each request.
         tokens: [R] int64 rows of the pass.
         plan: where they stand.
         logits_rows: rows whose logits are wanted, on a prefill.
@@ -130,6 +133,9 @@ class _Half:
     """
 
     batch: Batch
+    requests: tuple[Request, ...]
+    rows: Tensor
+    seq_lens: Tensor
     needs: Needs
     tokens: Tensor
     plan: PagedPlan
@@ -147,8 +153,9 @@ class StepRunner:
     Args:
         runtime: of the run.
         runner: the target.
-        hooks: the plugin manager's ``hook``.
-        future_map: the relay between steps.
+        hooks: of the run's plugins.
+        committed: the engine's own relay between steps: lengths and roots, and no draft state.
+        future_map: the algorithm's, which may do to its own as it likes.
         handover: to other instances and from them.
         ranks: that run each pass of the target together with this one; None: it is alone.
     """
@@ -157,7 +164,8 @@ class StepRunner:
         self,
         runtime: EngineRuntime,
         runner: ModelRunner,
-        hooks: Any,
+        hooks: HookCalls,
+        committed: FutureMap,
         future_map: FutureMap,
         handover: Handover,
         ranks: RankGroup | None = None,
@@ -165,10 +173,10 @@ class StepRunner:
         self._runtime = runtime
         self._runner = runner
         self._hooks = hooks
+        self._committed = committed
         self._future_map = future_map
         self._handover = handover
         self._ranks = ranks
-        self._spec = state_spec(runtime.worker)
         self._numbers = count(1)
         self._unread: list[StepResult] = []
 
@@ -188,19 +196,22 @@ class StepRunner:
         states, and the draft extend has no token.
         """
         with self._current_device():
-            batch = self._batch(ForwardMode.IDLE, (), Needs.NOTHING)
-            nothing = batch.rows
+            nothing = self._upload(())
+            batch = _lent(ForwardMode.IDLE, (), nothing, nothing, Needs.NOTHING)
             self._runtime.max_slots = 1
             row = self._upload([0])
             self._agree(row)
             logits, _ = self._runner.verify(row, self._runtime.make_plan(row, row, 1), False)
             verified = self._hooks.verify(
-                runtime=self._runtime,
-                batch=batch,
-                draft=Draft.chain(nothing.unsqueeze(1)),
-                target_output=TargetOutput(predict=nothing, logits=logits[:0], per_node={}),
+                self._runtime,
+                batch,
+                Draft.chain(nothing.unsqueeze(1)),
+                TargetOutput(predict=nothing, logits=logits[:0], per_node={}),
             )
-            self._extend(batch, compact(verified, {}), nothing)
+            output = compact(verified, {})
+            empty = DraftInput(bonus_tokens=output.bonus_tokens)
+            draft_input = self._hooks.fixup_idle(self._runtime, batch, empty)
+            self._hooks.relay(self._future_map, nothing, nothing, output, draft_input)
 
     def _agree(self, *rows: Tensor) -> None:
         """Wait until the other ranks, too, are ready for a pass of the target."""
@@ -245,41 +256,57 @@ class StepRunner:
         """The prompt tokens of a prefill."""
         chunks, runtime = scheduled.chunks, self._runtime
         widths = tuple(chunk.end - chunk.start for chunk in chunks)
-        needs = _needs(scheduled.requests)
-        batch = self._batch(ForwardMode.PREFILL, scheduled.requests, needs)
-        batch.seq_lens = self._upload([chunk.start for chunk in chunks])
+        requests = scheduled.requests
+        needs = _needs(requests)
+        rows = self._upload([request.row for request in requests])
+        seq_lens = self._upload([chunk.start for chunk in chunks])
+        padding = Padding.of(widths, max(widths), runtime.device)
+        plan = runtime.make_plan(rows, seq_lens, max(widths), padding=padding)
+        batch = _lent(ForwardMode.PREFILL, requests, rows, seq_lens.clone(), needs)
         batch.chunk_widths = widths
         batch.chunk_ends = tuple(chunk.end for chunk in chunks)
         batch.first_chunk = tuple(chunk.is_first for chunk in chunks)
         batch.last_chunk = tuple(chunk.is_last for chunk in chunks)
-        padding = Padding.of(widths, max(widths), runtime.device)
-        plan = runtime.make_plan(batch.rows, batch.seq_lens, max(widths), padding=padding)
-        batch.attention = plan
-        tokens = self._upload([token for chunk in chunks for token in chunk.tokens])
-        ends = self._upload([end - 1 for end in accumulate(widths)])
-        return _Half(batch=batch, needs=needs, tokens=tokens, plan=plan, logits_rows=ends)
+        return _Half(
+            batch=batch,
+            requests=requests,
+            rows=rows,
+            seq_lens=seq_lens,
+            needs=needs,
+            tokens=self._upload([token for chunk in chunks for token in chunk.tokens]),
+            plan=plan,
+            logits_rows=self._upload([end - 1 for end in accumulate(widths)]),
+        )
 
     def _nodes(self, scheduled: Decode) -> _Half:
         """What the algorithm proposes for a decode step."""
         requests, runtime = scheduled.requests, self._runtime
         needs = _needs(requests)
-        batch = self._batch(ForwardMode.DECODE, requests, needs)
+        rows = self._upload([request.row for request in requests])
+        seq_lens, known = self._committed.resolve(rows)
+        batch = _lent(ForwardMode.DECODE, requests, rows, seq_lens, needs)
         batch.room = scheduled.room
-        batch.seq_lens, draft_input = self._future_map.resolve(batch.rows)
-        draft = self._hooks.propose(runtime=runtime, batch=batch, draft_input=draft_input)
-        self._check(draft, batch)
-        draft = draft.narrow(batch.room)
+        batch.seq_lens, draft_input = self._hooks.resolve(self._future_map, batch.rows)
+        draft = self._hooks.propose(runtime, batch, draft_input, roots=known.bonus_tokens)
+        draft = draft.narrow(scheduled.room)
         plan = runtime.make_plan(
-            batch.rows,
-            batch.seq_lens,
+            rows,
+            seq_lens,
             draft.width,
-            positions=None if draft.is_chain else batch.seq_lens.unsqueeze(1) + draft.depths,
+            positions=None if draft.is_chain else seq_lens.unsqueeze(1) + draft.depths,
             mask=None if draft.is_chain else draft.mask,
             padding=draft.padding,
         )
-        batch.attention = plan
-        nodes = draft.flatten(draft.tokens)
-        half = _Half(batch=batch, needs=needs, tokens=nodes, plan=plan, draft=draft)
+        half = _Half(
+            batch=batch,
+            requests=requests,
+            rows=rows,
+            seq_lens=seq_lens,
+            needs=needs,
+            tokens=draft.flatten(draft.tokens),
+            plan=plan,
+            draft=draft,
+        )
         if needs & Needs.GRAMMAR:
             half.tree = HostTree.of(draft)
         return half
@@ -324,27 +351,27 @@ class StepRunner:
         """Sample behind each chunk, feed the draft model, and cut out what others wait for."""
         if scheduled is None or half is None or outputs is None:
             return None
-        (logits, per_node), batch = outputs, half.batch
+        logits, per_node = outputs
         assert half.logits_rows is not None
-        accept_lens = self._upload(list(batch.chunk_widths))
-        ends = batch.seq_lens + accept_lens
-        predict = self._sample(half, batch.rows, ends, logits)
-        logprobs = self._logprobs(batch.requests, logits, predict)
-        tails = chunk_tails(batch, 1, predict)
+        widths = self._upload(list(half.batch.chunk_widths))
+        ends = half.seq_lens + widths
+        predict = self._sample(half, half.rows, ends, logits)
+        logprobs = self._logprobs(half.requests, logits, predict)
+        # All that the engine needs of it is out before the algorithm gets it.
+        tokens, wanted = host_copy(predict), _for_host({**per_node, **logprobs})
+        tails = chunk_tails(half.batch, 1, predict)
         output = CommittedOutput(
             tokens=rotate_chunks(half.tokens, half.logits_rows, tails),
             per_node=per_node,
             last_rows=half.logits_rows,
-            accept_lens=accept_lens,
+            accept_lens=widths,
             bonus_tokens=predict,
         )
         clock.lap("verify")
-        self._extend(batch, output, ends)
-        wanted = _for_host({**per_node, **logprobs})
-        slices = self._handover.cut(scheduled.chunks, batch)
-        result = PrefillResult(tokens=to_host(predict), wanted=wanted, slices=slices)
+        self._extend(half, ends, output)
+        slices = self._handover.cut(scheduled.chunks, half.batch)
         clock.lap("extend")
-        return result
+        return PrefillResult(tokens=tokens, wanted=wanted, slices=slices)
 
     def _finish_decode(
         self, half: _Half | None, outputs: Outputs | None, clock: StepClock
@@ -352,81 +379,54 @@ class StepRunner:
         """Sample at each node, verify, compact, and feed the draft model."""
         if half is None or outputs is None:
             return None
-        (logits, per_node), batch, draft = outputs, half.batch, half.draft
+        (logits, per_node), draft = outputs, half.draft
         assert draft is not None
-        rows = batch.rows[draft.batch_index]
+        rows = half.rows[draft.batch_index]
         predict = self._sample(half, rows, half.plan.positions + 1, logits)
-        logprobs = self._logprobs(batch.requests, logits, predict)
+        logprobs = self._logprobs(half.requests, logits, predict)
         # A recorded pass gives the same dictionary every time: nothing is added to it.
-        output = TargetOutput(predict=predict, logits=logits, per_node={**per_node, **logprobs})
-        verified = self._hooks.verify(
-            runtime=self._runtime, batch=batch, draft=draft, target_output=output
-        )
-        self._commit(batch, draft, verified, half.needs)
-        committed = compact(verified, output.per_node)
+        per_node = {**per_node, **logprobs}
+        output = TargetOutput(predict=predict, logits=logits, per_node=per_node)
+        verified = self._hooks.verify(self._runtime, half.batch, draft, output)
+        self._commit(half, draft, verified)
+        own = {name: per_node[name] for name in _FOR_HOST if name in per_node}
+        committed = compact(verified, {**output.per_node, **own})
         clock.lap("verify")
-        self._extend(batch, committed, batch.seq_lens + verified.accept_lens)
+        # All that the engine needs of it is out before the algorithm gets it.
         result = DecodeResult(
-            tokens=to_host(committed.tokens.view(batch.size, -1)),
-            accept_lens=to_host(verified.accept_lens),
+            tokens=host_copy(committed.tokens.view(len(half.requests), -1)),
+            accept_lens=host_copy(verified.accept_lens),
             wanted=_for_host(committed.per_node),
-            widths=draft.widths or (draft.width,) * batch.size,
+            widths=draft.widths or (draft.width,) * len(half.requests),
         )
+        self._extend(half, half.seq_lens + verified.accept_lens, committed)
         clock.lap("extend")
         return result
 
-    def _check(self, draft: Draft, batch: Batch) -> None:
-        """Refuse a draft that would write behind the slots that are kept for it."""
-        config = self._runtime.config
-        size, width = draft.tokens.shape
-        most, steps = config.num_draft_tokens, config.num_steps
-        if size != batch.size or width > most or draft.depth > steps:
-            raise PluginError(
-                f"{config.algorithm}: propose() drafted {width} nodes, {draft.depth} deep, for "
-                f"{size} requests; expected at most num_draft_tokens={most} nodes, "
-                f"num_steps={steps} deep, for {batch.size}; draft less, or raise these in "
-                "validate_config()"
-            )
-
-    def _commit(self, batch: Batch, draft: Draft, verified: VerifyOutput, needs: Needs) -> None:
+    def _commit(self, half: _Half, draft: Draft, verified: VerifyOutput) -> None:
         """Bring the accepted path's KV to consecutive slots, and count its tokens."""
         index = verified.accept_index
         valid = index >= 0
         if not draft.is_chain:
             local = (index - draft.offsets.unsqueeze(1)).clamp(min=0)
-            row = batch.rows.unsqueeze(1)
-            start = batch.seq_lens.unsqueeze(1)
+            row, start = half.rows.unsqueeze(1), half.seq_lens.unsqueeze(1)
             columns = torch.arange(index.shape[1], device=index.device)
             slots = self._runtime.table.slots
             source = torch.where(valid, slots[row, start + local], 0)
             target = torch.where(valid, slots[row, start + columns], 0)
             move_slots(self._runtime.pools[0], source.view(-1), target.view(-1))
-        if needs & Needs.PENALTIES:
-            nodes = draft.flatten(draft.tokens)[index.clamp(min=0)]
-            self._runtime.sampler.count(batch.rows, nodes, valid)
+        if half.needs & Needs.PENALTIES:
+            nodes = half.tokens[index.clamp(min=0)]
+            self._runtime.sampler.count(half.rows, nodes, valid)
 
-    def _extend(self, batch: Batch, output: CommittedOutput, seq_lens: Tensor) -> None:
-        """Feed the draft model, then leave all that the next step needs."""
-        if len(output.tokens) == 0:
-            empty = DraftInput(bonus_tokens=output.bonus_tokens)
-            draft_input = self._hooks.fixup_idle(
-                runtime=self._runtime, batch=batch, draft_input=empty
-            )
-        else:
-            draft_input = self._hooks.build_draft_input(
-                runtime=self._runtime,
-                batch=batch,
-                target_output=output,
-                future_map=self._future_map,
-            )
-        check_state(self._spec, draft_input)
-        self._future_map.publish(batch.rows, seq_lens, output)
-        self._future_map.stash(batch.rows[: len(draft_input.bonus_tokens)], draft_input)
-
-    def _batch(self, mode: ForwardMode, requests: Sequence[Request], needs: Needs) -> Batch:
-        rows = self._upload([request.row for request in requests])
-        greedy = not needs & Needs.NOISE
-        return Batch(mode=mode, requests=requests, rows=rows, seq_lens=rows, greedy=greedy)
+    def _extend(self, half: _Half, seq_lens: Tensor, output: CommittedOutput) -> None:
+        """Note how far the requests are, then feed the draft model."""
+        self._committed.publish(half.rows, seq_lens, output)
+        half.batch.attention = half.plan
+        draft_input = self._hooks.build_draft_input(
+            self._runtime, half.batch, output, self._future_map
+        )
+        self._hooks.relay(self._future_map, half.rows, seq_lens, output, draft_input)
 
     def _sample(self, half: _Half, rows: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         sampler, needs = self._runtime.sampler, half.needs
@@ -446,7 +446,7 @@ class StepRunner:
         self._unread.clear()
         pinned = self._runtime.device.type == "cuda"
         masks = allocate_masks(num_rows, self._runtime.vocab_size, pinned=pinned)
-        guides = [request.guide for request in half.batch.requests]  # type: ignore[attr-defined]
+        guides = [request.guide for request in half.requests]
         if half.tree is not None:
             half.tree.fill_masks(guides, masks)
         else:
@@ -465,6 +465,14 @@ class StepRunner:
         return upload(values, self._runtime.device)
 
 
+def _lent(
+    mode: ForwardMode, requests: Sequence[Request], rows: Tensor, seq_lens: Tensor, needs: Needs
+) -> Batch:
+    """A batch as an algorithm gets it: what it writes there is nobody else's."""
+    greedy = not needs & Needs.NOISE
+    return Batch(mode=mode, requests=requests, rows=rows.clone(), seq_lens=seq_lens, greedy=greedy)
+
+
 def _needs(requests: Sequence[Any]) -> Needs:
     needs = Needs.NOTHING
     for request in requests:
@@ -474,4 +482,4 @@ def _needs(requests: Sequence[Any]) -> Needs:
 
 def _for_host(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of a pass's outputs, those that requests asked for, on their way to the host."""
-    return {name: to_host(outputs[name]) for name in _FOR_HOST if name in outputs}
+    return {name: host_copy(outputs[name]) for name in _FOR_HOST if name in outputs}

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
 
 class CoreDefaults:
-    """Default implementations."""
+    """Default implementations.
+
+    Attributes:
+        verifying: the draft and the target's token at each of its nodes, while ``verify`` is
+            called: they are not what the plugins were lent, and may have written to.
+    """
+
+    def __init__(self) -> None:
+        self.verifying: tuple[Draft, Tensor] | None = None
 
     @hookimpl(trylast=True)
     def validate_config(self, config: SpecConfig) -> SpecConfig:
@@ -47,7 +55,7 @@ class CoreDefaults:
     def verify(self, draft: Draft, target_output: TargetOutput) -> VerifyOutput:
         from specplug.spec.verify import verify_tree
 
-        return verify_tree(draft, target_output.predict)
+        return verify_tree(*(self.verifying or (draft, target_output.predict)))
 
     @hookimpl(trylast=True)
     def fixup_idle(self, runtime: Runtime, draft_input: DraftInput) -> DraftInput:

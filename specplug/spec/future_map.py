@@ -23,8 +23,8 @@ class FutureMap:
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.seq_lens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.bonus_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._known = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+        self.seq_lens, self.bonus_tokens = self._known.unbind(0)
         self.state: dict[str, Tensor] = {}
         self.num_rows = num_rows
 
@@ -66,4 +66,5 @@ class FutureMap:
     def resolve(self, rows: Tensor) -> tuple[Tensor, DraftInput]:
         """The committed lengths [bs] and the draft input of the requests in ``rows`` [bs]."""
         state = {name: buffer[rows] for name, buffer in self.state.items()}
-        return self.seq_lens[rows], DraftInput(bonus_tokens=self.bonus_tokens[rows], state=state)
+        seq_lens, bonus_tokens = self._known.index_select(1, rows).unbind(0)
+        return seq_lens, DraftInput(bonus_tokens=bonus_tokens, state=state)

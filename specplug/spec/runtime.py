@@ -79,6 +79,9 @@ class Runtime(Protocol):
         rank: facts about this process's place.
         vocab_size, hidden_size, num_layers, context_len: of the target.
         max_running_requests: the greatest bs of a decode step.
+        page_size: tokens a page of the KV pool.
+        chunked_prefill_size: the most prompt tokens of a step; None: no limit.
+        overlap: whether a step is launched before the host knows what the last one accepted.
         num_rows: request rows, row 0 (padding) included.
     """
 
@@ -92,6 +95,9 @@ class Runtime(Protocol):
     num_layers: int
     context_len: int
     max_running_requests: int
+    page_size: int
+    chunked_prefill_size: int | None
+    overlap: bool
     num_rows: int
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:

@@ -57,12 +57,38 @@ def test_a_draft_that_does_not_fit_is_told_and_the_engine_goes_on(
 
     algorithm = Misfit(reference.tokens(["greedy"] * 7))
     with LLM(tiny_model, dtype="float64", speculative_algorithm=algorithm) as llm:
-        with pytest.raises(PluginError, match=rf"SCRIPTED: propose\(\) drafted {told}; expected"):
+        with pytest.raises(
+            PluginError, match=rf"^algorithm SCRIPTED .*: propose\(\) drafted {told}; expected"
+        ):
             llm.generate(reference.prompts)
         algorithm.broken = False
         outputs = llm.generate(reference.prompts, reference.params["greedy"])
         llm.check_pool()
     assert [o.token_ids for o in outputs] == [o.token_ids for o in reference.outputs["greedy"]]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_runtime_shows_the_sizes_of_the_run(
+    overlap: bool, tiny_model: Path, successors: Any
+) -> None:
+    shown: dict[str, Any] = {}
+
+    class Looks(successors):  # type: ignore[misc]
+        @hookimpl
+        def create_worker(self, runtime: Runtime) -> object:
+            names = ("page_size", "chunked_prefill_size", "overlap")
+            shown.update({name: getattr(runtime, name) for name in names})
+            return super().create_worker(runtime)
+
+    for size in (7, None):
+        LLM(
+            tiny_model,
+            page_size=5,
+            chunked_prefill_size=size,
+            disable_overlap_schedule=not overlap,
+            speculative_algorithm=Looks(),
+        ).close()
+        assert shown == {"page_size": 5, "chunked_prefill_size": size, "overlap": overlap}
 
 
 @pytest.mark.parametrize("overlap", [True, False])

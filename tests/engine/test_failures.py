@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specplug import LLM, SamplingParams, UsageError, hookimpl
+from specplug import LLM, PluginError, SamplingParams, UsageError, hookimpl
 from specplug.engine import guide
 from specplug.engine.prefix_cache import PrefixCache
 from specplug.engine.step import StepResult
@@ -70,7 +70,7 @@ def drive(llm: LLM) -> tuple[dict[str, Any], list[BaseException]]:
     while llm.has_unfinished_requests:
         try:
             outputs = llm.step()
-        except (LookupError, KeyboardInterrupt) as error:
+        except (PluginError, KeyboardInterrupt) as error:
             raised.append(error)
             continue
         for output in outputs:
@@ -145,7 +145,7 @@ def test_another_streams_failure_ends_ours(failing: Any, reference: Any) -> None
     second = llm.stream(reference.prompts[1], SamplingParams(max_tokens=20))
     next(first), next(second)
     raising.add("on_step")
-    with pytest.raises(LookupError):
+    with pytest.raises(PluginError, match=r"on_step\(\) raised LookupError"):
         list(second)
     assert [output.finish_reason for output in first][-1] == "error"
 
@@ -158,7 +158,7 @@ def test_a_failing_close_frees_the_engine(tiny_model: Path, scripted: Any, refer
 
     llm = LLM(tiny_model, speculative_algorithm=Fails(reference.tokens(["greedy"] * 7)))
     llm.add_request(reference.prompts[0])
-    with pytest.raises(LookupError):
+    with pytest.raises(PluginError, match=r"on_request_finished\(\) raised LookupError: no such"):
         llm.close()
     assert llm._engine is None
     for use in (llm.stats, llm.flush_cache, llm.reset_stats, llm.check_pool, llm.step):

@@ -1,0 +1,574 @@
+"""Whatever a plugin raises or returns wrongly is told with its name, and the engine goes on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from specplug import (
+    LLM,
+    AlgorithmInfo,
+    CheckpointError,
+    Draft,
+    DraftInput,
+    FutureMap,
+    PluginError,
+    SamplingParams,
+    UsageError,
+    VerifyOutput,
+    hookimpl,
+)
+from specplug.registry import Extension, ExtensionEntry, PluginWarning, Registry
+from specplug.spec import draft as draft_module
+from specplug.spec import hook_calls
+
+SHORT = SamplingParams(max_tokens=6)
+PROMPT = [3, 1, 4, 1, 5]
+
+
+class Plain:
+    """Drafts the root three times; what is in ``instead`` is done in the place of a hook."""
+
+    def __init__(self) -> None:
+        self.instead: dict[str, Callable[..., Any]] = {}
+
+    def _do(self, hook: str, usual: Callable[..., Any], *arguments: Any) -> Any:
+        return self.instead.get(hook, usual)(*arguments)
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(name="PLAIN", summary="The root again", api_version=1)
+
+    @hookimpl
+    def validate_config(self, config: Any) -> Any:
+        return self._do("validate_config", lambda config: config, config)
+
+    @hookimpl
+    def supports_target_verify_for_draft(self) -> Any:
+        return self._do("supports_target_verify_for_draft", lambda: None)
+
+    @hookimpl
+    def create_worker(self, runtime: Any) -> Any:
+        return self._do("create_worker", lambda runtime: self, runtime)
+
+    @hookimpl
+    def create_future_map(self, runtime: Any) -> Any:
+        return self._do("create_future_map", lambda runtime: None, runtime)
+
+    @hookimpl
+    def build_draft_input(self, runtime: Any, batch: Any, target_output: Any) -> Any:
+        def usual(runtime: Any, batch: Any, output: Any) -> DraftInput:
+            return DraftInput(bonus_tokens=output.bonus_tokens)
+
+        return self._do("build_draft_input", usual, runtime, batch, target_output)
+
+    @hookimpl
+    def propose(self, runtime: Any, batch: Any, draft_input: Any) -> Any:
+        def usual(runtime: Any, batch: Any, roots: Any) -> Draft:
+            return Draft.chain(roots.unsqueeze(1).repeat(1, 2))
+
+        return self._do("propose", usual, runtime, batch, draft_input.bonus_tokens)
+
+    @hookimpl
+    def verify(self, runtime: Any, draft: Any, target_output: Any) -> Any:
+        return self._do("verify", lambda *_: None, runtime, draft, target_output)
+
+    @hookimpl
+    def on_step(self, runtime: Any, report: Any) -> None:
+        self._do("on_step", lambda *_: None, runtime, report)
+
+    @hookimpl
+    def on_request_finished(self, runtime: Any, report: Any) -> None:
+        self._do("on_request_finished", lambda *_: None, runtime, report)
+
+
+class OwnBase(BaseException):
+    """Neither an Exception nor one of Python's own."""
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def hook(*_: Any) -> Any:
+        raise error
+
+    return hook
+
+
+def returning(value: Any) -> Callable[..., Any]:
+    return lambda *_: value
+
+
+def leaving(*_: Any) -> Any:
+    sys.exit(0)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[tuple[LLM, Plain]]:
+    """One engine for all: a step that fails ends its requests, and the next ones are served."""
+    plugin = Plain()
+    with LLM(tiny_model, device="cpu", speculative_algorithm=plugin) as llm:
+        yield llm, plugin
+
+
+@pytest.fixture
+def told(engine: tuple[LLM, Plain]) -> Iterator[Callable[..., str]]:
+    """``told(hook, instead)``: the error that a run gets if the hook does that."""
+    llm, plugin = engine
+    expected = llm.generate([PROMPT], SHORT)[0].token_ids
+
+    def run(hook: str, instead: Callable[..., Any]) -> str:
+        plugin.instead[hook] = instead
+        with pytest.raises(PluginError) as caught:
+            llm.generate([PROMPT], SHORT)
+        plugin.instead.clear()
+        message = str(caught.value)
+        subject = "algorithm PLAIN (not installed ?, "
+        assert message.startswith(subject), message
+        assert "\n" not in message
+        return message.partition("): ")[2]
+
+    yield run
+    plugin.instead.clear()
+    assert llm.generate([PROMPT], SHORT)[0].token_ids == expected, "the next ones are served"
+    llm.check_pool()
+
+
+RUN_TIME = ("propose", "verify", "build_draft_input", "on_step", "on_request_finished")
+
+
+@pytest.mark.parametrize("hook", RUN_TIME)
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (LookupError("two\nlines"), "LookupError: two"),
+        (SystemExit(0), "SystemExit: 0"),
+        (OwnBase("own"), "OwnBase: own"),
+        (UsageError("not the user's"), "UsageError: not the user's"),
+    ],
+)
+def test_what_a_hook_raises_bears_its_name(
+    hook: str, error: BaseException, said: str, told: Callable[..., str]
+) -> None:
+    assert told(hook, raising(error)).startswith(f"{hook}() raised {said}; expected")
+
+
+def test_sys_exit_in_a_hook_is_a_failure(told: Callable[..., str]) -> None:
+    assert told("propose", leaving).startswith("propose() raised SystemExit: 0; expected")
+
+
+def test_ctrl_c_in_a_hook_is_the_users(engine: tuple[LLM, Plain]) -> None:
+    llm, plugin = engine
+    plugin.instead["propose"] = raising(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT], SHORT)
+    plugin.instead.clear()
+
+
+def of_roots(make: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda runtime, batch, roots: make(roots.unsqueeze(1))
+
+
+def of_output(make: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda runtime, batch, output: make(output.bonus_tokens)
+
+
+def changed(**changes: Any) -> Callable[..., Any]:
+    """A sound result of verify, with changes that are made of the draft."""
+
+    def verify(runtime: Any, draft: Any, output: Any) -> Any:
+        sound = {
+            "predict": output.predict,
+            "accept_index": draft.offsets.unsqueeze(1),
+            "accept_lens": torch.ones_like(draft.offsets),
+            "bonus_tokens": output.predict[draft.offsets],
+        }
+        return VerifyOutput(**{**sound, **{k: make(draft) for k, make in changes.items()}})
+
+    return verify
+
+
+def adding(value: Any) -> Callable[..., Any]:
+    def verify(runtime: Any, draft: Any, output: Any) -> None:
+        output.per_node["own"] = value
+
+    return verify
+
+
+class BrokenMap(FutureMap):
+    def stash(self, rows: Any, draft_input: Any) -> None:
+        raise LookupError("no room")
+
+
+TREE = torch.tensor([[-1, 0]])
+WRONG: list[tuple[str, Callable[..., Any], str]] = [
+    ("propose", returning(None), "returned None; expected a specplug.Draft"),
+    ("propose", returning([1, 2]), "returned a value of type list; expected a specplug.Draft"),
+    ("propose", of_roots(lambda r: r), "returned a value [1, 1] of torch.int64 on cpu; expected"),
+    ("propose", of_roots(lambda r: Draft.chain(r.int())), "raised ValueError: tokens of torch.int"),
+    ("propose", of_roots(lambda r: Draft.chain(r[0])), "raised ValueError: tokens [1] of torch"),
+    (
+        "propose",
+        of_roots(lambda r: Draft(tokens=r.float(), parents=None, widths=None, depth=0)),
+        "drafted tokens of torch.float32; expected torch.int64",
+    ),
+    (
+        "propose",
+        of_roots(lambda r: Draft(tokens=r, parents=TREE, widths=None, depth=1)),
+        "drafted parents [1, 2] of torch.int64 on cpu; expected them like tokens, [1, 1]",
+    ),
+    (
+        "propose",
+        of_roots(lambda r: Draft.chain(r.to("meta"))),
+        "drafted tokens [1, 1] of torch.int64 on meta; expected them on runtime.device, cpu",
+    ),
+    ("propose", of_roots(lambda r: Draft.chain(r + 1)), "drafted from the roots ["),
+    (
+        "propose",
+        of_roots(lambda r: Draft.chain(torch.cat((r, r * 0 + 96), 1))),
+        "drafted the tokens [96]; expected tokens from 0 to 95",
+    ),
+    (
+        "propose",
+        of_roots(lambda r: Draft.tree(r.repeat(1, 2), TREE + 1, 1)),
+        "raised ValueError: node 0 must be the root, with parent -1; found [[0, 1]]",
+    ),
+    ("build_draft_input", returning(None), "returned None; expected a specplug.DraftInput"),
+    (
+        "build_draft_input",
+        of_output(lambda t: DraftInput(bonus_tokens=t.repeat(2))),
+        "gave a draft input 'bonus_tokens' [2] of torch.int64 on cpu; expected a tensor of leading",
+    ),
+    (
+        "build_draft_input",
+        of_output(lambda t: DraftInput(bonus_tokens=t, state={"h": torch.zeros(3, 2)})),
+        "gave a state 'h' [3, 2] of torch.float32 on cpu; expected a tensor of leading size 1 on",
+    ),
+    (
+        "build_draft_input",
+        of_output(lambda t: DraftInput(bonus_tokens=t, state={"h": [1]})),
+        "gave a state 'h' of type list; expected a tensor of leading size 1 on cpu",
+    ),
+    (
+        "build_draft_input",
+        of_output(lambda t: DraftInput(bonus_tokens=t, state={"h": t.to("meta")})),
+        "gave a state 'h' [1] of torch.int64 on meta; expected",
+    ),
+    (
+        "build_draft_input",
+        of_output(lambda t: DraftInput(bonus_tokens=t, state=[t])),
+        "gave a state of type list; expected a mapping of named tensors",
+    ),
+    ("verify", returning(5), "returned a value of type int; expected a specplug.VerifyOutput"),
+    (
+        "verify",
+        changed(accept_lens=lambda d: d.offsets.float()),
+        "returned accept_lens [1] of torch.float32 on cpu; expected [1] of torch.int64 on cpu",
+    ),
+    (
+        "verify",
+        changed(predict=lambda d: d.offsets),
+        "returned predict [1] of torch.int64 on cpu; expected [2] of torch.int64",
+    ),
+    (
+        "verify",
+        changed(accept_index=lambda d: d.offsets.unsqueeze(1).repeat(1, 9)),
+        "returned 9 columns; expected 1 to 2, num_steps + 1",
+    ),
+    (
+        "verify",
+        changed(accept_lens=lambda d: d.offsets + 2),
+        "returned accept_lens=[2]; expected [1]: a path from the root",
+    ),
+    (
+        "verify",
+        adding(torch.zeros(5, 1)),
+        "gave target_output.per_node 'own' [5, 1] of torch.float32 on cpu; expected a tensor of le",
+    ),
+    (
+        "build_draft_input",
+        lambda runtime, *_: runtime.allocate_kv(1, 1, 2),
+        ": runtime.allocate_kv() was called after create_worker(); expected it there",
+    ),
+    (
+        "build_draft_input",
+        lambda runtime, *_: runtime.capture_layer_inputs((0,)),
+        ": runtime.capture_layer_inputs() was called after create_worker()",
+    ),
+    (
+        "propose",
+        lambda runtime, *_: runtime.record_draft(len),
+        ": runtime.record_draft() was called after create_worker()",
+    ),
+    (
+        "propose",
+        lambda runtime, batch, roots: runtime.plan_attention(batch, batch.seq_lens, 9),
+        ": plan_attention: width 9 at offset 0; expected at least 1 and, with the offset, at most",
+    ),
+    (
+        "propose",
+        lambda runtime, batch, roots: runtime.plan_attention(batch, batch.seq_lens, 1, offset=2),
+        ": plan_attention: width 1 at offset 2; expected",
+    ),
+    (
+        "propose",
+        lambda runtime, batch, roots: runtime.plan_attention(batch, roots.repeat(2), 1),
+        ": plan_attention: starts [2] of torch.int64 on cpu; expected [1], for 1 requests of 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("hook", "instead", "found"), WRONG)
+def test_what_a_hook_returns_wrongly_bears_its_name(
+    hook: str, instead: Callable[..., Any], found: str, told: Callable[..., str]
+) -> None:
+    message = told(hook, instead)
+    separator = "" if found.startswith(":") else " "
+    assert message.startswith(f"{hook}(){separator}{found}"), message
+    assert "; expected " in message
+
+
+def test_values_are_bounded_where_nobody_debugs(
+    engine: tuple[LLM, Plain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook_calls, "DEBUG", False)
+    monkeypatch.setattr(draft_module, "DEBUG", False)
+    llm, plugin = engine
+    expected = llm.generate([PROMPT], SHORT)[0].token_ids
+    for make in (
+        lambda r: Draft.chain(r + 1),
+        lambda r: Draft.chain(torch.cat((r, r * 0 - 5), 1)),
+        lambda r: Draft.tree(r.repeat(1, 2), TREE + 9, 1),
+        lambda r: Draft.tree(r.repeat(1, 2), TREE, 0),
+    ):
+        plugin.instead["propose"] = of_roots(make)
+        assert llm.generate([PROMPT], SHORT)[0].token_ids == expected
+    plugin.instead.clear()
+    llm.check_pool()
+
+
+@pytest.mark.parametrize(
+    ("hook", "instead", "found"),
+    [
+        ("validate_config", returning(5), "() returned a value of type int; expected a specplug"),
+        (
+            "validate_config",
+            lambda config: attrs.evolve(config, num_draft_slots=-1),
+            "() raised ValueError: 'num_draft_slots' must be >= 0: -1; expected it to return",
+        ),
+        (
+            "validate_config",
+            lambda config: attrs.evolve(config, draft_lookahead="1"),
+            "() raised TypeError: 'draft_lookahead' must be <class 'int'>",
+        ),
+        (
+            "validate_config",
+            lambda config: attrs.evolve(config, num_steps=0),
+            "() raised ValueError: 'num_steps' must be >= 1: 0; expected it to return",
+        ),
+        ("validate_config", leaving, "() raised SystemExit: 0; expected it to return"),
+        ("create_worker", returning(None), "() returned None; expected an object"),
+        ("create_worker", leaving, "() raised SystemExit: 0; expected it to return"),
+        (
+            "create_future_map",
+            returning({}),
+            "() returned a value of type dict; expected a specplug.FutureMap",
+        ),
+        (
+            "supports_target_verify_for_draft",
+            returning("yes"),
+            "() returned a value of type str; expected True, False or None",
+        ),
+    ],
+)
+def test_a_failure_before_the_run_bears_its_name(
+    hook: str, instead: Callable[..., Any], found: str, tiny_model: Path
+) -> None:
+    plugin = Plain()
+    plugin.instead[hook] = instead
+    with pytest.raises(PluginError) as caught:
+        LLM(tiny_model, device="cpu", speculative_algorithm=plugin)
+    assert str(caught.value).startswith("algorithm PLAIN (not installed ?, ")
+    assert f"): {hook}{found}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [
+        ("validate_config", UsageError("num_steps=9: expected fewer")),
+        ("create_worker", CheckpointError("no such file")),
+    ],
+)
+def test_a_refusal_of_the_users_values_stays_one(
+    hook: str, error: Exception, tiny_model: Path
+) -> None:
+    plugin = Plain()
+    plugin.instead[hook] = raising(error)
+    with pytest.raises(type(error)) as caught:
+        LLM(tiny_model, device="cpu", speculative_algorithm=plugin)
+    assert caught.value is error
+
+
+def test_a_future_map_that_raises_bears_the_plugins_name(tiny_model: Path) -> None:
+    plugin = Plain()
+    plugin.instead["create_future_map"] = lambda r: BrokenMap(r.num_rows, r.device)
+    with (
+        LLM(tiny_model, device="cpu", speculative_algorithm=plugin) as llm,
+        pytest.raises(PluginError, match=r"PLAIN .*BrokenMap.stash\(\) raised LookupError: no roo"),
+    ):
+        llm.generate([PROMPT], SHORT)
+
+
+# Extensions
+
+
+@pytest.fixture
+def extended(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """``extended(plugin, …)``: an engine of NONE with these as its extensions."""
+
+    def make(*plugins: Any) -> LLM:
+        entries = [
+            ExtensionEntry(name=f"e{i}", value="own:it", distribution=f"of-e{i}", version="1.2")
+            for i in range(len(plugins))
+        ]
+        found = [Extension(e.name, plugin, e) for e, plugin in zip(entries, plugins, strict=True)]
+        monkeypatch.setattr(Registry, "extensions", lambda *_: found)
+        return LLM(tiny_model, device="cpu")
+
+    return make
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.steps = self.ended = 0
+
+    @hookimpl
+    def on_step(self, report: Any) -> None:
+        self.steps += 1
+
+    @hookimpl
+    def on_request_finished(self) -> None:
+        self.ended += 1
+
+
+class FailingWatcher(Watcher):
+    @hookimpl
+    def on_step(self, report: Any) -> None:
+        super().on_step(report)
+        if self.steps == 2:
+            sys.exit(0)
+
+
+class FailingWrapper(Watcher):
+    @hookimpl(wrapper=True)
+    def on_request_finished(self) -> Any:
+        result = yield
+        self.ended += 1
+        raise OwnBase(result)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook", "said"),
+    [
+        (FailingWatcher, "on_step", "SystemExit: 0"),
+        (FailingWrapper, "on_request_finished", "OwnBase: []"),
+    ],
+)
+def test_an_extension_that_fails_to_look_on_is_switched_off(
+    kind: type[Watcher], hook: str, said: str, extended: Callable[..., LLM]
+) -> None:
+    first, failing, last = Watcher(), kind(), Watcher()
+    with extended(first, failing, last) as llm:
+        assert [e["state"] for e in llm.effective_config["extensions"]] == ["on"] * 3
+        why = rf"switched off: extension e1 \(of-e1 1.2, own:it\): {hook}\(\) raised"
+        with pytest.warns(PluginWarning, match=why) as warned:
+            outputs = [llm.generate([PROMPT], SHORT)[0] for _ in range(2)]
+        assert len(warned) == 1, "once"
+        assert [len(output.token_ids) for output in outputs] == [6, 6], "the run goes on"
+        assert first.steps == last.steps > failing.steps
+        assert first.ended == last.ended == 2
+        config = llm.effective_config["extensions"]
+    assert config[1] == {
+        "name": "e1",
+        "distribution": "of-e1",
+        "version": "1.2",
+        "state": f"off: {hook}() raised {said}",
+    }
+    assert [config[0]["state"], config[2]["state"]] == ["on", "on"]
+
+
+def wrapping(before: Callable[[], Any], after: Callable[[Any], Any]) -> Any:
+    class Wraps:
+        @hookimpl(wrapper=True)
+        def propose(self) -> Any:
+            before()
+            result = yield
+            return after(result)
+
+    return Wraps()
+
+
+class OldWrapper:
+    @hookimpl(hookwrapper=True)
+    def propose(self) -> Any:
+        outcome = yield
+        outcome.force_result("nonsense")
+
+
+class Twice:
+    @hookimpl(wrapper=True)
+    def propose(self) -> Any:
+        yield
+        yield
+
+
+class Answers:
+    @hookimpl
+    def propose(self) -> Any:
+        return 7
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+@pytest.mark.parametrize(
+    ("plugin", "found"),
+    [
+        (wrapping(leaving, same), "raised SystemExit: 0; expected it to return"),
+        (wrapping(dict, leaving), "raised SystemExit: 0; expected it to return"),
+        (wrapping(dict, lambda _: 5), "returned a value of type int; expected a specplug.Draft"),
+        (wrapping(dict, lambda _: None), "returned None; expected a specplug.Draft"),
+        (OldWrapper(), "returned a value of type str; expected a specplug.Draft"),
+        (Twice(), "raised RuntimeError: the wrapper yields twice"),
+        (Answers(), "returned a value of type int; expected a specplug.Draft"),
+    ],
+)
+def test_an_extension_that_breaks_a_hook_is_named_itself(
+    plugin: Any, found: str, extended: Callable[..., LLM]
+) -> None:
+    innocent = [wrapping(dict, same) for _ in range(2)]
+    with extended(innocent[0], plugin, innocent[1]) as llm:
+        with pytest.raises(PluginError) as caught:
+            llm.generate([PROMPT], SHORT)
+        llm.check_pool()
+    assert str(caught.value).startswith(f"extension e1 (of-e1 1.2, own:it): propose() {found}")
+
+
+def test_an_innocent_wrapper_is_not_named(
+    extended: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, tiny_model: Path
+) -> None:
+    seen: list[Any] = []
+    extended(wrapping(dict, lambda result: seen.append(result) or result)).close()
+    plugin = Plain()
+    with LLM(tiny_model, device="cpu", speculative_algorithm=plugin) as llm:
+        llm.generate([PROMPT], SHORT)
+        assert seen, "it wraps"
+        for instead, found in ((returning(5), "returned a value"), (leaving, "raised SystemExit")):
+            plugin.instead["propose"] = instead
+            with pytest.raises(PluginError, match=rf"^algorithm PLAIN .*propose\(\) {found}"):
+                llm.generate([PROMPT], SHORT)
