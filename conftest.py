@@ -3,9 +3,49 @@
 from __future__ import annotations
 
 import os
+import sys
+from typing import Any
 
 os.environ["SPECPLUG_DEBUG"] = "1"  # the engine checks itself while it runs
 # Tensors in tests are small: a second OpenMP thread only makes them wait for a busy core.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded by a test
+
+# What one process of the suite may hold at its peak, so that two fit on a laptop beside a browser.
+MOST_MIB = 2560
+
+_peaks: dict[str, float] = {}
+
+
+def pytest_testnodedown(node: Any) -> None:
+    """Take note of what a worker of xdist had at its peak, when it has ended."""
+    if "peak_mib" in getattr(node, "workeroutput", {}):
+        _peaks[node.gateway.id] = node.workeroutput["peak_mib"]
+
+
+def pytest_sessionfinish(session: Any) -> None:
+    """Fail a run whose processes grew too large: something is not closed, or is kept too long."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["peak_mib"] = _peak()
+    elif not _peaks:
+        _peaks["this process"] = _peak()
+    if output is None and max(_peaks.values()) > MOST_MIB:
+        session.exitstatus = session.exitstatus or 1
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say what each process had at its peak."""
+    peaks = ", ".join(f"{name} {peak:.0f}" for name, peak in sorted(_peaks.items()))
+    terminalreporter.write_line(f"peak memory in MiB, {MOST_MIB} allowed: {peaks}")
+
+
+def _peak() -> float:
+    """Most resident MiB this process has ever had; 0 where the system does not say."""
+    if sys.platform == "win32":
+        return 0.0
+    from resource import RUSAGE_SELF, getrusage
+
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return getrusage(RUSAGE_SELF).ru_maxrss * unit / (1 << 20)
