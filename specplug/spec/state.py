@@ -85,10 +85,17 @@ def state_spec(worker: object) -> Mapping[str, StateTensor]:
     none if it has no such method.
 
     Raises:
-        PluginError: what it returns is no such declaration.
+        PluginError: what it returns is no such declaration, or it declares its state as workers
+            did before there was this method.
     """
     declare = getattr(worker, "state_spec", None)
     if declare is None:
+        if hasattr(worker, "hidden_size_for"):
+            raise PluginError(
+                f"{type(worker).__name__} has hidden_size_for(), which nobody asks now; expected "
+                "state_spec(), which declares every tensor of the draft state with its shape and "
+                'type: {"hidden_states": StateTensor((size,), dtype)}'
+            )
         return {}
     spec: Mapping[str, StateTensor] = declare()
     sound = isinstance(spec, Mapping) and all(

@@ -102,6 +102,11 @@ def test_a_declaration_that_is_none_is_told(spec: Any) -> None:
         state_spec(SimpleNamespace(state_spec=lambda: spec))
 
 
+def test_a_worker_with_the_former_methods_is_told() -> None:
+    with pytest.raises(PluginError, match=r"hidden_size_for\(\).*; expected state_spec\(\)"):
+        state_spec(SimpleNamespace(hidden_size_for=lambda: 4))
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "kept"),
     [
