@@ -94,7 +94,8 @@ class GraphRunner(PassRunner):
         cannot be recorded, which is remembered."""
         inputs = tuple(tensor.clone() for tensor in tensors)
         stream, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("default")  # recording waits, once a shape
+        if mode:  # recording waits, once a shape; torch warns of every call of this
+            torch.cuda.set_sync_debug_mode("default")
         try:
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(stream)
@@ -111,7 +112,8 @@ class GraphRunner(PassRunner):
             return None
         finally:
             torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind
-            torch.cuda.set_sync_debug_mode(mode)
+            if mode:
+                torch.cuda.set_sync_debug_mode(mode)
         return _Recording(graph, inputs, output)
 
 

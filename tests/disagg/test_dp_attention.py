@@ -17,6 +17,7 @@ from conftest import TEXT, Plain
 from specplug import LLM, SamplingParams, UsageError
 
 COMMON = {
+    "device": "cpu",
     "dtype": "float64",
     "speculative_algorithm": "EAGLE3",
     "chunked_prefill_size": 8,

@@ -314,7 +314,12 @@ def test_a_step_that_fails_at_the_prefill_instance_is_told(plain: Plain) -> None
 
 
 def test_a_step_that_fails_here_ends_what_is_away_too(plain: Plain) -> None:
-    with LLM(dtype="float64", max_running_requests=1, disaggregation="both") as llm:
+    with LLM(
+        dtype="float64",
+        max_running_requests=1,
+        disaggregation="both",
+        disable_cuda_graph=True,  # a failure while a graph is recorded is told, and survived
+    ) as llm:
         failures = [RuntimeError("in the last layer")]
 
         def fail_once(module: Any, args: Any) -> None:

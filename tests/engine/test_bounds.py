@@ -77,7 +77,7 @@ def test_bound_says_where_it_is_from(
     settings: dict[str, Any], message: str, tiny_model: Path
 ) -> None:
     with pytest.raises(UsageError, match=f"^{message}"):
-        LLM(tiny_model, dtype="float64", **settings)
+        LLM(tiny_model, dtype="float64", device="cpu", **settings)
 
 
 def test_pool_beyond_what_is_free_is_no_allocators_text(
@@ -88,7 +88,7 @@ def test_pool_beyond_what_is_free_is_no_allocators_text(
     with pytest.raises(
         UsageError, match=r"^max_total_tokens=10{14}: the KV pool needs .*has no such"
     ):
-        LLM(tiny_model, dtype="float64", max_total_tokens=10**14, page_size=1)
+        LLM(tiny_model, dtype="float64", device="cpu", max_total_tokens=10**14, page_size=1)
 
 
 @pytest.mark.parametrize("name", ["num_steps", "topk", "num_draft_tokens"])
