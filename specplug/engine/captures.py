@@ -69,7 +69,7 @@ class Captures:
     """
 
     def __init__(self, model: Any) -> None:
-        self._decoder: nn.Module = model.get_decoder()
+        self._decoder = _decoder(model)
         self.layers = _layers(self._decoder, type(model).__name__)
         self._routers = _routers(model)
         self._layer_ids: tuple[int, ...] = ()
@@ -135,6 +135,13 @@ class Captures:
         if routed_experts:
             kept[ROUTED_EXPERTS] = torch.stack(self._kept.experts, dim=1)[self.routed_rows]
         return kept
+
+
+def _decoder(model: Any) -> nn.Module:
+    """What has the layers. Some models call their output head so (ModernBERT)."""
+    decoder: nn.Module = model.get_decoder()
+    base: nn.Module = model.base_model
+    return base if isinstance(decoder, nn.Linear) else decoder
 
 
 def _layers(decoder: nn.Module, name: str) -> nn.ModuleList:

@@ -35,7 +35,7 @@ _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.2
 _SHARE_OF_ROWS = 0.25
 """In half precision a row whose two best experts tie may be routed otherwise, and differ."""
-_ATTENTION_TOLERANCE = 1e-4
+_ATTENTION_TOLERANCE = 1e-3
 """Of one attention, which is compared in float32 at least."""
 _CHECK: ContextVar[ModelCheck] = ContextVar("model_check")
 
@@ -99,6 +99,7 @@ class ModelCheck:
         # A tree needs more slots than a sequence. Those of the two requests lie among each other.
         slots = torch.arange(1, 4 * self._length + 1).view(-1, 2).t().flip(1)
         self._table = torch.cat((torch.zeros_like(slots[:1]), slots)).to(self._device)
+        self._kept = _windows_of_cache(model.config.get_text_config())
         self._lengths = torch.full((self._length,), self._length, device=self._device)
         self._own_logits = self._run_own(model)
         self._own_states, self._states = self._states, []
@@ -159,7 +160,14 @@ class ModelCheck:
             raise self._refusal(f"{what}: the attention has no layer_idx to find its cache by")
         if key.shape[2] != query.shape[2] or len(query) != 2:
             raise self._refusal(f"{what}: keys are not those of the sequence itself")
-        self._check_mask(what, mask, arguments.get("sliding_window"))
+        window = arguments.get("sliding_window")
+        self._check_mask(what, mask, window)
+        kept = self._kept.get(layer, self._context_len)
+        if min(window or self._context_len, self._context_len) > kept:
+            raise self._refusal(
+                f"{what} sees all tokens before it, and transformers' own cache forgets those more "
+                f"than {kept} before: its tokens depend on whether it has a cache"
+            )
         own_attention = _own_attention(module)
         size = key.shape[1], max(key.shape[3], value.shape[3])
         if self._shapes.setdefault(layer, size) != size:
@@ -392,6 +400,15 @@ def _gaps(found: Tensor, expected: Tensor) -> Tensor:
     size = torch.linalg.vector_norm(expected, dim=-1)
     gaps: Tensor = torch.linalg.vector_norm(found - expected, dim=-1)
     return gaps.div(size.clamp(min=0.1 * size.mean().item() + 1e-20))
+
+
+def _windows_of_cache(config: Any) -> dict[int, int]:
+    """By layer, tokens after which the cache that ``generate`` makes forgets; of those that do."""
+    from transformers import DynamicCache
+
+    layers = DynamicCache(config=config).layers
+    windows = {n: getattr(layer, "sliding_window", None) for n, layer in enumerate(layers)}
+    return {n: window for n, window in windows.items() if window}
 
 
 def _own_attention(module: nn.Module) -> Any:

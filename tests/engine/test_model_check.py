@@ -44,6 +44,10 @@ UNSOUND = {
     ),
     "BertConfig": ({}, "BertSelfAttention of layer 0 sees the tokens after each token, too"),
 }
+UNSOUND["MoshiConfig"] = (
+    {"sliding_window": 6, "ffn_dim": 64},
+    "MoshiAttention of layer 0 sees all tokens before it, and transformers' own cache forgets",
+)
 NO_BACKEND = ("GPTNeoConfig", "GPTJConfig", "FalconConfig", "BloomConfig")
 HALVES = ("LlamaConfig", "Qwen3MoeConfig", "GptOssConfig")
 
@@ -75,6 +79,11 @@ def test_load_sees_window_longer_than_proof(folder_of: Callable[..., Path]) -> N
     folder = folder_of("PhimoeConfig", sliding_window=100, **EXPERTS)
     with pytest.raises(CheckpointError, match="shows something else at positions after"):
         _load(folder)
+
+
+def test_load_with_window_of_whole_context_passes(folder_of: Callable[..., Path]) -> None:
+    """As Phi-3.5-MoE has it: it hides nothing."""
+    _load(folder_of("PhimoeConfig", sliding_window=128, **EXPERTS))
 
 
 def test_load_with_check_skipped_takes_it(folder_of: Callable[..., Path]) -> None:
