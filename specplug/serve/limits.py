@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import resource
 from typing import Any
 
 import attrs
@@ -13,8 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specplug.errors import UsageError
 from specplug.serve.faults import Fault, unavailable
 
-_BODY_SECONDS = 60.0
-"""In which a body must have come."""
+_SPARE_FILES = 64
+_MOST_CONNECTIONS = 1 << 16
+"""Where files are unlimited."""
 
 _SMALL_BODY = 1 << 16
 _BODIES_AT_ONCE = 16
@@ -25,6 +27,14 @@ _OPEN_PATHS = frozenset({"/health"})
 """What needs no API key: who looks after the server's health has none."""
 
 
+def _most_connections() -> int:
+    """As many as the process may open files, less those that it needs itself."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return min(max(files - _SPARE_FILES, 1), _MOST_CONNECTIONS)
+
+
 @attrs.frozen(kw_only=True)
 class Limits:
     """Of one server.
@@ -33,6 +43,10 @@ class Limits:
         max_body_bytes: of a request's body.
         request_timeout: seconds from a request's arrival to its last token.
         api_key: what clients must know; None: nothing.
+        max_connections: open at once, whether a request runs on them or not.
+        head_timeout: seconds in which a request's head must have come.
+        body_timeout: seconds in which its body must have come.
+        read_timeout: seconds for which a client may leave all that is written to it unread.
 
     Raises:
         UsageError: the key is empty, or no header can have it.
@@ -41,6 +55,10 @@ class Limits:
     max_body_bytes: int = 4 << 20
     request_timeout: float = 600.0
     api_key: str | None = attrs.field(default=None)
+    max_connections: int = attrs.field(factory=_most_connections)
+    head_timeout: float = 60.0
+    body_timeout: float = 60.0
+    read_timeout: float = 60.0
 
     @api_key.validator
     def _check_api_key(self, attribute: attrs.Attribute[str | None], key: str | None) -> None:
@@ -102,7 +120,7 @@ class Gate:
             raise self._too_large()
         body = bytearray()
         try:
-            async with asyncio.timeout(_BODY_SECONDS):
+            async with asyncio.timeout(self._limits.body_timeout):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -114,8 +132,9 @@ class Gate:
                     if not message.get("more_body"):
                         return bytes(body)
         except TimeoutError:
+            seconds = self._limits.body_timeout
             raise Fault(
-                408, f"the body did not come within {_BODY_SECONDS:g} s", code="timeout"
+                408, f"the body did not come within {seconds:g} s", code="timeout"
             ) from None
         finally:
             self._held -= len(body)

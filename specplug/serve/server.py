@@ -14,6 +14,7 @@ import uvicorn
 
 from specplug.errors import SpecplugError
 from specplug.serve.application import Desk, create_application
+from specplug.serve.connections import connections_within
 from specplug.serve.engine_client import EngineClient
 from specplug.serve.faults import unavailable
 from specplug.serve.limits import Limits
@@ -175,6 +176,7 @@ class Server:
             create_application(self._desk, self._settings.limits),
             log_level="info" if self._settings.log_requests else "error",
             access_log=self._settings.log_requests,
+            http=connections_within(self._settings.limits),
             lifespan="off",
             ws="none",
             server_header=False,

@@ -1,0 +1,103 @@
+"""Connections that end when their client neither sends nor reads."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from specplug.serve.faults import Fault, unavailable
+from specplug.serve.limits import Limits
+
+
+class Connection(H11Protocol):
+    """A connection that a client cannot hold for ever; uvicorn knows no such limits.
+
+    It ends when a request's head has not come in time, and when nobody reads what was written. A
+    connection too many is refused at once. h11 bounds the size of a head.
+    """
+
+    limits: Limits
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._look_again: asyncio.TimerHandle | None = None
+        self._asked_since: float | None = None
+        """Since when the rest of a head is waited for, in the loop's time."""
+        self._unread = 0
+        """Bytes that were written and that the client's side had no room for, when last looked."""
+        self._unread_since = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """As asyncio has it."""
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self._refuse(unavailable("too many connections are open; try again"))
+            return
+        self._asked_since = self.loop.time()
+        self._look_later()
+
+    def data_received(self, data: bytes) -> None:
+        """As asyncio has it."""
+        super().data_received(data)
+        answered = self.cycle is not None and self.cycle.response_complete
+        if self.conn.their_state is not h11.IDLE and not answered:
+            self._asked_since = None  # a body is the gate's to wait for
+        elif self._asked_since is None:
+            self._asked_since = self.loop.time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As asyncio has it."""
+        if self._look_again is not None:
+            self._look_again.cancel()
+        super().connection_lost(exc)
+
+    def _look_later(self) -> None:
+        seconds = min(self.limits.head_timeout, self.limits.read_timeout) / 4
+        self._look_again = self.loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        """End the connection if the client is late."""
+        now, unread = self.loop.time(), self.transport.get_write_buffer_size()
+        if not unread or unread != self._unread:
+            self._unread, self._unread_since = unread, now
+        if now - self._unread_since >= self.limits.read_timeout:
+            self.transport.abort()  # to close would be to wait for the client
+        elif self._asked_since is not None and not self.transport.is_closing():
+            self._check_head(now - self._asked_since)
+        self._look_later()  # until the connection is lost
+
+    def _check_head(self, waited: float) -> None:
+        most = self.limits.head_timeout
+        if waited < most:
+            return
+        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._refuse(Fault(408, f"the head did not come within {most:g} s", code="timeout"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, fault: Fault) -> None:
+        body = fault.body()
+        headers = {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+            **fault.headers,
+        }
+        lines = [f"HTTP/1.1 {fault.status} {HTTPStatus(fault.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.close()
+
+
+def connections_within(limits: Limits) -> type[Connection]:
+    """The protocol for uvicorn, which makes one for each connection."""
+
+    class Limited(Connection):
+        pass
+
+    Limited.limits = limits
+    return Limited
