@@ -33,7 +33,7 @@ import zmq
 
 from specplug.debug import DEBUG
 from specplug.engine.llm import LLM
-from specplug.engine.loading import silence_libraries
+from specplug.engine.loading import backend_of, silence_libraries
 from specplug.engine.outputs import Logprob, RequestOutput
 from specplug.engine.request import Request
 from specplug.engine.sampling_params import SamplingParams
@@ -56,6 +56,7 @@ from specplug.serve.messages import (
     decode,
     encode,
 )
+from specplug.serve.text_limit import TextLimit
 
 _INTAKE_THREADS = 2
 _GRAMMAR_THREADS = 4
@@ -98,6 +99,11 @@ class Intake:
         self._llm = llm
         self._template = chat_template
         self._most = max_prompt_tokens
+        fits = llm.context_len - 1
+        self._texts = TextLimit(
+            backend_of(llm.tokenizer),
+            fits if max_prompt_tokens is None else min(fits, max_prompt_tokens),
+        )
         self._done = done
         self._waiting: dict[str, Add] = {}
         """Jobs that no thread has begun with. The threads' own queues have nothing but their names,
@@ -161,6 +167,8 @@ class Intake:
 
     def _choices(self, job: Add, prompt: str | list[int], params: SamplingParams) -> list[Request]:
         """The n requests of a prompt, which is tokenized once."""
+        if isinstance(prompt, str):
+            self._texts.check(prompt)
         requests = [self._llm.prepare(prompt, params, priority=job.priority)]
         tokens = requests[0].prompt_token_ids
         if self._most is not None and len(tokens) > self._most:
@@ -192,6 +200,7 @@ class Intake:
             )
         except Exception as error:  # a template refuses what it wants to, with any error
             raise UsageError(f"messages: the chat template refuses them: {error}") from error
+        self._texts.check(text)
         # The template writes special tokens itself.
         tokens: list[int] = self._llm.tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens

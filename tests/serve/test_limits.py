@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +26,7 @@ def strict(serve: Any) -> ServerProcess:
     return serve(
         *("--max-running-requests", "2", "--max-queue", "2", "--max-body-size", "2000"),
         *("--max-prompt-tokens", "20", "--request-timeout", "3", "--served-model-name", "mine"),
+        *("--chat-template", str(Path(__file__).parent / "chat.jinja")),
         SPECPLUG_API_KEY="hush",
     )
 
@@ -133,6 +135,22 @@ def test_the_length_of_a_prompt(strict: ServerProcess) -> None:
     assert "has 21 tokens; expected at most 20" in refused.json()["error"]["message"]
     taken = strict.post("/v1/completions", {"prompt": [1] * 20, "max_tokens": 1}, headers=KEY)
     assert taken.status_code == 200
+
+
+def test_text_that_cannot_fit_is_not_tokenized(strict: ServerProcess) -> None:
+    """A token of the default model has 41 characters at most."""
+
+    def refusal(path: str, **fields: Any) -> str:
+        refused = strict.post(path, fields, headers=KEY)
+        assert refused.status_code == 400
+        message: str = refused.json()["error"]["message"]
+        return message
+
+    text = " " * (20 * 41)
+    known = "characters, which are at least 21 tokens; expected at most 20"
+    assert known in refusal("/v1/completions", prompt=text + " ")
+    assert known in refusal("/v1/chat/completions", messages=[{"role": "user", "content": text}])
+    assert "at least" not in refusal("/v1/completions", prompt=text), "it was tokenized"
 
 
 def test_the_length_of_the_queue_and_of_a_request(strict: ServerProcess) -> None:
