@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specplug.engine.host_copy import to_host, upload
+from specplug.engine.lent_request import LentRequest
 from specplug.engine.parcel import KVSlice, Unpacking
 from specplug.engine.request import Request
 from specplug.engine.runtime import EngineRuntime
@@ -99,7 +100,7 @@ class Handover:
         self._committed.publish(rows, seq_lens, output)
         batch = Batch(
             mode=ForwardMode.DECODE,
-            requests=requests,
+            requests=tuple(map(LentRequest, requests)),
             rows=rows.clone(),
             seq_lens=seq_lens.clone(),
             greedy=not any(request.needs & Needs.NOISE for request in requests),

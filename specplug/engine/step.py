@@ -17,6 +17,7 @@ from specplug.engine.guide import HostTree, allocate_masks
 from specplug.engine.handover import Handover
 from specplug.engine.host_copy import Arrival, host_copy, upload
 from specplug.engine.kv_cache import move_slots
+from specplug.engine.lent_request import LentRequest
 from specplug.engine.model_runner import ModelRunner
 from specplug.engine.parcel import KVSlice
 from specplug.engine.rank_group import RankGroup
@@ -469,8 +470,13 @@ def _lent(
     mode: ForwardMode, requests: Sequence[Request], rows: Tensor, seq_lens: Tensor, needs: Needs
 ) -> Batch:
     """A batch as an algorithm gets it: what it writes there is nobody else's."""
-    greedy = not needs & Needs.NOISE
-    return Batch(mode=mode, requests=requests, rows=rows.clone(), seq_lens=seq_lens, greedy=greedy)
+    return Batch(
+        mode=mode,
+        requests=tuple(map(LentRequest, requests)),
+        rows=rows.clone(),
+        seq_lens=seq_lens,
+        greedy=not needs & Needs.NOISE,
+    )
 
 
 def _needs(requests: Sequence[Any]) -> Needs:

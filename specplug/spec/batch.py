@@ -22,7 +22,7 @@ class ForwardMode(enum.Enum):
 
 
 class RequestView(Protocol):
-    """The part of a request that is a plugin's business."""
+    """The part of a request that is a plugin's business, to read and not to change."""
 
     @property
     def request_id(self) -> str: ...
@@ -34,6 +34,10 @@ class RequestView(Protocol):
     def token_ids(self) -> Sequence[int]:
         """Its prompt, and of what it has generated all that the host knows. While it is prefilled
         that is everything: a request which was retracted is prefilled with its output so far."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that it may generate."""
 
     @property
     def draft_state(self) -> Mapping[str, Tensor]:

@@ -165,7 +165,8 @@ class Scripted:
 
     def _tokens_of(self, request: Any) -> Tokens:
         """What NONE gives, up to the request's end: behind it there are no slots to be right in."""
-        return self._known[tuple(request.prompt_token_ids)][: request.most_tokens]
+        most = len(request.prompt_token_ids) + request.max_tokens
+        return self._known[tuple(request.prompt_token_ids)][:most]
 
     def _draw(
         self, root: int, future: Sequence[int], width: int, steps: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ class Hostile:
         bs, width = batch.size, self.random.randint(1, runtime.config.num_draft_tokens)
         roots = draft_input.bonus_tokens.clone()
         self._write(batch, draft_input)
+        self._spoil(batch)
         if not self._tree:
             width = min(width, STEPS + 1)
         tokens = self._some(bs, width)
@@ -137,6 +139,20 @@ class Hostile:
             else:
                 tensor.fill_(self.random.choice((0, 1, 7)))
         del self._seen[:-80]
+
+    def _spoil(self, batch: Batch) -> None:
+        """Change what is no tensor."""
+        for request in batch.requests:
+            changes = (
+                (request.token_ids, "append", 1),
+                (request.token_ids, "__setitem__", 0, 1),
+                (request, "__setattr__", "token_ids", [1]),
+                (request, "__setattr__", "max_tokens", 1),
+                (request.draft_state, "clear"),
+            )
+            for what, how, *arguments in changes:
+                with suppress(AttributeError, TypeError):
+                    getattr(what, how)(*arguments)
 
     def _keep(self, lent: Any) -> None:
         if isinstance(lent, Tensor):
