@@ -272,22 +272,25 @@ def test_temperatures_and_noise_are_those_of_the_requests(
             temperatures = runtime.temperatures(batch)
             assert noise.shape == (batch.size, 2, 3)
             assert noise.dtype == temperatures.dtype == torch.float32
-            assert batch.greedy == all(r.params.greedy for r in batch.requests)
-            for b, request in enumerate(batch.requests):
-                greedy = request.params.greedy
-                assert float(temperatures[b]) == pytest.approx(request.params.temperature or 1.0)
-                seeds = torch.tensor([request.seed] * 2, device=runtime.device)
+            own = [params[tuple(request.prompt_token_ids)] for request in batch.requests]
+            assert batch.greedy == all(p.greedy for p in own)
+            for b in range(batch.size):
+                greedy = own[b].greedy
+                assert float(temperatures[b]) == pytest.approx(own[b].temperature or 1.0)
+                seeds = torch.tensor([own[b].seed] * 2, device=runtime.device)
                 expected = gumbel(seeds, positions[b], some).to(torch.float32)
                 assert torch.equal(noise[b], torch.zeros_like(expected) if greedy else expected)
                 self.looked += 1
             return draft
 
     kinds = ["greedy", "seeded", "truncated", "greedy", "penalized", "seeded", "truncated"]
+    wanted = [reference.params[kind][i] for i, kind in enumerate(kinds)]
+    params = dict(zip(reference.prompts, wanted, strict=True))
     algorithm = Curious(reference.tokens(kinds), right=0.7)
     with LLM(
         tiny_model, dtype="float64", max_running_requests=3, speculative_algorithm=algorithm
     ) as llm:
-        llm.generate(reference.prompts, [reference.params[k][i] for i, k in enumerate(kinds)])
+        llm.generate(reference.prompts, wanted)
     assert algorithm.looked > 20
 
 
