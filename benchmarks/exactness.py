@@ -146,7 +146,7 @@ def longest(prompts: Sequence[str]) -> int:
     """Tokens of the longest prompt."""
     from transformers import AutoTokenizer
 
-    from specplug.engine.loading import ASSETS
+    from specplug.model.loading import ASSETS
 
     tokenizer = AutoTokenizer.from_pretrained(str(ASSETS / "tiny_code"))
     return max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts)
@@ -199,7 +199,7 @@ class Judge:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from specplug.engine.loading import ASSETS
+        from specplug.model.loading import ASSETS
 
         path = str(ASSETS / "tiny_code")
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -220,7 +220,7 @@ class Judge:
     ) -> Difference:
         import torch
 
-        from specplug.spec.noise import gumbel
+        from specplug.speculative.noise import gumbel
 
         same = zip(expected, got, strict=False)
         at = next((i for i, (a, b) in enumerate(same) if a != b), min(len(expected), len(got)))

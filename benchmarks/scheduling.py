@@ -45,18 +45,18 @@ from torch import Tensor
 
 from specplug import SamplingParams
 from specplug.engine.engine import Engine
-from specplug.engine.host_copy import Arrival
-from specplug.engine.page_pool import PagePool
-from specplug.engine.prefix_cache import PrefixCache
 from specplug.engine.request import Request, make_detokenizer
-from specplug.engine.request_table import RequestTable
-from specplug.engine.sampler import Sampler
 from specplug.engine.scheduler import Scheduler, SchedulerConfig, Step
 from specplug.engine.step import DecodeResult, PrefillResult, StepResult, StepRunner
 from specplug.engine.step_clock import StepClock
+from specplug.kv.page_pool import PagePool
+from specplug.kv.prefix_cache import PrefixCache
+from specplug.kv.request_table import RequestTable
+from specplug.model.sampler import Sampler
 from specplug.registry import Registry, build_plugin_manager
-from specplug.spec.defaults import CoreDefaults
-from specplug.spec.hook_calls import HookCalls
+from specplug.speculative.defaults import CoreDefaults
+from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.host_copy import Arrival
 
 PARTS = ("aborts", "schedule", "flush", "process")
 SCENES = ("steady", "turnover", "aborts")
@@ -429,7 +429,7 @@ def default_tokenizer() -> Any:
     """The default model's ``tokenizers.Tokenizer``."""
     from transformers import AutoTokenizer
 
-    from specplug.engine.loading import ASSETS
+    from specplug.model.loading import ASSETS
 
     return AutoTokenizer.from_pretrained(str(ASSETS / "tiny_code")).backend_tokenizer
 

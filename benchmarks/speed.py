@@ -33,7 +33,7 @@ def transformers_generate(tokens: int) -> Complete:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from specplug.engine.loading import ASSETS
+    from specplug.model.loading import ASSETS
 
     path = str(ASSETS / "tiny_code")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -70,7 +70,7 @@ def main() -> int:
     from transformers import AutoTokenizer
 
     from specplug.bench.dataset import HELD_OUT, read_prompts
-    from specplug.engine.loading import ASSETS
+    from specplug.model.loading import ASSETS
 
     none = plain(arguments.max_tokens)
     generate = transformers_generate(arguments.max_tokens)

@@ -29,55 +29,55 @@ from specplug.errors import (
 from specplug.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from specplug.engine.llm import LLM
-    from specplug.engine.outputs import Logprob, RequestOutput
-    from specplug.engine.sampling_params import SamplingParams
-    from specplug.spec import layers
-    from specplug.spec.batch import Batch, RequestView
-    from specplug.spec.checkpoint import Checkpoint
-    from specplug.spec.coupling import couple
-    from specplug.spec.draft import Draft, DraftInput
-    from specplug.spec.feature_drafter import FeatureDrafter
-    from specplug.spec.future_map import FutureMap
-    from specplug.spec.received import ReceivedState, received_state
-    from specplug.spec.report import RequestReport, StepReport
-    from specplug.spec.rotation import chunk_tails, rotate_chunks
-    from specplug.spec.runtime import AttentionPlan, KVCache, Runtime
-    from specplug.spec.state import StateTensor
-    from specplug.spec.target_output import CommittedOutput, TargetOutput
-    from specplug.spec.tree import select_tree
-    from specplug.spec.verify import VerifyOutput, verify_tree
+    from specplug.llm import LLM
+    from specplug.outputs import Logprob, RequestOutput
+    from specplug.sampling_params import SamplingParams
+    from specplug.speculative import layers
+    from specplug.speculative.batch import Batch, RequestView
+    from specplug.speculative.coupling import couple
+    from specplug.speculative.draft import Draft, DraftInput
+    from specplug.speculative.draft_checkpoint import Checkpoint
+    from specplug.speculative.feature_drafter import FeatureDrafter
+    from specplug.speculative.future_map import FutureMap
+    from specplug.speculative.received import ReceivedState, received_state
+    from specplug.speculative.report import RequestReport, StepReport
+    from specplug.speculative.rotation import chunk_tails, rotate_chunks
+    from specplug.speculative.runtime import AttentionPlan, KVCache, Runtime
+    from specplug.speculative.state import StateTensor
+    from specplug.speculative.target_output import CommittedOutput, TargetOutput
+    from specplug.speculative.tree import select_tree
+    from specplug.speculative.verify import VerifyOutput, verify_tree
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "LLM": "specplug.engine.llm",
-    "Logprob": "specplug.engine.outputs",
-    "RequestOutput": "specplug.engine.outputs",
-    "SamplingParams": "specplug.engine.sampling_params",
-    "Batch": "specplug.spec.batch",
-    "RequestView": "specplug.spec.batch",
-    "Checkpoint": "specplug.spec.checkpoint",
-    "couple": "specplug.spec.coupling",
-    "Draft": "specplug.spec.draft",
-    "DraftInput": "specplug.spec.draft",
-    "FeatureDrafter": "specplug.spec.feature_drafter",
-    "FutureMap": "specplug.spec.future_map",
-    "ReceivedState": "specplug.spec.received",
-    "received_state": "specplug.spec.received",
-    "RequestReport": "specplug.spec.report",
-    "StepReport": "specplug.spec.report",
-    "AttentionPlan": "specplug.spec.runtime",
-    "KVCache": "specplug.spec.runtime",
-    "Runtime": "specplug.spec.runtime",
-    "StateTensor": "specplug.spec.state",
-    "chunk_tails": "specplug.spec.rotation",
-    "rotate_chunks": "specplug.spec.rotation",
-    "CommittedOutput": "specplug.spec.target_output",
-    "TargetOutput": "specplug.spec.target_output",
-    "select_tree": "specplug.spec.tree",
-    "VerifyOutput": "specplug.spec.verify",
-    "verify_tree": "specplug.spec.verify",
+    "LLM": "specplug.llm",
+    "Logprob": "specplug.outputs",
+    "RequestOutput": "specplug.outputs",
+    "SamplingParams": "specplug.sampling_params",
+    "Batch": "specplug.speculative.batch",
+    "RequestView": "specplug.speculative.batch",
+    "Checkpoint": "specplug.speculative.draft_checkpoint",
+    "couple": "specplug.speculative.coupling",
+    "Draft": "specplug.speculative.draft",
+    "DraftInput": "specplug.speculative.draft",
+    "FeatureDrafter": "specplug.speculative.feature_drafter",
+    "FutureMap": "specplug.speculative.future_map",
+    "ReceivedState": "specplug.speculative.received",
+    "received_state": "specplug.speculative.received",
+    "RequestReport": "specplug.speculative.report",
+    "StepReport": "specplug.speculative.report",
+    "AttentionPlan": "specplug.speculative.runtime",
+    "KVCache": "specplug.speculative.runtime",
+    "Runtime": "specplug.speculative.runtime",
+    "StateTensor": "specplug.speculative.state",
+    "chunk_tails": "specplug.speculative.rotation",
+    "rotate_chunks": "specplug.speculative.rotation",
+    "CommittedOutput": "specplug.speculative.target_output",
+    "TargetOutput": "specplug.speculative.target_output",
+    "select_tree": "specplug.speculative.tree",
+    "VerifyOutput": "specplug.speculative.verify",
+    "verify_tree": "specplug.speculative.verify",
 }
 
 __all__ = [
@@ -129,7 +129,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "layers":
-        return import_module("specplug.spec.layers")
+        return import_module("specplug.speculative.layers")
     if name not in _LAZY:
         raise AttributeError(f"module 'specplug' has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)

@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specplug.algorithm import AlgorithmInfo, SpecConfig
-    from specplug.spec.batch import Batch
-    from specplug.spec.draft import Draft, DraftInput
-    from specplug.spec.future_map import FutureMap
-    from specplug.spec.report import RequestReport, StepReport
-    from specplug.spec.runtime import Runtime
-    from specplug.spec.target_output import CommittedOutput, TargetOutput
-    from specplug.spec.verify import VerifyOutput
+    from specplug.speculative.batch import Batch
+    from specplug.speculative.draft import Draft, DraftInput
+    from specplug.speculative.future_map import FutureMap
+    from specplug.speculative.report import RequestReport, StepReport
+    from specplug.speculative.runtime import Runtime
+    from specplug.speculative.target_output import CommittedOutput, TargetOutput
+    from specplug.speculative.verify import VerifyOutput
 
 PROJECT = "specplug"
 hookspec = pluggy.HookspecMarker(PROJECT)

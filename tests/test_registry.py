@@ -321,7 +321,7 @@ def test_disabled(blocked, plugin_folder, monkeypatch):
 
 
 def test_entry_points_given_to_the_registry():
-    point = EntryPoint("NONE", "specplug.spec.plain:algorithm", "specplug.algorithms")
+    point = EntryPoint("NONE", "specplug.speculative.plain:algorithm", "specplug.algorithms")
     other = EntryPoint("NONE", "nowhere", "console_scripts")
     registry = Registry([point, other])
     assert [entry.distribution for entry in registry.entries()] == ["unknown distribution"]

@@ -9,13 +9,13 @@ from typing import Any
 
 import attrs
 
-from specplug.bench.contender import Contender
 from specplug.bench.dataset import Deal, Prompt
+from specplug.bench.variant import Contender
 from specplug.contract import error_line, let_ctrl_c_pass
-from specplug.engine.llm import LLM
-from specplug.engine.outputs import RequestOutput
-from specplug.engine.sampling_params import SamplingParams
 from specplug.errors import SpecplugError, UsageError
+from specplug.llm import LLM
+from specplug.outputs import RequestOutput
+from specplug.sampling_params import SamplingParams
 
 Tokens = tuple[int, ...]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from specplug.bench.report import PARTS, Report, Summary
+from specplug.bench.summary import PARTS, Report, Summary
 
 
 @attrs.frozen

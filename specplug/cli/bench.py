@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specplug.bench.contender import EVERY, SETTINGS, Contender, parse_contenders
 from specplug.bench.dataset import HELD_OUT, Deal, deal, read_prompts
+from specplug.bench.variant import EVERY, SETTINGS, Contender, parse_contenders
 from specplug.cli import say
 from specplug.cli.options import COUNT, ENGINE, SAMPLING, Bounded, check_speculation, chosen
 from specplug.cli.standard_output import reserve_standard_output
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from specplug.bench.measurement import Observer
-    from specplug.bench.report import Report, Summary
-    from specplug.engine.sampling_params import SamplingParams
+    from specplug.bench.summary import Report, Summary
+    from specplug.sampling_params import SamplingParams
 
 REFRESH_SECONDS = 1.0
 """Between two drawings of the progress bar while something is measured."""
@@ -105,7 +105,7 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
             for size in options["batch_sizes"]
         }
         _prepare(options["output"])
-        from specplug.engine.sampling_params import SamplingParams
+        from specplug.sampling_params import SamplingParams
 
         params = SamplingParams(**chosen(SAMPLING, options))
         report = _measure(contenders, problems, deals, params, options)
@@ -177,8 +177,8 @@ def _measure(
 ) -> Report:
     """Measure at each batch size in turn."""
     from specplug.bench.measurement import measure
-    from specplug.bench.report import summarize
-    from specplug.engine.loading import silence_libraries
+    from specplug.bench.summary import summarize
+    from specplug.model.loading import silence_libraries
 
     silence_libraries()
     shared = chosen(SHARED, options)
@@ -200,7 +200,7 @@ def _report(
     options: Mapping[str, Any],
 ) -> Report:
     from specplug.bench.machine import describe_machine, versions
-    from specplug.bench.report import Report
+    from specplug.bench.summary import Report
 
     config = summaries[0].series.config
     names = {summary.series.contender.algorithm for summary in summaries}

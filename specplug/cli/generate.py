@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 import attrs
 import click
 
-from specplug.cli.loading import load
 from specplug.cli.options import ENGINE, GRAMMAR, SAMPLING, check_speculation, chosen
+from specplug.cli.progress import load
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.errors import SpecplugError, UsageError
 from specplug.registry import Registry
 
 if TYPE_CHECKING:
-    from specplug.engine.llm import LLM
-    from specplug.engine.outputs import RequestOutput
-    from specplug.engine.sampling_params import SamplingParams
+    from specplug.llm import LLM
+    from specplug.outputs import RequestOutput
+    from specplug.sampling_params import SamplingParams
 
 
 SOURCES = (
@@ -89,7 +89,7 @@ def generate(**options: Any) -> None:
 
     The text goes to standard output, statistics to standard error.
     """
-    from specplug.engine.sampling_params import SamplingParams
+    from specplug.sampling_params import SamplingParams
 
     params = SamplingParams(**chosen((*SAMPLING, *GRAMMAR), options))
     with reserve_standard_output() as out:

@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from specplug.cli import say
-from specplug.cli.loading import status
 from specplug.cli.options import (
     COUNT,
     DISAGGREGATION,
@@ -20,6 +19,7 @@ from specplug.cli.options import (
     check_speculation,
     chosen,
 )
+from specplug.cli.progress import status
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.errors import SpecplugError, UsageError
 from specplug.registry import Registry

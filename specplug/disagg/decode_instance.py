@@ -12,12 +12,12 @@ import attrs
 
 from specplug.disagg.identity import HandshakeError, Identity
 from specplug.disagg.incoming import Incoming, KVForm
-from specplug.disagg.job import job_message
-from specplug.disagg.message import Message, MessageError
+from specplug.disagg.prefill_request import job_message
 from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost, Transport
-from specplug.engine.prefix_cache import PrefixCache
+from specplug.disagg.wire_message import Message, MessageError
 from specplug.engine.request import Request
 from specplug.engine.waiting_queue import WaitingQueue
+from specplug.kv.prefix_cache import PrefixCache
 
 _log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.disagg.message import Message, MessageError
-from specplug.engine.kv_cache import KVShape
-from specplug.engine.outputs import Logprob
-from specplug.engine.parcel import Parcel
+from specplug.disagg.wire_message import Message, MessageError
+from specplug.engine.received_prefill import Parcel
 from specplug.engine.request import Request
+from specplug.kv.tensors import KVShape
+from specplug.outputs import Logprob
 
 
 @attrs.frozen(kw_only=True)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from specplug.algorithm import SpecConfig
 from specplug.bounds import check_seconds
 from specplug.disagg.identity import Identity, folder_fingerprint, model_fingerprint
-from specplug.engine.model_runner import ModelRunner
-from specplug.engine.prefix_cache import PrefixCache
+from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.request import Request
-from specplug.engine.runtime import EngineRuntime
 from specplug.errors import UsageError
+from specplug.kv.prefix_cache import PrefixCache
+from specplug.model.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from specplug.disagg.decode_instance import DecodeInstance

@@ -13,10 +13,10 @@ import attrs
 
 from specplug.disagg.backoff import Backoff
 from specplug.disagg.identity import HandshakeError, Identity
-from specplug.disagg.job import Job, read_job
-from specplug.disagg.message import Message
+from specplug.disagg.prefill_request import Job, read_job
 from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost, Transport
-from specplug.engine.parcel import Cutting
+from specplug.disagg.wire_message import Message
+from specplug.engine.received_prefill import Cutting
 from specplug.engine.request import Request
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import attrs
 
-from specplug.disagg.message import Message, MessageError
+from specplug.disagg.wire_message import Message, MessageError
 
 
 @attrs.frozen(eq=False)

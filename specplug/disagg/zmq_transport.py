@@ -16,8 +16,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from specplug.disagg.backoff import Backoff
-from specplug.disagg.message import Message, MessageError, decode, encode
 from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost
+from specplug.disagg.wire_message import Message, MessageError, decode, encode
 from specplug.errors import InstanceError, UsageError
 
 _BEAT = b"beat"

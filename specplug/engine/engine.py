@@ -10,18 +10,18 @@ from contextlib import suppress
 from typing import Any
 
 from specplug.debug import DEBUG
-from specplug.engine.captures import ROUTED_EXPERTS
-from specplug.engine.outputs import Logprob
-from specplug.engine.parcel import Cutting, KVSlice, RemotePrefill
-from specplug.engine.rank_group import RankGroup
+from specplug.distributed.rank_group import RankGroup
+from specplug.engine.engine_runtime import EngineRuntime
+from specplug.engine.received_prefill import Cutting, KVSlice, RemotePrefill
 from specplug.engine.request import Request, RequestStatus
-from specplug.engine.runtime import EngineRuntime
 from specplug.engine.scheduler import Scheduler, Step
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepResult, StepRunner
-from specplug.spec.hook_calls import HookCalls
-from specplug.spec.report import RequestReport, StepReport
-from specplug.spec.state import state_spec
+from specplug.model.hidden_states import ROUTED_EXPERTS
+from specplug.outputs import Logprob
+from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.report import RequestReport, StepReport
+from specplug.speculative.state import state_spec
 
 _log = logging.getLogger(__name__)
 

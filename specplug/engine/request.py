@@ -10,13 +10,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.engine.cached_page import CachedPage
 from specplug.engine.detokenizer import Detokenizer
-from specplug.engine.guide import Guide
-from specplug.engine.outputs import Logprob, RequestOutput
-from specplug.engine.parcel import Parcel
-from specplug.engine.rotary import FIXED, NEVER, LengthRule
-from specplug.engine.sampling_params import Needs, SamplingParams
+from specplug.engine.received_prefill import Parcel
+from specplug.grammar.state import Guide
+from specplug.kv.cached_page import CachedPage
+from specplug.model.rotary import FIXED, NEVER, LengthRule
+from specplug.outputs import Logprob, RequestOutput
+from specplug.sampling_params import Needs, SamplingParams
 
 
 class RequestStatus(enum.Enum):

@@ -8,12 +8,12 @@ from operator import attrgetter
 
 import attrs
 
-from specplug.engine.cached_page import CachedPage
-from specplug.engine.parcel import Unpacking
-from specplug.engine.prefix_cache import PrefixCache
+from specplug.engine.received_prefill import Unpacking
 from specplug.engine.request import Request, RequestStatus
-from specplug.engine.request_table import RequestTable
 from specplug.engine.waiting_queue import WaitingQueue
+from specplug.kv.cached_page import CachedPage
+from specplug.kv.prefix_cache import PrefixCache
+from specplug.kv.request_table import RequestTable
 
 
 @attrs.frozen(kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from specplug.spec.report import RequestReport, StepReport
+from specplug.speculative.report import RequestReport, StepReport
 
 
 @attrs.define(kw_only=True)

@@ -11,30 +11,30 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.engine.attention import JoinedPlan, PagedPlan
-from specplug.engine.captures import ROUTED_EXPERTS
-from specplug.engine.guide import HostTree, allocate_masks
-from specplug.engine.handover import Handover
-from specplug.engine.host_copy import Arrival, host_copy, upload
-from specplug.engine.kv_cache import move_slots
-from specplug.engine.lent_request import LentRequest
-from specplug.engine.model_runner import ModelRunner
-from specplug.engine.parcel import KVSlice
-from specplug.engine.rank_group import RankGroup
+from specplug.distributed.rank_group import RankGroup
+from specplug.engine.engine_runtime import EngineRuntime
+from specplug.engine.kv_transfer import Handover
+from specplug.engine.received_prefill import KVSlice
 from specplug.engine.request import Request
-from specplug.engine.runtime import EngineRuntime
-from specplug.engine.sampler import top_logprobs
-from specplug.engine.sampling_params import Needs
+from specplug.engine.request_view import LentRequest
 from specplug.engine.scheduler import Decode, Prefill, Step
 from specplug.engine.step_clock import StepClock
-from specplug.spec.batch import Batch, ForwardMode
-from specplug.spec.draft import Draft, DraftInput
-from specplug.spec.future_map import FutureMap
-from specplug.spec.hook_calls import HookCalls
-from specplug.spec.padding import Padding
-from specplug.spec.rotation import chunk_tails, rotate_chunks
-from specplug.spec.target_output import CommittedOutput, TargetOutput, compact
-from specplug.spec.verify import VerifyOutput
+from specplug.grammar.state import HostTree, allocate_masks
+from specplug.kv.tensors import move_slots
+from specplug.model.attention import JoinedPlan, PagedPlan
+from specplug.model.hidden_states import ROUTED_EXPERTS
+from specplug.model.model_runner import ModelRunner
+from specplug.model.sampler import top_logprobs
+from specplug.sampling_params import Needs
+from specplug.speculative.batch import Batch, ForwardMode
+from specplug.speculative.draft import Draft, DraftInput
+from specplug.speculative.future_map import FutureMap
+from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.host_copy import Arrival, host_copy, upload
+from specplug.speculative.padding import Padding
+from specplug.speculative.rotation import chunk_tails, rotate_chunks
+from specplug.speculative.target_output import CommittedOutput, TargetOutput, compact
+from specplug.speculative.verify import VerifyOutput
 
 _FOR_HOST = ("logprobs", "logprob_ids", "logprob_ranks", ROUTED_EXPERTS)
 """Outputs that requests may ask for."""

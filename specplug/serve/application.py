@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specplug import __version__
 from specplug.errors import shown
+from specplug.serve.api_errors import Fault, invalid, timed_out, unavailable
 from specplug.serve.engine_client import Job
-from specplug.serve.faults import Fault, invalid, timed_out, unavailable
 from specplug.serve.limits import Gate, Limits, fault_response
 from specplug.serve.metrics import Counted, Metrics, Stopwatch
 from specplug.serve.protocol import (

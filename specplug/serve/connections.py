@@ -9,7 +9,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specplug.serve.faults import Fault, unavailable
+from specplug.serve.api_errors import Fault, unavailable
 from specplug.serve.limits import Limits
 
 

@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from specplug.errors import SpecplugError, UsageError
-from specplug.serve.faults import Fault, bad_request, engine_error
+from specplug.serve.api_errors import Fault, bad_request, engine_error
 from specplug.serve.messages import (
     Abort,
     Accepted,

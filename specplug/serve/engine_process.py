@@ -32,12 +32,12 @@ import attrs
 import zmq
 
 from specplug.debug import DEBUG
-from specplug.engine.llm import LLM
-from specplug.engine.loading import backend_of, silence_libraries
-from specplug.engine.outputs import Logprob, RequestOutput
 from specplug.engine.request import Request
-from specplug.engine.sampling_params import SamplingParams
 from specplug.errors import InstanceError, SpecplugError, UsageError
+from specplug.llm import LLM
+from specplug.model.loading import backend_of, silence_libraries
+from specplug.outputs import Logprob, RequestOutput
+from specplug.sampling_params import SamplingParams
 from specplug.serve.messages import (
     Abort,
     Accepted,

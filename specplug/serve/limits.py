@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specplug.errors import UsageError
-from specplug.serve.faults import Fault, unavailable
+from specplug.serve.api_errors import Fault, unavailable
 
 _SPARE_FILES = 64
 _MOST_CONNECTIONS = 1 << 16

@@ -18,8 +18,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from specplug.engine.sampling_params import MOST_BIAS, MOST_STOP_CHARACTERS, MOST_STOPS
 from specplug.errors import shown
+from specplug.sampling_params import MOST_BIAS, MOST_STOP_CHARACTERS, MOST_STOPS
 
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"}

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from specplug.serve.api_errors import Fault, bad_request, too_many
 from specplug.serve.engine_client import EngineClient, Job
-from specplug.serve.faults import Fault, bad_request, too_many
 from specplug.serve.messages import Ready, Stats
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from specplug.engine.sampling_params import SamplingParams
 from specplug.errors import UsageError
-from specplug.serve.faults import bad_request
+from specplug.sampling_params import SamplingParams
+from specplug.serve.api_errors import bad_request
 from specplug.serve.protocol import (
     ChatRequest,
     CompletionRequest,

@@ -13,10 +13,10 @@ import attrs
 import uvicorn
 
 from specplug.errors import SpecplugError
+from specplug.serve.api_errors import unavailable
 from specplug.serve.application import Desk, create_application
 from specplug.serve.connections import connections_within
 from specplug.serve.engine_client import EngineClient
-from specplug.serve.faults import unavailable
 from specplug.serve.limits import Limits
 from specplug.serve.metrics import Metrics
 from specplug.serve.rank_settings import settings_of_ranks

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from specplug.bench.contender import parse_contenders
 from specplug.bench.measurement import Run, Series
-from specplug.bench.report import Report, summarize
+from specplug.bench.summary import Report, summarize
+from specplug.bench.variant import parse_contenders
 
 MakeSeries = Callable[..., list[Series]]
 

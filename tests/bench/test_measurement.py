@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from specplug.bench import measurement
-from specplug.bench.contender import Contender
 from specplug.bench.dataset import Deal, Prompt, deal
 from specplug.bench.measurement import Observer, measure
-from specplug.engine.sampling_params import SamplingParams
+from specplug.bench.variant import Contender
 from specplug.errors import PluginError, UsageError
+from specplug.sampling_params import SamplingParams
 
 PROMPTS = [Prompt(f"{n}", n) for n in range(20)]
 NONE, A, B = (Contender(name, named=name != "B") for name in ("NONE", "A", "B"))

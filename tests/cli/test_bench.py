@@ -22,7 +22,7 @@ WRONG = '''
 import torch
 
 import specplug
-from specplug.spec.verify import verify_tree
+from specplug.speculative.verify import verify_tree
 
 
 class Algorithm:
@@ -260,7 +260,7 @@ def test_a_plugin_that_fails_while_it_is_measured(plugin_folder):
 def test_without_draft_weights_for_this_model(tmp_path, monkeypatch):
     import shutil
 
-    from specplug.engine.loading import ASSETS
+    from specplug.model.loading import ASSETS
 
     monkeypatch.setattr("specplug.cli.bench.Registry.entries", one_of_each)
     shutil.copytree(ASSETS / "tiny_code", tmp_path / "model")
@@ -300,7 +300,7 @@ def test_outputs_that_differ(plugin_folder):
 @pytest.fixture
 def no_engine(monkeypatch):
     """Importing it fails."""
-    for module in ("specplug.engine.llm", "specplug.bench.measurement"):
+    for module in ("specplug.llm", "specplug.bench.measurement"):
         monkeypatch.setitem(sys.modules, module, None)
 
 

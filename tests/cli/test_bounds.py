@@ -49,7 +49,7 @@ def test_bound_is_told_before_torch_loads(
     option: str, bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specplug.cli.DEBUG", False)
-    monkeypatch.setitem(__import__("sys").modules, "specplug.engine.llm", None)
+    monkeypatch.setitem(__import__("sys").modules, "specplug.llm", None)
     limit = bound_of(bound)
     assert limit is not None
     done = CliRunner().invoke(main, ["generate", option, "99999999999", "x"])

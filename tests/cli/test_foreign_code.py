@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 import specplug
 from specplug import LLM, CheckpointError, FallbackWarning, UsageError
 from specplug.cli import main
-from specplug.engine.loading import ASSETS
+from specplug.model.loading import ASSETS
 
 CODE = """
 from pathlib import Path

@@ -263,7 +263,7 @@ def _as_for_users(monkeypatch):
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_USAGE)
 def test_bad_usage_is_told_at_once(arguments, message, monkeypatch):
-    monkeypatch.setitem(sys.modules, "specplug.engine.llm", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "specplug.llm", None)  # importing it fails
     code, line = failure(*arguments)
     assert message in line
     assert code == 2
@@ -313,7 +313,7 @@ def test_a_grammar_comes_as_text_or_from_a_file(option, tmp_path, monkeypatch):
         given.append(settings[option[2:].replace("-", "_")])
         raise UsageError("taken")
 
-    monkeypatch.setattr("specplug.engine.sampling_params.SamplingParams", taken)
+    monkeypatch.setattr("specplug.sampling_params.SamplingParams", taken)
     for value in ("# ä\n", f"@{file}"):
         assert failure(option, value, "x") == (2, "error: taken")
     assert given == ["# ä\n", "# ä\n"]
@@ -377,7 +377,7 @@ def test_draft_model_of_another_target(tmp_path):
 def test_draft_weights_for_another_target_must_be_named(tmp_path):
     import shutil
 
-    from specplug.engine.loading import ASSETS
+    from specplug.model.loading import ASSETS
 
     shutil.copytree(ASSETS / "tiny_code", tmp_path / "model")
     code, line = failure("--model", tmp_path / "model", "--speculative-algorithm", "EAGLE3", "x")

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["specplug.engine.llm", "transformers.models.llama.modeling_llama", "zmq"]
-)
+CONTEXT.set_forkserver_preload(["specplug.llm", "transformers.models.llama.modeling_llama", "zmq"])
 DEADLINE = 60.0
 """Seconds after which something will not happen any more."""
 

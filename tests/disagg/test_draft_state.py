@@ -23,8 +23,8 @@ from specplug import (
     hookimpl,
 )
 from specplug.registry import Registry
-from specplug.spec.batch import ForwardMode
-from specplug.spec.plain import Plain as NoDraft
+from specplug.speculative.batch import ForwardMode
+from specplug.speculative.plain import Plain as NoDraft
 
 PROMPT = TEXT[:110]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.7, seed=1)

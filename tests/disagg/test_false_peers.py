@@ -18,7 +18,7 @@ import zmq
 
 from conftest import Plain, Site, check_whole, finish, step_until
 from specplug import LLM, SamplingParams
-from specplug.disagg.message import MAGIC, Message, decode, encode
+from specplug.disagg.wire_message import MAGIC, Message, decode, encode
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.7, seed=5)
 Frames = list[Any]

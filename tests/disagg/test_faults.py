@@ -20,7 +20,7 @@ from child_instances import DEADLINE, Instance, check_whole, decode, prefill
 from conftest import Pair, Plain, Site, finish, step_until
 from specplug import LLM, RequestOutput, SamplingParams
 from specplug.disagg.backoff import Backoff
-from specplug.disagg.message import decode as read
+from specplug.disagg.wire_message import decode as read
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=5)
 OpenSite = Callable[..., Site]

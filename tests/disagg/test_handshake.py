@@ -26,8 +26,8 @@ from specplug.disagg.identity import (
     folder_fingerprint,
     model_fingerprint,
 )
-from specplug.engine.fingerprint import weights_fingerprint
-from specplug.engine.loading import ASSETS
+from specplug.model.fingerprint import weights_fingerprint
+from specplug.model.loading import ASSETS
 
 PARAMS = SamplingParams(max_tokens=8)
 

@@ -18,11 +18,11 @@ from test_false_peers import FalsePeer, caches, finish_with, last, part_with
 from conftest import Pair, Plain, Site, check_whole, finish, step_until
 from specplug import LLM, PluginError, SamplingParams, UsageError, hookimpl
 from specplug.disagg.identity import HandshakeError
-from specplug.disagg.message import Message, MessageError, decode, encode
+from specplug.disagg.wire_message import Message, MessageError, decode, encode
 from specplug.disagg.zmq_transport import ZmqTransport
-from specplug.engine import handover
-from specplug.engine.loading import ASSETS
-from specplug.spec.plain import Plain as NoDraft
+from specplug.engine import kv_transfer
+from specplug.model.loading import ASSETS
+from specplug.speculative.plain import Plain as NoDraft
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.7, seed=5)
 ANY = {"disaggregation_address": "tcp://127.0.0.1:*", "dtype": "float64"}
@@ -46,7 +46,7 @@ def test_a_large_prefill_travels_in_slices(
         send(self, peer, message)
 
     monkeypatch.setattr(ZmqTransport, "send", note)
-    monkeypatch.setattr(handover, "_SLICE_BYTES", 200_000)
+    monkeypatch.setattr(kv_transfer, "_SLICE_BYTES", 200_000)
     settings = {"speculative_algorithm": "EAGLE3", "chunked_prefill_size": None}
     with LLM(disaggregation="both", dtype="float64", **settings) as llm:
         (output,) = llm.generate([long_prompt], PARAMS)

@@ -18,8 +18,8 @@ from child_instances import DEADLINE, Instance, connect_and_beat
 from tcp_proxy import Proxy
 
 from specplug import UsageError
-from specplug.disagg.message import MAGIC, Message
 from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost
+from specplug.disagg.wire_message import MAGIC, Message
 from specplug.disagg.zmq_transport import ROUTER_SIDE, Pulse, ZmqTransport
 
 PULSE = Pulse(interval=0.05, silence=1.0)

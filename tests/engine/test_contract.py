@@ -258,7 +258,7 @@ def test_temperatures_and_noise_are_those_of_the_requests(
     tiny_model: Path, reference: Any, scripted: Any
 ) -> None:
     """A drafter that takes the target's noise and distribution drafts the target's own token."""
-    from specplug.spec.noise import gumbel
+    from specplug.speculative.noise import gumbel
 
     class Curious(scripted):  # type: ignore[misc]
         looked = 0

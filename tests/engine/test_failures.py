@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from specplug import LLM, PluginError, SamplingParams, UsageError, hookimpl
-from specplug.engine import guide
-from specplug.engine.prefix_cache import PrefixCache
 from specplug.engine.step import StepResult
+from specplug.grammar import state as grammar_state
+from specplug.kv.prefix_cache import PrefixCache
 
 
 @pytest.fixture(params=[True, False], ids=["overlap", "plain loop"])
@@ -199,7 +199,7 @@ def test_a_grammar_that_turns_out_slow_ends_its_request_alone(
         slow = llm.add_request([1, 2], SamplingParams(regex="[a-f]{20}", max_tokens=40))
         other = llm.add_request([3], SamplingParams(max_tokens=12, ignore_eos=True))
         llm.step()
-        monkeypatch.setattr(guide, "_STEP_SECONDS", 0.0)
+        monkeypatch.setattr(grammar_state, "_STEP_SECONDS", 0.0)
         ended, raised = drive(llm)
         assert raised == []
         assert ended[slow].finish_reason == "error"

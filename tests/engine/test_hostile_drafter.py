@@ -30,8 +30,8 @@ from specplug import (
     VerifyOutput,
     hookimpl,
 )
-from specplug.spec import draft as draft_module
-from specplug.spec import hook_calls
+from specplug.speculative import draft as draft_module
+from specplug.speculative import hook_calls
 
 STEPS, NODES = 4, 7
 KINDS = ("greedy", "seeded", "truncated", "penalized and sampled")

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from specplug import LLM, SamplingParams
 from specplug.engine.step import StepRunner
 from specplug.registry import Registry
-from specplug.spec import draft, hook_calls
+from specplug.speculative import draft, hook_calls
 
 READS = {
     *("item", "tolist", "cpu", "numpy", "is_nonzero"),

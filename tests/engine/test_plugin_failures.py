@@ -25,8 +25,8 @@ from specplug import (
     hookimpl,
 )
 from specplug.registry import Extension, ExtensionEntry, PluginWarning, Registry
-from specplug.spec import draft as draft_module
-from specplug.spec import hook_calls
+from specplug.speculative import draft as draft_module
+from specplug.speculative import hook_calls
 
 SHORT = SamplingParams(max_tokens=6)
 PROMPT = [3, 1, 4, 1, 5]

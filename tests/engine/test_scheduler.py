@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specplug import SamplingParams
-from specplug.engine.cached_page import CachedPage
-from specplug.engine.page_pool import PagePool
-from specplug.engine.prefix_cache import PrefixCache
 from specplug.engine.request import Request, RequestStatus
-from specplug.engine.request_table import RequestTable
 from specplug.engine.scheduler import Decode, Prefill, Scheduler, SchedulerConfig, Step
+from specplug.kv.cached_page import CachedPage
+from specplug.kv.page_pool import PagePool
+from specplug.kv.prefix_cache import PrefixCache
+from specplug.kv.request_table import RequestTable
 
 Tokens = tuple[int, ...]
 

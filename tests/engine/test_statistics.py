@@ -13,7 +13,7 @@ import pytest
 
 from specplug import LLM, RequestOutput, SamplingParams, hookimpl
 from specplug.engine.statistics import Statistics
-from specplug.spec.report import RequestReport, StepReport
+from specplug.speculative.report import RequestReport, StepReport
 
 SECONDS = {"propose": 0.25, "target": 1.0, "host": 0.5}
 PARTS = {"propose", "target", "verify", "extend", "host"}

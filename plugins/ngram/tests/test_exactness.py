@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specplug import LLM, SamplingParams
-from specplug.engine.outputs import RequestOutput
+from specplug.outputs import RequestOutput
 from specplug_ngram.draft_tree import DraftTree
 from specplug_ngram.policy import Novelty, StepCost
 

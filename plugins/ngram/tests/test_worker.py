@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specplug import Batch, DraftInput
-from specplug.spec.batch import ForwardMode
+from specplug.speculative.batch import ForwardMode
 from specplug_ngram import algorithm
 from specplug_ngram.draft_tree import Shape
 from specplug_ngram.future_map import HostFutureMap

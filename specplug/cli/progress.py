@@ -1,0 +1,34 @@
+"""Loads a model for a command. torch is imported when that is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specplug.llm import LLM
+
+
+def load(engine: Mapping[str, Any]) -> LLM:
+    """Make an ``LLM`` from its arguments, with a spinner on standard error meanwhile."""
+    with status(f"loading {engine['model']}"):
+        from specplug.llm import LLM
+        from specplug.model.loading import silence_libraries
+
+        silence_libraries()
+        return LLM(**engine)
+
+
+@contextmanager
+def status(message: str) -> Iterator[None]:
+    """A spinner on standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status(Text(message)):
+        yield

@@ -1,0 +1,77 @@
+"""What a decode instance asks of a prefill instance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from specplug.disagg.wire_message import Message
+from specplug.engine.request import Request
+from specplug.sampling_params import SamplingParams
+
+
+@attrs.frozen(kw_only=True)
+class Job:
+    """A prompt to prefill, and the one token to sample behind it.
+
+    Attributes:
+        name: between the two instances.
+        token_ids: the prompt.
+        params: all that the request was given, with the seed that it has got, and one token to
+            sample.
+        start: the first position whose KV is asked for.
+        draft: whether the KV and the state of the draft are asked for too.
+    """
+
+    name: str
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int
+    start: int
+    draft: bool
+
+
+def job_message(name: str, request: Request, start: int, draft: bool) -> Message:
+    """The message by which a decode instance asks for a request's prefill."""
+    params = request.params
+    settings = attrs.asdict(params, recurse=False) | {"seed": request.seed}
+    fields = {
+        "job": name,
+        "start": start,
+        "draft": draft,
+        "priority": request.priority,
+        "params": {setting: _as_json(value) for setting, value in settings.items()},
+    }
+    tokens = torch.tensor(request.prompt_token_ids, dtype=torch.int64)
+    return Message("prefill", fields, {"tokens": tokens})
+
+
+def read_job(message: Message) -> Job:
+    """The job that a message asks for.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none; UsageError is a ValueError.
+    """
+    fields: Mapping[str, Any] = message.fields
+    token_ids = tuple(message.tensors["tokens"].tolist())
+    settings = {field.name: fields["params"][field.name] for field in attrs.fields(SamplingParams)}
+    start = fields["start"]
+    if type(start) is not int or not 0 <= start <= len(token_ids):
+        raise ValueError(f"start {start!r}; expected a position up to {len(token_ids)}")
+    params = SamplingParams(**settings | {"max_tokens": 1})
+    return Job(
+        name=str(fields["job"]),
+        token_ids=token_ids,
+        params=params,
+        priority=fields["priority"],
+        start=start,
+        draft=bool(fields["draft"]),
+    )
+
+
+def _as_json(value: Any) -> Any:
+    """A setting's value as JSON can tell it: of mappings pairs, whose keys stay what they are."""
+    return list(value.items()) if isinstance(value, Mapping) else value

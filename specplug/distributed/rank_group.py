@@ -1,0 +1,280 @@
+"""The ranks of a data-parallel run as this one sees them: their steps and their collectives."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+from torch import Tensor
+
+from specplug.bounds import check_integer, check_seconds
+from specplug.distributed.rank_links import RankLinks
+from specplug.errors import RankError, SpecplugError, UsageError
+from specplug.speculative.runtime import RankInfo
+
+_POLL = timedelta(seconds=0.5)
+_CALL_OFF_SECONDS = 5.0
+
+Parameters = ParamSpec("Parameters")
+
+
+class RankGroup:
+    """This rank's place among the others, and what all of them do together.
+
+    A step has exactly one pass of the target, and all ranks take part in it. ``agree`` begins it
+    and says how many rows each rank has; ``gather`` and ``scatter`` are the pass's collectives.
+
+    On the CPU the host waits for each collective (gloo), so it learns at once that a rank has
+    failed. On GPUs the device waits (NCCL), and the listening thread calls the collective off.
+
+    Args:
+        rank, size: of this process, and how many there are.
+        address: host:port at which rank 0 listens.
+        device: where the target is.
+        facts: what must be the same in all ranks, by name.
+        timeout: seconds of silence after which a rank is taken for dead.
+
+    Raises:
+        UsageError: the address cannot be used, or the ranks differ in their facts.
+        RankError: not all ranks came in time.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        address: str,
+        device: torch.device,
+        facts: Mapping[str, Any],
+        *,
+        timeout: float,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.links = RankLinks(rank, size, address, facts, timeout=timeout)
+        self._rows: tuple[int, ...] = (1,) * size
+        self._resting = threading.Event()
+        self._resting.set()
+        self._on_cpu = device.type == "cpu"
+        # A collective of gloo cannot be called off, and the process cannot end before it does.
+        limit = timedelta(seconds=timeout + 5.0)
+        self._process_group: Any = None
+        self.links.on_failure(self._call_off)
+        try:
+            self._process_group = self._gloo(limit) if self._on_cpu else self._nccl()
+            self.sum(torch.zeros(1, device=device))  # all are there
+        except BaseException as error:
+            cause = self.end(error)
+            self.links.close()
+            raise cause from error
+
+    def _gloo(self, limit: timedelta) -> Any:
+        from torch.distributed import ProcessGroupGloo
+
+        return ProcessGroupGloo(self.links.store, self.rank, self.size, limit)
+
+    def _nccl(self) -> Any:
+        from torch.distributed import ProcessGroupNCCL
+
+        # torch would end the process when a peer is lost; the links tell of it, and who it was.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        with torch.cuda.device(self.device):
+            return ProcessGroupNCCL(
+                self.links.store, self.rank, self.size, ProcessGroupNCCL.Options()
+            )
+
+    # Steps
+
+    @property
+    def called(self) -> bool:
+        """Whether another rank has begun a step, and waits for this one."""
+        return self.links.called
+
+    def agree(self, rows: int) -> None:
+        """Begin a step with ``rows`` rows, 1 or more, when all ranks do."""
+        self._rows = self.links.agree(rows)
+
+    def rest(self, seconds: float) -> None:
+        """Wait until another rank begins a step, for so long at most."""
+        self.links.rest(seconds)
+
+    @property
+    def own(self) -> slice:
+        """This rank's rows among the gathered ones."""
+        start = self.rank * max(self._rows)
+        return slice(start, start + self._rows[self.rank])
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """[R, H] of each rank -> [ranks * P, H] of all of them, P the greatest R; zeros between."""
+        most = max(self._rows)
+        if len(hidden) < most:
+            padded = hidden.new_zeros(most, hidden.shape[1])
+            padded[: len(hidden)] = hidden
+            hidden = padded
+        out = hidden.new_empty(self.size * most, hidden.shape[1])
+        rows = hidden.contiguous()
+        self._wait(lambda: self._process_group._allgather_base(out, rows))
+        return out
+
+    def scatter(self, partial: Tensor) -> Tensor:
+        """[ranks * P, H] of each rank -> this rank's [R, H] of their sum."""
+        if self._on_cpu:  # gloo's own reduce-scatter is slower
+            self._wait(lambda: self._process_group.allreduce([partial]))
+            return partial[self.own]
+        out, whole = partial.new_empty(max(self._rows), partial.shape[1]), partial.contiguous()
+        self._wait(lambda: self._process_group._reduce_scatter_base(out, whole))
+        return out[: self._rows[self.rank]]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, of one shape and on any device."""
+        total = tensor.to(self.device, copy=True)
+        with self.stepping():
+            self._wait(lambda: self._process_group.allreduce([total]))
+            return total.to(tensor.device)
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        """Begin a collective and wait for it, on the CPU for as long as no rank fails."""
+        try:
+            work = begin()
+            while not self._arrived(work):
+                self.links.check()
+        except RuntimeError as error:
+            self.links.wait_for_failure()
+            self.links.fail(self.rank, f"failed: in a collective: {error}")  # if none is known
+            raise RankError(str(self.links.failure)) from error
+
+    def _arrived(self, work: Any) -> bool:
+        if not self._on_cpu:
+            return bool(work.wait())  # the device waits
+        try:
+            return bool(work.wait(_POLL))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+
+    # The end
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around all that may wait for a collective."""
+        self._resting.clear()
+        try:
+            yield
+        finally:
+            self._resting.set()
+
+    def settle(self) -> None:
+        """Wait until the device has done all that it was given: it may still be at a pass of others
+        that the host has long launched.
+
+        Raises:
+            RankError: a rank has failed.
+        """
+        if not self._on_cpu:
+            with self.stepping():
+                torch.cuda.synchronize(self.device)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ``RankError`` if a rank has failed."""
+        self.links.check()
+
+    def end(self, error: BaseException) -> BaseException:
+        """Nobody can go on, since this rank has failed. Returns what to raise: if another rank was
+        the cause, a ``RankError`` that names it.
+
+        Args:
+            error: what a step has raised.
+        """
+        caused = self.links.failure
+        if not isinstance(error, RankError):
+            self.links.fail(self.rank, f"failed: {type(error).__name__}: {error}")
+        if caused is None or isinstance(error, SpecplugError):
+            return error
+        return RankError(str(caused))
+
+    def close(self) -> None:
+        """Leave; the others are told."""
+        with suppress(RankError, RuntimeError):
+            if self.links.failure is None:
+                self.settle()  # the others wait for this rank's part of the last pass
+        self.links.close()
+        with suppress(RuntimeError):
+            if not self._on_cpu and self._process_group is not None:
+                self._process_group.abort()
+        self._process_group = None
+
+    def _call_off(self) -> None:
+        """End the device's collectives after a failure, or the process if that does not help."""
+        if self._on_cpu:
+            return  # nobody waits for long there
+        with suppress(RuntimeError):
+            if self._process_group is not None:
+                self._process_group.abort()
+        if not self._resting.wait(_CALL_OFF_SECONDS):
+            print(f"specplug: {self.links.failure}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def join_ranks(
+    place: RankInfo,
+    address: str | None,
+    device: torch.device,
+    timeout: float,
+    facts: Mapping[str, Any],
+    *,
+    enabled: bool,
+) -> RankGroup | None:
+    """The group that a run's settings name, when all ranks have come; None if there is no other.
+
+    Raises:
+        UsageError: the settings do not go together.
+        RankError: not all ranks came in time.
+    """
+    rank, size = place.rank, place.world_size
+    for name, value, low in (("dp_rank", rank, 0), ("dp_size", size, 1)):
+        check_integer(name, value, least=low)
+    if rank >= size:
+        raise UsageError(f"dp_rank={rank}: expected 0 to {size - 1}, since dp_size={size}")
+    check_seconds("dp_timeout", timeout)
+    if size == 1:
+        return None
+    if not enabled:
+        raise UsageError(
+            f"dp_size={size} without enable_dp_attention: such ranks share nothing: make an LLM of "
+            "its own for each, or enable_dp_attention=True"
+        )
+    if address is None:
+        raise UsageError(f"dp_size={size}: expected dp_address, host:port of rank 0, too")
+    return RankGroup(rank, size, address, device, facts, timeout=timeout)
+
+
+def tells_ranks(
+    make: Callable[Concatenate[Any, Parameters], None],
+) -> Callable[Concatenate[Any, Parameters], None]:
+    """Around an ``__init__`` that sets ``_ranks``: the others learn that it has failed."""
+
+    @functools.wraps(make)
+    def guarded(self: Any, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        self._ranks = None
+        try:
+            make(self, *args, **kwargs)
+        except BaseException as error:
+            ranks: RankGroup | None = self._ranks
+            if ranks is not None:
+                cause = ranks.end(error)
+                ranks.close()
+                if cause is not error:
+                    raise cause from error
+            raise
+
+    return guarded

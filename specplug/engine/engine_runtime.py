@@ -1,0 +1,265 @@
+"""The embedded engine's ``Runtime``: what its plugins may use of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specplug.algorithm import SpecConfig
+from specplug.errors import PluginError
+from specplug.kv.request_table import RequestTable
+from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
+from specplug.model.attention import LENGTH_STEP, PagedPlan, make_plan, round_up
+from specplug.model.graph_runner import GraphRunner, PassRunner
+from specplug.model.model_runner import ModelRunner
+from specplug.model.rotary import FIXED
+from specplug.model.sampler import Sampler
+from specplug.speculative.batch import Batch
+from specplug.speculative.draft import described
+from specplug.speculative.padding import Padding
+from specplug.speculative.runtime import KVCache, RankInfo
+
+_SHORTEST_GRAPH = 256
+"""Key length of the smallest graphs."""
+
+
+class EngineRuntime:
+    """The ``Runtime`` of the embedded engine: the target, its KV cache and the sampler.
+
+    Args:
+        config, context_len, max_running_requests, page_size, chunked_prefill_size, overlap: of
+            the run.
+        runner: the target.
+        graphs: whether passes are recorded as CUDA graphs.
+        draft_verifies: whether the draft's pass has the shape of a target verify, as the
+            algorithm's ``supports_target_verify_for_draft`` says.
+        rank: of this process.
+
+    Attributes:
+        pools: the tensors of the target's cache, then of the draft models', each
+            [layers, 2, slots, Hkv, D].
+    """
+
+    def __init__(
+        self,
+        config: SpecConfig,
+        runner: ModelRunner,
+        context_len: int,
+        max_running_requests: int,
+        *,
+        page_size: int,
+        chunked_prefill_size: int | None,
+        overlap: bool,
+        graphs: bool = False,
+        draft_verifies: bool = False,
+        rank: RankInfo | None = None,
+    ) -> None:
+        self.config = config
+        self.device = runner.device
+        self.dtype = runner.dtype
+        self.vocab_size = runner.vocab_size
+        self.hidden_size = runner.hidden_size
+        self.num_layers = runner.num_layers
+        self.context_len = context_len
+        self.max_running_requests = max_running_requests
+        self.num_rows = max_running_requests + 1
+        self.page_size = page_size
+        self.chunked_prefill_size = chunked_prefill_size
+        self.overlap = overlap
+        self.rank = rank or RankInfo()
+        self.worker: Any = None
+        self.sampler = Sampler(self.num_rows, self.vocab_size, self.device)
+        self.table: RequestTable
+        self.max_slots = LENGTH_STEP
+        self._runner = runner
+        self._draft_caches: list[tuple[KVCache, KVShape]] = []
+        self.pools: list[Tensor] = []
+        self._graphs = graphs
+        self._draft_runners: list[PassRunner] = []
+        self._sealed = False
+        self._most_slots = max(
+            config.num_draft_tokens, config.num_draft_slots, config.num_steps + 1
+        )
+        self.draft_verifies = draft_verifies
+        if graphs:
+            runner.record_graphs()
+
+    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+        """See ``Runtime``."""
+        embeds: Tensor = self._runner.embed_tokens(token_ids)
+        return embeds
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """See ``Runtime``."""
+        logits: Tensor = self._runner.lm_head(hidden)
+        return logits
+
+    def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
+        """See ``Runtime``."""
+        self._check_open("capture_layer_inputs")
+        return self._runner.captures.keep_layer_inputs(layer_ids)
+
+    def capture_lm_head_input(self) -> str:
+        """See ``Runtime``."""
+        self._check_open("capture_lm_head_input")
+        return self._runner.captures.keep_lm_head_input()
+
+    def seal(self) -> None:
+        """The worker is made: what it has not asked for by now comes too late."""
+        self._sealed = True
+
+    def _check_open(self, method: str) -> None:
+        if self._sealed:
+            raise PluginError(
+                f"runtime.{method}() was called after create_worker(); expected it there, before "
+                "the KV pool is made; call it in create_worker()"
+            )
+
+    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
+        """See ``Runtime``."""
+        self._check_open("allocate_kv")
+        cache = KVCache([], [])
+        self._draft_caches.append((cache, KVShape(num_layers, num_kv_heads, head_dim)))
+        return cache
+
+    def plan_attention(
+        self,
+        batch: Batch,
+        starts: Tensor,
+        width: int | Sequence[int],
+        *,
+        offset: int = 0,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> PagedPlan:
+        """See ``Runtime``."""
+        padding = None
+        if not isinstance(width, int):
+            widths, width = width, max(width)
+            padding = Padding.of(widths, width, self.device)
+        self._check_plan(batch, starts, width, offset, positions, mask)
+        return self.make_plan(
+            batch.rows,
+            starts,
+            width,
+            offset=offset,
+            positions=positions,
+            mask=mask,
+            padding=padding,
+        )
+
+    def _check_plan(
+        self,
+        batch: Batch,
+        starts: Tensor,
+        width: int,
+        offset: int,
+        positions: Tensor | None,
+        mask: Tensor | None,
+    ) -> None:
+        """Refuse a pass that would write outside the slots that are kept for drafts."""
+        bs, most = batch.size, max(self._most_slots, *batch.chunk_widths, 0)
+        if not 1 <= width <= most - offset:
+            raise PluginError(
+                f"plan_attention: width {width} at offset {offset}; expected at least 1 and, with "
+                f"the offset, at most {most} slots from starts on; plan less, or raise "
+                "num_draft_slots in validate_config()"
+            )
+        for name, found, shapes in (
+            ("starts", starts, [(bs,)]),
+            ("positions", positions, [(bs, width), (1, width)]),
+            ("mask", mask, [(bs, width, offset + width), (1, width, offset + width)]),
+        ):
+            if found is not None and found.shape not in shapes:
+                raise PluginError(
+                    f"plan_attention: {name} {described(found)}; expected {list(shapes[0])}, for "
+                    f"{bs} requests of {width} rows at offset {offset}"
+                )
+
+    def make_plan(self, rows: Tensor, starts: Tensor, width: int, **layout: Any) -> PagedPlan:
+        """A plan of the target or a draft model within ``max_slots``, which each step sets."""
+        return make_plan(
+            self.table.slots,
+            rows,
+            starts,
+            width,
+            self._key_length(),
+            last_position=self.context_len - 1,
+            floors=self.table.floors,
+            lengths=None if self._runner.rotary.rule is FIXED else self.table.lengths,
+            **layout,
+        )
+
+    def _key_length(self) -> int:
+        """Slots a request whose keys a pass looks at: all that are in use, in few sizes."""
+        used = self.max_slots
+        if self._graphs:  # each size is a graph of its own
+            used = max(_SHORTEST_GRAPH, 1 << (used - 1).bit_length())
+        return min(round_up(used), self.table.slots.shape[1])
+
+    def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """See ``Runtime``."""
+        self._check_open("record_draft")
+        recorded = self._graphs and self.draft_verifies
+        runner = GraphRunner(forward) if recorded else PassRunner(forward)
+        self._draft_runners.append(runner)
+        return runner
+
+    @property
+    def cuda_graph(self) -> str:
+        """Whether passes are replayed as graphs, and why not."""
+        if not self._graphs:
+            cpu = self.device.type == "cpu"
+            if self.rank.world_size > 1 and not cpu:
+                return "off: data-parallel attention"  # its passes have collectives
+            return "off: there are none on the CPU" if cpu else "off: disable_cuda_graph"
+        failures = [self._runner.graph_failure, *(r.failure for r in self._draft_runners)]
+        failed = next((f for f in failures if f is not None), None)
+        return "on" if failed is None else f"off: {failed}"
+
+    def temperatures(self, batch: Batch) -> Tensor:
+        """See ``Runtime``."""
+        return self.sampler.temperatures(batch.rows)
+
+    def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
+        """See ``Runtime``."""
+        bs, width = positions.shape
+        rows = batch.rows.repeat_interleave(width, output_size=bs * width)
+        random = self.sampler.is_random(rows)
+        noise = self.sampler.noise(rows, random, positions.reshape(-1), token_ids)
+        return noise.to(torch.float32).view(bs, width, -1)
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """Of the target's cache, then of the draft models'; as ``pools`` are."""
+        return (self._runner.kv_shape, *(shape for _, shape in self._draft_caches))
+
+    @property
+    def has_draft_cache(self) -> bool:
+        """Whether a draft model has KV in the pool."""
+        return bool(self._draft_caches)
+
+    def bytes_per_slot(self) -> int:
+        """Of the target's and all draft models' caches together."""
+        return sum(shape.bytes_per_slot(self.dtype) for shape in self.kv_shapes)
+
+    def allocate_pool(self, num_slots: int, table: RequestTable) -> None:
+        """Make the tensors of all caches."""
+        self.table = table
+        caches = [(self._runner.cache, self._runner.kv_shape), *self._draft_caches]
+        self.pools = [
+            fill_cache(cache, shape, num_slots, self.dtype, self.device) for cache, shape in caches
+        ]
+
+    def close(self) -> None:
+        """Let go of the draft models and of all caches, whoever still holds this."""
+        self.worker = None
+        for runner in self._draft_runners:
+            runner.close()
+        for cache, _ in self._draft_caches:
+            drop_tensors(cache)
+        self._draft_runners.clear()
+        self.pools.clear()

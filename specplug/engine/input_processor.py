@@ -1,0 +1,221 @@
+"""Turns prompts and settings into requests, and refuses what cannot be one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import count
+from numbers import Integral
+from typing import Any
+
+import attrs
+
+from specplug.engine.request import Request, make_detokenizer
+from specplug.errors import UsageError, shown
+from specplug.grammar.compiler import GrammarCompiler
+from specplug.kv.page_pool import PagePool
+from specplug.model.loading import backend_of
+from specplug.model.model_runner import ModelRunner
+from specplug.sampling_params import SamplingParams, plain_integer
+
+Prompt = str | Sequence[int]
+
+
+class Intake:
+    """Makes the requests of an engine.
+
+    Args:
+        runner: the target.
+        tokenizer: of transformers, or None.
+        pool: which must hold each request alone.
+        context_len: most tokens of a request.
+        eos_token_ids: end an output.
+        seed: from which requests without a seed get theirs.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        tokenizer: Any | None,
+        pool: PagePool,
+        context_len: int,
+        eos_token_ids: frozenset[int],
+        seed: int,
+    ) -> None:
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._pool = pool
+        self._context_len = context_len
+        self._eos = eos_token_ids
+        self._seed = seed
+        self._numbers = count()
+        self._grammars = GrammarCompiler(tokenizer, runner.vocab_size, eos_token_ids)
+
+    def requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
+    ) -> list[Request]:
+        """One request a prompt.
+
+        Raises:
+            UsageError: one of them cannot be run; it says which.
+        """
+        batch = _as_batch(prompts)
+        params = _as_params(sampling_params, len(batch))
+        priorities = _as_priorities(priority, len(batch))
+        requests: list[Request] = []
+        for prompt, wanted, rank in zip(batch, params, priorities, strict=True):
+            try:
+                requests.append(self._request(prompt, wanted, rank))
+            except UsageError as error:
+                if len(batch) == 1:
+                    raise
+                which = f"prompt {len(requests) + 1} of {len(batch)}"
+                raise UsageError(f"{which}: {error}") from error
+        return requests
+
+    def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+        params = attrs.evolve(params)  # whatever becomes of the caller's, which has a mapping
+        text, ids = self._tokenize(prompt)
+        self._check_tokens("logit_bias", params.logit_bias)
+        self._check_tokens("stop_token_ids", params.stop_token_ids)
+        self._check(len(ids), params)
+        room = self._context_len - len(ids)
+        if params.max_tokens is None:  # as far as it can go
+            room = max(1, min(room, self._pool.num_tokens - len(ids)))
+        number = next(self._numbers)
+        request = Request(
+            request_id=str(number),
+            number=number,
+            priority=priority,
+            prompt=text,
+            prompt_token_ids=ids,
+            params=params,
+            max_tokens=min(params.max_tokens or room, room),
+            seed=self._seed_for(number) if params.seed is None else params.seed,
+            eos_token_ids=self._eos,
+            detokenizer=make_detokenizer(backend_of(self._tokenizer), params),
+            needs=params.needs,
+            rule=self._runner.rotary.rule,
+            guide=self._grammars.guide(params) if params.grammar else None,
+        )
+        self._check_pool(request)
+        return request
+
+    def _check(self, num_tokens: int, params: SamplingParams) -> None:
+        if num_tokens >= self._context_len:
+            raise UsageError(
+                f"the prompt has {num_tokens} tokens; expected at most {self._context_len - 1}, "
+                f"since the context is {self._context_len} and one token must fit behind it"
+            )
+        if params.stop and self._tokenizer is None:
+            raise UsageError(
+                f"stop={params.stop!r} needs a tokenizer; the model has none: use stop_token_ids"
+            )
+        if params.return_routed_experts and not self._runner.captures.num_routers:
+            raise UsageError(
+                "return_routed_experts=True: the target is no mixture of experts, or transformers "
+                "does not say which of its modules route; leave it out"
+            )
+        if len(params.banned_token_ids) == self._runner.vocab_size:
+            raise UsageError(
+                f"logit_bias bans all {self._runner.vocab_size} tokens: expected at least one "
+                "that is left"
+            )
+        if (params.logprobs or 0) > self._runner.vocab_size:
+            raise UsageError(
+                f"logprobs={params.logprobs}: expected at most the vocabulary's "
+                f"{self._runner.vocab_size}"
+            )
+
+    def _check_pool(self, request: Request) -> None:
+        pool, need = self._pool, request.most_tokens
+        if pool.pages_for(need) > pool.num_pages - 1:
+            raise UsageError(
+                f"the prompt's {len(request.prompt_token_ids)} tokens and "
+                f"max_tokens={request.max_tokens} need {need} "
+                f"KV slots; the pool has {pool.num_tokens}: "
+                "raise max_total_tokens or lower max_tokens"
+            )
+
+    def _seed_for(self, number: int) -> int:
+        """A seed of 64 bits for the request of this number."""
+        return (self._seed * 1_000_003 + number) % (1 << 63)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise UsageError("the model has no tokenizer: give the prompt as token ids")
+            try:
+                ids = tuple(self._tokenizer(prompt)["input_ids"])
+            except TypeError as error:  # lone surrogates, from bytes that were no UTF-8
+                raise UsageError(f"prompt {prompt[:40]!r}: expected Unicode text") from error
+            text: str | None = prompt
+        else:
+            try:
+                text, ids = None, tuple(prompt)
+            except TypeError as error:
+                raise UsageError(
+                    f"prompt {shown(prompt)}: expected a text or a list of token ids"
+                ) from error
+            if set(map(type, ids)) != {int}:
+                ids = tuple(map(plain_integer, ids))
+        if not ids:
+            raise UsageError("the prompt is empty; expected at least one token")
+        self._check_tokens("prompt token id", ids)  # a tokenizer may know more than the model
+        return text, ids
+
+    def _check_tokens(self, what: str, tokens: Collection[Any]) -> None:
+        """Refuse what is no token of the model, in time that a long prompt can take."""
+        size = self._runner.vocab_size
+        if not tokens or (
+            set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < size
+        ):
+            return
+        wrong = next(t for t in tokens if type(t) is not int or not 0 <= t < size)
+        raise UsageError(f"{what} {shown(wrong)}: expected an integer from 0 to {size - 1}")
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        batch: list[Any] = list(prompts)
+    except TypeError as error:
+        raise UsageError(
+            f"prompts={shown(prompts)}: expected texts or lists of token ids"
+        ) from error
+    return [batch] if batch and isinstance(batch[0], Integral) else batch
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    found = list(params) if isinstance(params, Sequence) else [params]
+    for each in found:
+        if not isinstance(each, SamplingParams):
+            raise UsageError(
+                f"sampling_params={each!r}: expected a SamplingParams, or one for each prompt"
+            )
+    if len(found) != count:
+        raise UsageError(f"{len(found)} sampling_params for {count} prompts: expected as many")
+    return found
+
+
+def _as_priorities(priority: int | Sequence[int], count: int) -> list[int]:
+    try:
+        priorities = [priority] * count if isinstance(priority, int) else list(priority)
+    except TypeError as error:
+        raise UsageError(
+            f"priority={priority!r}: expected an integer, or one for each prompt"
+        ) from error
+    if len(priorities) != count:
+        raise UsageError(f"{len(priorities)} priorities for {count} prompts: expected as many")
+    for value in priorities:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UsageError(f"priority={value!r}: expected an integer; lower ones come first")
+    return priorities

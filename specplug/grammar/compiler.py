@@ -1,0 +1,351 @@
+"""Structured output: what a request's grammar is compiled to, and what of it is refused.
+
+xgrammar is imported when the first grammar is asked for: that takes seconds, and few runs need it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from specplug.errors import UsageError
+from specplug.grammar.state import Guide, num_words, unpacked
+from specplug.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import xgrammar
+
+_CACHE_BYTES = 64 << 20
+"""Compiled grammars that are kept, for the requests that ask for the same ones."""
+
+_COMPILE_SECONDS = 10.0
+"""Of a compilation, not counting those in which the process does nothing. xgrammar has no limit of
+its own: for ``a?`` repeated a thousand times it takes a minute."""
+
+_LONGEST_SECONDS = 60.0
+"""Likewise, counting those in which the process runs but does nothing."""
+
+_SLICE_SECONDS = 0.1
+"""How often that is looked at. A pause of the process, however long, counts as one of these."""
+
+_TRIAL_TOKENS = 16
+_TRIAL_SECONDS = 1.0
+"""Processor time. ``((((a{0,100}){0,100}){0,100}){0,100})`` compiles at once, but takes seconds a
+token; what is usual is 50 µs."""
+
+_BAN_SECONDS = 600.0
+"""How long a grammar that took too long is refused at once: it may have been the machine."""
+
+_MOST_BANS = 256
+
+_MOST_GIVEN_UP = 2
+"""Compilations that were given up and still run, beyond which no other is begun."""
+
+_MOST_NESTED = 64
+"""Levels of a JSON schema; some hundreds take xgrammar seconds."""
+
+_MOST_BLANKS = 16
+"""Blanks in a row, outside of strings, in JSON."""
+
+_MOST_CHARACTERS = {"json_schema": 1 << 17, "regex": 1 << 14, "ebnf": 1 << 15}
+"""So that a compilation that is given up takes less than about 2 GB: states of a grammar such as
+``a*a*a*…`` grow with the square of its length."""
+
+_DATA = frozenset({"const", "default", "enum", "example", "examples"})
+"""Keywords of a JSON schema whose values are not schemas."""
+
+_EXPECTED = {
+    "json_schema": "a JSON schema that xgrammar knows: correct it",
+    "regex": "a regular expression without look-around and back-references: correct it",
+    "ebnf": "a grammar in GBNF with a rule named root: correct it",
+}
+
+_TOPMOST = "specplug_topmost"
+
+_T = TypeVar("_T")
+
+
+class GrammarCompiler:
+    """Makes the guides of an engine's requests, and keeps what it has compiled.
+
+    Args:
+        tokenizer: the target's, of transformers; None if it has none.
+        vocab_size: V, the width of the target's logits; it may differ from the tokenizer's.
+        eos_token_ids: end the output. If there are none, the tokenizer's own end-of-sequence token
+            does; if that is missing too, a grammar ends where no token can follow.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._compiler: xgrammar.GrammarCompiler | None = None
+        self._banned: dict[int, float] = {}
+        """Of grammars that took too long, the hash of (kind, text), and when it was, in order."""
+        self._given_up: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def guide(self, params: SamplingParams) -> Guide:
+        """A guide at the start of the grammar that ``params`` ask for.
+
+        A compilation takes milliseconds, and at most 10 s of processor time; a grammar in the
+        cache takes one. One that took too long is refused at once for ten minutes.
+        May be called from several threads.
+
+        Raises:
+            UsageError: xgrammar is not installed, the model has no tokenizer, the grammar cannot
+                be compiled, or no output of this vocabulary can match it.
+        """
+        assert params.grammar is not None, "only for requests that have a grammar"
+        kind, text = params.grammar
+        shown = f"{kind}={_shortened(text)}"
+        if self._tokenizer is None:
+            raise UsageError(f"{shown} needs a tokenizer; the model has none: give LLM one")
+        _check(kind, text)
+        if time.monotonic() - self._banned.get(hash((kind, text)), -math.inf) < _BAN_SECONDS:
+            raise _too_slow(kind, text)
+        compiler, words = self._loaded(shown), num_words(self._vocab_size)
+        try:
+            matcher = self._in_time(lambda: _start(compiler, kind, text, words))
+        except TimeoutError:
+            self._ban(kind, text)
+            raise _too_slow(kind, text) from None
+        except Exception as error:  # xgrammar's are RuntimeErrors, mostly
+            raise _refusal(kind, text, _reason(error)) from error
+        guide = Guide(
+            matcher,
+            self._vocab_size,
+            params.banned_token_ids,
+            lambda: self._ban(kind, text),
+        )
+        if not guide.goes_on:
+            why = guide.error or "no output of at least one token matches it"
+            raise _refusal(kind, text, why)
+        return guide
+
+    def _ban(self, kind: str, text: str) -> None:
+        """Refuse a grammar at once for a while."""
+        with self._lock:
+            while len(self._banned) >= _MOST_BANS:
+                del self._banned[next(iter(self._banned))]
+            self._banned[hash((kind, text))] = time.monotonic()
+
+    def _in_time(self, work: Callable[[], _T]) -> _T:
+        """What ``work`` returns or raises, or TimeoutError after 10 s in which it was at it.
+
+        xgrammar cannot be interrupted: what is given up goes on in a thread of its own, without
+        the interpreter's lock, and ends with the process at the latest.
+        """
+        self._given_up = [thread for thread in self._given_up if thread.is_alive()]
+        if len(self._given_up) >= _MOST_GIVEN_UP:
+            raise RuntimeError(
+                f"{_MOST_GIVEN_UP} other grammars are still being compiled; try again later"
+            )
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        thread = threading.Thread(target=run, name="specplug-grammar", daemon=True)
+        thread.start()
+        try:
+            _wait(future)
+        except TimeoutError:
+            self._given_up.append(thread)
+            raise
+        return future.result()
+
+    def _loaded(self, shown: str) -> xgrammar.GrammarCompiler:
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = self._load(shown)
+            return self._compiler
+
+    def _load(self, shown: str) -> xgrammar.GrammarCompiler:
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise UsageError(
+                f"{shown} needs xgrammar, which cannot be imported ({error}): "
+                "pip install 'specplug[grammar]'"
+            ) from error
+        try:
+            return xgrammar.GrammarCompiler(
+                _vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids),
+                max_threads=min(8, os.cpu_count() or 1),
+                cache_limit_bytes=_CACHE_BYTES,
+            )
+        except Exception as error:
+            raise UsageError(
+                f"{shown}: xgrammar cannot use the tokenizer, a {type(self._tokenizer).__name__} "
+                f"({_reason(error)}): expected a fast tokenizer of transformers"
+            ) from error
+
+
+def _wait(future: Future[Any]) -> None:
+    """Wait for what other threads of this process are at, or raise TimeoutError.
+
+    Time counts as far as the process had a processor, since a stopped or starved one compiles
+    nothing.
+    """
+    at_it = waited = 0.0
+    while at_it < _COMPILE_SECONDS and waited < _LONGEST_SECONDS:
+        before = time.process_time()
+        if wait((future,), timeout=_SLICE_SECONDS).done:
+            return
+        waited += _SLICE_SECONDS
+        at_it += min(_SLICE_SECONDS, time.process_time() - before)
+    raise TimeoutError
+
+
+def _vocabulary(
+    tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]
+) -> xgrammar.TokenizerInfo:
+    """The bytes of each token, and the tokens that end the output."""
+    import xgrammar
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a tokenizer without an end-of-sequence token
+        found = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
+    stops = eos_token_ids or {tokenizer.eos_token_id}
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, entry in added.items() if entry.special}
+    texts = found.decoded_vocab
+    for token in special.union(tokenizer.all_special_ids):
+        if token < vocab_size:
+            # xgrammar would allow it wherever its name fits, in any string; but it is no text.
+            texts[token] = b""
+    return xgrammar.TokenizerInfo(
+        texts,
+        xgrammar.VocabType.RAW,
+        vocab_size=vocab_size,
+        stop_token_ids=sorted(t for t in stops if t is not None),
+        add_prefix_space=found.add_prefix_space,
+    )
+
+
+def _start(
+    compiler: xgrammar.GrammarCompiler, kind: str, text: str, words: int
+) -> xgrammar.GrammarMatcher:
+    """A matcher at the start of a grammar that has been tried out."""
+    import xgrammar
+
+    compile_by_kind: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
+        # A weak model would go on with blanks for ever.
+        "json_schema": partial(compiler.compile_json_schema, max_whitespace_cnt=_MOST_BLANKS),
+        "regex": compiler.compile_regex,
+        # Where root refers to itself on the left, xgrammar bans tokens that span two rounds of it,
+        # unless root is not the topmost rule.
+        "ebnf": lambda text: compiler.compile_grammar(
+            f"{text}\n{_TOPMOST} ::= root", root_rule_name=_TOPMOST
+        ),
+    }
+    matcher = xgrammar.GrammarMatcher(compile_by_kind[kind](text))
+    _try_out(matcher.fork(), words)
+    return matcher
+
+
+def _try_out(matcher: xgrammar.GrammarMatcher, words: int) -> None:
+    """Raise TimeoutError if tokens take far too long: later they would hold up every request."""
+    stops = set(matcher.stop_token_ids)
+    mask = torch.zeros(words, dtype=torch.int32)
+    started = time.thread_time()
+    for _ in range(_TRIAL_TOKENS):
+        matcher.fill_next_token_bitmask(mask)
+        allowed = [t for t in unpacked(mask).nonzero()[:, 0].tolist() if t not in stops]
+        if not allowed or not matcher.accept_token(allowed[len(allowed) // 2]):
+            return
+        if time.thread_time() - started > _TRIAL_SECONDS:
+            raise TimeoutError
+
+
+def _check(kind: str, text: str) -> None:
+    """Refuse what xgrammar would take too much memory for, or would take for something else."""
+    most = _MOST_CHARACTERS[kind]
+    if len(text) > most:
+        raise _refusal(kind, text, f"it has {len(text)} characters", f"at most {most}: shorten it")
+    if kind == "json_schema":
+        try:
+            schema = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _refusal(kind, text, f"it is no JSON: {_reason(error)}") from error
+        if _depth(schema) > _MOST_NESTED:
+            why = f"it is nested more than {_MOST_NESTED} levels deep"
+            raise _refusal(kind, text, why, "a flatter one: use $defs and $ref")
+        for key, value in _strings(schema):
+            _check_keyword(text, key, value)
+
+
+def _depth(schema: Any) -> int:
+    """Levels of lists and objects within one another."""
+    depth, level = 0, [schema]
+    while level:
+        depth += 1
+        parts = [
+            p.values() if isinstance(p, dict) else p for p in level if isinstance(p, dict | list)
+        ]
+        level = [part for of_one in parts for part in of_one]
+    return depth
+
+
+def _check_keyword(schema: str, key: str, value: str) -> None:
+    most = _MOST_CHARACTERS["regex"]
+    if key == "$ref" and not value.startswith("#"):  # xgrammar would allow anything there
+        why = f"$ref {_shortened(value)} is not in the schema itself"
+        raise _refusal("json_schema", schema, why, "#/…: copy it into the schema")
+    if key == "pattern" and len(value) > most:
+        why = f"pattern {_shortened(value)} has {len(value)} characters"
+        raise _refusal("json_schema", schema, why, f"at most {most}: shorten it")
+
+
+def _strings(schema: Any) -> Iterator[tuple[str, str]]:
+    """The keywords of a schema and its parts that have strings as values."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        elif isinstance(part, dict):
+            yield from ((key, value) for key, value in part.items() if isinstance(value, str))
+            parts += [value for key, value in part.items() if key not in _DATA]
+
+
+def _refusal(kind: str, text: str, why: str, expected: str | None = None) -> UsageError:
+    return UsageError(f"{kind}={_shortened(text)}: {why}; expected {expected or _EXPECTED[kind]}")
+
+
+def _too_slow(kind: str, text: str) -> UsageError:
+    return _refusal(
+        kind,
+        text,
+        "it takes too long to compile or to follow",
+        "a simpler one: have fewer optional parts and nested repetitions",
+    )
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:60]}…{text[-15:]}")
+
+
+def _reason(error: BaseException) -> str:
+    """An error of xgrammar as a user can read it: one line, without the place in its source."""
+    text = re.sub(r"\[[\d:]+\] \S+\.(cc|h):\d+: ", "", str(error))
+    text = re.sub(r"Check failed: .*? is false: ", "", text)
+    text = " ".join(text.split("The JSON string is:")[0].split()).rstrip(". ")
+    if not text or "type mismatch!" in text:
+        return "a value in it has a wrong type or is out of range"
+    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -1,0 +1,246 @@
+"""Where a request stands in its grammar, and which tokens that allows behind each drafted node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.speculative.draft import Draft
+from specplug.speculative.host_copy import Arrival, to_host
+
+if TYPE_CHECKING:
+    import xgrammar
+
+_STEP_SECONDS = 1.0
+"""Processor time that a grammar may take of one step; what the trial did not show ends the request
+alone."""
+
+
+class Guide:
+    """Where one request stands in its grammar.
+
+    The grammar ends by an end-of-sequence token, which is allowed where the output so far is a
+    whole match. It also ends where no token at all may follow: right at the end of a match if the
+    vocabulary has no end-of-sequence token, and in a dead end, where the vocabulary cannot spell
+    what the grammar demands. Where every token that it allows is banned by the request's
+    ``logit_bias``, it ends with an error, unless it is at the end of a whole match. Last, it ends
+    with an error before a token that it does not allow, which comes up only if masks are not
+    applied.
+
+    Args:
+        matcher: xgrammar's, at the start.
+        vocab_size: V.
+        banned: tokens that the request never chooses.
+        on_slow: called if the grammar turns out to take too long.
+
+    Attributes:
+        error: why the grammar was given up, or None.
+        ended_at: the number of output tokens after which the grammar ended, the end-of-sequence
+            token included if it ended by one; None while it goes on. Output behind it is not the
+            grammar's, and must be dropped.
+    """
+
+    def __init__(
+        self,
+        matcher: xgrammar.GrammarMatcher,
+        vocab_size: int,
+        banned: Collection[int] = (),
+        on_slow: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.ended_at: int | None = None
+        self.error: str | None = None
+        self._on_slow = on_slow
+        self._matcher = matcher
+        self._taken = 0
+        self._next = torch.zeros(num_words(vocab_size), dtype=torch.int32)
+        self._not_banned = _without(banned, vocab_size) if banned else None
+        self._look_ahead()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the grammar has not ended."""
+        return self.ended_at is None
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take the request's next output tokens, in order, each once.
+
+        Those behind the grammar's end are ignored. How they are split over calls does not matter.
+        """
+        if not self.goes_on or not tokens:
+            return
+        with self._in_time():
+            self._advance(tokens)
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            # A matcher that has ended must not be asked: it writes warnings.
+            if not self._matcher.accept_token(token):
+                self._look_ahead()
+                if self.goes_on:  # else nothing was left to choose before it
+                    self.error = f"token {token} was chosen, which the grammar does not allow"
+                    self._end()
+                return
+            self._taken += 1
+            if self._matcher.is_terminated():
+                self._end()
+                return
+        self._look_ahead()
+
+    def fill_next(self, mask: Tensor) -> None:
+        """Write which tokens may come next.
+
+        Args:
+            mask: [words] int32 on the CPU; bit ``t % 32`` of word ``t // 32`` is token t. All ones
+                if the grammar has ended.
+        """
+        mask.copy_(self._next)
+
+    def fill_tree(
+        self, tokens: Tensor, next_token: Tensor, next_sibling: Tensor, masks: Tensor
+    ) -> None:
+        """Write which tokens may follow each node of a draft tree. The guide stays where it is.
+
+        Args:
+            tokens: [N] int64 on the CPU. Node 0 is the last token that the guide was advanced by.
+            next_token, next_sibling: [N] int64 on the CPU, this request's ``Draft.links``.
+            masks: [N, words] int32 on the CPU, contiguous. Row i: what may follow the path from
+                the root to node i. All ones where the grammar allows no such path or ends on it,
+                so that no row bans every token: the target never gets to the first, and what it
+                gives behind the second is dropped.
+        """
+        assert masks.is_contiguous(), masks.stride()
+        masks.fill_(-1)
+        if not self.goes_on:
+            return
+        # Rows of paths that end or are refused become 0; those behind them are not written.
+        with self._in_time():
+            self._matcher.traverse_draft_tree(next_token, next_sibling, tokens, masks)
+        if self._not_banned is not None:
+            masks &= self._not_banned
+        masks.masked_fill_((masks == 0).all(1, keepdim=True), -1)
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """Give the grammar up if what is done takes far too long: it holds up every request."""
+        started = time.thread_time()  # a pause of the process is not the grammar's
+        yield
+        if self.goes_on and time.thread_time() - started > _STEP_SECONDS:
+            self.error = (
+                f"the grammar took more than {_STEP_SECONDS:.0f} s for one step: have fewer "
+                "nested repetitions"
+            )
+            self._on_slow()
+            self._end()
+
+    def _look_ahead(self) -> None:
+        self._matcher.fill_next_token_bitmask(self._next)
+        if self._not_banned is not None:
+            allowed = self._next.clone()
+            self._next &= self._not_banned
+            if allowed.any() and not self._next.any() and not self._is_match(allowed):
+                self.error = (
+                    "logit_bias bans every token that the grammar allows "
+                    + (f"after {self._taken} tokens" if self._taken else "at its start")
+                    + ": ban fewer of them"
+                )
+        if not self._next.any():
+            self._end()
+
+    def _is_match(self, allowed: Tensor) -> bool:
+        """Whether the output so far is a whole match: a token that ends it is allowed."""
+        stops = self._matcher.stop_token_ids
+        return any(bool(allowed[t // 32] >> (t % 32) & 1) for t in stops)
+
+    def _end(self) -> None:
+        self.ended_at = self._taken
+        self._next.fill_(-1)
+
+
+@attrs.frozen(eq=False)
+class HostTree:
+    """A batch's drafts on their way to the host, where grammars follow them.
+
+    Attributes:
+        nodes: [3, bs, N] int64 on the host: tokens, next token, next sibling (``Draft.links``).
+        widths: nodes of each request.
+        arrival: of these.
+    """
+
+    nodes: Tensor
+    widths: tuple[int, ...]
+    arrival: Arrival
+
+    @classmethod
+    def of(cls, draft: Draft) -> HostTree:
+        """Start a draft's way to the host."""
+        nodes = to_host(torch.stack((draft.tokens, *draft.links)))
+        widths = draft.widths or (draft.width,) * len(draft.tokens)
+        return cls(nodes, widths, Arrival(draft.tokens.device))
+
+    def fill_masks(self, guides: Sequence[Guide | None], masks: Tensor) -> None:
+        """Write what may follow each node; waits for the nodes.
+
+        Args:
+            guides: of the requests; None for one without a grammar.
+            masks: [T, words] int32 on the CPU, T the sum of the widths.
+        """
+        self.arrival.wait()
+        ends = accumulate(self.widths)
+        for b, (guide, width, end) in enumerate(zip(guides, self.widths, ends, strict=True)):
+            if guide is not None:
+                tokens, next_token, next_sibling = self.nodes[:, b, :width]
+                guide.fill_tree(tokens, next_token, next_sibling, masks[end - width : end])
+
+
+def _without(tokens: Collection[int], vocab_size: int) -> Tensor:
+    """[words] int32, a mask that has all tokens but these."""
+    bits = torch.ones(num_words(vocab_size) * 32, dtype=torch.uint8)
+    bits[list(tokens)] = 0
+    octets = (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+    return octets.view(torch.int32)
+
+
+def allocate_masks(rows: int, vocab_size: int, *, pinned: bool = False) -> Tensor:
+    """[rows, words] int32 of ones, so all is allowed; on the CPU."""
+    return torch.full((rows, num_words(vocab_size)), -1, dtype=torch.int32, pin_memory=pinned)
+
+
+def mask_scores(scores: Tensor, masks: Tensor) -> Tensor:
+    """The scores with -inf for the tokens that are not allowed.
+
+    Args:
+        scores: [T, V] of any floating dtype.
+        masks: [T, words] int32 on the same device, words = V / 32 rounded up.
+
+    Returns:
+        [T, V], a new tensor of the same dtype.
+    """
+    vocab_size = scores.shape[1]
+    assert masks.shape == (scores.shape[0], num_words(vocab_size)), (scores.shape, masks.shape)
+    return scores.masked_fill(~unpacked(masks)[:, :vocab_size], float("-inf"))
+
+
+def unpacked(masks: Tensor) -> Tensor:
+    """[…, words] int32 -> […, 32 · words] bool."""
+    octets = masks.contiguous().view(torch.uint8).to(torch.int32)
+    return _octet_bits(masks.device)[octets].view(torch.bool)
+
+
+@lru_cache
+def _octet_bits(device: torch.device) -> Tensor:
+    """[256] int64: the bits of each byte as eight bools. Far faster than shifts of every word."""
+    bits = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1
+    return bits.to(torch.bool).view(torch.int64).squeeze(1).to(device)
+
+
+def num_words(vocab_size: int) -> int:
+    """32-bit words of a mask over V tokens."""
+    return -(-vocab_size // 32)

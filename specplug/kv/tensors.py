@@ -1,0 +1,66 @@
+"""The tensors of the KV pool: the target's and, in the same slots, the draft models'."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.speculative.runtime import KVCache
+
+
+@attrs.frozen
+class KVShape:
+    """Layers, key/value heads and head size of a cache."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_slot(self, dtype: torch.dtype) -> int:
+        """Of one token, keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+def fill_cache(
+    cache: KVCache, shape: KVShape, num_slots: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Allocate a cache's tensors, all in one: [layers, 2, slots, Hkv, D].
+
+    Zeroed, because a masked slot still enters the products, and 0 times an old NaN is NaN. On the
+    CPU the system gives zeroed memory when a page is first touched: a pool costs what is used.
+    """
+    size = (shape.num_layers, 2, num_slots, shape.num_kv_heads, shape.head_dim)
+    if device.type == "cpu" and shape.num_layers:  # an algorithm may draft without a layer
+        pool = _untouched(size, dtype)
+    else:
+        pool = torch.zeros(size, dtype=dtype, device=device)
+    cache.keys[:] = [layer[0] for layer in pool]
+    cache.values[:] = [layer[1] for layer in pool]
+    return pool
+
+
+def _untouched(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in fresh pages of the system, none of which is there yet."""
+    count = math.prod(size)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+    memory = mmap.mmap(-1, count * dtype.itemsize, **private)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(size)
+
+
+def drop_tensors(cache: KVCache) -> None:
+    """Empty a cache, whoever still holds it."""
+    cache.keys.clear()
+    cache.values.clear()
+
+
+def move_slots(pool: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy tokens between slots, all layers at once: ``source`` and ``target`` [M] int64.
+
+    Reads everything before it writes, so the two may overlap.
+    """
+    pool[:, :, target] = pool[:, :, source]

@@ -1,0 +1,200 @@
+"""A target's checkpoint: looked over before it is loaded, and refused if anything is missing."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from specplug.errors import CheckpointError, FallbackWarning
+from specplug.model.attention import IMPLEMENTATION, register
+from specplug.model.foreign_code import DATA_ONLY, refuse_code
+
+_KINDS = {"full_attention", "sliding_attention"}
+_NAMED = 5
+"""Most tensors that a message names."""
+
+
+def load_checkpoint(path: str, dtype: torch.dtype | None) -> Any:
+    """The causal LM of transformers in a folder or under a hub id, with our attention.
+
+    Raises:
+        CheckpointError: there is no such model, transformers cannot load it, its files are damaged,
+            tensors are missing or of another shape than its config says, or its class does not let
+            others compute its attention.
+    """
+    from transformers import AutoModelForCausalLM
+
+    register()
+    check_model_path(path)
+    _check_attention(path)
+    for file in _weight_files(Path(path)):
+        _check_file(path, file)
+    try:
+        with _no_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype or "auto",
+                attn_implementation=IMPLEMENTATION,
+                weights_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are told of, and refused, below
+                **DATA_ONLY,
+            )
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"model {path!r} cannot be loaded: its weights are a pickle with more than tensors in "
+            "it; expected *.safetensors, or a pickle of tensors alone"
+        ) from error
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        refuse_code(f"model {path!r}", error)
+        raise CheckpointError(f"model {path!r} cannot be loaded: {_first_line(error)}") from error
+    model, info = loaded
+    _check_tensors(path, model, info)
+    return model
+
+
+def check_model_path(path: str) -> None:
+    """Refuse what can only be a folder, and is none.
+
+    Raises:
+        CheckpointError: it looks like a path and there is no such folder, or no ``config.json``.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"model {path!r}: the folder has no config.json")
+    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise CheckpointError(
+            f"model {path!r}: no such folder; expected the folder of a transformers checkpoint, "
+            "a hub id (organisation/name), or nothing for the default model"
+        )
+
+
+def _check_attention(path: str) -> None:
+    """Refuse a class whose attention nobody else can compute."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, **DATA_ONLY)
+    except (OSError, ValueError, KeyError) as error:
+        refuse_code(f"model {path!r}", error)
+        raise CheckpointError(f"model {path!r} cannot be loaded: {_first_line(error)}") from error
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    cls = found[0] if isinstance(found, tuple) else found
+    if cls is None:
+        return  # what it is, transformers says when it is asked to load it
+    strange = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _KINDS)
+    if strange or not cls._supports_attention_backend:
+        what = ", ".join(strange) or "attention of its own"
+        raise CheckpointError(
+            f"model {path!r} ({cls.__name__}) has {what}; expected full or sliding-window "
+            "attention through transformers' AttentionInterface: choose another model"
+        )
+
+
+def _weight_files(folder: Path) -> Iterator[Path]:
+    """The safetensors files that transformers will read; none of a hub id."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists():
+        yield folder / "model.safetensors"
+    elif index.exists():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"{index}: expected JSON with a weight_map of tensors: {_first_line(error)}"
+            ) from error
+        yield from (folder / name for name in sorted(names))
+
+
+def _check_file(path: str, file: Path) -> None:
+    """See that a file's header is whole, and that the file is as long as it says."""
+    if not file.is_file():
+        raise CheckpointError(
+            f"model {path!r}: {file.name} is not there, and model.safetensors.index.json names it; "
+            "fetch the checkpoint again"
+        )
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"model {path!r}: {file.name} ({file.stat().st_size} bytes) is truncated or damaged: "
+            f"{_first_line(error)}; fetch the checkpoint again"
+        ) from error
+
+
+def _check_tensors(path: str, model: Any, info: Mapping[str, Any]) -> None:
+    """Refuse a model some of whose weights would be random, or whose last layers are left out."""
+    if info["mismatched_keys"]:
+        shapes = (
+            f"{name} {list(found)} instead of {list(expected)}"
+            for name, found, expected in sorted(info["mismatched_keys"])
+        )
+        raise CheckpointError(
+            f"model {path!r}: tensors of another shape than config.json says: {_some(shapes)}; "
+            "expected the config that belongs to the weights"
+        )
+    if info["missing_keys"]:
+        raise CheckpointError(
+            f"model {path!r}: tensors are missing: {_some(sorted(info['missing_keys']))}; expected "
+            "all weights of the config's model: fetch the checkpoint again, or look at "
+            "num_hidden_layers"
+        )
+    unexpected = sorted(info["unexpected_keys"])
+    dropped = [name for name in unexpected if _is_of_a_layer_too_many(name, model)]
+    if dropped:
+        raise CheckpointError(
+            f"model {path!r}: the checkpoint has more layers than config.json says: "
+            f"{_some(dropped)}; expected as many: look at num_hidden_layers"
+        )
+    if unexpected:
+        warnings.warn(
+            f"model {path!r}: the checkpoint has tensors that {type(model).__name__} does not "
+            f"use: {_some(unexpected)}",
+            FallbackWarning,
+            stacklevel=2,
+        )
+
+
+def _is_of_a_layer_too_many(name: str, model: Any) -> bool:
+    """Whether a tensor is of a layer after the last, and not of one that drafts (as DeepSeek's)."""
+    config = model.config.get_text_config()
+    found = re.search(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.", name)
+    drafting = getattr(config, "num_nextn_predict_layers", None) or 0
+    return found is not None and int(found[1]) >= config.num_hidden_layers + drafting
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first of them, and how many there are more."""
+    named = list(names)
+    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    return ", ".join(named[:_NAMED]) + more
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,217 @@
+"""The target: any causal LM of transformers, run over our paged KV cache."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specplug.distributed.rank_group import RankGroup
+from specplug.kv.tensors import KVShape, drop_tensors
+from specplug.model.attention import TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
+from specplug.model.checkpoint import load_checkpoint
+from specplug.model.fingerprint import weights_fingerprint
+from specplug.model.fused_modules import fuse_norms, pack_weights, shorten_calls
+from specplug.model.graph_runner import GraphRunner
+from specplug.model.hidden_states import Captures
+from specplug.model.model_check import ModelCheck
+from specplug.model.rotary import RotaryByLength
+from specplug.model.sharded_mlp import shard_mlps
+from specplug.speculative.runtime import KVCache
+
+
+class ModelRunner:
+    """Loads the target and runs passes over flattened tokens.
+
+    Args:
+        path: folder or hub id.
+        dtype: of weights and activations; None: what the checkpoint says.
+        device: where it runs.
+        ranks: over which its MLPs are sharded; None: it is whole.
+        identified: whether ``fingerprint`` is wanted.
+        skip_check: do not prove that it gives its own logits here.
+
+    Attributes:
+        fingerprint: of its weights, whole and as they were loaded; None if nobody wanted it.
+
+    Raises:
+        CheckpointError: there is no such model, it cannot be loaded, or not be run rightly here.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        ranks: RankGroup | None = None,
+        *,
+        identified: bool = False,
+        skip_check: bool = False,
+    ) -> None:
+        self.device = device
+        self.model = load_checkpoint(path, dtype).eval()
+        if self.model.dtype is torch.float64 and _has_experts(self.model.config):
+            self.model.set_experts_implementation("eager")  # grouped products know no float64
+        self.fingerprint = weights_fingerprint(self.model) if identified else None
+        self._ranks = ranks
+        if ranks is not None:
+            shard_mlps(self.model, ranks)
+        self.rotary = RotaryByLength(self.model)
+        self.model.to(device)
+        self.captures = Captures(self.model)
+        self.dtype: torch.dtype = self.model.dtype
+        config = self.model.config.get_text_config()
+        self.config: Any = config
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.context_len: int = self.rotary.context_len
+        self.cache = KVCache([], [])
+        check = None if skip_check else self._begin_check(path)
+        self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
+        self.num_layers = len(self.captures.layers)
+        fuse_norms(self.model)
+        if device.type == "cpu":
+            pack_weights(self.model)
+        shorten_calls(self.model, keep=self.captures.hooked)
+        if check is not None:
+            self._end_check(check)
+        self._graphs: dict[bool, GraphRunner] = {}
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        """The input embedding."""
+        module: nn.Module = self.model.get_input_embeddings()
+        return module
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The output head."""
+        module: nn.Module = self.model.get_output_embeddings()
+        return module
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the target, tied ones once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _begin_check(self, path: str) -> ModelCheck:
+        """Run the model as it is, before anything in it is changed."""
+        with self._stepping():
+            return ModelCheck(
+                path,
+                self.model,
+                self.captures.layers,
+                self.context_len,
+                self._begin_checked_pass,
+            )
+
+    def _end_check(self, check: ModelCheck) -> None:
+        def run(token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | int) -> Tensor:
+            return self._forward(token_ids, plan, logits_rows, routed_experts=False)[0]
+
+        with self._stepping():
+            check.compare(run, self.cache)
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else self._ranks.stepping()
+
+    def _begin_checked_pass(self, rows: int, lengths: Tensor) -> None:
+        """All ranks check at the same time. Rows are rotated as in a pass of these lengths."""
+        if self._ranks is not None:
+            self._ranks.agree(rows)
+        self.rotary.begin(lengths)
+
+    def record_graphs(self) -> None:
+        """Replay ``verify``'s passes as CUDA graphs from now on."""
+        self._graphs = {
+            wanted: GraphRunner(partial(self._forward, logits_rows=0, routed_experts=wanted))
+            for wanted in (False, True)
+        }
+
+    @property
+    def graph_failure(self) -> str | None:
+        """Why passes are not recorded, if that was tried and failed."""
+        return next((g.failure for g in self._graphs.values() if g.failure is not None), None)
+
+    def prefill(
+        self,
+        token_ids: Tensor,
+        plan: PagedPlan | JoinedPlan,
+        logits_rows: Tensor,
+        routed_experts: bool,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """A pass over prompt tokens, and in a mixed step over the nodes of drafts behind them.
+
+        Args:
+            token_ids: [R] int64.
+            plan: where they stand and what they see.
+            logits_rows: [M] int64 rows whose logits are wanted.
+            routed_experts: whether each row's experts are wanted.
+
+        Returns:
+            Logits [M, V], and the captured outputs by name, leading size R.
+        """
+        return self._forward(token_ids, plan, logits_rows, routed_experts)
+
+    def verify(
+        self, token_ids: Tensor, plan: PagedPlan, routed_experts: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """A pass over the nodes of a draft: as ``prefill``, with the logits of all rows."""
+        if not self._graphs:
+            return self._forward(token_ids, plan, 0, routed_experts)
+        outputs: tuple[Tensor, dict[str, Tensor]] = self._graphs[routed_experts](token_ids, plan)
+        return outputs
+
+    def close(self) -> None:
+        """Free the weights, the graphs and the cache, whoever still holds the model."""
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+        drop_tensors(self.cache)
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            tensor.data = tensor.data.new_empty(0)
+
+    def _forward(
+        self,
+        token_ids: Tensor,
+        plan: PagedPlan | JoinedPlan,
+        logits_rows: Tensor | int,
+        routed_experts: bool,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self.captures.begin()
+        self.rotary.begin(plan.lengths)
+        if self._ranks is not None:
+            self.captures.routed_rows = self._ranks.own
+        running = TARGET_PASS.set(TargetPass(plan, self.cache))
+        try:
+            out = self.model(
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=plan.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=logits_rows,
+            )
+        finally:
+            TARGET_PASS.reset(running)
+        return out.logits.squeeze(0), self.captures.collect(routed_experts)
+
+
+def _kv_shape_of(config: Any) -> KVShape:
+    """The shape of the cache as far as a configuration says it."""
+    heads: int = config.num_attention_heads
+    return KVShape(
+        config.num_hidden_layers,
+        getattr(config, "num_key_value_heads", None) or heads,
+        # Latent attention (DeepSeek) calls the rotated part alone ``head_dim``.
+        getattr(config, "qk_head_dim", None)
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // heads,
+    )
+
+
+def _has_experts(config: Any) -> bool:
+    """Whether layers are mixtures of experts, as configurations name their number."""
+    names = "num_experts", "n_routed_experts", "num_local_experts"
+    return any(getattr(config.get_text_config(), name, None) for name in names)

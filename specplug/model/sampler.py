@@ -1,0 +1,229 @@
+"""The target's token at each node: exact, and a function of the node's own path alone.
+
+The token at position t is ``argmax(log p_t + g(seed, t, token))`` (greedy: g = 0) after grammar,
+logit bias, penalties, temperature, min-p, top-k and top-p, in this order. Nothing else enters, so
+it is the same whatever was drafted, and whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from specplug.engine.request import Request, RequestStatus
+from specplug.grammar.state import mask_scores
+from specplug.sampling_params import Needs
+from specplug.speculative.draft import Draft
+from specplug.speculative.host_copy import upload
+from specplug.speculative.noise import gumbel
+
+_COLDEST = 1e-6
+"""A temperature below it is as good as this one, and would make the logits overflow."""
+
+_LEAST_TOP_P = torch.finfo(torch.float32).tiny
+"""No probability of a first token is less. Less would be 0 in float32, which leaves no token."""
+
+_COLUMNS = ("temperature", "top_p", "top_k", "min_p", "repetition", "presence", "frequency")
+
+
+class Sampler:
+    """Keeps the sampling settings of each request row on the device, and chooses tokens.
+
+    Args:
+        num_rows: request rows, row 0 included.
+        vocab_size: V.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._vocab = torch.arange(vocab_size, device=device)
+        self._settings = torch.zeros(num_rows, len(_COLUMNS), device=device)
+        self._seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._random = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self._size = num_rows, vocab_size
+        # These three are as large as rows x vocabulary, and made when first needed.
+        self._bias: Tensor | None = None
+        self._in_prompt: Tensor | None = None
+        self._output_counts: Tensor | None = None
+
+    def admit(self, request: Request) -> None:
+        """Enter a request's settings in its row."""
+        p = request.params
+        row = request.row
+        temperature = 1.0 if p.greedy else max(p.temperature, _COLDEST)
+        settings = (
+            temperature, max(p.top_p, _LEAST_TOP_P), min(max(p.top_k, 0), self._size[1]), p.min_p,
+            p.repetition_penalty, p.presence_penalty, p.frequency_penalty,
+        )  # fmt: skip
+        self._settings[row] = torch.tensor(settings).to(self._device, non_blocking=True)
+        self._seeds[row] = request.seed
+        self._random[row] = not p.greedy
+        if request.needs & Needs.BIAS:
+            self._admit_bias(row, p.logit_bias)
+        elif self._bias is not None:
+            self._bias[row] = 0.0  # of the request that had this row before
+        if request.needs & Needs.PENALTIES:
+            self._admit_counts(request)
+
+    def temperatures(self, rows: Tensor) -> Tensor:
+        """[bs, 1] float32; 1 for greedy requests."""
+        return self._settings[rows, :1]
+
+    def is_random(self, rows: Tensor) -> Tensor:
+        """[n] bool, whether the requests of rows [n] sample."""
+        return self._random[rows]
+
+    def noise(
+        self, rows: Tensor, random: Tensor, positions: Tensor, token_ids: Tensor | None = None
+    ) -> Tensor:
+        """[n, V] float64 Gumbel noise of rows [n] at positions [n]; zero where not ``random``."""
+        tokens = self._vocab if token_ids is None else token_ids
+        noise = gumbel(self._seeds[rows], positions, tokens)
+        return noise.masked_fill_(~random.unsqueeze(1), 0.0)
+
+    def sample(
+        self,
+        logits: Tensor,
+        needs: Needs,
+        random: Tensor | None,
+        rows: Tensor,
+        positions: Tensor,
+        draft: Draft | None,
+        masks: Tensor | None = None,
+    ) -> Tensor:
+        """The target's token for each row of logits.
+
+        Args:
+            logits: [T, V].
+            needs: what the requests of the batch need, together.
+            random: [T] bool, whether the row's request samples; None if none does.
+            rows: [T] int64 request row of each.
+            positions: [T] int64 position of the token being chosen.
+            draft: whose nodes the rows are, so that penalties follow each node's path; None on a
+                prefill.
+            masks: [T, words] int32, what grammars allow (see ``guide.mask_scores``), or None.
+
+        Returns:
+            [T] int64.
+        """
+        if not needs & ~(Needs.LOGPROBS | Needs.EXPERTS):
+            return logits.argmax(-1)
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if masks is not None:
+            scores = mask_scores(scores, masks)
+        settings = self._settings[rows].to(scores.dtype)
+        column = dict(zip(_COLUMNS, settings.unsqueeze(2).unbind(1), strict=True))
+        if needs & Needs.BIAS:
+            assert self._bias is not None
+            scores = scores + self._bias[rows]
+        if needs & Needs.PENALTIES:
+            scores = self._penalize(scores, column, rows, draft)
+        if random is not None:
+            scores = scores / column["temperature"]
+            if needs & Needs.TRUNCATION:
+                scores = truncate(scores, column["min_p"], column["top_k"], column["top_p"])
+            scores = scores + self.noise(rows, random, positions)
+        return scores.argmax(-1)
+
+    def count(self, rows: Tensor, tokens: Tensor, valid: Tensor) -> None:
+        """Count committed output tokens: rows [bs], tokens [bs, C], valid [bs, C] bool."""
+        if self._output_counts is not None:
+            index = rows.unsqueeze(1).expand_as(tokens)
+            self._output_counts.index_put_(
+                (index, tokens), valid.to(self._output_counts.dtype), accumulate=True
+            )
+
+    def _penalize(
+        self,
+        scores: Tensor,
+        column: Mapping[str, Tensor],
+        rows: Tensor,
+        draft: Draft | None,
+    ) -> Tensor:
+        assert self._output_counts is not None
+        assert self._in_prompt is not None
+        counts = self._output_counts[rows]
+        if draft is not None:
+            counts = counts + path_counts(draft, scores.shape[1], counts.dtype)
+        appeared = counts > 0
+        seen = appeared | self._in_prompt[rows]
+        factor = torch.where(seen, column["repetition"], 1.0)
+        scores = torch.where(scores > 0, scores / factor, scores * factor)
+        scores = scores - column["frequency"] * counts
+        return scores - column["presence"] * appeared
+
+    def _admit_bias(self, row: int, bias: Mapping[int, float]) -> None:
+        if self._bias is None:
+            self._bias = torch.zeros(self._size, device=self._device)
+        values = torch.zeros(self._size[1])
+        values[list(bias)] = torch.tensor(list(bias.values()), dtype=torch.float32)
+        self._bias[row] = values.to(self._device, non_blocking=True)
+
+    def _admit_counts(self, request: Request) -> None:
+        if self._output_counts is None or self._in_prompt is None:
+            self._output_counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
+            self._in_prompt = torch.zeros(self._size, dtype=torch.bool, device=self._device)
+        prompt = upload(request.prompt_token_ids, self._device)
+        self._output_counts[request.row] = 0
+        counted = request.output_token_ids
+        if request.status is RequestStatus.RUNNING:  # a root is counted when it is verified
+            counted = counted[: request.kv_len - len(request.prompt_token_ids)]
+        if counted:  # of one that was retracted
+            output = upload(counted, self._device)
+            once = torch.ones_like(output, dtype=torch.int32)
+            self._output_counts[request.row].index_add_(0, output, once)
+        self._in_prompt[request.row] = False
+        self._in_prompt[request.row, prompt] = True
+
+
+def path_counts(draft: Draft, vocab_size: int, dtype: torch.dtype) -> Tensor:
+    """[T, V]: how often each token stands on the path from the root to each node, both included."""
+    bs, width = draft.tokens.shape
+    tokens = draft.tokens.unsqueeze(1).expand(bs, width, width)
+    counts = torch.zeros(bs, width, vocab_size, dtype=dtype, device=tokens.device)
+    counts.scatter_add_(2, tokens, draft.mask.to(dtype).expand(bs, width, width).contiguous())
+    return draft.select(counts.view(bs * width, vocab_size))
+
+
+def truncate(scores: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Mask with -inf what min-p, top-k and top-p leave out.
+
+    Args:
+        scores: [T, V] logits after temperature.
+        min_p, top_k, top_p: [T, 1]; 0, 0 and 1 leave everything in.
+    """
+    floor = scores.max(-1, keepdim=True).values + min_p.log()
+    scores = scores.masked_fill(scores < floor, float("-inf"))
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scores.shape[1], device=scores.device)
+    drop = (rank >= top_k) & (top_k > 0)
+    probs = ordered.masked_fill(drop, float("-inf")).softmax(-1)
+    # A token stays while those before it have not reached top_p; the first one always does.
+    drop |= (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)
+    return scores.masked_fill(torch.zeros_like(drop).scatter_(1, order, drop), float("-inf"))
+
+
+def top_logprobs(logits: Tensor, predict: Tensor, count: int) -> dict[str, Tensor]:
+    """Log-probabilities of the model itself, by node, for the ``per_node`` container.
+
+    Args:
+        logits: [T, V].
+        predict: [T] int64 chosen tokens.
+        count: top tokens wanted.
+
+    Returns:
+        ``logprobs`` [T, 1 + count], ``logprob_ids`` [T, 1 + count] and ``logprob_ranks``
+        [T, 1 + count]; the chosen token first.
+    """
+    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    chosen = logprobs.gather(1, predict.unsqueeze(1))
+    rank = (logprobs > chosen).sum(1, keepdim=True) + 1
+    top = logprobs.topk(count, dim=1)
+    ranks = torch.arange(1, count + 1, device=logits.device).expand(len(predict), -1)
+    return {
+        "logprobs": torch.cat((chosen, top.values), dim=1),
+        "logprob_ids": torch.cat((predict.unsqueeze(1), top.indices), dim=1),
+        "logprob_ranks": torch.cat((rank, ranks), dim=1),
+    }

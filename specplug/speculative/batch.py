@@ -1,0 +1,92 @@
+"""What a hook may see of the batch that the engine is running."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from specplug.speculative.runtime import AttentionPlan
+
+
+class ForwardMode(enum.Enum):
+    """What a pass is for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    IDLE = "idle"
+
+
+class RequestView(Protocol):
+    """The part of a request that is a plugin's business, to read and not to change."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Its prompt, and of what it has generated all that the host knows. While it is prefilled
+        that is everything: a request which was retracted is prefilled with its output so far."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that it may generate."""
+
+    @property
+    def draft_state(self) -> Mapping[str, Tensor]:
+        """In ``build_disagg_draft_input``: what the instance that prefilled it has exported, CPU
+        tensors without a leading size; empty if it gave nothing."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class Batch:
+    """The requests of one step.
+
+    Attributes:
+        mode: prefill, decode, or idle (no request; the rank only takes part).
+        requests: one view a request, bs of them.
+        rows: [bs] int64, each request's row; row 0 is padding and belongs to nobody.
+        seq_lens: [bs] int64, tokens of each request whose KV is committed **before** this step,
+            which is the position of its first token in this step.
+        chunk_widths: tokens of each request in this prefill, known on the host.
+        chunk_ends: how many of each request's ``token_ids`` are prefilled when this chunk is.
+        first_chunk: for each request of a prefill, whether it has just got its row: what was kept
+            by row is another's, and what lies before the chunk was found in the prefix cache.
+        last_chunk: for each request of a prefill, whether the chunk ends its ``token_ids``.
+        room: for each request of a decode step, how many slots from ``seq_lens`` on are its own,
+            known on the host. At least 1; N or more unless the KV pool is short. It binds: of a
+            wider draft the first ``room`` nodes are verified. So draft no more, and put the
+            likeliest nodes first. Keys that a draft model writes further on are lost: do not count
+            on what reads them.
+        greedy: whether every request takes the most likely token, so that no noise is needed.
+        attention: the target pass's plan; a draft model reuses it on a prefill.
+    """
+
+    mode: ForwardMode
+    requests: Sequence[RequestView]
+    rows: Tensor
+    seq_lens: Tensor
+    chunk_widths: tuple[int, ...] = ()
+    chunk_ends: tuple[int, ...] = ()
+    first_chunk: tuple[bool, ...] = ()
+    last_chunk: tuple[bool, ...] = ()
+    room: tuple[int, ...] = ()
+    greedy: bool = True
+    attention: AttentionPlan | None = None
+
+    @property
+    def size(self) -> int:
+        """bs."""
+        return len(self.requests)
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether this is a prefill (chunk), not a decode step."""
+        return self.mode is ForwardMode.PREFILL

@@ -1,0 +1,378 @@
+"""What is proposed (``Draft``) and what a proposal is made from (``DraftInput``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from operator import index
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.debug import DEBUG
+from specplug.speculative.padding import Padding
+
+
+@lru_cache(maxsize=64)
+def arange(length: int, device: torch.device) -> Tensor:
+    """[length] int64, the same tensor each time: for the core alone, never lent to a plugin."""
+    return torch.arange(length, device=device)
+
+
+@attrs.define(eq=False, kw_only=True, slots=False)
+class Draft:
+    """The nodes that the target verifies, for every request of a batch.
+
+    Node 0 of each request is its root, the bonus token; a parent stands before its children. Made
+    by ``Draft.chain`` or ``Draft.tree``.
+
+    Attributes:
+        tokens: [bs, N] int64.
+        parents: [bs, N] int64, -1 at the root; None for chains.
+        widths: how many nodes of each request count, each from 1 to N; None if all are N wide.
+            Known on the host, so that what is not drafted is not computed.
+        depth: S, the deepest node's distance from its root; a step accepts at most S + 1 tokens.
+    """
+
+    tokens: Tensor
+    parents: Tensor | None
+    widths: tuple[int, ...] | None
+    depth: int
+
+    @classmethod
+    def chain(cls, tokens: Tensor, widths: Sequence[int] | None = None) -> Draft:
+        """A chain for each request: ``tokens`` [bs, N], of which ``widths`` count.
+
+        Raises:
+            ValueError: they do not fit; see ``check``.
+        """
+        width = _width_of(tokens)
+        draft = cls(tokens=tokens, parents=None, widths=_ragged(widths, width), depth=width - 1)
+        draft.check(values=DEBUG)
+        return draft
+
+    @classmethod
+    def tree(
+        cls, tokens: Tensor, parents: Tensor, depth: int, widths: Sequence[int] | None = None
+    ) -> Draft:
+        """A tree for each request.
+
+        Args:
+            tokens: [bs, N] int64; siblings differ.
+            parents: [bs, N] int64, -1 at node 0, ``parents[b, i] < i``.
+            depth: the greatest depth of any node, known on the host (``num_steps``). A node that
+                is deeper is never accepted.
+            widths: nodes that count; None if all do.
+
+        Raises:
+            ValueError: they do not fit; see ``check``.
+        """
+        draft = cls(
+            tokens=tokens, parents=parents, widths=_ragged(widths, _width_of(tokens)), depth=depth
+        )
+        draft.check(values=DEBUG)
+        return draft
+
+    def rooted(self, roots: Tensor, vocab_size: int) -> Draft:
+        """This draft as the engine verifies it, in tensors of its own, whatever was proposed.
+
+        The roots are the engine's, every token is one of the vocabulary, and a node without a
+        parent before it has none: it is never accepted (``lost``), nor is what hangs from it.
+
+        Args:
+            roots: [bs] int64 bonus tokens.
+            vocab_size: V.
+        """
+        tokens, parents = roots.unsqueeze(1), self.parents
+        if self.width > 1:
+            tokens = torch.cat((tokens, self.tokens[:, 1:].clamp(0, vocab_size - 1)), dim=1)
+        if parents is not None:
+            order = arange(self.width, parents.device)
+            parents = torch.where((parents < 0) | (parents >= order), -1, parents)
+        return Draft(tokens=tokens, parents=parents, widths=self.widths, depth=self.depth)
+
+    def copy(self) -> Draft:
+        """The same in tensors of its own, to lend."""
+        parents = None if self.parents is None else self.parents.clone()
+        return Draft(
+            tokens=self.tokens.clone(), parents=parents, widths=self.widths, depth=self.depth
+        )
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every request's nodes follow one another, so that nothing moves on acceptance."""
+        return self.parents is None
+
+    @property
+    def columns(self) -> int:
+        """C, the most tokens that a step can accept: ``accept_index.shape[1]``."""
+        return self.depth + 1
+
+    @property
+    def width(self) -> int:
+        """N."""
+        return self.tokens.shape[1]
+
+    @property
+    def total(self) -> int:
+        """T, the nodes of all requests."""
+        return sum(self.widths) if self.widths is not None else self.tokens.numel()
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[bs or 1, N, N] bool, node i sees node j: j is i or an ancestor of i."""
+        if self.parents is None:
+            one = torch.ones(1, self.width, self.width, dtype=torch.bool, device=self.tokens.device)
+            return one.tril_()
+        return ancestor_mask(self.parents, self.depth)
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[bs or 1, N] int64 distance from the root."""
+        if self.parents is None:
+            return torch.arange(self.width, device=self.tokens.device).unsqueeze(0)
+        return self.mask.sum(-1) - 1
+
+    @cached_property
+    def lost(self) -> Tensor:
+        """[bs, N] bool, the nodes of a tree to which no path of at most ``depth`` steps leads from
+        the root, whose mask is not whole: none of a sound tree but, by convention, the root."""
+        assert self.parents is not None
+        return (self.parents < 0) | (self.depths > self.depth) | ~self.mask[:, :, 0]
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """[bs] int64, the flat index of each request's root among the T nodes."""
+        device = self.tokens.device
+        if self.widths is None:
+            return arange(self.tokens.shape[0], device) * self.width
+        starts = [0, *accumulate(self.widths)][:-1]
+        return torch.tensor(starts, dtype=torch.int64).to(device, non_blocking=True)
+
+    @cached_property
+    def padding(self) -> Padding | None:
+        """Where the T nodes of the flat order stand in the padded bs·N; None if dense."""
+        if self.widths is None:
+            return None
+        return Padding.of(self.widths, self.width, self.tokens.device)
+
+    @cached_property
+    def batch_index(self) -> Tensor:
+        """[T] int64: which request of the batch each node belongs to."""
+        bs, width = self.tokens.shape
+        dense = arange(bs, self.tokens.device).repeat_interleave(width, output_size=bs * width)
+        return self.select(dense)
+
+    @cached_property
+    def links(self) -> tuple[Tensor, Tensor]:
+        """The tree as a kernel walks it: ``next_token`` and ``next_sibling``, each [bs, N] int64.
+
+        The first child of a node, and the next child of its parent; -1 where there is none, and
+        at nodes that do not count. From the root: to the first child while its token is what the
+        target says, else to that child's next sibling.
+        """
+        bs, width = self.tokens.shape
+        order = arange(width, self.tokens.device)
+        parents = order.expand(bs, -1) - 1 if self.parents is None else self.parents
+        if self.widths is not None:
+            counts = torch.tensor(self.widths).to(parents.device, non_blocking=True).unsqueeze(1)
+            parents = torch.where(order < counts, parents, -2)
+        child_of = parents.unsqueeze(1) == order.unsqueeze(1)  # [bs, N, N], node j is i's child
+        is_node = parents.unsqueeze(2) >= 0
+        later = (
+            (parents.unsqueeze(1) == parents.unsqueeze(2)) & is_node & (order > order.unsqueeze(1))
+        )
+        return _first(child_of, order), _first(later, order)
+
+    def flatten(self, padded: Tensor) -> Tensor:
+        """[bs or 1, N] -> [T], in the flat order."""
+        return self.select(padded.expand(self.tokens.shape).reshape(-1))
+
+    def pad(self, flat: Tensor, fill: int) -> Tensor:
+        """[T] -> [bs, N], with ``fill`` at nodes that do not count."""
+        if self.padding is None:
+            return flat.view(self.tokens.shape)
+        padded = flat.new_full((self.tokens.numel(),), fill)
+        return padded.index_copy_(0, self.padding.flat_index, flat).view(self.tokens.shape)
+
+    def select(self, padded: Tensor) -> Tensor:
+        """[bs·N, …] rows in the padded order -> [T, …] in the flat order."""
+        return padded if self.padding is None else padded[self.padding.flat_index]
+
+    def narrow(self, room: Sequence[int]) -> Draft:
+        """This draft with at most ``room[b]`` nodes, at least 1, of each request: the first ones,
+        which are the likeliest if the drafter put these first.
+
+        Parents stand before their children, so what is left of a tree is a tree.
+        """
+        widths = self.widths or (self.width,) * len(room)
+        if all(width <= most for width, most in zip(widths, room, strict=True)):
+            return self
+        cut = tuple(min(width, most) for width, most in zip(widths, room, strict=True))
+        width = max(cut)
+        tokens = self.tokens[:, :width].contiguous()
+        if self.parents is None:
+            return Draft.chain(tokens, cut)
+        parents, depth = self.parents[:, :width], min(self.depth, width - 1)
+        return Draft(tokens=tokens, parents=parents, widths=_ragged(cut, width), depth=depth)
+
+    def check(self, *, values: bool) -> None:
+        """Refuse what is no draft: by type, dtype and shape, and by ``values`` too, which are read
+        on the host.
+
+        Raises:
+            ValueError: what was found, and what was expected.
+        """
+        tokens, parents, widths, depth = self.tokens, self.parents, self.widths, self.depth
+        width = _width_of(tokens)
+        if tokens.dtype != torch.int64:
+            raise ValueError(f"tokens of {tokens.dtype}; expected torch.int64")
+        if not isinstance(depth, int) or depth < 0:
+            raise ValueError(f"depth={depth!r}; expected an integer of at least 0")
+        if parents is None:
+            if depth != width - 1:
+                raise ValueError(f"a chain of {width} nodes, {depth} deep; expected {width - 1}")
+        elif not (
+            isinstance(parents, Tensor)
+            and (parents.dtype, parents.shape, parents.device)
+            == (torch.int64, tokens.shape, tokens.device)
+        ):
+            found = described(parents)
+            raise ValueError(f"parents {found}; expected them like tokens, {described(tokens)}")
+        if widths is not None:
+            bs = tokens.shape[0]
+            if len(widths) != bs or not all(type(w) is int and 1 <= w <= width for w in widths):
+                raise ValueError(
+                    f"widths={widths}; expected one integer from 1 to {width} for each of the "
+                    f"{bs} requests"
+                )
+        if values and parents is not None:
+            self._check_tree(parents)
+
+    def _check_tree(self, parents: Tensor) -> None:
+        order = torch.arange(self.width, device=parents.device)
+        _expect((parents[:, 0] == -1).all(), "node 0 must be the root, with parent -1", parents)
+        _expect((parents < order).all(), "a parent must stand before its children", parents)
+        _expect((parents[:, 1:] >= 0).all(), "only node 0 is a root", parents)
+        mask = ancestor_mask(parents, self.width)
+        deep = mask.sum(-1) - 1 > self.depth
+        _expect(~deep.any(), f"a node is deeper than the declared depth {self.depth}", parents)
+        same = (parents.unsqueeze(1) == parents.unsqueeze(2)) & (
+            self.tokens.unsqueeze(1) == self.tokens.unsqueeze(2)
+        )
+        valid = torch.ones_like(parents, dtype=torch.bool)
+        if self.widths is not None:
+            valid = order < torch.tensor(self.widths, device=parents.device).unsqueeze(1)
+        same &= valid.unsqueeze(1) & valid.unsqueeze(2)
+        _expect((same.sum((1, 2)) == valid.sum(1)).all(), "siblings must differ", self.tokens)
+
+
+def _width_of(tokens: Tensor) -> int:
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] < 1:
+        found = described(tokens)
+        raise ValueError(f"tokens {found}; expected a tensor [bs, N], the root among the N nodes")
+    return tokens.shape[1]
+
+
+def _expect(holds: Tensor, what: str, found: Tensor) -> None:
+    if not bool(holds):
+        raise ValueError(f"{what}; found {found.tolist()}")
+
+
+def described(value: object) -> str:
+    """A tensor by its shape, dtype and device; anything else by its type."""
+    if not isinstance(value, Tensor):
+        return f"of type {type(value).__name__}"
+    return f"{list(value.shape)} of {value.dtype} on {value.device}"
+
+
+def _ragged(widths: Sequence[int] | None, width: int) -> tuple[int, ...] | None:
+    if widths is None or all(w == width for w in widths):
+        return None
+    return tuple(map(index, widths))
+
+
+def _first(chosen: Tensor, order: Tensor) -> Tensor:
+    """[bs, N, N] bool -> [bs, N] int64, each row's first chosen index, -1 if there is none."""
+    none = len(order)
+    first = torch.where(chosen, order, none).amin(-1)
+    return torch.where(first < none, first, -1)
+
+
+def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
+    """[bs, N] parents -> [bs, N, N] bool: j is i or an ancestor of i.
+
+    Doubling: after k rounds every node sees 2^k generations, so log2(depth) rounds suffice.
+    """
+    bs, width = parents.shape
+    seen = torch.eye(width, dtype=torch.bool, device=parents.device).expand(bs, -1, -1)
+    step = parents.clamp(min=0)
+    seen = seen | torch.zeros_like(seen).scatter_(2, step.unsqueeze(2), True)
+    # The root's clamped parent is itself, so nothing false is marked.
+    reach = 1
+    while reach < depth:
+        seen = seen | (seen.to(torch.float32) @ seen.to(torch.float32) > 0)
+        reach *= 2
+    return seen
+
+
+@attrs.define(eq=False, kw_only=True)
+class DraftInput:
+    """What ``build_draft_input`` leaves for the next ``propose``.
+
+    Attributes:
+        bonus_tokens: [bs] int64, the next step's roots.
+        state: named tensors of leading size bs, or None for a state that is absent.
+    """
+
+    bonus_tokens: Tensor
+    state: Mapping[str, Tensor | None] = attrs.field(factory=dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.state.get(name)
+        if tensor is None:
+            raise KeyError(
+                f"the draft state {name!r} is absent: no request of the batch has left it; what "
+                "worker.state_spec() declares is always there, as zeros if nobody has"
+            )
+        return tensor
+
+    def filter(self, keep: Tensor) -> DraftInput:
+        """The requests at the indices ``keep`` [n] int64, in that order; n may be 0."""
+        state = {name: None if t is None else t[keep] for name, t in self.state.items()}
+        return DraftInput(bonus_tokens=self.bonus_tokens[keep], state=state)
+
+    def merge(self, other: DraftInput) -> DraftInput:
+        """This batch's requests followed by the other's.
+
+        Total: a state that only one side has, or has in another width, is filled up with zeros on
+        the right and below, so no pair of states can fail; an algorithm reads zeros as "unknown".
+        """
+        names = dict.fromkeys((*self.state, *other.state))
+        sizes = self.bonus_tokens.shape[0], other.bonus_tokens.shape[0]
+        return DraftInput(
+            bonus_tokens=torch.cat((self.bonus_tokens, other.bonus_tokens)),
+            state={
+                name: stack(self.state.get(name), other.state.get(name), sizes) for name in names
+            },
+        )
+
+
+def stack(left: Tensor | None, right: Tensor | None, sizes: tuple[int, int]) -> Tensor | None:
+    """Two states one below the other, ``sizes`` rows each, zeros where one has nothing."""
+    present = [t for t in (left, right) if t is not None]
+    if not present:
+        return None
+    rank = max(t.dim() for t in present)
+    shaped = [t.reshape(t.shape + (1,) * (rank - t.dim())) for t in present]
+    shape = [max(t.shape[axis] for t in shaped) for axis in range(1, rank)]
+    dtype = torch.promote_types(present[0].dtype, present[-1].dtype)
+    out = present[0].new_zeros((sum(sizes), *shape), dtype=dtype)
+    for tensor, start, size in ((left, 0, sizes[0]), (right, sizes[0], sizes[1])):
+        if tensor is not None:
+            tensor = tensor.reshape(tensor.shape + (1,) * (rank - tensor.dim()))
+            region = (slice(start, start + size), *(slice(n) for n in tensor.shape[1:]))
+            out[region] = tensor
+    return out

@@ -1,0 +1,289 @@
+"""Drafting token by token from the target's features: what all EAGLE-like algorithms share.
+
+One network reads (token, feature) and predicts the next feature and, through it, the next token:
+Li et al., EAGLE (arXiv 2401.15077), with the dynamic trees of EAGLE-2 (arXiv 2406.16858).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.errors import UsageError
+from specplug.speculative.batch import Batch
+from specplug.speculative.coupling import couple
+from specplug.speculative.draft import Draft, DraftInput
+from specplug.speculative.layers import Attend
+from specplug.speculative.received import received_state
+from specplug.speculative.runtime import AttentionPlan, Runtime
+from specplug.speculative.state import StateTensor
+from specplug.speculative.target_output import CommittedOutput
+from specplug.speculative.tree import select_tree
+
+
+@attrs.define(eq=False)
+class _Frontier:
+    """The F best nodes of the last level of a tree that is being expanded; K, or fewer where the
+    KV pool is short.
+
+    Attributes:
+        tokens: [bs, F] int64.
+        scores: [bs, F] cumulative log-probabilities.
+        hidden: [bs * F, H], what each node's parent left.
+        places: [bs, F] int64, their index among all candidates.
+        mask: [bs, F, levels * F] bool over the slots written so far: ancestors and itself.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    hidden: Tensor
+    places: Tensor
+    mask: Tensor
+
+
+class FeatureDrafter(ABC):
+    """A worker that drafts with a network going from one position to the next.
+
+    A subclass says what the network reads (``features``), one pass of it (``forward``) and its
+    head (``logits``); extending the draft's cache with what the target accepted, chains and trees
+    are here. Between steps a request's state is ``hidden_states`` [bs, H], the network's result at
+    the last committed position, and the K best next tokens, ``tokens`` and ``scores`` [bs, K].
+
+    Raises:
+        UsageError: ``topk`` is greater than the draft's vocabulary.
+
+    Args:
+        runtime: the engine's.
+        hidden_size: H, width of the network's hidden states.
+        token_ids: [V_draft] int64, the network's vocabulary in the target's ids.
+        num_layers, num_kv_heads, head_dim: of the draft's KV cache.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        hidden_size: int,
+        token_ids: Tensor,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> None:
+        self._runtime = runtime
+        self._hidden_size = hidden_size
+        self._token_ids = token_ids
+        self._cache = runtime.allocate_kv(num_layers, num_kv_heads, head_dim)
+        self._topk = runtime.config.topk
+        if self._topk > len(token_ids):
+            raise UsageError(
+                f"topk={self._topk}: the draft model knows {len(token_ids)} tokens; "
+                "expected no more than these"
+            )
+        self._steps = runtime.config.num_steps
+        self._width = runtime.config.num_draft_tokens
+        self._itself = torch.eye(self._topk, dtype=torch.bool, device=runtime.device)
+        self._order = torch.arange(self._topk, device=runtime.device)
+
+    @abstractmethod
+    def features(self, output: CommittedOutput) -> Tensor:
+        """[R, H]: what the target computed for the committed rows, as the network reads it."""
+
+    @abstractmethod
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """One pass: at position p, the token at p + 1 and the feature of p.
+
+        Args:
+            tokens: [R] int64 target ids.
+            hidden: [R, H], ``features`` or this method's own result of the position before.
+            positions: [R] int64.
+            attend: see ``specplug.layers.Attend``.
+
+        Returns:
+            [R, H], the feature of position p + 1.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, H], a result of ``forward`` -> [R, V_draft]: of the token at p + 2."""
+
+    def state_spec(self) -> dict[str, StateTensor]:
+        """What a draft input carries: hidden states as wide as the network's own."""
+        precise = torch.promote_types(self._runtime.dtype, torch.float32)
+        return {
+            "hidden_states": StateTensor((self._hidden_size,), self._runtime.dtype),
+            "tokens": StateTensor((self._topk,), torch.int64, kept="first"),
+            "scores": StateTensor((self._topk,), precise, kept="first"),
+        }
+
+    def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
+        """Run the committed rows, of a prefill chunk or an accepted path, through the network and
+        choose what follows the last of each."""
+        if batch.is_prefill:
+            assert batch.attention is not None
+            plan = batch.attention
+        else:
+            width = output.tokens.shape[0] // batch.size
+            plan = self._runtime.plan_attention(batch, batch.seq_lens, width)
+        hidden = self._pass(output.tokens, self.features(output), plan)[output.last_rows]
+        # The bonus token stands one behind the last row, what is drafted first two behind it.
+        first = batch.seq_lens + output.accept_lens + 1
+        scores, tokens = self._best(batch, hidden, first.unsqueeze(1))
+        state = {"hidden_states": hidden, "tokens": tokens, "scores": scores}
+        return DraftInput(bonus_tokens=output.bonus_tokens, state=state)
+
+    def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
+        """The state of requests that another instance has prefilled. One that came without it is
+        drafted from its last token alone: one pass of the network, the feature unknown. Of more
+        branches than are kept here the best are taken; where there are fewer, they are chosen anew.
+
+        Args:
+            last_tokens: [bs] int64, the roots of the next step.
+        """
+        runtime = self._runtime
+        received = received_state(batch, self.state_spec())
+        state = received.tensors
+        state["tokens"].clamp_(0, runtime.vocab_size - 1)  # a peer's word is not to be trusted
+        if unknown := received.lacking("hidden_states"):
+            index, part = self._part(batch, unknown)
+            plan = runtime.plan_attention(part, part.seq_lens, 1, offset=-1)
+            hidden = self._pass(last_tokens[index], state["hidden_states"][index], plan)
+            state["hidden_states"].index_copy_(0, index, hidden)
+        few = {*unknown, *received.lacking("tokens"), *received.lacking("scores")}
+        if few:
+            index, part = self._part(batch, sorted(few))
+            hidden = state["hidden_states"][index]
+            scores, tokens = self._best(part, hidden, (part.seq_lens + 1).unsqueeze(1))
+            state["tokens"].index_copy_(0, index, tokens)
+            state["scores"].index_copy_(0, index, scores)
+        return DraftInput(bonus_tokens=last_tokens, state=state)
+
+    def _part(self, batch: Batch, indices: list[int]) -> tuple[Tensor, Batch]:
+        """Some requests of a batch: their indices [n] int64, and a batch of them."""
+        index = torch.tensor(indices).to(self._runtime.device, non_blocking=True)
+        part = attrs.evolve(
+            batch,
+            requests=[batch.requests[i] for i in indices],
+            rows=batch.rows[index],
+            seq_lens=batch.seq_lens[index],
+        )
+        return index, part
+
+    def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
+        """A chain if ``topk`` is 1, else a dynamic tree; no deeper than ``batch.room`` allows."""
+        nodes = min(self._width, max(batch.room))
+        steps = min(self._steps, nodes - 1)
+        if nodes == 1:
+            return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
+        if self._topk == 1:
+            return self._chain(batch, draft_input, steps)
+        return self._tree(batch, draft_input, nodes, steps)
+
+    def _chain(self, batch: Batch, draft_input: DraftInput, steps: int) -> Draft:
+        """``steps`` tokens one behind the other: nothing to rank, nothing to select."""
+        token, hidden = draft_input["tokens"][:, 0], draft_input["hidden_states"]
+        chain = [draft_input.bonus_tokens, token]
+        for step in range(1, steps):
+            plan = self._runtime.plan_attention(batch, batch.seq_lens, 1, offset=step - 1)
+            hidden = self._pass(token, hidden, plan)
+            position = (batch.seq_lens + step + 1).unsqueeze(1)
+            token = self._best(batch, hidden, position)[1].squeeze(1)
+            chain.append(token)
+        return Draft.chain(torch.stack(chain, dim=1))
+
+    def _tree(self, batch: Batch, draft_input: DraftInput, nodes: int, steps: int) -> Draft:
+        """Expand the F best nodes at each step, then keep the best of all candidates."""
+        bs = batch.size
+        tokens, scores = draft_input["tokens"], draft_input["scores"]
+        beam = self._beam(batch.room, steps)
+        frontier = _Frontier(
+            tokens=tokens[:, :beam],
+            scores=scores[:, :beam],
+            hidden=draft_input["hidden_states"].repeat_interleave(beam, dim=0),
+            places=self._order[:beam].expand(bs, -1),
+            mask=self._itself[:beam, :beam].expand(bs, -1, -1),
+        )
+        candidates = [(scores, tokens, torch.full_like(tokens, -1))]
+        for step in range(1, steps):
+            frontier, children = self._expand(batch, frontier, step)
+            candidates.append(children)
+        all_scores, all_tokens, parents = (
+            torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True)
+        )
+        nodes = min(nodes, all_scores.shape[1] + 1)
+        return select_tree(draft_input.bonus_tokens, all_scores, all_tokens, parents, nodes, steps)
+
+    def _beam(self, room: Sequence[int], steps: int) -> int:
+        """F, the nodes of each level to expand: K, or as many as have slots for their keys.
+
+        Each level takes F slots of every request, ``steps - 1`` levels. A node without a slot would
+        be expanded as if it were not there. Who has no slot for each level even of a chain keeps
+        too few nodes for its lower levels to matter, so it does not hold back the others.
+        """
+        levels = steps - 1
+        if not levels:
+            return self._topk
+        return min((self._topk, *(own // levels for own in room if own >= levels)))
+
+    def _expand(
+        self, batch: Batch, frontier: _Frontier, step: int
+    ) -> tuple[_Frontier, tuple[Tensor, Tensor, Tensor]]:
+        """The K children of each node of the frontier, and the F best of them, which is the next.
+
+        Returns:
+            The next frontier, and all F * K children: scores, tokens and parents [bs, F * K].
+        """
+        bs, topk = batch.size, self._topk
+        beam = frontier.tokens.shape[1]
+        positions = (batch.seq_lens + step - 1).unsqueeze(1).expand(-1, beam)
+        plan = self._runtime.plan_attention(
+            batch,
+            batch.seq_lens,
+            beam,
+            offset=(step - 1) * beam,
+            positions=positions,
+            mask=frontier.mask,
+        )
+        hidden = self._pass(frontier.tokens.reshape(-1), frontier.hidden, plan)
+        scores, children = self._best(batch, hidden, positions + 2)
+        scores = (frontier.scores.unsqueeze(2) + scores.view(bs, beam, topk)).view(bs, -1)
+        children = children.view(bs, -1)
+        parents = frontier.places.repeat_interleave(topk, dim=1)
+        best_scores, best = scores.topk(beam, dim=1)
+        above = best // topk
+        rows = (torch.arange(bs, device=best.device).unsqueeze(1) * beam + above).view(-1)
+        lineage = frontier.mask.gather(1, above.unsqueeze(2).expand(-1, -1, step * beam))
+        following = _Frontier(
+            tokens=children.gather(1, best),
+            scores=best_scores,
+            hidden=hidden[rows],
+            places=best + topk + (step - 1) * beam * topk,
+            mask=torch.cat((lineage, self._itself[:beam, :beam].expand(bs, -1, -1)), dim=2),
+        )
+        return following, (scores, children, parents)
+
+    def _pass(self, tokens: Tensor, hidden: Tensor, plan: AttentionPlan) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return plan.attend(self._cache, layer, q, k, v)
+
+        return self.forward(tokens, hidden, plan.positions, attend)
+
+    def _best(self, batch: Batch, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The K best tokens of each row: ([R, K] log-scores, [R, K] target ids).
+
+        Args:
+            hidden: [R, H], R = bs * w.
+            positions: [bs, w] where the tokens would stand.
+        """
+        ids = self._token_ids
+        logits = couple(self._runtime, batch, self.logits(hidden), positions, ids)
+        # Scores add up over the depth and are compared: half precision would round them away.
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        if self._topk == 1:
+            best = logits.argmax(-1, keepdim=True)
+            return torch.zeros_like(best, dtype=precise), ids[best]
+        scores, best = logits.log_softmax(-1, dtype=precise).topk(self._topk, dim=-1)
+        return scores, ids[best]

@@ -1,0 +1,70 @@
+"""The relay between one decode step and the next, on the device and by request row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specplug.speculative.draft import DraftInput, stack
+
+if TYPE_CHECKING:
+    from specplug.speculative.state import StateTensor
+    from specplug.speculative.target_output import CommittedOutput
+
+
+class FutureMap:
+    """What a step leaves for the step that is scheduled before its results reach the host.
+
+    Buffers hold one row a request (row 0 is padding: what is published there is never read).
+    Steps run in the order they are launched, so a row written by step n is what step n+1 reads.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._known = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+        self.seq_lens, self.bonus_tokens = self._known.unbind(0)
+        self.state: dict[str, Tensor] = {}
+        self.num_rows = num_rows
+
+    def declare(self, spec: Mapping[str, StateTensor]) -> None:
+        """Make the buffers of what the worker declares: zeros, until a request leaves its own."""
+        for name, declared in spec.items():
+            shape = self.num_rows, *declared.shape
+            zeros = torch.zeros(shape, dtype=declared.dtype, device=self.bonus_tokens.device)
+            self.state[name] = zeros
+
+    def publish(self, rows: Tensor, seq_lens: Tensor, output: CommittedOutput) -> None:
+        """Say how far each request is: committed lengths [bs] and bonus tokens [bs]."""
+        self.seq_lens.index_copy_(0, rows, seq_lens)
+        self.bonus_tokens.index_copy_(0, rows, output.bonus_tokens)
+
+    def stash(self, rows: Tensor, draft_input: DraftInput) -> None:
+        """Keep the draft state of the next step. What was not declared gets a buffer when its name
+        first appears.
+
+        Total, as ``DraftInput.merge`` is: a state that is absent is read as zeros, not as that of
+        the request which had the row before, and one of another width leaves other rows theirs.
+        """
+        for name, buffer in self.state.items():
+            if draft_input.state.get(name) is None:
+                buffer.index_fill_(0, rows, 0)
+        for name, tensor in draft_input.state.items():
+            if tensor is None:
+                continue
+            if name not in self.state:
+                self.state[name] = tensor.new_zeros((self.num_rows, *tensor.shape[1:]))
+            buffer = self.state[name]
+            if buffer.shape[1:] != tensor.shape[1:] or buffer.dtype != tensor.dtype:
+                both = stack(buffer, tensor, (self.num_rows, len(rows)))
+                assert both is not None
+                buffer = self.state[name] = both[: self.num_rows]
+                tensor = both[self.num_rows :]
+            buffer.index_copy_(0, rows, tensor)
+
+    def resolve(self, rows: Tensor) -> tuple[Tensor, DraftInput]:
+        """The committed lengths [bs] and the draft input of the requests in ``rows`` [bs]."""
+        state = {name: buffer[rows] for name, buffer in self.state.items()}
+        seq_lens, bonus_tokens = self._known.index_select(1, rows).unbind(0)
+        return seq_lens, DraftInput(bonus_tokens=bonus_tokens, state=state)

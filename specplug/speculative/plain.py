@@ -1,0 +1,48 @@
+"""NONE: plain decoding, an algorithm like any other, found by its entry point."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specplug.algorithm import AlgorithmInfo, Defaults
+from specplug.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from specplug.speculative.batch import Batch
+    from specplug.speculative.draft import Draft, DraftInput
+    from specplug.speculative.runtime import Runtime
+    from specplug.speculative.target_output import CommittedOutput
+
+
+class Plain:
+    """Proposes the root alone, so that the target verifies one node: one token a step."""
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(
+            name="NONE",
+            summary="Plain decoding, one token a step: the baseline",
+            api_version=1,
+            defaults=Defaults(num_steps=1, topk=1, num_draft_tokens=1),
+        )
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> object:
+        return self
+
+    @hookimpl
+    def build_draft_input(
+        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+    ) -> DraftInput:
+        from specplug.speculative.draft import DraftInput
+
+        return DraftInput(bonus_tokens=target_output.bonus_tokens)
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        from specplug.speculative.draft import Draft
+
+        return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
+
+
+algorithm = Plain()

@@ -1,0 +1,55 @@
+"""The one rotation by which a prefill chunk's tokens become the draft model's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specplug.speculative.batch import Batch
+
+
+def rotate_chunks(tokens: Tensor, last_rows: Tensor, tails: Tensor) -> Tensor:
+    """The token after each row's own.
+
+    Rotated again, with the tails that come then, it is the token two behind each position, which
+    is what the second layer of a multi-layer drafter reads, and so on.
+
+    Args:
+        tokens: [R] int64, the rows of all requests one behind the other.
+        last_rows: [bs] int64, each request's last row that counts.
+        tails: [bs] int64, what follows each last row (see ``chunk_tails``).
+
+    Returns:
+        [R] int64: row r holds the token of row r+1, each last row its tail.
+    """
+    return torch.roll(tokens, -1).index_copy_(0, last_rows, tails)
+
+
+def chunk_tails(batch: Batch, ahead: int, generated: Tensor) -> Tensor:
+    """The token ``ahead`` positions behind the last row of each request.
+
+    It is the **next prompt token** wherever the prompt reaches so far, for every ``ahead`` (and so
+    for what a request had generated before it was retracted), and
+    ``generated`` where it does not: the target's own token for ``ahead`` 1, a drafted one for more.
+
+    Args:
+        batch: a prefill or decode batch; only prefill chunks have prompt tokens left.
+        ahead: 1 for the token right behind.
+        generated: [bs] int64.
+    """
+    if all(batch.last_chunk):  # a decode batch too, which has no chunks
+        return generated
+    known = torch.tensor(_known_tokens(batch, ahead), dtype=torch.int64)
+    known = known.to(generated.device, non_blocking=True)
+    return torch.where(known < 0, generated, known)
+
+
+def _known_tokens(batch: Batch, ahead: int) -> Sequence[int]:
+    """The token at that place for each request, -1 where there is none yet."""
+    places = [end + ahead - 1 for end in batch.chunk_ends]
+    known = [request.token_ids for request in batch.requests]
+    return [
+        tokens[at] if at < len(tokens) else -1 for tokens, at in zip(known, places, strict=True)
+    ]

@@ -1,0 +1,187 @@
+"""The one door between a plugin and whatever runs it.
+
+The embedded engine implements ``Runtime``; so does every host. Nothing is here that only one of
+them could give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.algorithm import SpecConfig
+from specplug.speculative.batch import Batch
+
+
+@attrs.define(eq=False)
+class KVCache:
+    """A paged cache, of the target or a draft model: one [slots, Hkv, D] pair a layer; all caches
+    have the same slots."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+class AttentionPlan(Protocol):
+    """Where the tokens of one pass stand, and what each of them sees. Made once a pass."""
+
+    @property
+    def positions(self) -> Tensor:
+        """[R] int64 absolute position of each row."""
+
+    def attend(
+        self,
+        cache: KVCache,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """Write the rows' keys and values to their slots, then attend.
+
+        Args:
+            q: [R, H, D], rotary embedding applied.
+            k, v: [R, Hkv, D].
+            scale: of the scores; ``D ** -0.5`` if None.
+            window: positions that a row looks back, its own included (a sliding window); None:
+                all. With a mask the plan's ``offset`` must be 0.
+
+        Returns:
+            [R, H * D].
+        """
+
+    def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write the rows' keys and values, [R, Hkv, D], to their slots without attending: a
+        context that a later pass looks at."""
+
+
+@attrs.frozen(kw_only=True)
+class RankInfo:
+    """Where this process stands among its peers."""
+
+    rank: int = 0
+    world_size: int = 1
+
+
+class Runtime(Protocol):
+    """What a plugin may use of the engine.
+
+    Attributes:
+        device, dtype: of the target's weights and of all activations.
+        config: the run's settings, after ``validate_config``.
+        worker: what ``create_worker`` returned; None until then.
+        rank: facts about this process's place.
+        vocab_size, hidden_size, num_layers, context_len: of the target.
+        max_running_requests: the greatest bs of a decode step.
+        page_size: tokens a page of the KV pool.
+        chunked_prefill_size: the most prompt tokens of a step; None: no limit.
+        overlap: whether a step is launched before the host knows what the last one accepted.
+        num_rows: request rows, row 0 (padding) included.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    config: SpecConfig
+    worker: Any
+    rank: RankInfo
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    context_len: int
+    max_running_requests: int
+    page_size: int
+    chunked_prefill_size: int | None
+    overlap: bool
+    num_rows: int
+
+    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+        """The target's input embedding: [R] int64 -> [R, hidden_size]."""
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """The target's output head: [R, hidden_size], after the final norm -> [R, vocab_size]."""
+
+    def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
+        """Ask for the hidden states **before** these decoder layers, concatenated.
+
+        Call it in ``create_worker``. Returns the name under which ``TargetOutput.per_node`` will
+        hold them: [R, len(layer_ids) * hidden_size].
+
+        ``num_layers`` itself stands for what leaves the last layer, before the final norm.
+
+        Raises:
+            UsageError: the target has no such layer.
+        """
+
+    def capture_lm_head_input(self) -> str:
+        """Ask for what the target's LM head reads: hidden states after the final norm.
+
+        Call it in ``create_worker``. Returns the name under which ``TargetOutput.per_node`` will
+        hold them: [R, hidden_size].
+        """
+
+    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
+        """Reserve a cache for a draft model, with the target's slots. Call it in
+        ``create_worker``; its tensors are there from the first ``build_draft_input`` on."""
+
+    def plan_attention(
+        self,
+        batch: Batch,
+        starts: Tensor,
+        width: int | Sequence[int],
+        *,
+        offset: int = 0,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> AttentionPlan:
+        """Plan a pass of the draft model over ``width`` rows a request.
+
+        Keys and values go to the slots ``starts + offset ... + width - 1`` of each request. Every
+        row sees what is committed (before ``starts``) and, of the slots from ``starts`` on, those
+        up to itself, or what ``mask`` says.
+
+        Args:
+            starts: [bs] int64 committed length of each request.
+            width: rows a request, R = bs * width; or one number for each request, R their sum.
+            offset: first slot behind ``starts``; ``offset + width`` is at most the run's
+                ``num_draft_tokens`` or ``num_draft_slots``, whichever is greater. A negative
+                offset writes committed positions again; each row then sees those up to itself.
+                A row before position 0, or in the part of the prompt that was found in the prefix
+                cache, is padding: it writes nothing, and its result means nothing.
+            positions: [bs, width] int64 absolute positions, with the greatest width where they
+                differ; ``starts + offset + i`` if None.
+            mask: [bs or 1, width, offset + width] bool over the slots from ``starts`` on; only
+                with ``offset`` >= 0. All true: the rows see one another, as in block diffusion.
+        """
+
+    def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward``, recorded and replayed where the host can: as a CUDA graph, for example.
+
+        Call it in ``create_worker`` and use what it returns. The host records it if
+        ``supports_target_verify_for_draft`` says that this pass has the shape of a target verify,
+        the same rows for every request; otherwise the pass runs as it is.
+
+        Args:
+            forward: takes tensors and ``AttentionPlan`` and returns tensors, by operations of the
+                device alone, the same ones for all arguments of the same shapes. What it returns
+                is overwritten by its next call.
+        """
+
+    def temperatures(self, batch: Batch) -> Tensor:
+        """[bs, 1] float32, 1 for greedy requests."""
+
+    def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
+        """The noise with which the target will choose, for a draft that wants to choose alike.
+
+        Args:
+            positions: [bs, w] int64 absolute position of the tokens being chosen.
+            token_ids: [V] int64 vocabulary of the draft, in the target's ids.
+
+        Returns:
+            [bs, w, V] float32, zero for greedy requests.
+        """

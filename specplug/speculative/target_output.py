@@ -1,0 +1,67 @@
+"""What a pass of the target leaves, and its compaction to the accepted path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.speculative.verify import VerifyOutput
+
+
+@attrs.define(eq=False, kw_only=True)
+class TargetOutput:
+    """A decode step's results over all T nodes, before anything is accepted.
+
+    Attributes:
+        predict: [T] int64, the token that the target generates after each node.
+        logits: [T, V], as they left the model.
+        per_node: named tensors of leading size T: everything the target put out for each node
+            (hidden states, log-probabilities, routed experts, …), and what a plugin adds.
+            Compaction walks this container, so that no output can be forgotten.
+    """
+
+    predict: Tensor
+    logits: Tensor
+    per_node: dict[str, Tensor] = attrs.field(factory=dict)
+
+
+@attrs.define(eq=False, kw_only=True)
+class CommittedOutput:
+    """What the target computed about committed tokens: a prefill chunk, or an accepted path.
+
+    Attributes:
+        tokens: [R] int64, the token after each row's position.
+        per_node: named tensors of leading size R.
+        last_rows: [bs] int64, each request's last row that counts.
+        accept_lens: [bs] int64, rows of each request that count.
+        bonus_tokens: [bs] int64, the token after each request's last row.
+    """
+
+    tokens: Tensor
+    per_node: Mapping[str, Tensor] = attrs.field(factory=dict)
+    last_rows: Tensor
+    accept_lens: Tensor
+    bonus_tokens: Tensor
+
+
+def compact(verified: VerifyOutput, per_node: Mapping[str, Tensor]) -> CommittedOutput:
+    """Keep the rows of the accepted path, R = bs·C of them, in order of position.
+
+    Columns behind a request's ``accept_lens`` repeat its root, so every row is a real one and no
+    shape depends on what was accepted.
+    """
+    index = verified.accept_index
+    bs, columns = index.shape
+    root = index[:, :1]
+    rows = torch.where(index >= 0, index, root).reshape(-1)
+    starts = torch.arange(bs, device=index.device) * columns
+    return CommittedOutput(
+        per_node={name: tensor[rows] for name, tensor in per_node.items()},
+        tokens=verified.predict[rows],
+        last_rows=starts + verified.accept_lens - 1,
+        accept_lens=verified.accept_lens,
+        bonus_tokens=verified.bonus_tokens,
+    )

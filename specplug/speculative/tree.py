@@ -1,0 +1,50 @@
+"""Dynamic draft trees: expand by cumulative score, then rerank to N nodes (EAGLE-2).
+
+Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees",
+arXiv 2406.16858.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specplug.speculative.draft import Draft
+
+
+def select_tree(
+    roots: Tensor,
+    scores: Tensor,
+    tokens: Tensor,
+    parents: Tensor,
+    num_draft_tokens: int,
+    depth: int,
+) -> Draft:
+    """The ``num_draft_tokens - 1`` best candidates, best first, as a tree under the root.
+
+    So what the core cuts where the KV pool is short, the last nodes, is what is least likely.
+
+    Args:
+        roots: [bs] int64 bonus tokens.
+        scores: [bs, M] cumulative score of each candidate; a child's is never greater than its
+            parent's (log-probabilities add), and a parent stands before its children.
+        tokens: [bs, M] int64.
+        parents: [bs, M] int64, the candidate's parent as an index into M; -1 below the root.
+        num_draft_tokens: N, at most M + 1.
+        depth: the candidates' greatest depth, S.
+
+    A stable sort keeps the earlier of two equal scores, which is the parent, so a parent stands
+    before its children here too. NaN, of a draft model that overflowed, is the least score.
+    """
+    ranked = scores.nan_to_num(nan=float("-inf"))
+    best = ranked.sort(dim=1, descending=True, stable=True).indices[:, : num_draft_tokens - 1]
+    order = torch.arange(1, best.shape[1] + 1, device=best.device).expand_as(best)
+    place = torch.zeros_like(parents).scatter_(1, best, order)
+    above = parents.gather(1, best)
+    above = torch.where(above < 0, 0, place.gather(1, above.clamp(min=0)))
+    root_parent = above.new_full((roots.shape[0], 1), -1)
+    return Draft.tree(
+        torch.cat((roots.unsqueeze(1), tokens.gather(1, best)), dim=1),
+        torch.cat((root_parent, above), dim=1),
+        depth,
+    )

@@ -1,0 +1,156 @@
+"""Exact acceptance: a drafted token is accepted if it is the target's own token at its parent."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.speculative.draft import Draft, arange, described
+
+
+@attrs.define(eq=False, kw_only=True)
+class VerifyOutput:
+    """What the target made of a draft. C = ``accept_index.shape[1]`` is the one stride.
+
+    Attributes:
+        predict: [T] int64, the target's token after each node.
+        accept_index: [bs, C] int64, flat node indices of the accepted path, -1 padded; the root is
+            always accepted.
+        accept_lens: [bs] int64, accepted tokens **with** the bonus token, 1 to C.
+        bonus_tokens: [bs] int64, the target's token after the last accepted node.
+    """
+
+    predict: Tensor
+    accept_index: Tensor
+    accept_lens: Tensor
+    bonus_tokens: Tensor
+
+    def check(self, draft: Draft, most_columns: int, most_token: int, *, values: bool) -> None:
+        """Refuse what is no result for ``draft``: by type, dtype and shape, and by ``values`` too,
+        which are read on the host.
+
+        Args:
+            most_columns: the greatest C.
+            most_token: the greatest token of the vocabulary.
+
+        Raises:
+            ValueError: what was found, and what was expected.
+        """
+        bs, columns = len(draft.tokens), self.columns
+        if not 1 <= columns <= most_columns:
+            raise ValueError(f"{columns} columns; expected 1 to {most_columns}, num_steps + 1")
+        like = draft.tokens
+        for name, shape in (
+            ("predict", (draft.total,)),
+            ("accept_index", (bs, columns)),
+            ("accept_lens", (bs,)),
+            ("bonus_tokens", (bs,)),
+        ):
+            found = getattr(self, name)
+            if not (
+                isinstance(found, Tensor)
+                and (found.shape, found.dtype, found.device) == (shape, like.dtype, like.device)
+            ):
+                raise ValueError(
+                    f"{name} {described(found)}; expected {list(shape)} of {like.dtype} on "
+                    f"{like.device}"
+                )
+        if values:
+            kept = self.bounded(draft, most_token)
+            for name in ("predict", "accept_index", "accept_lens", "bonus_tokens"):
+                found, sound = getattr(self, name), getattr(kept, name)
+                if not torch.equal(found, sound):
+                    raise ValueError(
+                        f"{name}={found.tolist()}; expected {sound.tolist()}: a path from the "
+                        "root, each of whose tokens predict gives at its parent"
+                    )
+
+    @property
+    def columns(self) -> int:
+        """C."""
+        index = self.accept_index
+        return index.shape[1] if isinstance(index, Tensor) and index.dim() == 2 else 0
+
+    def bounded(self, draft: Draft, most_token: int) -> VerifyOutput:
+        """This result as far as it is a path of ``draft`` from each root, every token of which
+        ``predict`` gives at its parent: what is accepted is then what was written to the KV pool,
+        within each request's own slots. Nothing is read on the host.
+
+        Args:
+            most_token: the greatest token of the vocabulary.
+        """
+        width = draft.width
+        predict = self.predict.clamp(0, most_token)
+        padded = draft.pad(predict, fill=-1)
+        local = self.accept_index - draft.offsets.unsqueeze(1)
+        inside = (self.accept_index >= 0) & (local >= 0) & (local < width)
+        local = torch.where(inside, local, 0)
+        counts = padded.gather(1, local) >= 0
+        parents = local - 1 if draft.parents is None else draft.parents.gather(1, local)
+        follows = inside & counts
+        follows[:, 0] = True
+        local[:, 0] = 0
+        follows[:, 1:] &= parents[:, 1:] == local[:, :-1]
+        follows[:, 1:] &= draft.tokens.gather(1, local)[:, 1:] == padded.gather(1, local)[:, :-1]
+        if draft.parents is not None:
+            follows[:, 1:] &= ~draft.lost.gather(1, local)[:, 1:]
+        columns = torch.arange(self.columns, device=local.device)
+        follows &= columns < self.accept_lens.unsqueeze(1).clamp(min=1)
+        accept_lens = follows.to(torch.int64).cumprod(1).sum(1)
+        local = torch.where(columns < accept_lens.unsqueeze(1), local, -1)
+        return _output(draft, predict, padded, local, accept_lens)
+
+
+def verify_tree(draft: Draft, predict: Tensor) -> VerifyOutput:
+    """Accept the longest path from the root along which the draft is what the target says.
+
+    No loop over nodes or depths and nothing read on the host: a node is on the path exactly if no
+    node among itself and its ancestors differs from the target's token at its parent.
+
+    Args:
+        draft: bs requests of N nodes.
+        predict: [T] int64, the target's token after each node.
+    """
+    padded = draft.pad(predict, fill=-1)
+    if draft.parents is None:
+        return _verify_chain(draft, predict, padded)
+    bs, width = draft.tokens.shape
+    expected = padded.gather(1, draft.parents.clamp(min=0))
+    wrong = (draft.tokens != expected) | draft.lost
+    wrong[:, 0] = False
+    if draft.widths is not None:
+        wrong |= padded < 0
+    accepted = ~(draft.mask & wrong.unsqueeze(1)).any(-1)
+    depths, columns = draft.depths, draft.columns
+    # Of equal siblings, which no drafter should make, both are accepted: one path is taken.
+    deepest = torch.where(accepted, depths, -1).argmax(1, keepdim=True)
+    path = draft.mask.gather(1, deepest.unsqueeze(2).expand(-1, -1, width)).squeeze(1)
+    column = torch.where(path, depths, columns)  # the last column collects the rest
+    order = arange(width, predict.device).expand(bs, -1)
+    local = order.new_full((bs, columns + 1), -1).scatter_(1, column, order)[:, :columns]
+    accept_lens = depths.gather(1, deepest).squeeze(1) + 1
+    return _output(draft, predict, padded, local, accept_lens)
+
+
+def _verify_chain(draft: Draft, predict: Tensor, padded: Tensor) -> VerifyOutput:
+    bs = draft.tokens.shape[0]
+    right = draft.tokens[:, 1:] == padded[:, :-1]
+    if draft.widths is not None:
+        right &= padded[:, 1:] >= 0
+    accept_lens = right.to(torch.int64).cumprod(1).sum(1) + 1
+    order = arange(draft.width, predict.device).expand(bs, -1)
+    local = torch.where(order < accept_lens.unsqueeze(1), order, -1)
+    return _output(draft, predict, padded, local, accept_lens)
+
+
+def _output(
+    draft: Draft, predict: Tensor, padded: Tensor, local: Tensor, accept_lens: Tensor
+) -> VerifyOutput:
+    last = local.gather(1, (accept_lens - 1).unsqueeze(1))
+    return VerifyOutput(
+        predict=predict,
+        accept_index=torch.where(local >= 0, local + draft.offsets.unsqueeze(1), -1),
+        accept_lens=accept_lens,
+        bonus_tokens=padded.gather(1, last).squeeze(1),
+    )

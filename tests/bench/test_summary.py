@@ -1,0 +1,139 @@
+"""What the runs come to."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from specplug.bench.summary import PARTS, Difference, Spread, Summary, TimeSplit, summarize
+from specplug.bench.tables import caption, differences, legend, tables
+
+SECONDS = {"NONE": [4.0, 8.0, 4.0], "A": [2.0, 2.0, 4.0], "B": [1.0, 1.0, 1.0]}
+
+
+def test_spread():
+    assert Spread.of([3.0]) == Spread(median=3.0, low=3.0, high=3.0)
+    assert Spread.of([4.0, 2.0]) == Spread(median=3.0, low=2.5, high=3.5)
+    assert Spread.of([1.0, 9.0, 2.0, 3.0, 4.0]) == Spread(median=3.0, low=2.0, high=4.0)
+
+
+def test_speed_up_is_against_the_baseline_of_the_same_round(make_series):
+    (none, b, a), problems = summarize(make_series("A,B", SECONDS))
+    assert problems == []
+    assert [none.label, b.label, a.label] == ["NONE", "B", "A"], "the fastest first"
+    assert a.speed_up.median == 2.0  # of 2, 4 and 1; the ratio of the medians would be 2 too
+    assert (a.speed_up.low, a.speed_up.high) == (1.5, 3.0)
+    assert b.speed_up.median == 4.0
+    assert none.speed_up == Spread(median=1.0, low=1.0, high=1.0)
+    assert none.tokens_per_second.median == 1.0
+    skewed = {"NONE": [1.0, 2.0, 9.0], "A": [2.0, 1.0, 1.5]}
+    _, a = summarize(make_series("A", skewed))[0]
+    assert a.speed_up.median == 2.0, "not 2 / 1.5"
+
+
+def test_acceptance(make_series):
+    none, mine = summarize(make_series("A", {"NONE": [1.0], "A": [1.0]}))[0]
+    assert (mine.drafted, mine.accepted) == ([10, 8, 4], [5, 4, 2])
+    assert mine.acceptance == [0.5, 0.5, 0.5]
+    assert mine.mean_accept_length == 2.1
+    assert (none.acceptance, none.mean_accept_length) == ([], 1.0)
+
+
+def test_rounds_that_drafted_to_other_depths_are_added_up(make_series):
+    (short,) = make_series("NONE", {"NONE": [1.0]})
+    (_, deep) = make_series("A", {"NONE": [1.0], "A": [1.0]})
+    deep.runs += make_series("A", {"NONE": [1.0], "A": [1.0]}, drafted=[6])[1].runs
+    short.runs *= 2
+    summary = Summary(deep, short)
+    assert summary.drafted == [16, 8, 4]
+    assert summary.accepted == [8, 4, 2]
+
+
+def test_nothing_was_verified(make_series):
+    none, mine = make_series("A", {"NONE": [1.0], "A": [1.0]}, drafted=())
+    mine.runs[0].statistics.update(accepted=0, verifications=0)
+    assert Summary(mine, none).mean_accept_length is None
+
+
+def test_time_split_adds_up_to_the_wall(make_series):
+    (none,) = make_series("NONE", {"NONE": [4.0, 6.0]})
+    split = TimeSplit.of(none.runs)
+    assert split.wall == pytest.approx(10.0)
+    assert split.shares() == pytest.approx(
+        {"draft": 0.3, "verify": 0.4, "prefill": 0.2, "other": 0.1}
+    )
+    assert tuple(split.shares()) == PARTS
+
+
+def test_differences(make_series, make_report):
+    outputs = {"A": [[1, 2, 3, 4], [1, 2, 9, 4]], "B": [[1, 2, 3], [1, 2, 3, 4]]}
+    seconds = {name: [1.0, 1.0] for name in SECONDS}
+    report = make_report(make_series("A,B", seconds, batch_size=2, outputs=outputs))
+    assert not report.sound
+    none, a, b = report.summaries
+    assert none.differences == []
+    assert a.differences == [Difference(1, 2, 2), Difference(2, 2, 2)]
+    assert b.differences == [Difference(1, 1, 3), Difference(2, 1, 3)]
+    assert differences(report)[0] == (
+        "A, batch 2: 2 of 4 outputs are not NONE's, the first at round 1, prompt 2, output token 3"
+    )
+    identical = [row[-1] for row in tables(report)[0].rows]
+    assert identical == ["yes", "NO", "NO"]
+    assert make_report(make_series("A,B", SECONDS)).sound
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_problems(make_series, make_report, skipped):
+    series = make_series("A,B", SECONDS)
+    series[1].problem, series[1].skipped = "told", skipped
+    series[1].runs = series[1].runs[:1]
+    report = make_report(series)
+    assert [summary.label for summary in report.summaries] == ["NONE", "B"]
+    assert report.problems == [
+        {"contender": "A", "batch_size": 1, "skipped": skipped, "reason": "told"}
+    ]
+    assert report.sound is skipped
+
+
+def test_tables(make_series, make_report):
+    more = make_series("A,B", {k: [s / 4 for s in v] for k, v in SECONDS.items()}, batch_size=8)
+    speed, time, acceptance = tables(make_report(make_series("A,B", SECONDS), more))
+    assert speed.rows[:3] == [
+        ["NONE", "1", "-", "-", "-", "1.0", "1.00", "-", "1.00", "yes"],
+        ["B", "1", "3", "1", "4", "4.0", "4.00", "4.00 to 6.00", "2.10", "yes"],
+        ["A", "1", "3", "1", "4", "2.0", "2.00", "1.50 to 3.00", "2.10", "yes"],
+    ]
+    assert [row[1] for row in speed.rows] == ["1"] * 3 + ["8"] * 3
+    assert time.rows[0] == ["NONE", "1", "1333.33", "30%", "40%", "20%", "10%"]
+    assert acceptance.columns == ("algorithm", "batch", "pos 1", "pos 2", "pos 3")
+    assert [row[0] for row in acceptance.rows] == ["B", "A", "B", "A"]
+    assert acceptance.rows[0][2:] == ["50%"] * 3
+    for table in (speed, time, acceptance):
+        assert all(len(row) == len(table.columns) for row in table.rows)
+        assert set(table.right) == set(table.columns) - {"algorithm", "identical"}
+
+
+def test_without_drafts_there_is_no_third_table(make_series, make_report):
+    assert len(tables(make_report(make_series("NONE", {"NONE": [1.0]})))) == 2
+
+
+def test_words(make_series, make_report):
+    report = make_report(make_series("NONE", {"NONE": [1.0]}))
+    assert caption(report)[0] == (
+        "tiny-code, float32, on a processor, 1 thread; greedy, at most 4 new tokens a prompt, "
+        "page size 16; 1 round of 4 prompts of the built-in set"
+    )
+    assert "GPU" not in " ".join(legend(report))
+    machine = {"cpu": "a processor", "threads": 1, "gpu": "a GPU"}
+    report = make_report(make_series("NONE", {"NONE": [1.0]}), machine=machine)
+    assert "on a GPU waiting for it is other" in " ".join(legend(report))
+
+
+def test_json(make_series, make_report):
+    report = json.loads(json.dumps(make_report(make_series("A,B", SECONDS)).as_mapping()))
+    _, fast, _ = report["results"]
+    assert fast["contender"] == "B"
+    assert fast["speed_up"] == {"median": 4.0, "low": 4.0, "high": 6.0}
+    assert fast["seconds"]["wall"] == pytest.approx(3.0)
+    assert [each["tokens_per_second"] for each in fast["rounds"]] == [4.0, 4.0, 4.0]

@@ -1,0 +1,489 @@
+"""Equal prefixes share pages, and who was used least recently goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from specplug import SamplingParams
+from specplug.engine.request import Request
+from specplug.kv.cached_page import CachedPage
+from specplug.kv.page_pool import PagePool
+from specplug.kv.prefix_cache import PrefixCache
+
+Tokens = tuple[int, ...]
+
+
+def _request(tokens: Sequence[int]) -> Request:
+    return Request(
+        request_id="",
+        prompt=None,
+        prompt_token_ids=tuple(tokens),
+        params=SamplingParams(),
+        max_tokens=1,
+        seed=0,
+    )
+
+
+def _begin(cache: PrefixCache, tokens: Sequence[int]) -> Request:
+    """A request as the scheduler admits it, with all that it finds and pages for the rest."""
+    request = _request(tokens)
+    node = cache.match(request.token_ids, len(tokens))
+    cache.hold(node)
+    request.pages = [used.page for used in node.path()][::-1]
+    request.pages += cache.take(cache.pool.pages_for(len(tokens)) - node.depth)
+    request.shared = node
+    request.kv_len = node.depth * cache.pool.page_size
+    return request
+
+
+def _nodes(node: CachedPage, before: Tokens, size: int) -> Iterator[tuple[Tokens, CachedPage]]:
+    """Every cached page, by the tokens up to its end and those behind it that it depends on."""
+    for key, child in node.children.items():
+        yield before + key, child
+        yield from _nodes(child, before + key[:size], size)
+
+
+@attrs.define
+class Entry:
+    """A cached page, as the naive model has it."""
+
+    page: int
+    users: int = 0
+    used: int = 0
+
+
+class PrefixCacheMachine(RuleBasedStateMachine):
+    """The cache beside a dictionary of all cached prefixes that is searched from end to end."""
+
+    @initialize(
+        page_size=st.integers(1, 3),
+        pages=st.integers(1, 14),
+        lookahead=st.sampled_from([0, 1, 3]),
+        enabled=st.sampled_from([True, True, True, False]),
+    )
+    def make(self, page_size: int, pages: int, lookahead: int, enabled: bool) -> None:
+        self.cache = PrefixCache(PagePool(pages + 1, page_size), lookahead, enabled=enabled)
+        self.size, self.lookahead, self.pages = page_size, lookahead, pages
+        self.free = set(range(1, pages + 1))
+        self.known: dict[Tokens, Entry] = {}
+        self.requests: list[Request] = []
+        self.evicted = 0
+        self.now = 0
+
+    # The model
+
+    def _prefixes(self, tokens: Sequence[int], most: int) -> list[Tokens]:
+        """What the pages of the first ``most`` tokens are known by, if what is behind is known."""
+        most = min(most, len(tokens) - self.lookahead)
+        ends = range(self.size, most + 1, self.size)
+        return [tuple(tokens[: end + self.lookahead]) for end in ends]
+
+    def _found(self, tokens: Sequence[int], most: int) -> list[Entry]:
+        found = []
+        for prefix in self._prefixes(tokens, most):
+            if prefix not in self.known:
+                break
+            found.append(self.known[prefix])
+        return found
+
+    def _path(self, request: Request) -> list[Entry]:
+        return self._found(request.token_ids, request.shared.depth * self.size)
+
+    def _use(self, entries: list[Entry], change: int) -> None:
+        self.now += 1
+        for entry in entries:
+            entry.users += change
+            entry.used = self.now
+
+    def _take(self, count: int) -> list[int]:
+        """Take pages of the cache and check which ones it gave."""
+        evicted = self._evict(count - len(self.free))
+        given = self.cache.take(count)
+        assert len(set(given)) == len(given) == count
+        assert set(given) <= self.free
+        assert evicted <= set(given), "free pages go first"
+        self.free -= set(given)
+        return given
+
+    def _evict(self, count: int) -> set[int]:
+        pages = set()
+        for _ in range(count):
+            leaves = [p for p, entry in self.known.items() if not entry.users and self._ends(p)]
+            oldest = min(leaves, key=lambda p: self.known[p].used)
+            pages.add(self.known.pop(oldest).page)
+            self.evicted += 1
+        self.free |= pages
+        return pages
+
+    def _ends(self, prefix: Tokens) -> bool:
+        return not any(len(p) > len(prefix) and p[: len(prefix)] == prefix for p in self.known)
+
+    def _keep(self, request: Request) -> list[int]:
+        final = min(request.kv_len, len(request.token_ids) - self.lookahead)
+        prefixes, depth = self._prefixes(request.token_ids, final), request.shared.depth
+        replaced = []
+        if not self.cache.enabled:
+            return []
+        self.now += 1
+        for index in range(depth, len(prefixes)):
+            entry = self.known.get(prefixes[index])
+            if entry is None:
+                entry = self.known[prefixes[index]] = Entry(request.pages[index])
+            else:
+                self.free.add(request.pages[index])
+                replaced.append(index)
+            entry.users += 1
+            entry.used = self.now
+        return replaced
+
+    # What happens
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        spare=st.integers(0, 3),
+        pages=st.integers(0, 6),
+    )
+    def begin(self, tokens: list[int], spare: int, pages: int) -> None:
+        """A request comes, and is refused if there are no pages."""
+        most = max(0, len(tokens) - spare)
+        found = self._found(tokens, most)
+        node = self.cache.match(tokens, most)
+        assert [used.page for used in node.path()][::-1] == [entry.page for entry in found]
+        assert node.depth == len(found)
+        self.cache.hold(node)
+        self._use(found, 1)
+        if pages > self.cache.num_available:
+            self.cache.let_go(node)
+            self._use(found, -1)
+            return
+        request = _request(tokens)
+        request.shared = node
+        request.pages = [entry.page for entry in found] + self._take(pages)
+        request.kv_len = len(found) * self.size
+        self.requests.append(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 59), tokens=st.lists(st.integers(0, 1), max_size=5))
+    def go_on(self, which: int, tokens: list[int]) -> None:
+        """A request computes what its pages hold and generates more."""
+        request = self.requests[which % len(self.requests)]
+        request.kv_len = min(len(request.pages) * self.size, len(request.token_ids))
+        request.token_ids += tokens
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 59), pages=st.integers(1, 5))
+    def grow(self, which: int, pages: int) -> None:
+        request = self.requests[which % len(self.requests)]
+        request.pages += self._take(min(pages, self.cache.num_available))
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 59))
+    def keep(self, which: int) -> None:
+        request = self.requests[which % len(self.requests)]
+        before, expected = list(request.pages), self._keep(request)
+        assert self.cache.keep(request) == expected
+        assert [i for i, page in enumerate(request.pages) if page != before[i]] == expected
+        assert request.pages[: request.shared.depth] == [e.page for e in self._path(request)]
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 59))
+    def release(self, which: int) -> None:
+        request = self.requests.pop(which % len(self.requests))
+        own = request.pages[:]
+        self._keep(request)
+        final = min(request.kv_len, len(request.token_ids) - self.lookahead)
+        path = self._found(request.token_ids, final) if self.cache.enabled else []
+        self._use(path, -1)
+        self.free |= set(own[len(path) :])
+        self.cache.release(request)
+        assert (request.pages, request.shared) == ([], self.cache.root)
+
+    @precondition(lambda self: not self.requests)
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        self.free |= {entry.page for entry in self.known.values()}
+        self.known.clear()
+        assert self.cache.pool.num_free == self.pages
+
+    # What always holds
+
+    @invariant()
+    def it_is_as_the_model(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        cache = self.cache
+        cache.check(self.requests)
+        nodes = dict(_nodes(cache.root, (), self.size))
+        found = {prefix: (node.page, node.users) for prefix, node in nodes.items()}
+        assert found == {prefix: (e.page, e.users) for prefix, e in self.known.items()}
+        assert cache.num_pages == len(self.known)
+        assert cache.num_unused == sum(not entry.users for entry in self.known.values())
+        assert cache.evicted == self.evicted
+        assert cache.pool.num_free == len(self.free)
+        assert cache.num_available == len(self.free) + cache.num_unused
+        assert len(cache._order) <= cache.num_pages, "it grows with use"
+
+    def teardown(self) -> None:
+        """All go, then every page is evicted in the model's order."""
+        if not hasattr(self, "cache"):
+            return
+        while self.requests:
+            self.release(0)
+            self.it_is_as_the_model()
+        while self.cache.num_available:
+            self._take(len(self.free) + 1 if self.known else len(self.free))
+            nodes = dict(_nodes(self.cache.root, (), self.size))
+            assert nodes.keys() == self.known.keys()
+        assert not self.known
+
+
+PrefixCacheMachine.TestCase.settings = settings(
+    max_examples=250,
+    stateful_step_count=40,
+    phases=[Phase.generate],
+    deadline=None,
+    derandomize=True,
+    database=None,
+)
+TestPrefixCache = PrefixCacheMachine.TestCase
+
+
+# One case each
+
+
+def _cache(
+    pages: int = 16, size: int = 2, lookahead: int = 0, *, enabled: bool = True
+) -> PrefixCache:
+    return PrefixCache(PagePool(pages + 1, size), lookahead, enabled=enabled)
+
+
+def _leave(cache: PrefixCache, tokens: Sequence[int]) -> None:
+    """A request comes, computes all its tokens, and goes."""
+    request = _begin(cache, tokens)
+    request.kv_len = len(tokens)
+    cache.release(request)
+
+
+def _cached(cache: PrefixCache) -> set[Tokens]:
+    return {prefix for prefix, _ in _nodes(cache.root, (), cache.pool.page_size)}
+
+
+def _found(cache: PrefixCache, tokens: Sequence[int], most: int | None = None) -> int:
+    return cache.match(tokens, len(tokens) if most is None else most).depth
+
+
+def test_the_longest_prefix_of_whole_pages_is_found() -> None:
+    cache = _cache()
+    _leave(cache, [1, 2, 3, 4, 5])
+    assert _cached(cache) == {(1, 2), (1, 2, 3, 4)}
+    for tokens, pages in (
+        ([1, 2, 3, 4, 5, 6], 2),
+        ([1, 2, 3, 4], 2),
+        ([1, 2, 3], 1),
+        ([1, 2, 9, 4], 1),
+        ([1], 0),
+        ([9, 2, 3, 4], 0),
+        ([3, 4], 0),
+        ([], 0),
+    ):
+        assert _found(cache, tokens) == pages, tokens
+
+
+@pytest.mark.parametrize(("most", "pages"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (6, 2)])
+def test_no_more_than_most_tokens_are_found(most: int, pages: int) -> None:
+    cache = _cache()
+    _leave(cache, [1, 2, 3, 4])
+    assert _found(cache, [1, 2, 3, 4, 5, 6], most) == pages
+
+
+def test_a_page_is_found_only_if_the_tokens_behind_it_agree() -> None:
+    cache = _cache(lookahead=2)
+    _leave(cache, [1, 2, 3, 4, 5, 6, 7])
+    assert _cached(cache) == {(1, 2, 3, 4), (1, 2, 3, 4, 5, 6)}, "6 and 7 have nothing behind them"
+    assert _found(cache, [1, 2, 3, 4, 5, 6]) == 2
+    assert _found(cache, [1, 2, 3, 4, 5, 9]) == 1
+    assert _found(cache, [1, 2, 3, 4, 5]) == 1
+    assert _found(cache, [1, 2, 3, 9]) == 0
+    assert _found(cache, [1, 2, 3]) == 0, "what will stand behind it is not known yet"
+
+
+def test_a_page_stands_in_the_cache_once_for_each_continuation() -> None:
+    cache = _cache(lookahead=1)
+    _leave(cache, [1, 2, 3, 4, 5])
+    _leave(cache, [1, 2, 9, 4, 5])
+    _leave(cache, [1, 2, 3, 4, 5])
+    assert _cached(cache) == {(1, 2, 3), (1, 2, 3, 4, 5), (1, 2, 9), (1, 2, 9, 4, 5)}
+
+
+def test_a_page_that_another_brought_before_takes_the_place_of_ones_own() -> None:
+    cache = _cache()
+    first, second = _begin(cache, [1, 2, 3, 4, 5]), _begin(cache, [1, 2, 3, 4, 6])
+    own = list(second.pages)
+    for request in (first, second):
+        request.kv_len = 2
+    assert cache.keep(first) == []
+    assert cache.keep(second) == [0]
+    assert second.pages == [first.pages[0], *own[1:]]
+    assert cache.keep(second) == [], "once"
+    for request in (first, second):
+        request.kv_len = 5
+    assert cache.keep(second) == []
+    assert cache.keep(first) == [1]
+    assert first.pages[:2] == second.pages[:2]
+    assert cache.pool.num_free == 16 - 4
+    cache.check([first, second])
+
+
+def test_pages_that_are_still_written_to_are_not_kept() -> None:
+    cache = _cache(lookahead=1)
+    request = _begin(cache, [1, 2, 3, 4])
+    for kv_len, pages in ((0, 0), (1, 0), (2, 1), (3, 1), (4, 1)):
+        request.kv_len = kv_len
+        cache.keep(request)
+        assert request.shared.depth == cache.num_pages == pages, "what follows the 4 is not known"
+    request.token_ids.append(5)
+    cache.keep(request)
+    assert request.shared.depth == 2
+
+
+def test_the_least_recently_used_goes_first_and_each_path_from_its_end() -> None:
+    cache = _cache(pages=6)
+    _leave(cache, [1, 1, 2, 2])
+    _leave(cache, [3, 3, 4, 4])
+    _leave(cache, [5, 5])
+    cache.let_go(_hold(cache, [1, 1]))  # its end has not been used since
+    cache.take(2)
+    assert _cached(cache) == {(1, 1), (3, 3), (3, 3, 4, 4), (5, 5)}
+    assert cache.evicted == 1
+    cache.take(2)
+    assert _cached(cache) == {(1, 1), (5, 5)}
+    cache.take(1)
+    assert _cached(cache) == {(1, 1)}
+    cache.take(1)
+    assert cache.num_available == 0
+    assert cache.evicted == 5
+
+
+def _hold(cache: PrefixCache, tokens: Sequence[int]) -> CachedPage:
+    node = cache.match(tokens, len(tokens))
+    cache.hold(node)
+    return node
+
+
+def test_what_is_used_again_while_it_waits_for_its_end_stays() -> None:
+    cache = _cache(pages=3)
+    for token in (1, 2, 3):
+        _leave(cache, [token, token])
+    node = _hold(cache, [1, 1])
+    cache.take(2)
+    assert _cached(cache) == {(1, 1)}
+    assert cache.num_available == 0
+    cache.let_go(node)
+    assert cache.num_available == 1
+
+
+def test_free_pages_go_before_cached_ones() -> None:
+    cache = _cache(pages=4)
+    _leave(cache, [1, 1, 2, 2])
+    cache.take(2)
+    assert (cache.evicted, cache.num_pages) == (0, 2)
+    cache.take(1)
+    assert (cache.evicted, cache.num_pages) == (1, 1)
+
+
+def test_a_disabled_cache_finds_and_keeps_nothing() -> None:
+    cache = _cache(enabled=False)
+    request = _begin(cache, [1, 2, 3, 4])
+    request.kv_len = 4
+    assert cache.keep(request) == []
+    assert request.shared is cache.root
+    cache.check([request])
+    before = cache.changes
+    cache.release(request)
+    assert cache.changes > before, "its pages have come back"
+    assert (cache.num_pages, cache.pool.num_free, _found(cache, [1, 2, 3, 4])) == (0, 16, 0)
+
+
+def test_something_has_come_back_when_a_request_goes_or_its_pages_are_kept() -> None:
+    cache = _cache()
+    request = _begin(cache, [1, 2, 3, 4])
+    before = cache.changes
+    cache.keep(request)
+    assert cache.changes == before
+    request.kv_len = 2
+    cache.keep(request)
+    assert cache.changes > before
+    before = cache.changes
+    cache.release(request)
+    assert cache.changes > before
+
+
+def test_clearing_forgets_all_but_not_under_a_running_request() -> None:
+    cache = _cache()
+    _leave(cache, [1, 2, 3, 4, 5, 6])
+    node = _hold(cache, [1, 2])
+    with pytest.raises(AssertionError, match="a request still uses the cache"):
+        cache.clear()
+    cache.let_go(node)
+    cache.clear()
+    assert (cache.num_pages, cache.num_unused, cache.pool.num_free) == (0, 0, 16)
+    assert _found(cache, [1, 2]) == 0
+    cache.check([])
+
+
+def test_tokens_that_another_running_request_has_too() -> None:
+    cache = _cache()
+    first, second = _begin(cache, [1, 1, 2, 2, 3, 3]), _begin(cache, [1, 1, 2, 2, 4, 4])
+    for request in (first, second):
+        request.kv_len = 6
+        assert cache.num_shared_with_others(request) == 0
+        cache.keep(request)
+    assert cache.num_shared_with_others(first) == cache.num_shared_with_others(second) == 4
+    cache.release(second)
+    assert cache.num_shared_with_others(first) == 0
+
+
+def test_the_order_of_eviction_does_not_grow_with_use() -> None:
+    cache = _cache()
+    _leave(cache, [1, 1, 2, 2])
+    _leave(cache, [1, 1, 3, 3])
+    for _ in range(100):
+        for tokens in ([1, 1], [1, 1, 2, 2], [1, 1, 3, 3]):
+            cache.let_go(_hold(cache, tokens))
+    assert len(cache._order) <= cache.num_pages == 3
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        ("users", "another number of users"),
+        ("order", "can never be evicted"),
+        ("page", "a KV page leaked or has two owners"),
+        ("time", "evicted before its children"),
+    ],
+)
+def test_the_check_tells_what_is_wrong(harm: str, message: str) -> None:
+    cache = _cache()
+    _leave(cache, [1, 1, 2, 2, 3, 3])
+    cache.check([])
+    last = cache.match([1, 1, 2, 2, 3, 3], 6)
+    middle = last.parent
+    assert middle is not None
+    if harm == "users":
+        last.users += 1
+        cache.num_unused -= 1
+    elif harm == "order":
+        last.queued = False
+    elif harm == "page":
+        last.page = middle.page
+    else:
+        middle.last_used -= 1
+    with pytest.raises(AssertionError, match=message):
+        cache.check([])

@@ -1,0 +1,211 @@
+"""The device's table is what the requests' pages say, after each flush and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from specplug import SamplingParams
+from specplug.engine.request import Request
+from specplug.kv.request_table import RequestTable
+
+CPU = torch.device("cpu")
+
+
+def _request(*pages: int) -> Request:
+    return Request(
+        request_id="",
+        prompt=None,
+        prompt_token_ids=(1,),
+        params=SamplingParams(),
+        max_tokens=1,
+        seed=0,
+        pages=list(pages),
+    )
+
+
+def _entered(table: RequestTable, *pages: int, floor: int = 0) -> Request:
+    request = _request(*pages)
+    table.take(request, floor=floor)
+    table.write(request, range(len(pages)))
+    return request
+
+
+class RequestTableMachine(RuleBasedStateMachine):
+    """Requests get rows, pages and other pages, and go, with a flush now and then."""
+
+    @initialize(
+        page_size=st.integers(1, 4),
+        pages=st.integers(1, 5),
+        cut=st.integers(0, 3),
+        rows=st.integers(1, 3),
+    )
+    def make(self, page_size: int, pages: int, cut: int, rows: int) -> None:
+        width = max(1, pages * page_size - min(cut, page_size - 1))
+        self.table = RequestTable(rows + 1, width, page_size, CPU)
+        self.size, self.most, self.rows = page_size, pages, rows
+        self.requests: list[tuple[Request, int]] = []
+        self.next_page = 1
+
+    def _new_page(self) -> int:
+        self.next_page += 1
+        return self.next_page
+
+    @precondition(lambda self: self.table.num_free)
+    @rule(count=st.integers(0, 6), floor=st.integers(0, 9))
+    def take(self, count: int, floor: int) -> None:
+        request = _entered(self.table, *(self._new_page() for _ in range(count)), floor=floor)
+        self.requests.append((request, floor))
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 9), count=st.integers(1, 3))
+    def grow(self, which: int, count: int) -> None:
+        request, _ = self.requests[which % len(self.requests)]
+        request.pages += [self._new_page() for _ in range(count)]
+        self.table.write(request, range(len(request.pages) - count, len(request.pages)))
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 9), count=st.integers(1, 3))
+    def drop(self, which: int, count: int) -> None:
+        request, _ = self.requests[which % len(self.requests)]
+        before = len(request.pages)
+        del request.pages[max(0, before - count) :]
+        self.table.write(request, range(len(request.pages), before))
+
+    @precondition(lambda self: any(request.pages for request, _ in self.requests))
+    @rule(which=st.integers(0, 9))
+    def replace(self, which: int) -> None:
+        request, _ = self.requests[which % len(self.requests)]
+        if request.pages:
+            index = which % len(request.pages)
+            request.pages[index] = self._new_page()
+            self.table.write(request, [index])
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 9))
+    def give_back(self, which: int) -> None:
+        request, _ = self.requests.pop(which % len(self.requests))
+        self.table.give_back(request)
+        assert request.row == 0
+
+    @rule()
+    def flush(self) -> None:
+        self.table.flush()
+        slots = self.table.slots.tolist()
+        assert not any(slots[0]), "the padding row"
+        for request, floor in self.requests:
+            assert self.table.floors[request.row] == floor
+            expected = [page * self.size + i for page in request.pages for i in range(self.size)]
+            expected += [0] * len(slots[0])
+            assert slots[request.row] == expected[: len(slots[0])]
+        rows = [request.row for request, _ in self.requests]
+        assert len({0, *rows}) == len(rows) + 1
+        assert self.table.num_free == self.rows - len(rows)
+        assert self.table.num_rows == self.rows + 1
+
+    def teardown(self) -> None:
+        if hasattr(self, "table"):
+            self.flush()
+
+
+RequestTableMachine.TestCase.settings = settings(
+    max_examples=100,
+    stateful_step_count=30,
+    phases=[Phase.generate],
+    deadline=None,
+    derandomize=True,
+    database=None,
+)
+TestRequestTable = RequestTableMachine.TestCase
+
+
+def test_nothing_reaches_the_device_before_a_flush() -> None:
+    table = RequestTable(3, 8, 2, CPU)
+    request = _entered(table, 5, 7, floor=2)
+    assert not table.slots.any()
+    assert not table.floors.any()
+    table.flush()
+    assert table.slots[request.row].tolist() == [10, 11, 14, 15, 0, 0, 0, 0]
+    assert table.floors[request.row] == 2
+    assert int(table.slots.any(1).sum()) == 1, "no other row"
+
+
+def test_all_changes_go_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads: list[int] = []
+    upload: Callable[..., Any] = RequestTable._upload
+
+    def counted(self: RequestTable, values: list[Any]) -> Any:
+        uploads.append(len(values))
+        return upload(self, values)
+
+    monkeypatch.setattr(RequestTable, "_upload", counted)
+    table = RequestTable(9, 8, 2, CPU)
+    requests = [_entered(table, 3 * i + 1, 3 * i + 2) for i in range(8)]
+    table.flush()
+    assert uploads == [3, 16], "the rows with their floors and lengths, and every page"
+    uploads.clear()
+    table.flush()
+    assert uploads == [], "nothing has changed"
+    for request in requests:
+        request.pages.append(50 + request.row)
+        table.write(request, [2])
+        table.write(request, [2])
+    table.flush()
+    assert uploads == [8], "each page once, and no row"
+
+
+def test_a_row_that_is_used_again_keeps_nothing_of_the_request_before() -> None:
+    table = RequestTable(2, 8, 2, CPU)
+    before = _entered(table, 1, 2, 3, 4, floor=4)
+    table.flush()
+    row = before.row
+    before.pages[0] = 9
+    table.write(before, [0])
+    table.give_back(before)
+    after = _entered(table, 6)
+    assert after.row == row
+    table.flush()
+    assert table.slots[row].tolist() == [12, 13, 0, 0, 0, 0, 0, 0]
+    assert table.floors[row] == 0
+
+
+def test_a_row_that_changes_hands_between_two_flushes_is_the_last_ones() -> None:
+    table = RequestTable(2, 8, 2, CPU)
+    table.give_back(_entered(table, 1, 2, 3, floor=6))
+    last = _entered(table, 4, floor=2)
+    table.flush()
+    assert table.slots[last.row].tolist() == [8, 9, 0, 0, 0, 0, 0, 0]
+    assert table.floors[last.row] == 2
+
+
+def test_a_page_that_is_dropped_is_padding() -> None:
+    table = RequestTable(2, 6, 2, CPU)
+    request = _entered(table, 1, 2, 3)
+    table.flush()
+    del request.pages[1:]
+    table.write(request, [1, 2])
+    table.flush()
+    assert table.slots[request.row].tolist() == [2, 3, 0, 0, 0, 0]
+
+
+def test_pages_behind_the_rows_end_have_no_place() -> None:
+    table = RequestTable(2, 5, 2, CPU)
+    request = _entered(table, 1, 2, 3, 4, 5)
+    table.flush()
+    assert table.slots.shape == (2, 6), "whole pages"
+    assert table.slots[request.row].tolist() == [2, 3, 4, 5, 6, 7]
+
+
+def test_rows_run_out() -> None:
+    table = RequestTable(3, 4, 2, CPU)
+    requests = [_entered(table) for _ in range(2)]
+    assert sorted(request.row for request in requests) == [1, 2]
+    assert table.num_free == 0
+    table.give_back(requests[0])
+    assert (table.num_free, requests[0].row) == (1, 0)

@@ -1,0 +1,129 @@
+"""A target's checkpoint that is not whole is refused, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specplug import CheckpointError, FallbackWarning
+from specplug.model.checkpoint import load_checkpoint
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def folder(tiny_model: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "model"
+    shutil.copytree(tiny_model, copy)
+    return copy
+
+
+@pytest.fixture
+def sharded(tiny_model: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "sharded"
+    load_checkpoint(str(tiny_model), None).save_pretrained(copy, max_shard_size="40KB")
+    return copy
+
+
+def _edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    edit(weights)
+    save_file(weights, file, {"format": "pt"})
+
+
+def _edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def _refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(str(folder), None)
+    return str(caught.value)
+
+
+def test_load_with_missing_tensor_names_it(folder: Path) -> None:
+    _edit_weights(folder, lambda weights: weights.pop(UP))
+    assert f"tensors are missing: {UP}; expected" in _refusal(folder)
+
+
+def test_load_with_more_layers_in_config_fails(folder: Path) -> None:
+    _edit_config(folder, num_hidden_layers=3)
+    told = _refusal(folder)
+    assert "tensors are missing: model.layers.2." in told
+    assert "and 4 more" in told
+    assert "num_hidden_layers" in told
+
+
+def test_load_with_fewer_layers_in_config_fails(folder: Path) -> None:
+    _edit_config(folder, num_hidden_layers=1)
+    assert "has more layers than config.json says: model.layers.1." in _refusal(folder)
+
+
+def test_load_with_other_hidden_size_names_shapes(folder: Path) -> None:
+    _edit_config(folder, hidden_size=64)
+    told = _refusal(folder)
+    assert "tensors of another shape than config.json says: lm_head.weight [96, 32]" in told
+    assert "instead of [96, 64]" in told
+
+
+def test_load_with_unused_tensor_warns(folder: Path) -> None:
+    def add_bias(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+
+    _edit_weights(folder, add_bias)
+    with pytest.warns(FallbackWarning, match=r"does not use: model\.layers\.0\.self_attn\.q_proj"):
+        load_checkpoint(str(folder), None)
+
+
+def test_load_of_tied_weights_misses_nothing(
+    build_model: Callable[..., Path], tiny_config: Callable[..., Any]
+) -> None:
+    folder = build_model(tiny_config(tie_word_embeddings=True))
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    load_checkpoint(str(folder), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("cut", lambda data: data[: len(data) // 2]),
+        ("longer", lambda data: data + b"x"),
+        ("header", lambda data: b"\xff" * 8 + data[8:]),
+        ("empty", lambda data: b""),
+    ],
+)
+def test_load_of_damaged_file_names_it(
+    name: str, damage: Callable[[bytes], bytes], folder: Path
+) -> None:
+    file = folder / "model.safetensors"
+    data = damage(file.read_bytes())
+    file.write_bytes(data)
+    assert f"model.safetensors ({len(data)} bytes) is truncated or damaged" in _refusal(folder)
+
+
+def test_load_of_damaged_shard_names_it(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-3])
+    assert f"{shard.name} (" in _refusal(sharded)
+
+
+def test_load_with_absent_shard_names_it(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.unlink()
+    told = _refusal(sharded)
+    assert f"{shard.name} is not there, and model.safetensors.index.json names it" in told
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": []}'])
+def test_load_with_broken_index_names_it(text: str, sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json: expected JSON with a weight_map" in _refusal(sharded)

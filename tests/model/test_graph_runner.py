@@ -1,0 +1,100 @@
+"""A recorded pass gives what the pass itself gives. Graphs are CUDA's: elsewhere there is nothing
+to record, and the engine says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specplug import LLM, Batch, Draft, DraftInput, Runtime, hookimpl
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")
+
+
+def test_on_the_cpu_nothing_is_recorded(tiny_model: Path, reference: Any, scripted: Any) -> None:
+    class Recorded(scripted):  # type: ignore[misc]
+        @hookimpl
+        def supports_target_verify_for_draft(self) -> bool:
+            return True
+
+        @hookimpl
+        def create_worker(self, runtime: Runtime) -> Any:
+            assert runtime.record_draft(len)("pass") == 4
+            return super().create_worker(runtime)
+
+    algorithm = Recorded(reference.tokens(["greedy"] * 7))
+    with LLM(tiny_model, device="cpu", speculative_algorithm=algorithm) as llm:
+        assert llm.effective_config["cuda_graph"].startswith("off: ")
+
+
+@needs_cuda
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "penalized and sampled"])
+def test_replays_give_the_same_tokens(
+    kind: str, tree: bool, tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    known = reference.tokens([kind] * 7)
+    for ragged in (False, True):
+        algorithm = scripted(known, tree=tree, right=0.7, ragged=ragged)
+        with LLM(
+            tiny_model, device="cuda", dtype="float64", speculative_algorithm=algorithm
+        ) as llm:
+            outputs = llm.generate(reference.prompts, reference.params[kind])
+            assert [o.token_ids for o in outputs] == list(known.values())
+            assert llm.effective_config["cuda_graph"] == "on"
+            recorded = bool(llm._runner._graphs[False]._recordings)
+            assert recorded or ragged, "passes of one width were recorded"
+
+
+@needs_cuda
+def test_a_draft_pass_is_recorded_if_the_hook_says_so(
+    tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    class Recorded(scripted):  # type: ignore[misc]
+        calls = 0
+
+        @hookimpl
+        def supports_target_verify_for_draft(self) -> bool:
+            return True
+
+        @hookimpl
+        def create_worker(self, runtime: Runtime) -> Any:
+            worker = super().create_worker(runtime)
+            self._pass = runtime.record_draft(self._count)
+            return worker
+
+        def _count(self, roots: torch.Tensor) -> torch.Tensor:
+            type(self).calls += 1
+            return roots * 2 + 1
+
+        @hookimpl
+        def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+            roots = draft_input.bonus_tokens
+            assert torch.equal(self._pass(roots), roots * 2 + 1)
+            drafted: Draft = super().propose(runtime, batch, draft_input)
+            return drafted
+
+    algorithm = Recorded(reference.tokens(["greedy"] * 7))
+    with LLM(tiny_model, device="cuda", dtype="float64", speculative_algorithm=algorithm) as llm:
+        outputs = llm.generate(reference.prompts[:2], reference.params["greedy"][:2])
+    assert len(outputs) == 2
+    assert algorithm.calls <= 4, "a warm-up and a recording for each of two batch sizes"
+
+
+@needs_cuda
+def test_a_pass_that_cannot_be_recorded_runs_as_it_is() -> None:
+    from specplug.model.graph_runner import GraphRunner
+
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        return x + x.sum().item()
+
+    runner = GraphRunner(waits)
+    x = torch.ones(3, device="cuda")
+    stream = torch.cuda.current_stream()
+    assert torch.equal(runner(x), x + 3)
+    assert runner.failure
+    assert torch.cuda.current_stream() == stream
+    assert torch.equal(runner(x * 2), x * 2 + 6)

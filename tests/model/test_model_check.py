@@ -1,0 +1,192 @@
+"""A target is proved when it is loaded, or refused with the place where it differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from specplug import LLM, CheckpointError, SamplingParams
+from specplug.model import fused_modules
+from specplug.model.attention import PagedPlan
+from specplug.model.model_runner import ModelRunner
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+UNSOUND = {
+    "DiffLlamaConfig": ({}, "in chunks: logits differ by .* from layer 0 on"),
+    "DogeConfig": ({}, "DogeAttention of layer 0 has a mask of its own making"),
+    "PhimoeConfig": (
+        {"sliding_window": 6, **EXPERTS},
+        "PhimoeAttention of layer 0 is told of all tokens before it, and its mask shows something",
+    ),
+    "Gemma3TextConfig": (
+        {"use_bidirectional_attention": True},
+        "Gemma3Attention of layer 0 is told of .*, and its mask shows something else",
+    ),
+    "BertConfig": ({}, "BertSelfAttention of layer 0 sees the tokens after each token, too"),
+}
+UNSOUND["MoshiConfig"] = (
+    {"sliding_window": 6, "ffn_dim": 64},
+    "MoshiAttention of layer 0 sees all tokens before it, and transformers' own cache forgets",
+)
+NO_BACKEND = ("GPTNeoConfig", "GPTJConfig", "FalconConfig", "BloomConfig")
+HALVES = ("LlamaConfig", "Qwen3MoeConfig", "GptOssConfig")
+
+
+@pytest.fixture(scope="module")
+def folder_of(build_model: Callable[..., Path]) -> Callable[..., Path]:
+    def make(config: str, **changes: Any) -> Path:
+        return build_model(getattr(transformers, config)(**{**SHAPE, **changes}))
+
+    return make
+
+
+def _load(folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> ModelRunner:
+    return ModelRunner(str(folder), dtype, CPU, **how)
+
+
+@pytest.mark.parametrize("config", UNSOUND)
+def test_load_of_unsound_model_is_refused(config: str, folder_of: Callable[..., Path]) -> None:
+    changes, why = UNSOUND[config]
+    folder = folder_of(config, **changes)
+    with pytest.raises(CheckpointError, match=why) as caught:
+        _load(folder)
+    assert repr(str(folder)) in str(caught.value)
+    assert "skip_model_check=True" in str(caught.value)
+
+
+def test_load_sees_window_longer_than_proof(folder_of: Callable[..., Path]) -> None:
+    """PhiMoE's window is in its mask alone, and here no token of the proof is out of it."""
+    folder = folder_of("PhimoeConfig", sliding_window=100, **EXPERTS)
+    with pytest.raises(CheckpointError, match="shows something else at positions after"):
+        _load(folder)
+
+
+def test_load_with_window_of_whole_context_passes(folder_of: Callable[..., Path]) -> None:
+    """As Phi-3.5-MoE has it: it hides nothing."""
+    _load(folder_of("PhimoeConfig", sliding_window=128, **EXPERTS))
+
+
+def test_load_with_check_skipped_takes_it(folder_of: Callable[..., Path]) -> None:
+    folder = folder_of("PhimoeConfig", sliding_window=6, **EXPERTS)
+    with LLM(folder, skip_model_check=True) as llm:
+        assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("config", NO_BACKEND)
+def test_load_without_attention_interface_is_refused(config: str, tmp_path: Path) -> None:
+    """Before its weights are read: there are none here."""
+    getattr(transformers, config)(architectures=[config]).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="has attention of its own; expected full or sliding"):
+        _load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("config", HALVES)
+def test_load_of_random_half_weights_passes(
+    config: str, dtype: torch.dtype, folder_of: Callable[..., Path]
+) -> None:
+    window = {} if config == "LlamaConfig" else {"sliding_window": 6}  # its forward knows none
+    folder = folder_of(config, initializer_range=0.3, num_hidden_layers=3, **window)
+    runner = _load(folder, dtype)
+    assert runner.dtype is dtype
+    assert runner.cache.keys == runner.cache.values == []
+
+
+def test_load_measures_key_heads(folder_of: Callable[..., Path]) -> None:
+    """StarCoder's one key head stands in no field that others have."""
+    runner = _load(folder_of("GPTBigCodeConfig", n_embd=32, n_head=4, n_layer=2))
+    assert (runner.kv_shape.num_kv_heads, runner.kv_shape.head_dim) == (1, 8)
+
+
+def test_load_in_short_context_passes(folder_of: Callable[..., Path]) -> None:
+    for length in (1, 2, 7):
+        assert _load(folder_of("LlamaConfig", max_position_embeddings=length)).context_len == length
+
+
+def _swap_first_two(plan: PagedPlan) -> Any:
+    plan.positions[:2] = plan.positions[:2].flip(0)
+
+
+def _lose_a_slot(plan: PagedPlan) -> Any:
+    plan.table[1] = 0
+
+
+def _hide_a_parent(plan: PagedPlan) -> Any:
+    assert plan.mask is not None
+    plan.mask[:, -1, 1:-1] = False
+
+
+@pytest.mark.parametrize(
+    ("damage", "number", "name"),
+    [
+        (_swap_first_two, 0, "whole"),
+        (_lose_a_slot, 1, "in chunks"),
+        (_lose_a_slot, 2, "two requests together"),
+        (_hide_a_parent, 3, "as a tree"),
+    ],
+)
+def test_check_names_pass_that_differs(
+    damage: Callable[[PagedPlan], Any],
+    number: int,
+    name: str,
+    folder_of: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A mistake in the way that one pass is planned, as the engine could make it."""
+    whole, count = ModelRunner._forward, []
+
+    def forward(self: ModelRunner, tokens: Any, plan: Any, *how: Any, **more: Any) -> Any:
+        if len(count) == number:
+            damage(plan)
+        count.append(1)
+        return whole(self, tokens, plan, *how, **more)
+
+    monkeypatch.setattr(ModelRunner, "_forward", forward)
+    folder = folder_of("LlamaConfig", initializer_range=0.3)
+    with pytest.raises(CheckpointError, match=f"{name}: logits differ by .*, from layer 0 on"):
+        _load(folder)
+
+
+def test_check_covers_changes_of_modules(
+    folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What makes modules cheap is proved with the rest."""
+    fuse = fused_modules.fuse_norms
+
+    def fuse_wrongly(model: Any) -> int:
+        count = fuse(model)
+        model.model.layers[1].input_layernorm.weight.data.mul_(1.5)
+        return count
+
+    monkeypatch.setattr("specplug.model.model_runner.fuse_norms", fuse_wrongly)
+    with pytest.raises(CheckpointError, match=r"whole: logits differ by .*, from layer 1 on"):
+        _load(folder_of("LlamaConfig", initializer_range=0.3))
+
+
+def test_load_of_logits_that_are_no_numbers_fails(folder_of: Callable[..., Path]) -> None:
+    folder = folder_of("LlamaConfig")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] *= 1e9
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="are not numbers in torch"):
+        _load(folder, torch.float16)

@@ -1,0 +1,274 @@
+"""Drafts, their masks and flat order; draft inputs of any two batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specplug import Draft, DraftInput
+from specplug.speculative.draft import ancestor_mask
+
+exactly = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+
+
+@st.composite
+def trees(draw: Callable[..., Any]) -> list[list[int]]:
+    """Parents of 1 to 3 trees of one width."""
+    width = draw(st.integers(1, 12))
+    return [
+        [-1, *(draw(st.integers(0, i - 1)) for i in range(1, width))]
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+
+
+def _ancestors(parents: list[int], node: int) -> set[int]:
+    found = set()
+    while node >= 0:
+        found.add(node)
+        node = parents[node]
+    return found
+
+
+def _depth(parents: list[list[int]]) -> int:
+    return max(len(_ancestors(row, i)) - 1 for row in parents for i in range(len(row)))
+
+
+@exactly
+@given(parents=trees(), slack=st.integers(0, 3))
+def test_a_node_sees_itself_and_its_ancestors(parents: list[list[int]], slack: int) -> None:
+    mask = ancestor_mask(torch.tensor(parents), _depth(parents) + slack)
+    for b, row in enumerate(parents):
+        for i in range(len(row)):
+            assert {j for j in range(len(row)) if mask[b, i, j]} == _ancestors(row, i)
+
+
+@exactly
+@given(parents=trees())
+def test_a_tree_knows_the_depth_of_its_nodes(parents: list[list[int]]) -> None:
+    width = len(parents[0])
+    tokens = torch.arange(width).expand(len(parents), -1)
+    draft = Draft.tree(tokens, torch.tensor(parents), _depth(parents))
+    expected = [[len(_ancestors(row, i)) - 1 for i in range(width)] for row in parents]
+    assert draft.depths.tolist() == expected
+    assert draft.columns == _depth(parents) + 1
+    assert not draft.is_chain
+
+
+@exactly
+@given(parents=trees(), data=st.data())
+def test_a_narrowed_draft_is_the_draft_of_its_first_nodes(
+    parents: list[list[int]], data: st.DataObject
+) -> None:
+    bs, width = len(parents), len(parents[0])
+    room = data.draw(st.lists(st.integers(1, width + 2), min_size=bs, max_size=bs))
+    tokens = torch.arange(bs * width).view(bs, width)
+    depth = _depth(parents)
+    whole = Draft.tree(tokens, torch.tensor(parents), depth)
+    left = min(width, max(room))
+    cut = whole.narrow(room)
+    fresh = Draft.tree(
+        tokens[:, :left],
+        torch.tensor(parents)[:, :left],
+        min(depth, left - 1),
+        [min(most, left) for most in room],
+    )
+    assert (cut.widths, cut.width, cut.depth) == (fresh.widths, fresh.width, fresh.depth)
+    for name in ("tokens", "parents", "mask", "depths"):
+        assert torch.equal(getattr(cut, name), getattr(fresh, name)), name
+    assert (cut is whole) == all(most >= width for most in room)
+    chain = Draft.chain(tokens).narrow(room)
+    assert chain.is_chain
+    assert chain.columns == left
+    assert torch.equal(chain.tokens, tokens[:, :left])
+
+
+def test_a_chain_is_the_tree_whose_nodes_follow_one_another() -> None:
+    tokens = torch.tensor([[1, 2, 2, 3], [4, 4, 4, 4]])
+    chain = Draft.chain(tokens)
+    tree = Draft.tree(tokens, torch.tensor([[-1, 0, 1, 2]] * 2), 3)
+    assert torch.equal(chain.mask.expand(2, -1, -1), tree.mask)
+    assert torch.equal(chain.depths.expand(2, -1), tree.depths)
+    assert (chain.depth, chain.columns, chain.width) == (tree.depth, tree.columns, tree.width)
+    assert chain.is_chain
+
+
+@exactly
+@given(widths=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_the_flat_order_leaves_out_what_is_not_drafted(widths: list[int]) -> None:
+    width = max(widths)
+    tokens = torch.arange(len(widths) * width).view(len(widths), width)
+    draft = Draft.chain(tokens, widths)
+    expected = [b * width + i for b, w in enumerate(widths) for i in range(w)]
+    flat = draft.flatten(tokens)
+    assert flat.tolist() == expected
+    assert draft.total == len(expected)
+    assert draft.batch_index.tolist() == [b for b, w in enumerate(widths) for _ in range(w)]
+    assert draft.offsets.tolist() == [sum(widths[:b]) for b in range(len(widths))]
+    padded = draft.pad(flat, fill=-5)
+    for b, w in enumerate(widths):
+        assert padded[b, :w].tolist() == tokens[b, :w].tolist()
+        assert padded[b, w:].tolist() == [-5] * (width - w)
+    assert (draft.widths is None) == (len(set(widths)) == 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "depth", "why"),
+    [
+        ([5, 6, 7], [-1, 0, 1], 1, "deeper than the declared depth"),
+        ([5, 6, 7, 8], [-1, 0, 1, 2], 2, "deeper than the declared depth"),
+        ([5, 6, 6], [-1, 0, 0], 1, "siblings must differ"),
+        ([5, 6, 7], [-1, 2, 0], 2, "a parent must stand before its children"),
+        ([5, 6, 7], [-1, 1, 0], 2, "a parent must stand before its children"),
+        ([5, 6, 7], [0, 0, 0], 1, "node 0 must be the root"),
+        ([5, 6, 7], [-1, -1, 0], 1, "only node 0 is a root"),
+    ],
+)
+def test_a_tree_that_is_none_is_told(
+    tokens: list[int], parents: list[int], depth: int, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        Draft.tree(torch.tensor([tokens]), torch.tensor([parents]), depth)
+
+
+@pytest.mark.parametrize("widths", [(0, 2), (3, 2), (1,)])
+def test_widths_that_do_not_fit_are_told(widths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="expected one integer from 1 to 2 for each of the 2"):
+        Draft.chain(torch.zeros(2, 2, dtype=torch.int64), widths)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "depth", "why"),
+    [
+        (torch.zeros(2, dtype=torch.int64), None, 0, r"tokens \[2\] of torch.int64"),
+        (torch.zeros(2, 0, dtype=torch.int64), None, 0, r"tokens \[2, 0\]"),
+        ([[1]], None, 0, "tokens of type list"),
+        (torch.zeros(1, 2), torch.tensor([[-1, 0]]), 1, "torch.float32; expected torch.int64"),
+        (torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[-1]]), 1, r"parents \[1, 1\]"),
+        (torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[-1, 0]]), -1, "depth=-1"),
+        (torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[-1, 0]]), 1.0, "depth=1.0"),
+    ],
+)
+def test_tensors_that_are_no_draft_are_told(
+    tokens: Any, parents: Any, depth: Any, why: str
+) -> None:
+    make = partial(Draft.chain, tokens) if parents is None else partial(Draft.tree, tokens, parents)
+    with pytest.raises(ValueError, match=why):
+        make() if parents is None else make(depth)
+
+
+@exactly
+@given(data=st.data())
+def test_a_rooted_draft_is_sound_whatever_was_proposed(data: st.DataObject) -> None:
+    """Every node is reached from the root within the depth, seeing its ancestors, or is lost."""
+    bs, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    depth = data.draw(st.integers(0, 5))
+    anything = st.lists(st.integers(-3, 12), min_size=width, max_size=width)
+    rows = st.lists(anything, min_size=bs, max_size=bs)
+    parents, tokens = data.draw(rows), data.draw(rows)
+    proposed = Draft(
+        tokens=torch.tensor(tokens), parents=torch.tensor(parents), widths=None, depth=depth
+    )
+    roots = torch.arange(bs)
+    draft = proposed.rooted(roots, vocab_size=7)
+    assert draft.tokens[:, 0].tolist() == roots.tolist()
+    assert draft.tokens[:, 1:].tolist() == [[min(max(t, 0), 6) for t in row[1:]] for row in tokens]
+    for b, row in enumerate(parents):
+        for i in range(1, width):
+            above, path = row[i], {i}
+            node = i
+            while node > 0 and 0 <= above < node:
+                node, above = above, row[above]
+                path.add(node)
+            seen = {j for j in range(width) if draft.mask[b, i, j]}
+            accepted = not any(draft.lost[b, j] for j in seen - {0})
+            assert accepted == (node == 0 and len(path) - 1 <= depth)
+            if accepted:
+                assert seen == path
+                assert int(draft.depths[b, i]) == len(path) - 1
+
+
+def test_equal_tokens_behind_the_width_are_no_siblings() -> None:
+    tokens, parents = torch.tensor([[5, 6, 0, 0], [5, 6, 7, 0]]), torch.tensor([[-1, 0, 0, 0]] * 2)
+    draft = Draft.tree(tokens, parents, 1, widths=[2, 3])
+    assert draft.widths == (2, 3)
+
+
+STATES: dict[str, Callable[[int], Tensor | None]] = {
+    "absent": lambda n: None,
+    "narrow": lambda n: torch.full((n, 2), 3.0),
+    "wide": lambda n: torch.full((n, 5), 4.0, dtype=torch.float64),
+    "flat": lambda n: torch.full((n,), 7),
+    "deep": lambda n: torch.full((n, 3, 2), 5.0),
+}
+
+
+def _input(kind: str, n: int, first: int) -> DraftInput:
+    state = {} if kind == "unnamed" else {"state": STATES[kind](n)}
+    return DraftInput(bonus_tokens=torch.arange(first, first + n), state=state)
+
+
+def _check_part(merged: Tensor, part: Tensor | None, size: int) -> None:
+    """``merged`` is ``part`` in its upper left corner, and zero elsewhere."""
+    assert merged.shape[0] == size
+    if part is None:
+        assert not merged.any()
+        return
+    part = part.reshape(part.shape + (1,) * (merged.dim() - part.dim()))
+    corner = tuple(slice(n) for n in part.shape)
+    assert torch.equal(merged[corner], part.to(merged.dtype))
+    rest = merged.clone()
+    rest[corner] = 0
+    assert not rest.any()
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), itertools.product([*STATES, "unnamed"], repeat=2), ids=str
+)
+@pytest.mark.parametrize("sizes", [(2, 3), (0, 2), (2, 0), (0, 0)], ids=str)
+def test_any_two_draft_inputs_merge(left: str, right: str, sizes: tuple[int, int]) -> None:
+    a, b = _input(left, sizes[0], 10), _input(right, sizes[1], 20)
+    merged = a.merge(b)
+    assert merged.bonus_tokens.tolist() == a.bonus_tokens.tolist() + b.bonus_tokens.tolist()
+    state = merged.state.get("state")
+    parts = a.state.get("state"), b.state.get("state")
+    if parts == (None, None):
+        assert state is None
+    else:
+        assert state is not None
+        _check_part(state[: sizes[0]], parts[0], sizes[0])
+        _check_part(state[sizes[0] :], parts[1], sizes[1])
+
+
+def test_merging_keeps_states_of_other_names() -> None:
+    a = DraftInput(bonus_tokens=torch.tensor([1]), state={"a": torch.ones(1, 2)})
+    b = DraftInput(bonus_tokens=torch.tensor([2]), state={"b": torch.ones(1, 3)})
+    merged = a.merge(b)
+    assert merged["a"].tolist() == [[1, 1], [0, 0]]
+    assert merged["b"].tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("kind", [*STATES, "unnamed"])
+@pytest.mark.parametrize("keep", [(2, 0), (1, 1, 1), ()], ids=str)
+def test_any_draft_input_is_filtered_in_the_order_asked(kind: str, keep: tuple[int, ...]) -> None:
+    whole = _input(kind, 3, 10)
+    kept = whole.filter(torch.tensor(keep, dtype=torch.int64))
+    assert kept.bonus_tokens.tolist() == [10 + i for i in keep]
+    assert kept.state.keys() == whole.state.keys()
+    for name, tensor in whole.state.items():
+        got = kept.state[name]
+        assert (got is None) == (tensor is None)
+        if tensor is not None and got is not None:
+            assert torch.equal(got, tensor[list(keep)])
+
+
+def test_reading_an_absent_state_says_which() -> None:
+    with pytest.raises(KeyError, match="draft state 'hidden_states' is absent"):
+        DraftInput(bonus_tokens=torch.tensor([1]), state={"hidden_states": None})["hidden_states"]
