@@ -225,7 +225,7 @@ class Bench:
             mixed_chunk=True,
             columns=1,
             num_draft_tokens=1,
-            reserve=1,
+            num_lookahead_slots=1,
             steps_in_flight=2,
         )
         scheduler = Scheduler(config, PrefixCache(pool, 0), table)

@@ -433,8 +433,8 @@ def losses(llm: LLM, others: Container[Request] = ()) -> list[str]:
         found.append(
             f"{pool.num_free} pages are free and {cache.num_pages} cached, of {pool.num_pages - 1}"
         )
-    if table.num_free != table.num_rows - 1:
-        found.append(f"{table.num_free} rows are free, of {table.num_rows - 1}")
+    if table.num_free != table.req_table_size - 1:
+        found.append(f"{table.num_free} rows are free, of {table.req_table_size - 1}")
     llm.flush_cache()
     if pool.num_free != pool.num_pages - 1:
         found.append(f"after flush_cache() {pool.num_free} pages are free, of {pool.num_pages - 1}")

@@ -32,7 +32,7 @@ PARAMS = SamplingParams(max_tokens=128, ignore_eos=True)
 
 
 @attrs.define
-class Contender:
+class Variant:
     """An installed algorithm, its engine, and what it has generated; or why it could not."""
 
     entry: AlgorithmEntry
@@ -65,12 +65,12 @@ class Contender:
         """Start counting anew, after the warm-up."""
         self.outputs, self.seconds = [], []
 
-    def identical(self, baseline: Contender) -> bool:
+    def identical(self, baseline: Variant) -> bool:
         """Whether every token is the baseline's."""
         mine = [output.token_ids for output in self.outputs]
         return mine == [output.token_ids for output in baseline.outputs]
 
-    def row(self, baseline: Contender) -> list[str]:
+    def row(self, baseline: Variant) -> list[str]:
         """Its line of the table; medians over the rounds."""
         if self.problem:
             return [self.entry.name, "-", "-", "-", self.problem]
@@ -95,24 +95,24 @@ def main() -> int:
     """Run, print, and say whether all is well: 0, or 1."""
     lines = HELD_OUT.read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(lines[number]) for number in (WARM_UP, *ROUNDS)]
-    contenders = [Contender(entry) for entry in Registry().entries() if not entry.disabled]
-    contenders.sort(key=lambda contender: contender.entry.name != BASELINE)
-    for contender in contenders:
-        contender.load()
+    variants = [Variant(entry) for entry in Registry().entries() if not entry.disabled]
+    variants.sort(key=lambda variant: variant.entry.name != BASELINE)
+    for variant in variants:
+        variant.load()
     for number, prompt in enumerate(prompts):
-        for contender in contenders:
-            contender.complete(prompt["prompt"])
+        for variant in variants:
+            variant.complete(prompt["prompt"])
             if number == 0:
-                contender.forget()
-    baseline = contenders[0]
+                variant.forget()
+    baseline = variants[0]
     if baseline.entry.name != BASELINE or baseline.problem:
         print(f"error: {baseline.problem or BASELINE + ' is not installed'}", file=sys.stderr)
         return 1
     show(prompts[1]["module"], baseline.outputs[0])
     columns = "algorithm", "tokens/s", "speed-up", "mean accept length", "identical"
-    print_table(columns, [contender.row(baseline) for contender in contenders])
+    print_table(columns, [variant.row(baseline) for variant in variants])
     print(f"{len(ROUNDS)} functions of {PARAMS.max_tokens} tokens, greedy, one at a time; medians")
-    return 0 if all(c.identical(baseline) and not c.problem for c in contenders) else 1
+    return 0 if all(c.identical(baseline) and not c.problem for c in variants) else 1
 
 
 def show(module: str, output: RequestOutput) -> None:

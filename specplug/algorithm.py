@@ -119,7 +119,7 @@ class SpecConfig:
         num_draft_tokens: nodes N that the target verifies for each request, root included.
         num_draft_slots: KV slots behind a request's committed length that the draft model may
             write while it drafts; the engine reserves at least N. Where the KV pool is short a
-            request has fewer: ``Batch.room``.
+            request has fewer: ``Batch.max_draft_nodes``.
         draft_lookahead: tokens behind a position on which the draft's KV there depends, so that a
             cached page is shared only where these are equal too. None: 1 for a draft model with a
             KV cache, as the token behind each position is what ``build_draft_input`` gives; else 0.

@@ -50,18 +50,18 @@ class Problem:
         subject: which plugin: name, distribution, version, entry-point value.
         what: what was found; follows ``broken:`` in a listing.
         expected: what should have been there.
-        mend: what to do about it.
+        fix: what to do about it.
         traceback: of the exception behind it, from the plugin's own code on; or empty.
     """
 
     subject: str
     what: str
     expected: str
-    mend: str
+    fix: str
     traceback: str = ""
 
     def __str__(self) -> str:
-        return f"{self.subject}: {self.what}; expected {self.expected}; {self.mend}"
+        return f"{self.subject}: {self.what}; expected {self.expected}; {self.fix}"
 
 
 @attrs.frozen
@@ -176,8 +176,8 @@ def _class_problem(plugin: object, subject: str) -> list[Problem]:
     if not any(inspect.isfunction(method) for method in methods):
         return []  # static and class methods need no instance
     name = plugin.__name__
-    mend = f"let the entry point name an instance: algorithm = {name}()"
-    return [Problem(subject, f"it is the class {name}", "an object", mend)]
+    fix = f"let the entry point name an instance: algorithm = {name}()"
+    return [Problem(subject, f"it is the class {name}", "an object", fix)]
 
 
 def _hook_problems(plugin: object, subject: str, required: Iterable[str]) -> list[Problem]:
@@ -270,7 +270,7 @@ def _registration_problem(plugin: object, subject: str) -> list[Problem]:
         let_ctrl_c_pass(error)
         said = str(error).strip().splitlines() or [type(error).__name__]
         return [
-            Problem(subject, f"pluggy refuses it: {said[-1]}", "hooks that it accepts", "mend it")
+            Problem(subject, f"pluggy refuses it: {said[-1]}", "hooks that it accepts", "fix it")
         ]
     return []
 
@@ -287,14 +287,14 @@ def _description(
     except BaseException as error:
         let_ctrl_c_pass(error)
         what = f"describe() raised {error_line(error)}"
-        mend = "mend describe(); specplug doctor shows the traceback"
+        fix = "fix describe(); specplug doctor shows the traceback"
         return None, [
-            Problem(subject, what, "a specplug.AlgorithmInfo", mend, plugin_traceback(error))
+            Problem(subject, what, "a specplug.AlgorithmInfo", fix, plugin_traceback(error))
         ]
     if not isinstance(info, AlgorithmInfo):
         what = f"describe() returned {_shortened(info)}"
-        mend = "return specplug.AlgorithmInfo(name=…, summary=…, api_version=…)"
-        return None, [Problem(subject, what, "a specplug.AlgorithmInfo", mend)]
+        fix = "return specplug.AlgorithmInfo(name=…, summary=…, api_version=…)"
+        return None, [Problem(subject, what, "a specplug.AlgorithmInfo", fix)]
     return info, list(_declaration_problems(info, subject, name))
 
 

@@ -62,9 +62,9 @@ class PluginEntry:
         """The plugin as messages name it."""
         return f"{self.kind} {self.name} ({self.distribution} {self.version}, {self.value})"
 
-    def problem(self, what: str, expected: str, mend: str, traceback: str = "") -> Problem:
+    def problem(self, what: str, expected: str, fix: str, traceback: str = "") -> Problem:
         """A problem of this plugin."""
-        return Problem(self.subject, what, expected, mend, traceback)
+        return Problem(self.subject, what, expected, fix, traceback)
 
 
 @attrs.frozen(kw_only=True)
@@ -123,13 +123,13 @@ def import_failure(
     entry: PluginEntry, module: str, error: BaseException, traceback: str = ""
 ) -> Problem:
     """The problem of a plugin whose ``module`` cannot be imported, since ``error`` is raised."""
-    mend = "specplug doctor shows the traceback; mend the plugin or tell its author"
+    fix = "specplug doctor shows the traceback; fix the plugin or tell its author"
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        mend = f"install what it needs: {error.name.partition('.')[0]}"
+        fix = f"install what it needs: {error.name.partition('.')[0]}"
         if f"{module}.".startswith(f"{error.name}."):
-            mend = f"install it again (pip install --force-reinstall {entry.distribution})"
+            fix = f"install it again (pip install --force-reinstall {entry.distribution})"
     what = f"import failed: {error_line(error)}"
-    return entry.problem(what, f"module {module} to import", mend, traceback)
+    return entry.problem(what, f"module {module} to import", fix, traceback)
 
 
 def lost_entries() -> list[AlgorithmEntry]:
@@ -199,8 +199,8 @@ def _lost(distribution: Any) -> Iterator[AlgorithmEntry]:
         )
         section = f"in section [{point.group}], which nobody reads" if meant else "in no section"
         what = f"the entry point {point.name} stands {section}"
-        mend = f"correct the pyproject.toml of {name} and install that again"
-        problem = entry.problem(what, f"[{meant or ALGORITHMS}] above it", mend)
+        fix = f"correct the pyproject.toml of {name} and install that again"
+        problem = entry.problem(what, f"[{meant or ALGORITHMS}] above it", fix)
         yield attrs.evolve(entry, problems=(problem,))
 
 
@@ -259,16 +259,16 @@ def _metadata_problems(entry: PluginEntry, damage: str | None) -> Iterator[Probl
         damage: what is wrong with the file that names it, if anything is.
     """
     if damage:
-        mend = f"save it as UTF-8: build and install {entry.distribution} again"
-        yield entry.problem(damage, "UTF-8 text", mend)
+        fix = f"save it as UTF-8: build and install {entry.distribution} again"
+        yield entry.problem(damage, "UTF-8 text", fix)
     if isinstance(entry, AlgorithmEntry) and not re.fullmatch("[A-Z][A-Z0-9_]*", entry.name):
         what = f"the entry point's name {entry.name!r} is no algorithm's name"
-        mend = f"rename it in the pyproject.toml of {entry.distribution}"
-        yield entry.problem(what, "upper-case letters, digits and _", mend)
+        fix = f"rename it in the pyproject.toml of {entry.distribution}"
+        yield entry.problem(what, "upper-case letters, digits and _", fix)
     if parse_value(entry.value) is None:
         what = f"malformed entry point {entry.name} = {entry.value!r}"
-        mend = f"correct it in the pyproject.toml of {entry.distribution} and install that again"
-        yield entry.problem(what, "'module:attribute'", mend)
+        fix = f"correct it in the pyproject.toml of {entry.distribution} and install that again"
+        yield entry.problem(what, "'module:attribute'", fix)
 
 
 def _is_of_core(entry: PluginEntry) -> bool:
@@ -286,12 +286,12 @@ def _without_rivals(entries: list[AlgorithmEntry]) -> Iterator[AlgorithmEntry]:
             continue
         if entry.name in own:
             what = f"{entry.name} is the core's own algorithm"
-            mend = f"rename it in the pyproject.toml of {entry.distribution}"
-            claim = entry.problem(what, "a name that the core does not bring", mend)
+            fix = f"rename it in the pyproject.toml of {entry.distribution}"
+            claim = entry.problem(what, "a name that the core does not bring", fix)
             yield attrs.evolve(entry, problems=(claim, *entry.problems))
             continue
         rivals = [f"{e.distribution} {e.version}" for e in entries if e.name == entry.name]
         what = f"{count[entry.name]} distributions bring {entry.name}: {' and '.join(rivals)}"
-        mend = f"pip uninstall {' or '.join(rival.rpartition(' ')[0] for rival in rivals)}"
-        rivalry = entry.problem(what, "one", mend)
+        fix = f"pip uninstall {' or '.join(rival.rpartition(' ')[0] for rival in rivals)}"
+        rivalry = entry.problem(what, "one", fix)
         yield attrs.evolve(entry, problems=(rivalry, *entry.problems))

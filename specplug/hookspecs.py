@@ -101,8 +101,8 @@ def create_worker(runtime: Runtime) -> object:
     It is the one source for whoever has to make such a tensor: idle ranks, received requests, the
     relay between steps. A declared tensor is always there in ``propose``, as zeros if nobody has
     left it, and one of another form is refused. What is not declared is relayed as it comes, and
-    absent where it did not. Other state an algorithm keeps by request row (``batch.rows``; there
-    are ``runtime.num_rows``) or by ``request_id``.
+    absent where it did not. Other state an algorithm keeps by request index (``batch.req_indices``,
+    below ``runtime.req_table_size``) or by ``request_id``.
     """
 
 
@@ -125,19 +125,20 @@ def build_draft_input(  # type: ignore[empty-body]
     Required. Called after every prefill chunk (``batch.is_prefill``) and after every verify (the
     *draft extend*). ``target_output`` holds, in order of position,
 
-    - ``tokens`` [R] the token **after** each row's position: on a prefill the prompt shifted by
-      one with the next prompt token (or, on the last chunk, the sampled one) at the tail, after a
-      verify what the target said at each accepted node. A request that was retracted is prefilled
+    - ``next_tokens`` [R] the token **after** each row's position: on a prefill the prompt shifted
+      by one with the next prompt token (or, on the last chunk, the sampled one) at the tail, after
+      a verify what the target said at each accepted node. A request that was retracted is prefilled
       with its output so far, as if that were prompt,
     - ``per_node`` the captured outputs, leading size R,
     - ``accept_lens`` [bs] how many rows of each request count.
 
     R is the number of prefill tokens, or bs·C after a verify, with C columns a request: one more
     than the verified draft is deep, which is less than what was proposed where the KV pool was
-    short, so take it from ``len(tokens) // batch.size``. Columns beyond ``accept_lens`` are padding
-    whose results nobody may use. A request's first chunk (``batch.first_chunk``) may begin behind
-    position 0: the KV before it, the draft's too, was found in the prefix cache, and the tokens
-    before it are ``request.token_ids[: start]``. What was kept by its row is another request's.
+    short, so take it from ``len(next_tokens) // batch.size``. Columns beyond ``accept_lens`` are
+    padding whose results nobody may use. A request's first chunk (``batch.first_chunk``) may begin
+    behind position 0: the KV before it, the draft's too, was found in the prefix cache, and the
+    tokens before it are ``request.token_ids[: start]``. What was kept by its row is another
+    request's.
     The result's tensors (leading size bs) are stashed by request row and come back in the next
     ``propose``.
     """
@@ -173,10 +174,10 @@ def propose(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:  
     engine puts in the root itself; a token outside the vocabulary becomes one inside, and a node
     that is deeper than the draft's declared depth, or has no parent before it, is never accepted.
 
-    ``batch.room`` [bs], numbers on the host, is how many slots each request has for this step:
-    N or more of them, fewer where the KV pool is short. Nodes beyond it are cut, the last ones
-    first. So a draft that costs something is best made no deeper and no wider than ``max(room)``,
-    and a tree's likeliest nodes stand first.
+    ``batch.max_draft_nodes`` [bs], numbers on the host, is how many nodes of each request can be
+    verified in this step: N or more of them, fewer where the KV pool is short. Nodes beyond it are
+    cut, the last ones first. So a draft that costs something is best made no deeper and no wider
+    than their maximum, and a tree's likeliest nodes stand first.
     """
 
 

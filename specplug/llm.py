@@ -26,8 +26,8 @@ from specplug.distributed.rank_group import join_ranks, tells_ranks
 from specplug.engine.engine import Engine
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.features import Features
-from specplug.engine.input_processor import Intake, Prompt
-from specplug.engine.kv_transfer import Handover
+from specplug.engine.input_processor import InputProcessor, Prompt
+from specplug.engine.kv_transfer import KVTransfer
 from specplug.engine.request import Request
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.statistics import Statistics
@@ -148,7 +148,7 @@ class LLM:
 
     # None before they are made, and after ``close``.
     _engine: Engine = None  # type: ignore[assignment]
-    _intake: Intake = None  # type: ignore[assignment]
+    _input_processor: InputProcessor = None  # type: ignore[assignment]
     _runner: ModelRunner = None  # type: ignore[assignment]
     _runtime: EngineRuntime = None  # type: ignore[assignment]
     _remote: DecodeInstance | None = None
@@ -282,12 +282,14 @@ class LLM:
             mixed_chunk=enable_mixed_chunk,
             columns=config.num_steps + 1,
             num_draft_tokens=config.num_draft_tokens,
-            reserve=max(config.num_draft_tokens, config.num_draft_slots, config.num_steps + 1),
+            num_lookahead_slots=max(
+                config.num_draft_tokens, config.num_draft_slots, config.num_steps + 1
+            ),
             steps_in_flight=2 if self._features.is_on("overlap") else 1,
         )
         cache, table = self._allocate(runtime, page_size, max_total_tokens)
         self._disaggregation = disaggregation
-        self._intake = Intake(
+        self._input_processor = InputProcessor(
             runner=self._runner,
             tokenizer=self.tokenizer,
             pool=cache.pool,
@@ -328,7 +330,7 @@ class LLM:
             self._partner = self._prefill = self._remote = None
             self._drop_tensors()
             self._inbox.clear()
-            self._engine = self._intake = None  # type: ignore[assignment]
+            self._engine = self._input_processor = None  # type: ignore[assignment]
             self._runtime = self._runner = None  # type: ignore[assignment]
             trim_heap()
 
@@ -624,12 +626,14 @@ class LLM:
     ) -> tuple[PrefixCache, RequestTable]:
         """The KV pool, who hands out its pages, and the table of whose they are."""
         limits, config = self._limits, self.spec_config
-        width = self.context_len + limits.steps_in_flight * limits.columns + limits.reserve
+        width = (
+            self.context_len + limits.steps_in_flight * limits.columns + limits.num_lookahead_slots
+        )
         num_slots = max_total_tokens or _default_slots(runtime, width)
         num_pages = -(-num_slots // page_size) + 1
         _check_memory(runtime, num_pages * page_size, width, max_total_tokens)
         try:
-            table = RequestTable(runtime.num_rows, width, page_size, runtime.device)
+            table = RequestTable(runtime.req_table_size, width, page_size, runtime.device)
             runtime.allocate_pool(num_pages * page_size, table)
         except (
             RuntimeError,
@@ -650,13 +654,13 @@ class LLM:
     def _make_engine(
         self, runtime: EngineRuntime, cache: PrefixCache, table: RequestTable
     ) -> Engine:
-        committed = FutureMap(runtime.num_rows, runtime.device)
+        committed = FutureMap(runtime.req_table_size, runtime.device)
         future_map = self._hooks.create_future_map(runtime)
         relays = committed, future_map
-        handover = Handover(runtime, self._hooks, *relays, cache.lookahead)
+        kv_transfer = KVTransfer(runtime, self._hooks, *relays, cache.lookahead)
         return Engine(
             scheduler=Scheduler(self._limits, cache, table),
-            steps=StepRunner(runtime, self._runner, self._hooks, *relays, handover, self._ranks),
+            steps=StepRunner(runtime, self._runner, self._hooks, *relays, kv_transfer, self._ranks),
             runtime=runtime,
             hooks=self._hooks,
             overlap=self._limits.steps_in_flight > 1,
@@ -684,7 +688,7 @@ class LLM:
         priority: int | Sequence[int],
     ) -> list[Request]:
         self._check_open()
-        return self._intake.requests(prompts, sampling_params, priority)
+        return self._input_processor.requests(prompts, sampling_params, priority)
 
     def _run(
         self, requests: Sequence[Request], *, partial: bool
@@ -782,7 +786,7 @@ def _check_memory(
 ) -> None:
     """Refuse a KV pool, or a table of whose slots are whose, that the device can never hold."""
     memory = memory_of(runtime.device)
-    table = runtime.num_rows * width * torch.int64.itemsize
+    table = runtime.req_table_size * width * torch.int64.itemsize
     if table > memory:
         raise UsageError(
             f"max_running_requests={runtime.max_running_requests}: the table of their slots, "

@@ -154,7 +154,7 @@ class Registry:
             let_ctrl_c_pass(error)
             what = f"looking at it raised {error_line(error)}"
             trace = plugin_traceback(error)
-            found.append(entry.problem(what, "an object with hooks", "mend it", trace))
+            found.append(entry.problem(what, "an object with hooks", "fix it", trace))
         return Examination(
             attrs.evolve(entry, problems=tuple(found), examined=True), plugin=plugin, info=info
         )
@@ -329,7 +329,7 @@ def _load(entry: PluginEntry, module_name: str, attribute: str) -> tuple[Any, Pr
             near = nearest(name, vars(plugin)) if hasattr(plugin, "__dict__") else None
             what = f"{getattr(plugin, '__name__', module_name)} has no attribute {name!r}"
             where = f"in the pyproject.toml of {entry.distribution} and install that again"
-            mend = f"name {near!r} instead {where}" if near else f"correct the entry point {where}"
-            return None, entry.problem(what, f"the plugin object {attribute!r}", mend)
+            fix = f"name {near!r} instead {where}" if near else f"correct the entry point {where}"
+            return None, entry.problem(what, f"the plugin object {attribute!r}", fix)
         plugin = getattr(plugin, name)
     return plugin, None

@@ -151,9 +151,9 @@ class Successors:
 
     @hookimpl
     def create_worker(self, runtime: Runtime) -> Successors:
-        size = runtime.num_rows, runtime.vocab_size
+        size = runtime.req_table_size, runtime.vocab_size
         self._behind = torch.full(size, -1, dtype=torch.int64, device=runtime.device)
-        self._last = torch.zeros(runtime.num_rows, dtype=torch.int64, device=runtime.device)
+        self._last = torch.zeros(runtime.req_table_size, dtype=torch.int64, device=runtime.device)
         self._steps = 0
         return self
 
@@ -162,27 +162,29 @@ class Successors:
         if batch.is_prefill:
             for b, request in enumerate(batch.requests):
                 known = request.token_ids[: batch.chunk_ends[b]]
-                row = batch.rows[b : b + 1]
+                row = batch.req_indices[b : b + 1]
                 self._read(row, known, anew=batch.first_chunk[b])
                 if batch.last_chunk[b]:
                     last = self._upload(known[-1:])
                     self._behind.index_put_((row, last), target_output.bonus_tokens[b : b + 1])
         else:
-            before = self._last[batch.rows]
-            for column, token in enumerate(target_output.tokens.view(batch.size, -1).unbind(1)):
+            before = self._last[batch.req_indices]
+            for column, token in enumerate(
+                target_output.next_tokens.view(batch.size, -1).unbind(1)
+            ):
                 counts = column < target_output.accept_lens
                 # Row 0 is padding.
-                rows = torch.where(counts, batch.rows, 0)
+                rows = torch.where(counts, batch.req_indices, 0)
                 self._behind[rows, before] = token
                 before = token
-        self._last[batch.rows] = target_output.bonus_tokens
+        self._last[batch.req_indices] = target_output.bonus_tokens
         return DraftInput(bonus_tokens=target_output.bonus_tokens)
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
         chain = [draft_input.bonus_tokens]
         for _ in range(runtime.config.num_steps):
-            chain.append(self._behind[batch.rows, chain[-1]].clamp(min=0))
+            chain.append(self._behind[batch.req_indices, chain[-1]].clamp(min=0))
         self._steps += 1
         nodes = runtime.config.num_draft_tokens
         widths = [1 + (int(r.request_id) + self._steps) % nodes for r in batch.requests]

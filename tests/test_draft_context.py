@@ -36,7 +36,7 @@ def watch(algorithm: Any) -> Any:
             widths = draft.widths or (draft.width,) * batch.size
             for b, request in enumerate(batch.requests):
                 root = int(batch.seq_lens[b])
-                if batch.room[b] < runtime.config.num_draft_tokens:
+                if batch.max_draft_nodes[b] < runtime.config.num_draft_tokens:
                     continue  # a draft without slots for all its keys may be another
                 nodes = draft.tokens[b, : widths[b]].tolist()
                 above = parents[b] if parents is not None else range(-1, len(nodes) - 1)

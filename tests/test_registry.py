@@ -37,12 +37,12 @@ WRONG = {
     "import_failure": (
         [("from specplug", "raise RuntimeError('no driver')\nfrom specplug")],
         "import failed: RuntimeError: no driver; expected module specplug_broken to import; "
-        "specplug doctor shows the traceback; mend the plugin or tell its author",
+        "specplug doctor shows the traceback; fix the plugin or tell its author",
     ),
     "exit_on_import": (
         [("from specplug", "raise SystemExit(3)\nfrom specplug")],
         "import failed: SystemExit: 3; expected module specplug_broken to import; "
-        "specplug doctor shows the traceback; mend the plugin or tell its author",
+        "specplug doctor shows the traceback; fix the plugin or tell its author",
     ),
     "dependency_missing": (
         [("from specplug", "import not_there.at_all\nfrom specplug")],
@@ -135,12 +135,12 @@ WRONG = {
     "describe_raises": (
         [("return AlgorithmInfo(", "raise KeyError('tiny')\n        return AlgorithmInfo(")],
         "describe() raised KeyError: 'tiny'; expected a specplug.AlgorithmInfo; "
-        "mend describe(); specplug doctor shows the traceback",
+        "fix describe(); specplug doctor shows the traceback",
     ),
     "describe_exits": (
         [("return AlgorithmInfo(", "raise SystemExit\n        return AlgorithmInfo(")],
         "describe() raised SystemExit; expected a specplug.AlgorithmInfo; "
-        "mend describe(); specplug doctor shows the traceback",
+        "fix describe(); specplug doctor shows the traceback",
     ),
     "describe_returns_something_else": (
         [("return AlgorithmInfo(", "return dict(")],
@@ -156,7 +156,7 @@ WRONG = {
     "wrapper_that_does_not_yield": (
         [("    @hookimpl\n    def propose(", "    @hookimpl(wrapper=True)\n    def propose(")],
         "pluggy refuses it: Declared as wrapper=True or hookwrapper=True but function is not a "
-        "generator function; expected hooks that it accepts; mend it",
+        "generator function; expected hooks that it accepts; fix it",
     ),
 }
 

@@ -285,7 +285,7 @@ def test_scores_of_legal_settings_stay_finite(llm: LLM) -> None:
             seed=1,
             needs=params.needs,
         )
-        request.row = 1
+        request.req_index = 1
         sampler.admit(request)
         rows = torch.tensor([1])
         found = sampler.sample(

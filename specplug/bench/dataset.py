@@ -38,7 +38,7 @@ class Prompt:
 
 @attrs.frozen
 class Deal:
-    """Which prompts are given to every contender, in batches.
+    """Which prompts are given to every variant, in batches.
 
     Attributes:
         warm_up: one batch that is not measured.
@@ -52,12 +52,12 @@ class Deal:
 
     @property
     def num_prompts_per_round(self) -> int:
-        """What each contender completes in a round."""
+        """What each variant completes in a round."""
         return sum(map(len, self.rounds[0]))
 
     @property
     def num_prompts(self) -> int:
-        """All that each contender completes, the warm-up included."""
+        """All that each variant completes, the warm-up included."""
         return len(self.warm_up) + len(self.rounds) * self.num_prompts_per_round
 
 

@@ -1,4 +1,4 @@
-"""Contenders taking turns on the same prompts, in one process."""
+"""Variants taking turns on the same prompts, in one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from specplug.bench.dataset import Deal, Prompt
-from specplug.bench.variant import Contender
+from specplug.bench.variant import Variant
 from specplug.contract import error_line, let_ctrl_c_pass
 from specplug.errors import SpecplugError, UsageError
 from specplug.llm import LLM
@@ -22,7 +22,7 @@ Tokens = tuple[int, ...]
 
 @attrs.frozen(kw_only=True)
 class Run:
-    """One contender's pass over one round's prompts.
+    """One variant's pass over one round's prompts.
 
     Attributes:
         seconds: wall time from the first prompt handed in to the last token handed out.
@@ -47,10 +47,10 @@ class Run:
 
 @attrs.define(kw_only=True)
 class Series:
-    """All runs of one contender at one batch size.
+    """All runs of one variant at one batch size.
 
     Attributes:
-        contender: whose.
+        variant: whose.
         batch_size: prompts that ran together.
         config: ``LLM.effective_config``; empty if it could not be loaded.
         runs: one a round.
@@ -58,7 +58,7 @@ class Series:
         skipped: it ended before anything was measured, and nobody had named it.
     """
 
-    contender: Contender
+    variant: Variant
     batch_size: int
     config: Mapping[str, Any] = attrs.field(factory=dict)
     runs: list[Run] = attrs.field(factory=list)
@@ -82,33 +82,33 @@ class Observer:
 
 
 def measure(
-    contenders: Sequence[Contender],
+    variants: Sequence[Variant],
     batch_size: int,
     deal: Deal,
     params: SamplingParams,
     shared: Mapping[str, Any],
     observer: Observer,
 ) -> list[Series]:
-    """Load all contenders, warm each up, and let them take turns; the first is the baseline.
+    """Load all variants, warm each up, and let them take turns; the first is the baseline.
 
-    In a round every contender runs the same prompts, and each round another one begins, so that
+    In a round every variant runs the same prompts, and each round another one begins, so that
     what else the machine does falls on all of them alike.
 
     Args:
         params: of every prompt.
-        shared: arguments of ``LLM`` that are the same for all contenders.
+        shared: arguments of ``LLM`` that are the same for all variants.
 
     Raises:
-        SpecplugError: the baseline, or a contender that was named, cannot be loaded; or the
+        SpecplugError: the baseline, or a variant that was named, cannot be loaded; or the
             baseline or a prompt fails.
     """
     with ExitStack() as stack:
-        entrants = [Entrant(c, batch_size, params, shared) for c in contenders]
+        entrants = [Entrant(c, batch_size, params, shared) for c in variants]
         for entrant in entrants:
             observer.say(f"loading {entrant.label}")
             stack.callback(entrant.close)
             entrant.load()
-            if entrant.contender.is_baseline:
+            if entrant.variant.is_baseline:
                 entrant.check_prompts(deal)
         loaded = [entrant for entrant in entrants if not entrant.series.skipped]
         observer.advance((len(entrants) - len(loaded)) * deal.num_prompts)
@@ -127,10 +127,10 @@ def measure(
 
 
 class Entrant:
-    """A contender with its engine.
+    """A variant with its engine.
 
     Args:
-        contender: which.
+        variant: which.
         batch_size: prompts that run together.
         params: of every prompt.
         shared: arguments of ``LLM``.
@@ -138,17 +138,17 @@ class Entrant:
 
     def __init__(
         self,
-        contender: Contender,
+        variant: Variant,
         batch_size: int,
         params: SamplingParams,
         shared: Mapping[str, Any],
     ) -> None:
-        self.contender = contender
-        self.label = f"{contender.label}, batch {batch_size}"
-        self.series = Series(contender=contender, batch_size=batch_size)
+        self.variant = variant
+        self.label = f"{variant.label}, batch {batch_size}"
+        self.series = Series(variant=variant, batch_size=batch_size)
         self._arguments = {
             **shared,
-            **contender.arguments,
+            **variant.arguments,
             "max_running_requests": batch_size,
         }
         self._params = params
@@ -157,10 +157,10 @@ class Entrant:
     def load(self) -> None:
         """Make the engine; one that nobody named may fail."""
         try:
-            self._llm = LLM(speculative_algorithm=self.contender.algorithm, **self._arguments)
+            self._llm = LLM(speculative_algorithm=self.variant.algorithm, **self._arguments)
         except BaseException as error:
             let_ctrl_c_pass(error)
-            if self.contender.named:
+            if self.variant.named:
                 raise
             self._fail(error)
             self.series.skipped = True
@@ -205,7 +205,7 @@ class Entrant:
                 outputs += self._llm.generate(contents, self._params, on_finished=on_finished)
         except BaseException as error:
             let_ctrl_c_pass(error)
-            if self.contender.is_baseline:
+            if self.variant.is_baseline:
                 raise
             self._fail(error)
             return

@@ -75,7 +75,7 @@ def save(report: Report, folder: Path) -> None:
 
 
 def draw_speed_up(report: Report) -> Figure:
-    """A bar for each contender and batch size: its speed-up, and tokens a second behind it."""
+    """A bar for each variant and batch size: its speed-up, and tokens a second behind it."""
     figure, panels = _rows(report, "How much faster than plain decoding", sharex=True)
     most = max(summary.speed_up.high for summary in report.summaries)
     for axes, size in zip(panels, report.batch_sizes, strict=True):
@@ -111,7 +111,7 @@ def draw_speed_up(report: Report) -> Figure:
 
 
 def draw_time_split(report: Report) -> Figure:
-    """A bar for each contender and batch size: the time an output token takes, by part."""
+    """A bar for each variant and batch size: the time an output token takes, by part."""
     figure, panels = _rows(report, "Where the time goes", SPLIT, sharex=False)
     for axes, size in zip(panels, report.batch_sizes, strict=True):
         summaries = _ordered(report, size)
@@ -154,7 +154,7 @@ def draw_time_split(report: Report) -> Figure:
 
 
 def draw_acceptance(report: Report) -> Figure:
-    """A line for each contender that drafts: how often each draft position is accepted."""
+    """A line for each variant that drafts: how often each draft position is accepted."""
     sizes = report.batch_sizes
     columns = min(2, len(sizes))
     rows = -(-len(sizes) // columns)
@@ -222,16 +222,16 @@ def _figure(report: Report, height: float, title: str, *remarks: str) -> Figure:
 
 
 def _ordered(report: Report, batch_size: int) -> list[Summary]:
-    """The contenders of a batch size in one order for all panels: the first size's."""
+    """The variants of a batch size in one order for all panels: the first size's."""
     order = [summary.label for summary in report.of(report.batch_sizes[0])]
     known = {label: place for place, label in enumerate(order)}
     return sorted(report.of(batch_size), key=lambda s: known.get(s.label, len(known)))
 
 
 def _name_rows(axes: Axes, summaries: Sequence[Summary]) -> None:
-    """Names of the contenders, the first on top, and in small print what they draft."""
+    """Names of the variants, the first on top, and in small print what they draft."""
     axes.set_yticks(
-        range(len(summaries)), [f"{summary.series.contender.algorithm}\n" for summary in summaries]
+        range(len(summaries)), [f"{summary.series.variant.algorithm}\n" for summary in summaries]
     )
     axes.set_ylim(len(summaries) - 0.45, -0.55)
     axes.tick_params(axis="y", length=0)
@@ -245,30 +245,30 @@ def _name_rows(axes: Axes, summaries: Sequence[Summary]) -> None:
 
 
 def _shape(summary: Summary) -> str:
-    """What a contender drafts, and from which folder if it has one of its own."""
-    contender, config = summary.series.contender, summary.series.config
-    if contender.is_baseline:
+    """What a variant drafts, and from which folder if it has one of its own."""
+    variant, config = summary.series.variant, summary.series.config
+    if variant.is_baseline:
         return "one token a step"
-    folder = contender.own.get("speculative_draft_model_path")
+    folder = variant.own.get("speculative_draft_model_path")
     shape = f"S {config['num_steps']} · K {config['topk']} · N {config['num_draft_tokens']}"
     return f"{Path(folder).name[-24:]} · {shape}" if folder else shape
 
 
 def _name(report: Report, summary: Summary) -> str:
-    """A contender's algorithm, and its shape where another has the same algorithm."""
-    algorithm = summary.series.contender.algorithm
-    same = {s.label for s in report.summaries if s.series.contender.algorithm == algorithm}
+    """A variant's algorithm, and its shape where another has the same algorithm."""
+    algorithm = summary.series.variant.algorithm
+    same = {s.label for s in report.summaries if s.series.variant.algorithm == algorithm}
     return f"{algorithm}\n{_shape(summary)}" if len(same) > 1 else algorithm
 
 
 def _place(report: Report, summary: Summary) -> int:
-    """A contender's number in the order of their names, the same in every plot."""
-    labels = {s.label for s in report.summaries if not s.series.contender.is_baseline}
+    """A variant's number in the order of their names, the same in every plot."""
+    labels = {s.label for s in report.summaries if not s.series.variant.is_baseline}
     return sorted(labels).index(summary.label)
 
 
 def _color(report: Report, summary: Summary) -> Color:
-    if summary.series.contender.is_baseline:
+    if summary.series.variant.is_baseline:
         return to_rgb(BASELINE_COLOR)
     return to_rgb(COLORS[_place(report, summary) % len(COLORS)])
 

@@ -77,7 +77,7 @@ class TimeSplit:
 
 @attrs.frozen
 class Difference:
-    """A prompt after which a contender generated other tokens than the baseline.
+    """A prompt after which a variant generated other tokens than the baseline.
 
     Attributes:
         round, prompt: which, from 1.
@@ -91,7 +91,7 @@ class Difference:
 
 @attrs.frozen(slots=False)
 class Summary:
-    """One contender at one batch size, beside the baseline of that size.
+    """One variant at one batch size, beside the baseline of that size.
 
     Attributes:
         series: its runs, one a round, at least one.
@@ -103,8 +103,8 @@ class Summary:
 
     @property
     def label(self) -> str:
-        """The contender's."""
-        return self.series.contender.label
+        """The variant's."""
+        return self.series.variant.label
 
     @property
     def batch_size(self) -> int:
@@ -168,8 +168,8 @@ class Summary:
         """As ``bench.json`` holds it. Keys are only ever added."""
         config = self.series.config
         return {
-            "contender": self.label,
-            "algorithm": self.series.contender.algorithm,
+            "variant": self.label,
+            "algorithm": self.series.variant.algorithm,
             "batch_size": self.batch_size,
             "tokens_per_second": attrs.asdict(self.tokens_per_second),
             "speed_up": attrs.asdict(self.speed_up),
@@ -206,7 +206,7 @@ class Report:
 
     Attributes:
         summaries: by batch size; then the baseline, and the others, the fastest first.
-        problems: contenders that did not get to the end; ``skipped`` ones nobody had named.
+        problems: variants that did not get to the end; ``skipped`` ones nobody had named.
         settings: what was typed, or its default.
         machine: what it ran on.
         versions: distribution -> version.
@@ -222,7 +222,7 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether every contender got to the end with the baseline's tokens."""
+        """Whether every variant got to the end with the baseline's tokens."""
         failed = any(not problem["skipped"] for problem in self.problems)
         return not failed and not any(summary.differences for summary in self.summaries)
 
@@ -232,7 +232,7 @@ class Report:
         return list(dict.fromkeys(summary.batch_size for summary in self.summaries))
 
     def of(self, batch_size: int) -> list[Summary]:
-        """The contenders of a batch size."""
+        """The variants of a batch size."""
         return [summary for summary in self.summaries if summary.batch_size == batch_size]
 
     def as_mapping(self) -> dict[str, Any]:
@@ -251,10 +251,10 @@ def summarize(series: Sequence[Series]) -> tuple[list[Summary], list[dict[str, A
     """One batch size's series, the baseline first: the summaries in order, and the problems."""
     baseline, *_ = series
     complete = [Summary(each, baseline) for each in series if not each.problem]
-    complete.sort(key=lambda s: (not s.series.contender.is_baseline, -s.speed_up.median))
+    complete.sort(key=lambda s: (not s.series.variant.is_baseline, -s.speed_up.median))
     problems = [
         {
-            "contender": each.contender.label,
+            "variant": each.variant.label,
             "batch_size": each.batch_size,
             "skipped": each.skipped,
             "reason": each.problem,

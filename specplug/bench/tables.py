@@ -74,7 +74,7 @@ def caption(report: Report) -> list[str]:
 
 
 def differences(report: Report) -> list[str]:
-    """Each contender whose tokens are not the baseline's, and where it first parts from it."""
+    """Each variant whose tokens are not the baseline's, and where it first parts from it."""
     found = []
     for summary in report.summaries:
         if summary.differences:
@@ -96,7 +96,7 @@ def _speed(summary: Summary) -> list[str]:
     config, ratio = summary.series.config, summary.speed_up
     length = summary.mean_accept_length
     names = "num_steps", "topk", "num_draft_tokens"
-    plain = summary.series.contender.is_baseline
+    plain = summary.series.variant.is_baseline
     return [
         summary.label,
         str(summary.batch_size),

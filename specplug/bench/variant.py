@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 @attrs.frozen
-class Contender:
+class Variant:
     """An algorithm under settings of its own.
 
     Attributes:
@@ -40,12 +40,12 @@ class Contender:
 
     @property
     def label(self) -> str:
-        """As the user types it; no two contenders have the same."""
+        """As the user types it; no two variants have the same."""
         own = [f"{key}={self.own[name]}" for key, name in SETTINGS.items() if name in self.own]
         return ":".join(filter(None, (self.algorithm, ",".join(own))))
 
-    def with_common(self, common: Mapping[str, Any]) -> Contender:
-        """This contender, under what is typed for all too, where it has no setting of its own."""
+    def with_common(self, common: Mapping[str, Any]) -> Variant:
+        """This variant, under what is typed for all too, where it has no setting of its own."""
         settings = {} if self.is_baseline else {**common, **self.own}
         return attrs.evolve(self, arguments=settings)
 
@@ -55,7 +55,7 @@ class Contender:
         return self.algorithm == BASELINE
 
 
-def parse_contenders(texts: Sequence[str], installed: Sequence[str]) -> list[Contender]:
+def parse_variants(texts: Sequence[str], installed: Sequence[str]) -> list[Variant]:
     """The baseline, then what ``texts`` name, each once.
 
     Args:
@@ -66,7 +66,7 @@ def parse_contenders(texts: Sequence[str], installed: Sequence[str]) -> list[Con
     Raises:
         UsageError: a setting or its value cannot be used, or nothing is named.
     """
-    found = [Contender(BASELINE, named=True)]
+    found = [Variant(BASELINE, named=True)]
     specs = [spec for text in texts for spec in _specs(text)]
     if not specs:
         raise UsageError(f"no algorithm was named; expected {EVERY}, or names as in A,B:steps=5,C")
@@ -77,15 +77,15 @@ def parse_contenders(texts: Sequence[str], installed: Sequence[str]) -> list[Con
                     f"{EVERY}:{settings[0]}: expected {EVERY} alone; --speculative-num-steps and "
                     "the like are for all algorithms"
                 )
-            found += [Contender(each) for each in installed]
+            found += [Variant(each) for each in installed]
         else:
             found.append(_named(name, settings))
     # One that is named stays named, whether or not ``all`` brings it too.
-    named = [contender for contender in found if contender.named]
+    named = [variant for variant in found if variant.named]
     return [
-        attrs.evolve(contender, named=contender in named)
-        for number, contender in enumerate(found)
-        if contender not in found[:number]
+        attrs.evolve(variant, named=variant in named)
+        for number, variant in enumerate(found)
+        if variant not in found[:number]
     ]
 
 
@@ -106,7 +106,7 @@ def _specs(text: str) -> Iterator[tuple[str, list[str]]]:
         yield name, settings
 
 
-def _named(name: str, settings: Sequence[str]) -> Contender:
+def _named(name: str, settings: Sequence[str]) -> Variant:
     algorithm = name.upper()
     if algorithm == BASELINE and settings:
         raise UsageError(f"{BASELINE}:{settings[0]}: plain decoding has no settings; leave it out")
@@ -123,4 +123,4 @@ def _named(name: str, settings: Sequence[str]) -> Contender:
         if not value:
             raise UsageError(f"{algorithm}:{setting}: expected the folder of draft weights")
         values[SETTINGS[key]] = value if key == "draft" else int(value)
-    return Contender(algorithm, values, named=True)
+    return Variant(algorithm, values, named=True)

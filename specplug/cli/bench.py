@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specplug.bench.dataset import HELD_OUT, Deal, deal, read_prompts
-from specplug.bench.variant import EVERY, SETTINGS, Contender, parse_contenders
+from specplug.bench.variant import EVERY, SETTINGS, Variant, parse_variants
 from specplug.cli import say
 from specplug.cli.options import COUNT, ENGINE, SAMPLING, Bounded, check_speculation, chosen
 from specplug.cli.standard_output import reserve_standard_output
@@ -79,13 +79,13 @@ MEASUREMENT = (
 )
 
 SPECULATION = tuple(option for option in ENGINE if option.name in SETTINGS.values())
-"""Arguments of ``LLM`` for all contenders but the baseline; a contender's own go before them."""
+"""Arguments of ``LLM`` for all variants but the baseline; a variant's own go before them."""
 
 _OURS = "speculative_algorithm", "max_running_requests"
 SHARED = tuple(
     option for option in ENGINE if option not in SPECULATION and option.name not in _OURS
 )
-"""Arguments of ``LLM`` that are the same for all contenders."""
+"""Arguments of ``LLM`` that are the same for all variants."""
 
 
 @click.command(params=[*MEASUREMENT, *SPECULATION, *SHARED, *SAMPLING])
@@ -98,7 +98,7 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
     a GPU can make it do.
     """
     with reserve_standard_output() as out:
-        contenders, problems = _contenders(options)
+        variants, problems = _variants(options)
         prompts = read_prompts(options["dataset"] or HELD_OUT)
         deals = {
             size: deal(prompts, size, options["rounds"], options["num_prompts"])
@@ -108,7 +108,7 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
         from specplug.sampling_params import SamplingParams
 
         params = SamplingParams(**chosen(SAMPLING, options))
-        report = _measure(contenders, problems, deals, params, options)
+        report = _measure(variants, problems, deals, params, options)
         if options["as_json"]:
             import json
 
@@ -121,31 +121,31 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
     ctx.exit(0 if report.sound else 1)
 
 
-def _contenders(options: Mapping[str, Any]) -> tuple[list[Contender], list[dict[str, Any]]]:
+def _variants(options: Mapping[str, Any]) -> tuple[list[Variant], list[dict[str, Any]]]:
     """Who takes part, and who cannot; one that was named must."""
     registry = Registry()
     registry.check_extensions(options["disable_extensions"])
     enabled = dict.fromkeys(entry.name for entry in registry.entries() if not entry.disabled)
     common = {k: v for k, v in chosen(SPECULATION, options).items() if v is not None}
     found, problems = [], []
-    for contender in parse_contenders(options["speculative_algorithms"], list(enabled)):
+    for variant in parse_variants(options["speculative_algorithms"], list(enabled)):
         try:
-            found.append(_fitted(contender, registry, common))
+            found.append(_fitted(variant, registry, common))
         except SpecplugError as error:
-            if contender.named:
+            if variant.named:
                 raise
-            problem = {"contender": contender.label, "batch_size": None, "skipped": True}
+            problem = {"variant": variant.label, "batch_size": None, "skipped": True}
             problems.append({**problem, "reason": str(error)})
     return found, problems
 
 
-def _fitted(contender: Contender, registry: Registry, common: Mapping[str, Any]) -> Contender:
-    """A contender under its settings, if it can run like that."""
-    info = registry.select(contender.algorithm).info
+def _fitted(variant: Variant, registry: Registry, common: Mapping[str, Any]) -> Variant:
+    """A variant under its settings, if it can run like that."""
+    info = registry.select(variant.algorithm).info
     fitting = dict(common)
     if not info.capabilities.draft_model:
         fitting.pop("speculative_draft_model_path", None)
-    fitted = contender.with_common(fitting)
+    fitted = variant.with_common(fitting)
     check_speculation(info, fitted.arguments)
     return fitted
 
@@ -169,7 +169,7 @@ def _prepare(output: Path | None) -> None:
 
 
 def _measure(
-    contenders: Sequence[Contender],
+    variants: Sequence[Variant],
     problems: Sequence[Mapping[str, Any]],
     deals: Mapping[int, Deal],
     params: SamplingParams,
@@ -183,10 +183,10 @@ def _measure(
     silence_libraries()
     shared = chosen(SHARED, options)
     summaries, told = [], list(problems)
-    count = len(contenders) * sum(deal.num_prompts for deal in deals.values())
+    count = len(variants) * sum(deal.num_prompts for deal in deals.values())
     with _progress(count) as observer:
         for size, dealt in deals.items():
-            left = [c for c in contenders if c.label not in {p["contender"] for p in told}]
+            left = [c for c in variants if c.label not in {p["variant"] for p in told}]
             complete, failed = summarize(measure(left, size, dealt, params, shared, observer))
             summaries += complete
             told += failed
@@ -203,7 +203,7 @@ def _report(
     from specplug.bench.summary import Report
 
     config = summaries[0].series.config
-    names = {summary.series.contender.algorithm for summary in summaries}
+    names = {summary.series.variant.algorithm for summary in summaries}
     plugins = [entry.distribution for entry in Registry().entries() if entry.name in names]
     settings = {
         "model": options["model"],
@@ -296,7 +296,7 @@ def _tell(report: Report) -> None:
         where = "" if size is None else f", batch {size}"
         what = "left out" if problem["skipped"] else "failed"
         kind = "warning" if problem["skipped"] else "error"
-        say(kind, f"{problem['contender']}{where}: {what}: {problem['reason']}")
+        say(kind, f"{problem['variant']}{where}: {what}: {problem['reason']}")
     for line in report.notes:
         say("warning", line)
     for line in differences(report):

@@ -1,4 +1,4 @@
-"""``specplug doctor``: everything that is wrong with the installed plugins, and its mend."""
+"""``specplug doctor``: everything that is wrong with the installed plugins, and its fix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DISTRIBUTIONS = ("specplug", "torch", "triton", "transformers", "tokenizers", "s
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Import every plugin and report every problem with its mend.
+    """Import every plugin and report every problem with its fix.
 
     Exits with 1 if any plugin is broken. Disabled algorithms are not imported.
     """
@@ -93,7 +93,7 @@ class Visit:
                     "message": str(problem),
                     "what": problem.what,
                     "expected": problem.expected,
-                    "mend": problem.mend,
+                    "fix": problem.fix,
                     "traceback": problem.traceback,
                 }
                 for problem in entry.problems
@@ -133,9 +133,9 @@ def _commands(extension: Extension) -> tuple[list[str], Problem | None]:
     except BaseException as error:
         let_ctrl_c_pass(error)
         what = f"register_commands raised {error_line(error)}"
-        mend = "mend it; its commands are left out until then"
+        fix = "fix it; its commands are left out until then"
         trace = plugin_traceback(error)
-        return [], extension.entry.problem(what, "commands of click", mend, trace)
+        return [], extension.entry.problem(what, "commands of click", fix, trace)
 
 
 def _versions() -> dict[str, str | None]:
@@ -206,6 +206,6 @@ def _print_problems(entry: PluginEntry) -> None:
         click.secho(f"\n{printable(problem.subject)}", bold=True)
         click.echo(f"  found     {click.style(printable(problem.what), fg='red')}")
         click.echo(f"  expected  {printable(problem.expected)}")
-        click.echo(f"  to do     {printable(problem.mend)}")
+        click.echo(f"  to do     {printable(problem.fix)}")
         for line in problem.traceback.splitlines():
             click.secho(f"    {printable(line)}", dim=True)

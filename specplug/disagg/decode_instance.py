@@ -11,10 +11,10 @@ from typing import Any
 import attrs
 
 from specplug.disagg.identity import HandshakeError, Identity
-from specplug.disagg.incoming import Incoming, KVForm
-from specplug.disagg.prefill_request import job_message
+from specplug.disagg.incoming import IncomingPrefill, KVFormat
+from specplug.disagg.prefill_request import prefill_message
 from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost, Transport
-from specplug.disagg.wire_message import Message, MessageError
+from specplug.disagg.wire_message import WireError, WireMessage
 from specplug.engine.request import Request
 from specplug.engine.waiting_queue import WaitingQueue
 from specplug.kv.prefix_cache import PrefixCache
@@ -35,7 +35,7 @@ class _Peer:
 
     session: int
     same_draft: bool
-    jobs: dict[str, Incoming] = attrs.field(factory=dict)
+    jobs: dict[str, IncomingPrefill] = attrs.field(factory=dict)
     heard: float = 0.0
 
 
@@ -99,7 +99,7 @@ class DecodeInstance:
         identity: Identity,
         *,
         cache: PrefixCache,
-        form: KVForm,
+        form: KVFormat,
         most_away: int,
         timeout: float,
         tries: int = 3,
@@ -118,7 +118,7 @@ class DecodeInstance:
         self._jobs = 0
         self._waiting = WaitingQueue()
         self._peers: dict[str, _Peer] = {}
-        self._away: dict[str, Incoming] = {}
+        self._away: dict[str, IncomingPrefill] = {}
         self._tried: dict[str, list[str]] = {}
         self._alone_since = time.monotonic()
         self._queued_at: dict[str, float] = {}
@@ -175,7 +175,7 @@ class DecodeInstance:
         return requests
 
     def poll(self, num_waiting: int, *, wait: bool) -> list[Request]:
-        """Those that have come back, each with a parcel or an error."""
+        """Those that have come back, each with a received or an error."""
         for event in self._transport.receive(self._moment if wait else 0.0):
             self._take(event)
         self._give_up()
@@ -217,7 +217,7 @@ class DecodeInstance:
         most = 0 if request.params.return_routed_experts else len(tokens)
         found = self._cache.match(tokens, most, request.rotary_set)
         start = found.depth * self._cache.pool.page_size
-        away = Incoming(
+        away = IncomingPrefill(
             request=request,
             peer=name,
             job=f"{self._name}-{self._jobs}",
@@ -226,7 +226,7 @@ class DecodeInstance:
         )
         if not peer.jobs:
             peer.heard = away.sent_at  # it had nothing to do till now
-        message = job_message(away.job, request, start, peer.same_draft)
+        message = prefill_message(away.job, request, start, peer.same_draft)
         try:
             self._transport.send(name, message)
         except (TypeError, ValueError) as error:  # of its parameters; nothing was sent
@@ -236,17 +236,17 @@ class DecodeInstance:
         self._tried.setdefault(request.request_id, []).append(name)
         self.transfers.sent += 1
 
-    def _cancel(self, away: Incoming) -> None:
+    def _cancel(self, away: IncomingPrefill) -> None:
         self._forget(away)
         if away.peer in self._peers:
-            self._transport.send(away.peer, Message("cancel", {"job": away.job}))
+            self._transport.send(away.peer, WireMessage("cancel", {"job": away.job}))
 
-    def _forget(self, away: Incoming) -> None:
+    def _forget(self, away: IncomingPrefill) -> None:
         del self._away[away.request.request_id]
         if away.peer in self._peers:
             del self._peers[away.peer].jobs[away.job]
 
-    def _again(self, away: Incoming, why: str) -> None:
+    def _again(self, away: IncomingPrefill, why: str) -> None:
         """Queue a request once more; back it comes if it has been tried often enough."""
         self._cancel(away)
         request = away.request
@@ -290,7 +290,7 @@ class DecodeInstance:
         """Take note of an event."""
         match event:
             case Found(peer):
-                self._transport.send(peer, Message("who"))
+                self._transport.send(peer, WireMessage("who"))
             case Lost(peer):
                 self._lose(peer, "the connection to the prefill instance was lost")
             case Broken(peer, error):
@@ -299,16 +299,16 @@ class DecodeInstance:
             case Arrived(peer, message):
                 try:
                     self._hear(peer, message)
-                except (MessageError, KeyError, TypeError, ValueError) as error:
+                except (WireError, KeyError, TypeError, ValueError) as error:
                     why = f"a {message.kind!r} message makes no sense: {error!r}"
                     _log.warning("from %s: %s", peer[:8], why)
                     self._spoil(peer, message.fields, why)
 
-    def _hear(self, name: str, message: Message) -> None:
+    def _hear(self, name: str, message: WireMessage) -> None:
         if message.kind == "register":
             self._register(name, message.fields)
         elif name not in self._peers:
-            self._transport.send(name, Message("who"))
+            self._transport.send(name, WireMessage("who"))
         elif message.kind == "leave":
             self._lose(name, "the prefill instance has left")
         elif message.kind == "working":
@@ -323,7 +323,7 @@ class DecodeInstance:
                 self._take_part(away, message)
         else:
             known = "register, part, working, failed or leave"
-            raise MessageError(f"expected {known}", message.fields)
+            raise WireError(f"expected {known}", message.fields)
 
     def _check_jobs(self, peer: _Peer, names: Collection[str]) -> None:
         """Try again what an instance should have by now, and does not."""
@@ -332,11 +332,11 @@ class DecodeInstance:
             if away.job not in names and now - away.sent_at > self._timeout:
                 self._again(away, "the prefill instance does not know of it")
 
-    def _take_part(self, away: Incoming, message: Message) -> None:
+    def _take_part(self, away: IncomingPrefill, message: WireMessage) -> None:
         away.take(message)
         if "token" not in message.fields:
             return
-        away.request.parcel = away.parcel(message)
+        away.request.received = away.received(message)
         self._forget(away)
         self._tried.pop(away.request.request_id, None)
         self.transfers.received += 1
@@ -347,9 +347,9 @@ class DecodeInstance:
         """Let an instance in, or say why not. If it has begun anew, what it had is void."""
         session, peer = fields["session"], self._peers.get(name)
         if type(session) is not int:
-            raise MessageError(f"session {session!r:.40}; expected an integer")
+            raise WireError(f"session {session!r:.40}; expected an integer")
         if peer is not None and peer.session == session:
-            self._transport.send(name, Message("accepted"))
+            self._transport.send(name, WireMessage("accepted"))
             return
         self._lose(name, "the prefill instance has begun anew")
         try:
@@ -360,7 +360,7 @@ class DecodeInstance:
         if misfit is not None:
             self.transfers.refused += 1
             _log.warning("a prefill instance was refused: %s", misfit)
-            self._transport.send(name, Message("refused", {"why": misfit}))
+            self._transport.send(name, WireMessage("refused", {"why": misfit}))
             return
         same = theirs.draft == self._identity.draft
         if not same:
@@ -372,7 +372,7 @@ class DecodeInstance:
             )
         self._peers[name] = _Peer(session, same, heard=time.monotonic())
         self.transfers.peers = len(self._peers)
-        self._transport.send(name, Message("accepted"))
+        self._transport.send(name, WireMessage("accepted"))
         _log.info("a prefill instance has registered (%s)", name[:8])
 
     def _lose(self, name: str, why: str) -> None:

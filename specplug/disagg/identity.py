@@ -52,14 +52,14 @@ class Identity:
 
     def misfit(self, other: Identity) -> str | None:
         """Why the two cannot work together, ``self`` the decode instance; None if they can."""
-        mend = {
+        fix = {
             "version": "install the same version of specplug on both sides",
             "model": "start both with the same --model",
             "dtype": "start both with the same --dtype",
             "page_size": "start both with the same --page-size",
             "kv": "start both with the same --model",
         }
-        for name, how in mend.items():
+        for name, how in fix.items():
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 return (

@@ -10,15 +10,15 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.disagg.wire_message import Message, MessageError
-from specplug.engine.received_prefill import Parcel
+from specplug.disagg.wire_message import WireError, WireMessage
+from specplug.engine.received_prefill import ReceivedPrefill
 from specplug.engine.request import Request
 from specplug.kv.tensors import KVShape
 from specplug.outputs import Logprob
 
 
 @attrs.frozen(kw_only=True)
-class KVForm:
+class KVFormat:
     """What a prefill's tensors must be like.
 
     Attributes:
@@ -32,13 +32,13 @@ class KVForm:
     vocab_size: int
 
     @property
-    def target_alone(self) -> KVForm:
+    def target_alone(self) -> KVFormat:
         """Without draft caches."""
         return attrs.evolve(self, shapes=self.shapes[:1])
 
 
 @attrs.define(eq=False, kw_only=True)
-class Incoming:
+class IncomingPrefill:
     """A request that another instance prefills.
 
     Attributes:
@@ -54,7 +54,7 @@ class Incoming:
     peer: str
     job: str
     start: int
-    form: KVForm
+    form: KVFormat
     end: int = attrs.field(init=False)
     sent_at: float = attrs.field(factory=time.monotonic)
     _caches: list[list[Tensor]] = attrs.field(init=False)
@@ -63,22 +63,22 @@ class Incoming:
         self.end = self.start
         self._caches = [[] for _ in self.form.shapes]
 
-    def take(self, message: Message) -> None:
+    def take(self, message: WireMessage) -> None:
         """Keep a part's KV.
 
         Raises:
-            MessageError: it does not follow the one before, or has not the form it must have.
+            WireError: it does not follow the one before, or has not the form it must have.
             KeyError: something is missing.
         """
         start, end = message.fields["start"], message.fields["end"]
         most = len(self.request.prompt_token_ids)
         if start != self.end or type(end) is not int or not start <= end <= most:
-            raise MessageError(
+            raise WireError(
                 f"a part has positions {start!r} to {end!r}; expected them from {self.end} on, "
                 f"up to {most}"
             )
         if "token" in message.fields and end != most:
-            raise MessageError(f"the last part ends at {end}; expected {most}")
+            raise WireError(f"the last part ends at {end}; expected {most}")
         tensors = [message.tensors[f"cache{number}"] for number in range(len(self._caches))]
         for number, (shape, tensor) in enumerate(zip(self.form.shapes, tensors, strict=True)):
             layers = shape.num_layers
@@ -87,7 +87,7 @@ class Incoming:
                 layers = len(before[0] if before else tensor)
             size = (layers, 2, end - start, shape.num_kv_heads, shape.head_dim)
             if tuple(tensor.shape) != size or tensor.dtype != self.form.dtype:
-                raise MessageError(
+                raise WireError(
                     f"cache{number} is {tuple(tensor.shape)} {tensor.dtype}; "
                     f"expected {size} {self.form.dtype}"
                 )
@@ -95,16 +95,16 @@ class Incoming:
             parts.append(tensor)
         self.end = end
 
-    def parcel(self, message: Message) -> Parcel:
+    def received(self, message: WireMessage) -> ReceivedPrefill:
         """All of it, with the last part, which has been taken.
 
         Raises:
-            MessageError: what it says of the first token cannot be.
+            WireError: what it says of the first token cannot be.
             KeyError: something is missing.
         """
         token, logprobs = message.fields["token"], message.fields["logprobs"]
         if type(token) is not int or not 0 <= token < self.form.vocab_size:
-            raise MessageError(
+            raise WireError(
                 f"token {token!r}; expected an integer from 0 to {self.form.vocab_size - 1}"
             )
         if self.request.params.logprobs is not None:
@@ -112,7 +112,7 @@ class Incoming:
         experts = message.tensors.get("experts")
         if self.request.params.return_routed_experts:
             _check_experts(experts, self.end)
-        return Parcel(
+        return ReceivedPrefill(
             start=self.start,
             end=self.end,
             caches=self._caches,
@@ -131,22 +131,22 @@ def _check_experts(experts: Tensor | None, num_tokens: int) -> None:
     """Refuse routed experts that are not whole.
 
     Raises:
-        MessageError: they are missing, or are not those of so many tokens.
+        WireError: they are missing, or are not those of so many tokens.
     """
     if experts is None or experts.dim() != 3 or experts.dtype != torch.int64:
-        raise MessageError("the routed experts are missing; expected [tokens, layers, experts]")
+        raise WireError("the routed experts are missing; expected [tokens, layers, experts]")
     if len(experts) != num_tokens:
-        raise MessageError(f"there are experts of {len(experts)} tokens; expected {num_tokens}")
+        raise WireError(f"there are experts of {len(experts)} tokens; expected {num_tokens}")
 
 
 def _check_logprobs(logprobs: Any, token: int) -> None:
     """Refuse log-probabilities that are not whole.
 
     Raises:
-        MessageError: they are missing, or are not those of the token and others.
+        WireError: they are missing, or are not those of the token and others.
     """
     sound = isinstance(logprobs, list) and all(
         type(of["logprob"]) is float and type(of["rank"]) is int for _, of in logprobs
     )
     if not sound or token not in [each for each, _ in logprobs]:
-        raise MessageError(f"the log-probabilities of token {token} are {logprobs!r:.60}")
+        raise WireError(f"the log-probabilities of token {token} are {logprobs!r:.60}")

@@ -65,14 +65,14 @@ def make_decode_instance(
         UsageError: it cannot be bound, or pyzmq is missing.
     """
     from specplug.disagg.decode_instance import DecodeInstance
-    from specplug.disagg.incoming import KVForm
+    from specplug.disagg.incoming import KVFormat
 
     where = address or ("tcp://127.0.0.1:*" if both else DEFAULT_ADDRESS)
     return DecodeInstance(
         _zmq().bind(where),
         identity_of(runner, runtime.config, cache.pool.page_size),
         cache=cache,
-        form=KVForm(shapes=runtime.kv_shapes, dtype=runtime.dtype, vocab_size=runtime.vocab_size),
+        form=KVFormat(shapes=runtime.kv_shapes, dtype=runtime.dtype, vocab_size=runtime.vocab_size),
         most_away=runtime.max_running_requests,
         timeout=timeout,
         moment=0.0005 if both else 0.002,  # the other side takes its turn in the same thread

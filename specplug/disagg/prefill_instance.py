@@ -13,10 +13,10 @@ import attrs
 
 from specplug.disagg.backoff import Backoff
 from specplug.disagg.identity import HandshakeError, Identity
-from specplug.disagg.prefill_request import Job, read_job
+from specplug.disagg.prefill_request import PrefillRequest, read_prefill_request
 from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost, Transport
-from specplug.disagg.wire_message import Message
-from specplug.engine.received_prefill import Cutting
+from specplug.disagg.wire_message import WireMessage
+from specplug.engine.kv_transfer import PrefillSlice
 from specplug.engine.request import Request
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Link:
     next_told: float = 0.0
     refused: str | None = None
 
-    def say(self, message: Message) -> None:
+    def say(self, message: WireMessage) -> None:
         """Send a message."""
         self.transport.send(self.peer, message)
 
@@ -57,7 +57,7 @@ class Link:
 class _Work:
     """A job, and the request that it becomes."""
 
-    job: Job
+    job: PrefillRequest
     link: Link
     request: Request | None = None
 
@@ -118,13 +118,13 @@ class PrefillInstance:
             if self._work.get(self._key(work)) is work:
                 self._begin(work, future.result)
 
-    def send(self, cuttings: Iterable[Cutting]) -> None:
+    def send(self, cuttings: Iterable[PrefillSlice]) -> None:
         """Send what has been prefilled to those that wait for it."""
-        for cutting in cuttings:
-            work = self._by_request.get(cutting.kv.request)
+        for prefill_slice in cuttings:
+            work = self._by_request.get(prefill_slice.kv.request)
             if work is not None:
-                work.link.say(_part(work.job, cutting))
-                if cutting.first_token is not None:
+                work.link.say(_part(work.job, prefill_slice))
+                if prefill_slice.first_token is not None:
                     self._drop(work)
 
     def tell_failed(self, ended: Iterable[Request]) -> None:
@@ -138,7 +138,7 @@ class PrefillInstance:
         """Take leave and hang up."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for link in self._links:
-            link.say(Message("leave"))
+            link.say(WireMessage("leave"))
             link.transport.close()
 
     def _register(self, link: Link) -> None:
@@ -146,7 +146,7 @@ class PrefillInstance:
         if not link.accepted and now >= link.next_try:
             link.next_try = now + link.backoff.next()
             fields = {"session": link.session, "identity": self._identity.as_fields()}
-            link.say(Message("register", fields))
+            link.say(WireMessage("register", fields))
 
     def _tell_jobs(self, link: Link) -> None:
         """Say from time to time what is being done."""
@@ -154,7 +154,7 @@ class PrefillInstance:
         if link.accepted and now >= link.next_told:
             link.next_told = now + _TELL_SECONDS
             names = [work.job.name for work in self._work.values() if work.link is link]
-            link.say(Message("working", {"jobs": names}))
+            link.say(WireMessage("working", {"jobs": names}))
 
     def _take(self, link: Link, event: Event) -> None:
         match event:
@@ -167,11 +167,11 @@ class PrefillInstance:
                 _log.warning("from %s: %s", link.transport.address, error)
                 name = error.fields.get("job")
                 if isinstance(name, str):
-                    link.say(Message("failed", {"job": name, "error": str(error)}))
+                    link.say(WireMessage("failed", {"job": name, "error": str(error)}))
             case Arrived(_, message):
                 self._hear(link, message)
 
-    def _hear(self, link: Link, message: Message) -> None:
+    def _hear(self, link: Link, message: WireMessage) -> None:
         match message.kind:
             case "accepted":
                 if not link.accepted:
@@ -210,13 +210,15 @@ class PrefillInstance:
         link.session += 1
         link.next_try = 0.0
 
-    def _accept(self, link: Link, message: Message) -> None:
+    def _accept(self, link: Link, message: WireMessage) -> None:
         """Make a request of a job; in a thread if a grammar is to be compiled."""
         try:
-            job = read_job(message)
+            job = read_prefill_request(message)
         except (KeyError, TypeError, ValueError) as error:
             link.say(
-                Message("failed", {"job": message.fields.get("job"), "error": f"no job: {error!r}"})
+                WireMessage(
+                    "failed", {"job": message.fields.get("job"), "error": f"no job: {error!r}"}
+                )
             )
             return
         work = _Work(job, link)
@@ -239,7 +241,7 @@ class PrefillInstance:
 
     def _fail(self, work: _Work, why: str) -> None:
         self._drop(work)
-        work.link.say(Message("failed", {"job": work.job.name, "error": why}))
+        work.link.say(WireMessage("failed", {"job": work.job.name, "error": why}))
 
     def _cancel(self, work: _Work) -> None:
         self._drop(work)
@@ -255,20 +257,20 @@ class PrefillInstance:
         return id(work.link), work.job.name
 
 
-def _part(job: Job, cutting: Cutting) -> Message:
+def _part(job: PrefillRequest, prefill_slice: PrefillSlice) -> WireMessage:
     """The message that brings a piece of KV."""
-    kv = cutting.kv
+    kv = prefill_slice.kv
     fields: dict[str, Any] = {"job": job.name, "start": kv.start, "end": kv.end}
     caches = kv.caches if job.draft else kv.caches[:1]
     tensors = {f"cache{n}": tensor for n, tensor in enumerate(caches)}
-    if cutting.first_token is None:
-        return Message("part", fields, tensors)
-    fields["token"] = cutting.first_token
+    if prefill_slice.first_token is None:
+        return WireMessage("part", fields, tensors)
+    fields["token"] = prefill_slice.first_token
     fields["logprobs"] = None
-    if cutting.logprobs is not None:
-        fields["logprobs"] = [[t, attrs.asdict(of)] for t, of in cutting.logprobs.items()]
-    if cutting.experts is not None:
-        tensors["experts"] = cutting.experts
+    if prefill_slice.logprobs is not None:
+        fields["logprobs"] = [[t, attrs.asdict(of)] for t, of in prefill_slice.logprobs.items()]
+    if prefill_slice.experts is not None:
+        tensors["experts"] = prefill_slice.experts
     if job.draft:
         tensors |= {f"state.{name}": tensor for name, tensor in kv.draft_state.items()}
-    return Message("part", fields, tensors)
+    return WireMessage("part", fields, tensors)

@@ -8,13 +8,13 @@ from typing import Any
 import attrs
 import torch
 
-from specplug.disagg.wire_message import Message
+from specplug.disagg.wire_message import WireMessage
 from specplug.engine.request import Request
 from specplug.sampling_params import SamplingParams
 
 
 @attrs.frozen(kw_only=True)
-class Job:
+class PrefillRequest:
     """A prompt to prefill, and the one token to sample behind it.
 
     Attributes:
@@ -34,7 +34,7 @@ class Job:
     draft: bool
 
 
-def job_message(name: str, request: Request, start: int, draft: bool) -> Message:
+def prefill_message(name: str, request: Request, start: int, draft: bool) -> WireMessage:
     """The message by which a decode instance asks for a request's prefill."""
     params = request.params
     settings = attrs.asdict(params, recurse=False) | {"seed": request.seed}
@@ -46,10 +46,10 @@ def job_message(name: str, request: Request, start: int, draft: bool) -> Message
         "params": {setting: _as_json(value) for setting, value in settings.items()},
     }
     tokens = torch.tensor(request.prompt_token_ids, dtype=torch.int64)
-    return Message("prefill", fields, {"tokens": tokens})
+    return WireMessage("prefill", fields, {"tokens": tokens})
 
 
-def read_job(message: Message) -> Job:
+def read_prefill_request(message: WireMessage) -> PrefillRequest:
     """The job that a message asks for.
 
     Raises:
@@ -62,7 +62,7 @@ def read_job(message: Message) -> Job:
     if type(start) is not int or not 0 <= start <= len(token_ids):
         raise ValueError(f"start {start!r}; expected a position up to {len(token_ids)}")
     params = SamplingParams(**settings | {"max_tokens": 1})
-    return Job(
+    return PrefillRequest(
         name=str(fields["job"]),
         token_ids=token_ids,
         params=params,

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import attrs
 
-from specplug.disagg.wire_message import Message, MessageError
+from specplug.disagg.wire_message import WireError, WireMessage
 
 
 @attrs.frozen(eq=False)
@@ -14,7 +14,7 @@ class Arrived:
     """A message of a peer."""
 
     peer: str
-    message: Message
+    message: WireMessage
 
 
 @attrs.frozen(eq=False)
@@ -22,7 +22,7 @@ class Broken:
     """Something of a peer that is no whole message."""
 
     peer: str
-    error: MessageError
+    error: WireError
 
 
 @attrs.frozen
@@ -53,7 +53,7 @@ class Transport(Protocol):
     def address(self) -> str:
         """Where it is bound, or to whom it is connected."""
 
-    def send(self, peer: str, message: Message) -> None:
+    def send(self, peer: str, message: WireMessage) -> None:
         """Start a message's way; nothing happens if the peer is gone."""
 
     def receive(self, timeout: float) -> list[Event]:

@@ -39,7 +39,7 @@ _DTYPES = {
 _MOST_AXES = 8
 
 
-class MessageError(SpecplugError):
+class WireError(SpecplugError):
     """Frames are no whole message.
 
     Attributes:
@@ -52,7 +52,7 @@ class MessageError(SpecplugError):
 
 
 @attrs.define(eq=False)
-class Message:
+class WireMessage:
     """One message.
 
     Attributes:
@@ -66,7 +66,7 @@ class Message:
     tensors: dict[str, Tensor] = attrs.field(factory=dict)
 
 
-def encode(message: Message) -> list[bytes | memoryview]:
+def encode(message: WireMessage) -> list[bytes | memoryview]:
     """The frames of a message: magic, header, then each tensor's bytes, which are not copied."""
     tensors = {name: tensor.contiguous() for name, tensor in message.tensors.items()}
     header = {
@@ -80,25 +80,25 @@ def encode(message: Message) -> list[bytes | memoryview]:
     return [MAGIC, json.dumps(header).encode(), *map(_as_bytes, tensors.values())]
 
 
-def decode(frames: Sequence[bytes | memoryview]) -> Message:
+def decode(frames: Sequence[bytes | memoryview]) -> WireMessage:
     """The message of these frames.
 
     Raises:
-        MessageError: they are none, or not whole; it says what is wrong.
+        WireError: they are none, or not whole; it says what is wrong.
     """
     if not frames or bytes(frames[0]) != MAGIC:
         first = bytes(frames[0][:20]) if frames else b""
-        raise MessageError(f"a message begins with {first!r}; expected {MAGIC!r}")
+        raise WireError(f"a message begins with {first!r}; expected {MAGIC!r}")
     try:
         header = json.loads(bytes(frames[1]))
         kind, fields, forms = header["kind"], header["fields"], header["tensors"]
         named = [(str(name), _DTYPES[dtype], _shape(shape)) for name, dtype, shape in forms]
     except (IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise MessageError(f"a message's header cannot be read: {error!r}") from error
+        raise WireError(f"a message's header cannot be read: {error!r}") from error
     if not isinstance(kind, str) or not isinstance(fields, dict):
-        raise MessageError(f"a message's header has kind {kind!r:.40} and no fields")
+        raise WireError(f"a message's header has kind {kind!r:.40} and no fields")
     if len(frames) != len(named) + 2:
-        raise MessageError(
+        raise WireError(
             f"a {kind!r} message has {len(frames) - 2} tensors; its header says {len(named)}",
             fields,
         )
@@ -106,7 +106,7 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     for (name, dtype, shape), frame in zip(named, frames[2:], strict=True):
         size = math.prod(shape) * dtype.itemsize
         if len(frame) != size:
-            raise MessageError(
+            raise WireError(
                 f"tensor {name!r} of a {kind!r} message has {len(frame)} bytes; its header says "
                 f"{size}: it was cut short, or is not what it says",
                 fields,
@@ -116,8 +116,8 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
         try:
             tensors[name] = flat.view(shape)
         except RuntimeError as error:  # an empty one whose strides are too large
-            raise MessageError(f"tensor {name!r} has the shape {shape}: {error}", fields) from error
-    return Message(kind, fields, tensors)
+            raise WireError(f"tensor {name!r} has the shape {shape}: {error}", fields) from error
+    return WireMessage(kind, fields, tensors)
 
 
 def _as_bytes(tensor: Tensor) -> memoryview | bytes:

@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from specplug.disagg.backoff import Backoff
 from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost
-from specplug.disagg.wire_message import Message, MessageError, decode, encode
+from specplug.disagg.wire_message import WireError, WireMessage, decode, encode
 from specplug.errors import InstanceError, UsageError
 
 _BEAT = b"beat"
@@ -108,7 +108,7 @@ class ZmqTransport:
         transport._thread.start()
         return transport
 
-    def send(self, peer: str, message: Message) -> None:
+    def send(self, peer: str, message: WireMessage) -> None:
         """See ``Transport``. What was sent before ``receive`` has told of a loss goes nowhere, so
         that a new connection never begins in the midst of what the lost one carried.
 
@@ -257,10 +257,10 @@ class ZmqTransport:
                 continue
             try:
                 self._events.put(Arrived(peer, decode(frames)))
-            except MessageError as error:
+            except WireError as error:
                 self._events.put(Broken(peer, error))
             except Exception as error:  # what nobody has thought of ends no instance
-                self._events.put(Broken(peer, MessageError(f"it cannot be read: {error!r}")))
+                self._events.put(Broken(peer, WireError(f"it cannot be read: {error!r}")))
 
     def _lose(self, peer: str) -> None:
         if self._heard.pop(peer, None) is not None:

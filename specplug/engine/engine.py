@@ -12,7 +12,8 @@ from typing import Any
 from specplug.debug import DEBUG
 from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine_runtime import EngineRuntime
-from specplug.engine.received_prefill import Cutting, KVSlice, RemotePrefill
+from specplug.engine.kv_transfer import KVSlice, PrefillSlice
+from specplug.engine.remote_prefill import RemotePrefill
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.scheduler import Scheduler, Step
 from specplug.engine.statistics import Statistics
@@ -58,7 +59,7 @@ class Engine:
         rest: float = 0.0,
     ) -> None:
         self.scheduler = scheduler
-        self.outbox: deque[Cutting] = deque()
+        self.outbox: deque[PrefillSlice] = deque()
         self._remote = remote
         self.statistics = Statistics()
         self._steps = steps
@@ -199,7 +200,7 @@ class Engine:
         if self._ranks is not None:
             self._ranks.check()  # what a failed rank left unfinished is nothing to hand out
         began = time.perf_counter()
-        result.advance_guides()
+        result.advance_grammars()
         sampled = self._process_prefill(result)
         kept = self._process_decode(result)
         self._moved += result.step.requests
@@ -230,14 +231,16 @@ class Engine:
             self.scheduler.processed(request, committed=None)
         for kv in prefill.slices:
             i = result.step.prefill.requests.index(kv.request)
-            self.outbox.append(self._cutting(kv, tokens[i], logprobs, i))
+            self.outbox.append(self._prefill_slice(kv, tokens[i], logprobs, i))
         return given
 
-    def _cutting(self, kv: KVSlice, token: int, logprobs: dict[str, Any], row: int) -> Cutting:
+    def _prefill_slice(
+        self, kv: KVSlice, token: int, logprobs: dict[str, Any], row: int
+    ) -> PrefillSlice:
         """What another instance gets of a step; with the last slice what was sampled too."""
         if kv.end < len(kv.request.prompt_token_ids):
-            return Cutting(kv=kv)
-        return Cutting(
+            return PrefillSlice(kv=kv)
+        return PrefillSlice(
             kv=kv,
             first_token=token,
             logprobs=self._token_logprobs(kv.request, logprobs, row),
@@ -314,7 +317,7 @@ class Engine:
             else:
                 self._append_first(request)
             if request.finished:
-                request.parcel = None
+                request.received = None
                 self._report_finished(request)
             else:
                 self.scheduler.add(request)
@@ -322,15 +325,15 @@ class Engine:
 
     def _append_first(self, request: Request) -> None:
         """Give a received request the token that was sampled behind its prompt."""
-        parcel = request.parcel
-        assert parcel is not None
-        if request.guide is not None:
-            request.guide.advance([parcel.first_token])
-        request.append(parcel.first_token, parcel.logprobs)
-        if parcel.experts is not None:
-            request.append_experts(parcel.experts, 0)
-        stateless = self._carries_state and not parcel.draft_state
-        self.statistics.add_received(parcel.num_bytes, stateless=stateless)
+        received = request.received
+        assert received is not None
+        if request.grammar_state is not None:
+            request.grammar_state.advance([received.first_token])
+        request.append(received.first_token, received.logprobs)
+        if received.experts is not None:
+            request.append_experts(received.experts, 0)
+        stateless = self._carries_state and not received.draft_state
+        self.statistics.add_received(received.num_bytes, stateless=stateless)
         if stateless and not self._told_stateless:
             self._told_stateless = True
             _log.warning(
@@ -394,9 +397,9 @@ def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) ->
         evicted_pages=step.evicted_pages,
         num_running=step.num_running,
         num_waiting=step.num_waiting,
-        received_ids=tuple(u.request.request_id for u in step.unpacked),
-        received_tokens=tuple(u.parcel.end - u.start for u in step.unpacked),
-        received_cached=tuple(u.start for u in step.unpacked),
+        received_ids=tuple(u.request.request_id for u in step.placed),
+        received_tokens=tuple(u.received.end - u.start for u in step.placed),
+        received_cached=tuple(u.start for u in step.placed),
         lost_prefixes=step.lost_prefixes,
         free_pages=step.free_pages,
         cached_pages=step.cached_pages,

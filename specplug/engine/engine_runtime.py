@@ -65,13 +65,13 @@ class EngineRuntime:
         self.num_layers = runner.num_layers
         self.context_len = context_len
         self.max_running_requests = max_running_requests
-        self.num_rows = max_running_requests + 1
+        self.req_table_size = max_running_requests + 1
         self.page_size = page_size
         self.chunked_prefill_size = chunked_prefill_size
         self.overlap = overlap
         self.rank = rank or RankInfo()
         self.worker: Any = None
-        self.sampler = Sampler(self.num_rows, self.vocab_size, self.device)
+        self.sampler = Sampler(self.req_table_size, self.vocab_size, self.device)
         self.table: RequestTable
         self.max_slots = LENGTH_STEP
         self._runner = runner
@@ -100,12 +100,12 @@ class EngineRuntime:
     def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
         """See ``Runtime``."""
         self._check_open("capture_layer_inputs")
-        return self._runner.captures.keep_layer_inputs(layer_ids)
+        return self._runner.capture.keep_layer_inputs(layer_ids)
 
     def capture_lm_head_input(self) -> str:
         """See ``Runtime``."""
         self._check_open("capture_lm_head_input")
-        return self._runner.captures.keep_lm_head_input()
+        return self._runner.capture.keep_lm_head_input()
 
     def seal(self) -> None:
         """The worker is made: what it has not asked for by now comes too late."""
@@ -142,7 +142,7 @@ class EngineRuntime:
             padding = Padding.of(widths, width, self.device)
         self._check_plan(batch, starts, width, offset, positions, mask)
         return self.make_plan(
-            batch.rows,
+            batch.req_indices,
             starts,
             width,
             offset=offset,
@@ -222,12 +222,12 @@ class EngineRuntime:
 
     def temperatures(self, batch: Batch) -> Tensor:
         """See ``Runtime``."""
-        return self.sampler.temperatures(batch.rows)
+        return self.sampler.temperatures(batch.req_indices)
 
     def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
         """See ``Runtime``."""
         bs, width = positions.shape
-        rows = batch.rows.repeat_interleave(width, output_size=bs * width)
+        rows = batch.req_indices.repeat_interleave(width, output_size=bs * width)
         random = self.sampler.is_random(rows)
         noise = self.sampler.noise(rows, random, positions.reshape(-1), token_ids)
         return noise.to(torch.float32).view(bs, width, -1)

@@ -20,7 +20,7 @@ from specplug.sampling_params import SamplingParams, plain_integer
 Prompt = str | Sequence[int]
 
 
-class Intake:
+class InputProcessor:
     """Makes the requests of an engine.
 
     Args:
@@ -99,7 +99,7 @@ class Intake:
             detokenizer=make_detokenizer(backend_of(self._tokenizer), params),
             needs=params.needs,
             rule=self._runner.rotary.rule,
-            guide=self._grammars.guide(params) if params.grammar else None,
+            grammar_state=self._grammars.start(params) if params.grammar else None,
         )
         self._check_pool(request)
         return request
@@ -114,7 +114,7 @@ class Intake:
             raise UsageError(
                 f"stop={params.stop!r} needs a tokenizer; the model has none: use stop_token_ids"
             )
-        if params.return_routed_experts and not self._runner.captures.num_routers:
+        if params.return_routed_experts and not self._runner.capture.num_routers:
             raise UsageError(
                 "return_routed_experts=True: the target is no mixture of experts, or transformers "
                 "does not say which of its modules route; leave it out"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from specplug.engine.detokenizer import Detokenizer
-from specplug.engine.received_prefill import Parcel
-from specplug.grammar.state import Guide
+from specplug.engine.received_prefill import ReceivedPrefill
+from specplug.grammar.state import GrammarState
 from specplug.kv.cached_page import CachedPage
 from specplug.model.rotary import FIXED, NEVER, LengthRule
 from specplug.outputs import Logprob, RequestOutput
@@ -37,16 +37,18 @@ class Request:
         priority: requests of a lower one come first.
         max_tokens: most tokens it may generate, within the context.
         seed: of its noise.
-        row: its row in the request table; 0 while it has none.
+        req_index: its row in the request table; 0 while it has none.
         pages: KV pages of its positions, in their order.
         shared: the last of them that belongs to the prefix cache, as all before it do.
-        kv_len: tokens whose KV is there, by the prefills launched and the decode steps processed.
-        kv_peak: the greatest ``kv_len`` it had when it was retracted.
-        kv_bound: the most tokens whose KV can be committed when all launched steps are done.
+        num_computed_tokens: tokens whose KV is in the pool: those of launched prefills and of
+            processed decode steps.
+        peak_computed_tokens: the greatest ``num_computed_tokens`` it had when it was retracted.
+        max_computed_tokens: the most tokens whose KV can be committed when all launched steps are
+            done.
         in_flight: launched steps whose results are not processed.
         num_cached: tokens that were in the prefix cache when it was first admitted.
         times_retracted: how often it lost its pages, to be prefilled again.
-        guide: where it stands in its grammar; None if it has none.
+        grammar_state: where it stands in its grammar; None if it has none.
         token_ids: its prompt and what it has generated.
         most_tokens: its prompt and all that it may generate.
         last_root: the position of the last root whose step can add a token; what is launched
@@ -60,7 +62,7 @@ class Request:
         inbox: where to put it when a step has moved it, for whoever waits for that.
         delivered: whether its last output has been handed out.
         export_from: the first position whose KV another instance wants; None: nobody does.
-        parcel: its prefill by another instance, until that is in the pool.
+        received: its prefill by another instance, until that is in the pool.
         draft_state: what came with it for the algorithm, until that has seen it.
     """
 
@@ -75,16 +77,16 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     detokenizer: Detokenizer | None = None
     needs: Needs = Needs.NOTHING
-    guide: Guide | None = None
+    grammar_state: GrammarState | None = None
     rule: LengthRule = FIXED
 
     status: RequestStatus = RequestStatus.WAITING
-    row: int = 0
+    req_index: int = 0
     pages: list[int] = attrs.field(factory=list)
     shared: CachedPage = attrs.field(factory=CachedPage)
-    kv_len: int = 0
-    kv_peak: int = 0
-    kv_bound: int = 0
+    num_computed_tokens: int = 0
+    peak_computed_tokens: int = 0
+    max_computed_tokens: int = 0
     in_flight: int = 0
     num_cached: int = 0
     times_retracted: int = 0
@@ -108,7 +110,7 @@ class Request:
     inbox: list[Request] = attrs.field(factory=list)
     delivered: bool = False
     export_from: int | None = None
-    parcel: Parcel | None = None
+    received: ReceivedPrefill | None = None
     draft_state: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -128,7 +130,7 @@ class Request:
         self.outgrows = rule.limit if outgrows else NEVER
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def sort_key(self) -> tuple[int, int]:
         """The less, the sooner it gets a turn, and the longer it keeps what it has."""
         return self.priority, self.number
 
@@ -141,7 +143,7 @@ class Request:
     def may_decode(self) -> bool:
         """Whether another decode step could add a token: each one in flight adds at least one."""
         sure = len(self.output_token_ids) + self.in_flight
-        running = self.status is RequestStatus.RUNNING and self.kv_bound < self.outgrows
+        running = self.status is RequestStatus.RUNNING and self.max_computed_tokens < self.outgrows
         return running and sure < self.max_tokens
 
     def append(self, token_id: int, logprobs: dict[int, Logprob] | None = None) -> None:
@@ -168,13 +170,15 @@ class Request:
                 self.finish("length")
 
     def _end_with_grammar(self) -> None:
-        assert self.guide is not None
-        self.error = self.guide.error
+        assert self.grammar_state is not None
+        self.error = self.grammar_state.error
         self.finish("stop" if self.error is None else "error")
 
     @property
     def _is_at_end_of_grammar(self) -> bool:
-        return self.guide is not None and self.guide.ended_at == len(self.output_token_ids)
+        return self.grammar_state is not None and self.grammar_state.ended_at == len(
+            self.output_token_ids
+        )
 
     def append_experts(self, experts: Tensor, start: int) -> None:
         """Take the experts [tokens, layers, experts a token] of tokens that the target has read,

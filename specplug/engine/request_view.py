@@ -33,7 +33,7 @@ class ReadOnlyTokens(Sequence[int]):
         return repr(self._tokens)
 
 
-class LentRequest:
+class ReadOnlyRequest:
     """Implements ``RequestView``. Made anew for each batch: a request that held it would wait for
     the garbage collector."""
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import attrs
 
-from specplug.engine.received_prefill import Unpacking
+from specplug.engine.received_prefill import ReceivedPrefill
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.waiting_queue import WaitingQueue
 from specplug.kv.cached_page import CachedPage
@@ -26,8 +26,8 @@ class SchedulerConfig:
         mixed_chunk: prompts and drafts share a step and its budget; else prompts go first, alone.
         columns: C, the most tokens that a decode step commits for a request.
         num_draft_tokens: N, the most nodes that a decode step verifies for a request.
-        reserve: slots behind its committed length that a decode step would write, N or more: a
-            draft model may need more for its own keys.
+        num_lookahead_slots: slots after its committed length that a decode step would write, N or
+            more: a draft model may need more for its own keys.
         steps_in_flight: steps launched before the first one's results are processed.
     """
 
@@ -36,7 +36,7 @@ class SchedulerConfig:
     mixed_chunk: bool
     columns: int
     num_draft_tokens: int
-    reserve: int
+    num_lookahead_slots: int
     steps_in_flight: int
 
 
@@ -65,6 +65,21 @@ class PrefillChunk:
 
 
 @attrs.frozen(kw_only=True)
+class PlacedPrefill:
+    """A received prefill whose request has got its pages.
+
+    Attributes:
+        start: the first position to write; those before it were found in the prefix cache.
+        pages: those of the positions from ``start`` on.
+    """
+
+    request: Request
+    received: ReceivedPrefill
+    start: int
+    pages: tuple[int, ...]
+
+
+@attrs.frozen(kw_only=True)
 class Prefill:
     """Chunks to prefill in one step."""
 
@@ -81,12 +96,13 @@ class Decode:
     """Requests that take one decode step.
 
     Attributes:
-        room: for each, how many slots behind its committed length are its own; 1 to ``reserve``.
+        max_draft_nodes: for each, how many slots after its committed length are its own; 1 to
+            ``num_lookahead_slots``.
         max_slots: slots that any of them may reach.
     """
 
     requests: tuple[Request, ...]
-    room: tuple[int, ...]
+    max_draft_nodes: tuple[int, ...]
     max_slots: int
 
 
@@ -95,7 +111,7 @@ class Step:
     """What to launch next: a prefill, a decode step, or both in one pass of the target.
 
     Attributes:
-        unpacked: prefills of other instances whose requests have just got a row, in the order in
+        placed: prefills of other instances whose requests have just got a row, in the order in
             which their KV is to be written: a page may be given up and taken again meanwhile.
         lost_prefixes: parcels that did not begin where the prefix cache now ends, so that their
             requests are prefilled here.
@@ -108,7 +124,7 @@ class Step:
 
     prefill: Prefill | None
     decode: Decode | None
-    unpacked: tuple[Unpacking, ...] = ()
+    placed: tuple[PlacedPrefill, ...] = ()
     lost_prefixes: int = 0
     admitted: tuple[Request, ...]
     retracted: tuple[Request, ...]
@@ -120,10 +136,10 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """ "prefill", "decode", "mixed", or "unpack" if it has no pass."""
+        """ "prefill", "decode", "mixed", or "receive" if it has no pass."""
         if self.prefill and self.decode:
             return "mixed"
-        return "prefill" if self.prefill else "decode" if self.decode else "unpack"
+        return "prefill" if self.prefill else "decode" if self.decode else "receive"
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -158,7 +174,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._admitted: list[Request] = []
         self._retracted: list[Request] = []
-        self._unpacked: list[Unpacking] = []
+        self._placed: list[PlacedPrefill] = []
         self._lost_prefixes = 0
         self._evicted = 0
         self._refused: tuple[str, int] | None = None
@@ -192,18 +208,22 @@ class Scheduler:
             decode = self._schedule_decode()
             # A prompt moves on, however many drafts there are.
             most = self.config.num_draft_tokens
-            left = budget - (sum(min(room, most) for room in decode.room) if decode else 0)
+            left = budget - (
+                sum(min(max_draft_nodes, most) for max_draft_nodes in decode.max_draft_nodes)
+                if decode
+                else 0
+            )
             prefill = self._schedule_prefill(max(left, self.cache.pool.page_size))
         else:
             prefill = self._schedule_prefill(budget)
             decode = None if prefill else self._schedule_decode()
-        return self._step(prefill, decode) if prefill or decode or self._unpacked else None
+        return self._step(prefill, decode) if prefill or decode or self._placed else None
 
     def _step(self, prefill: Prefill | None, decode: Decode | None) -> Step:
         step = Step(
             prefill=prefill,
             decode=decode,
-            unpacked=tuple(self._unpacked),
+            placed=tuple(self._placed),
             lost_prefixes=self._lost_prefixes,
             admitted=tuple(self._admitted),
             retracted=tuple(self._retracted),
@@ -215,7 +235,7 @@ class Scheduler:
         )
         self._admitted.clear()
         self._retracted.clear()
-        self._unpacked.clear()
+        self._placed.clear()
         self._lost_prefixes = 0
         self._evicted = self.cache.evicted
         return step
@@ -230,7 +250,7 @@ class Scheduler:
             request = begun or self._admit()
             if request is None:
                 break
-            if request.parcel is not None and self._unpack(request):
+            if request.received is not None and self._place_received(request):
                 continue
             chunk = self._launch_chunk(request, budget, is_first=begun is None)
             budget -= chunk.end - chunk.start
@@ -270,22 +290,24 @@ class Scheduler:
         return soon * (1 + request.times_retracted)
 
     def _enter(self, request: Request, shared: CachedPage, num_pages: int) -> None:
-        insort(self.running, request, key=attrgetter("rank"))
+        insort(self.running, request, key=attrgetter("sort_key"))
         pages = [node.page for node in shared.path()][::-1]
         request.pages = pages + self.cache.take(num_pages - shared.depth)
         request.shared = shared
-        request.kv_len = request.kv_bound = shared.depth * self.cache.pool.page_size
+        request.num_computed_tokens = request.max_computed_tokens = (
+            shared.depth * self.cache.pool.page_size
+        )
         if not request.times_retracted:
-            request.num_cached = request.kv_len
+            request.num_cached = request.num_computed_tokens
         request.status = RequestStatus.PREFILLING
-        self.table.take(request, floor=request.kv_len)
+        self.table.take(request, floor=request.num_computed_tokens)
         self.table.write(request, range(num_pages))
         self._admitted.append(request)
 
     def _launch_chunk(self, request: Request, budget: int, *, is_first: bool) -> PrefillChunk:
-        start, known = request.kv_len, len(request.token_ids)
+        start, known = request.num_computed_tokens, len(request.token_ids)
         end = min(known, start + budget)
-        request.kv_len = request.kv_bound = end
+        request.num_computed_tokens = request.max_computed_tokens = end
         request.in_flight += 1
         if end == known:
             request.status = RequestStatus.RUNNING
@@ -295,30 +317,30 @@ class Scheduler:
             end=end,
             is_first=is_first,
             is_last=end == known,
-            recomputed=max(0, min(end, request.kv_peak) - start),
+            recomputed=max(0, min(end, request.peak_computed_tokens) - start),
         )
 
-    def _unpack(self, request: Request) -> bool:
+    def _place_received(self, request: Request) -> bool:
         """Let an admitted request go on behind what another instance has prefilled; False if that
         begins behind what is here, since the prefix cache has lost pages meanwhile, or if its first
         token makes it outgrow the rotary frequencies of its prompt."""
-        parcel, request.parcel = request.parcel, None
-        assert parcel is not None
-        turned = request.rotary_set != request.rule.set_of(parcel.end)
-        if parcel.start > request.kv_len or turned:
+        received, request.received = request.received, None
+        assert received is not None
+        turned = request.rotary_set != request.rule.set_of(received.end)
+        if received.start > request.num_computed_tokens or turned:
             self._lost_prefixes += 1
             return False
         shared = request.shared.depth
-        self._unpacked.append(
-            Unpacking(
+        self._placed.append(
+            PlacedPrefill(
                 request=request,
-                parcel=parcel,
-                start=request.kv_len,
+                received=received,
+                start=request.num_computed_tokens,
                 pages=tuple(request.pages[shared:]),
             )
         )
-        request.draft_state = parcel.draft_state
-        request.kv_len = request.kv_bound = parcel.end
+        request.draft_state = received.draft_state
+        request.num_computed_tokens = request.max_computed_tokens = received.end
         request.status = RequestStatus.RUNNING
         replaced = self.cache.keep(request)
         assert not replaced, "a page is cached that the match did not find"
@@ -327,9 +349,9 @@ class Scheduler:
     # Decode
 
     def _schedule_decode(self) -> Decode | None:
-        reserve, columns = self.config.reserve, self.config.columns
+        lookahead, columns = self.config.num_lookahead_slots, self.config.columns
         requests = [r for r in self.running if r.may_decode]
-        short = self._short(requests, reserve)
+        short = self._short(requests, lookahead)
         if _total(short) > self.cache.num_available:
             requests = self._secure_roots(requests)
             short = self._fair_shares(requests)
@@ -338,33 +360,35 @@ class Scheduler:
         for request, missing in short:
             self._give(request, missing)
         size = self.cache.pool.page_size
-        room = []
+        max_draft_nodes = []
         for request in requests:
-            bound = request.kv_bound
+            bound = request.max_computed_tokens
             own = len(request.pages) * size - min(bound, request.last_root)
             own = min(own, request.outgrows - bound)
             assert own >= 1, (request.request_id, bound, len(request.pages))
-            room.append(own if own < reserve else reserve)
-            request.kv_bound = bound + columns
+            max_draft_nodes.append(own if own < lookahead else lookahead)
+            request.max_computed_tokens = bound + columns
             request.in_flight += 1
-        max_slots = max(r.kv_bound for r in requests) - columns + reserve
-        return Decode(requests=tuple(requests), room=tuple(room), max_slots=max_slots)
+        max_slots = max(r.max_computed_tokens for r in requests) - columns + lookahead
+        return Decode(
+            requests=tuple(requests), max_draft_nodes=tuple(max_draft_nodes), max_slots=max_slots
+        )
 
     def _short(self, requests: Sequence[Request], slots: int) -> list[tuple[Request, int]]:
         """Which of the requests lack pages for ``slots`` behind their committed length, and how
-        many; ``reserve`` of them are a whole draft's."""
+        many; ``num_lookahead_slots`` of them are a whole draft's."""
         pool = self.cache.pool
         size = pool.page_size
         return [
             (r, pool.pages_for(self._behind(r) + slots) - len(r.pages))
             for r in requests
-            if r.kv_bound + slots > len(r.pages) * size < self._behind(r) + slots
+            if r.max_computed_tokens + slots > len(r.pages) * size < self._behind(r) + slots
         ]
 
     def _fair_shares(self, requests: Sequence[Request]) -> list[tuple[Request, int]]:
         """The pages that there are, divided so that the narrowest draft is as wide as it can be: a
         draft's first nodes are worth most."""
-        available, widths = self.cache.num_available, range(1, self.config.reserve + 1)
+        available, widths = self.cache.num_available, range(1, self.config.num_lookahead_slots + 1)
         slots = bisect_right(
             widths, available, key=lambda most: _total(self._short(requests, most))
         )
@@ -381,7 +405,7 @@ class Scheduler:
         secured = []
         for request in requests:
             least = self._behind(request) + 1
-            while request.row and not self._grow(request, least):
+            while request.req_index and not self._grow(request, least):
                 if self._drop_draft_pages():
                     continue
                 loser = self._who_loses_least(request)
@@ -390,7 +414,7 @@ class Scheduler:
                 self._retract(loser)
             else:
                 secured.append(request)
-        return [request for request in secured if request.row]
+        return [request for request in secured if request.req_index]
 
     def _others_in_flight(self, request: Request) -> bool:
         """Whether another request may end by a step whose results are not processed."""
@@ -410,7 +434,7 @@ class Scheduler:
 
     def _behind(self, request: Request) -> int:
         """Slots that its committed tokens take when all launched steps are done, at most."""
-        return min(request.kv_bound, request.last_root)
+        return min(request.max_computed_tokens, request.last_root)
 
     def _drop_draft_pages(self) -> bool:
         """Take the pages that only nodes of drafts would use; whether there were any."""
@@ -436,11 +460,13 @@ class Scheduler:
         return min(last_first, key=self._loss)
 
     def _loss(self, request: Request) -> int:
-        return request.kv_len - self.cache.num_shared_with_others(request)
+        return request.num_computed_tokens - self.cache.num_shared_with_others(request)
 
     def _retract_outgrown(self) -> None:
         """Let those wait again whose next token needs other rotary frequencies from its start."""
-        for request in [r for r in self.running if r.kv_len >= r.outgrows and not r.in_flight]:
+        for request in [
+            r for r in self.running if r.num_computed_tokens >= r.outgrows and not r.in_flight
+        ]:
             self._retract(request)
 
     def _retract(self, request: Request) -> None:
@@ -448,8 +474,10 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         self.waiting.add(request)  # first, so that no interrupt can lose it
         self._give_up(request)
-        request.kv_peak = max(request.kv_peak, request.kv_len)
-        request.kv_len = request.kv_bound = 0
+        request.peak_computed_tokens = max(
+            request.peak_computed_tokens, request.num_computed_tokens
+        )
+        request.num_computed_tokens = request.max_computed_tokens = 0
         request.draft_state = {}
         request.times_retracted += 1
         self._retracted.append(request)
@@ -465,10 +493,10 @@ class Scheduler:
         request.in_flight -= 1
         if request.finished:
             self.release(request)
-        elif request.row:  # not retracted since
+        elif request.req_index:  # not retracted since
             if committed is not None:
-                request.kv_len += committed
-                request.kv_bound -= self.config.columns - committed
+                request.num_computed_tokens += committed
+                request.max_computed_tokens -= self.config.columns - committed
             else:
                 self.table.write(request, self.cache.keep(request))
 
@@ -476,7 +504,7 @@ class Scheduler:
         """Take back the row and pages of a finished request. Launched steps may still write to
         them, but before any later step does."""
         assert request.finished
-        if request.row:
+        if request.req_index:
             self._give_up(request)
         elif self.waiting.get(request.request_id):
             self.waiting.remove(request)
@@ -495,22 +523,22 @@ class Scheduler:
         self.running.clear()
         self._admitted.clear()
         self._retracted.clear()
-        self._unpacked.clear()
+        self._placed.clear()
         self._lost_prefixes = 0
         self._refused = None
         for request in requests:
-            request.row, request.pages, request.shared = 0, [], self.cache.root
+            request.req_index, request.pages, request.shared = 0, [], self.cache.root
         return requests
 
     def check(self) -> None:
         """Assert that no page and no row is lost."""
         self.cache.check(self.running)
-        rows = [request.row for request in self.running]
+        rows = [request.req_index for request in self.running]
         assert len(set(rows)) == len(rows), "two requests share a row"
         assert 0 not in rows, "a running request has the padding row"
-        assert self.table.num_free + len(rows) == self.table.num_rows - 1, "a row leaked"
-        assert self.running == sorted(self.running, key=attrgetter("rank"))
-        assert not any(request.row for request in self.waiting), "a waiting request has a row"
+        assert self.table.num_free + len(rows) == self.table.req_table_size - 1, "a row leaked"
+        assert self.running == sorted(self.running, key=attrgetter("sort_key"))
+        assert not any(request.req_index for request in self.waiting), "a waiting request has a row"
 
 
 def _total(short: Sequence[tuple[Request, int]]) -> int:

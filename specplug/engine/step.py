@@ -13,10 +13,9 @@ from torch import Tensor
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine_runtime import EngineRuntime
-from specplug.engine.kv_transfer import Handover
-from specplug.engine.received_prefill import KVSlice
+from specplug.engine.kv_transfer import KVSlice, KVTransfer
 from specplug.engine.request import Request
-from specplug.engine.request_view import LentRequest
+from specplug.engine.request_view import ReadOnlyRequest
 from specplug.engine.scheduler import Decode, Prefill, Step
 from specplug.engine.step_clock import StepClock
 from specplug.grammar.state import HostTree, allocate_masks
@@ -83,7 +82,7 @@ class StepResult:
         prefill, decode: what its halves leave.
         clock: when its parts began and ended.
         host_seconds: time of scheduling and of processing it.
-        guided: whether the requests' guides have been advanced by it.
+        grammars_advanced: whether the requests' grammar_states have been advanced by it.
         arrival: of these tensors.
     """
 
@@ -94,27 +93,27 @@ class StepResult:
     clock: StepClock
     host_seconds: float = 0.0
     arrival: Arrival
-    guided: bool = False
+    grammars_advanced: bool = False
 
     def wait(self) -> None:
         """Block until the tensors are there."""
         self.arrival.wait()
 
-    def advance_guides(self) -> None:
+    def advance_grammars(self) -> None:
         """Tell the grammars of its requests what they have generated: once, as soon as it is
         there, since the next step's masks follow from it."""
-        if self.guided:
+        if self.grammars_advanced:
             return
-        self.guided = True
+        self.grammars_advanced = True
         if self.prefill is not None and self.step.prefill is not None:
             for i, chunk in enumerate(self.step.prefill.chunks):
-                if chunk.request.guide is not None and chunk.is_last:
-                    chunk.request.guide.advance([int(self.prefill.tokens[i])])
+                if chunk.request.grammar_state is not None and chunk.is_last:
+                    chunk.request.grammar_state.advance([int(self.prefill.tokens[i])])
         if self.decode is not None and self.step.decode is not None:
             for i, request in enumerate(self.step.decode.requests):
-                if request.guide is not None:
+                if request.grammar_state is not None:
                     count = int(self.decode.accept_lens[i])
-                    request.guide.advance(self.decode.tokens[i, :count].tolist())
+                    request.grammar_state.advance(self.decode.tokens[i, :count].tolist())
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -124,7 +123,7 @@ class _Half:
     Attributes:
         batch: what the algorithm sees of it; its tensors are lent, and not the engine's own.
         requests: of the half.
-        rows: [bs] int64, of each request.
+        req_indices: [bs] int64, of each request.
         seq_lens: [bs] int64, committed tokens of each request.
         tokens: [R] int64 rows of the pass.
         plan: where they stand.
@@ -135,7 +134,7 @@ class _Half:
 
     batch: Batch
     requests: tuple[Request, ...]
-    rows: Tensor
+    req_indices: Tensor
     seq_lens: Tensor
     needs: Needs
     tokens: Tensor
@@ -157,7 +156,7 @@ class StepRunner:
         hooks: of the run's plugins.
         committed: the engine's own relay between steps: lengths and roots, and no draft state.
         future_map: the algorithm's, which may do to its own as it likes.
-        handover: to other instances and from them.
+        kv_transfer: to other instances and from them.
         ranks: that run each pass of the target together with this one; None: it is alone.
     """
 
@@ -168,7 +167,7 @@ class StepRunner:
         hooks: HookCalls,
         committed: FutureMap,
         future_map: FutureMap,
-        handover: Handover,
+        kv_transfer: KVTransfer,
         ranks: RankGroup | None = None,
     ) -> None:
         self._runtime = runtime
@@ -176,7 +175,7 @@ class StepRunner:
         self._hooks = hooks
         self._committed = committed
         self._future_map = future_map
-        self._handover = handover
+        self._handover = kv_transfer
         self._ranks = ranks
         self._numbers = count(1)
         self._unread: list[StepResult] = []
@@ -227,11 +226,11 @@ class StepRunner:
     def _run(self, step: Step) -> StepResult:
         clock = StepClock(self._runtime.device)
         slots = [chunk.end for chunk in step.prefill.chunks] if step.prefill else []
-        slots += [unpacking.parcel.end for unpacking in step.unpacked]
+        slots += [placed.received.end for placed in step.placed]
         self._runtime.max_slots = max([*slots, step.decode.max_slots if step.decode else 0])
-        if step.unpacked:
-            self._handover.unpack(step.unpacked)
-            clock.lap("unpack")
+        if step.placed:
+            self._handover.write(step.placed)
+            clock.lap("receive")
         prefill = self._chunks(step.prefill) if step.prefill else None
         decode = self._nodes(step.decode) if step.decode else None
         clock.lap("propose")
@@ -247,8 +246,8 @@ class StepRunner:
             clock=clock,
             arrival=Arrival(self._runtime.device),  # behind all that was sent
         )
-        if any(request.guide is not None for request in step.requests):
-            self._unread = [*(r for r in self._unread if not r.guided), result]
+        if any(request.grammar_state is not None for request in step.requests):
+            self._unread = [*(r for r in self._unread if not r.grammars_advanced), result]
         return result
 
     # The rows of the target's pass
@@ -259,11 +258,11 @@ class StepRunner:
         widths = tuple(chunk.end - chunk.start for chunk in chunks)
         requests = scheduled.requests
         needs = _needs(requests)
-        rows = self._upload([request.row for request in requests])
+        req_indices = self._upload([request.req_index for request in requests])
         seq_lens = self._upload([chunk.start for chunk in chunks])
         padding = Padding.of(widths, max(widths), runtime.device)
-        plan = runtime.make_plan(rows, seq_lens, max(widths), padding=padding)
-        batch = _lent(ForwardMode.PREFILL, requests, rows, seq_lens.clone(), needs)
+        plan = runtime.make_plan(req_indices, seq_lens, max(widths), padding=padding)
+        batch = _lent(ForwardMode.PREFILL, requests, req_indices, seq_lens.clone(), needs)
         batch.chunk_widths = widths
         batch.chunk_ends = tuple(chunk.end for chunk in chunks)
         batch.first_chunk = tuple(chunk.is_first for chunk in chunks)
@@ -271,7 +270,7 @@ class StepRunner:
         return _Half(
             batch=batch,
             requests=requests,
-            rows=rows,
+            req_indices=req_indices,
             seq_lens=seq_lens,
             needs=needs,
             tokens=self._upload([token for chunk in chunks for token in chunk.tokens]),
@@ -283,15 +282,15 @@ class StepRunner:
         """What the algorithm proposes for a decode step."""
         requests, runtime = scheduled.requests, self._runtime
         needs = _needs(requests)
-        rows = self._upload([request.row for request in requests])
-        seq_lens, known = self._committed.resolve(rows)
-        batch = _lent(ForwardMode.DECODE, requests, rows, seq_lens, needs)
-        batch.room = scheduled.room
-        batch.seq_lens, draft_input = self._hooks.resolve(self._future_map, batch.rows)
+        req_indices = self._upload([request.req_index for request in requests])
+        seq_lens, known = self._committed.resolve(req_indices)
+        batch = _lent(ForwardMode.DECODE, requests, req_indices, seq_lens, needs)
+        batch.max_draft_nodes = scheduled.max_draft_nodes
+        batch.seq_lens, draft_input = self._hooks.resolve(self._future_map, batch.req_indices)
         draft = self._hooks.propose(runtime, batch, draft_input, roots=known.bonus_tokens)
-        draft = draft.narrow(scheduled.room)
+        draft = draft.narrow(scheduled.max_draft_nodes)
         plan = runtime.make_plan(
-            rows,
+            req_indices,
             seq_lens,
             draft.width,
             positions=None if draft.is_chain else seq_lens.unsqueeze(1) + draft.depths,
@@ -301,7 +300,7 @@ class StepRunner:
         half = _Half(
             batch=batch,
             requests=requests,
-            rows=rows,
+            req_indices=req_indices,
             seq_lens=seq_lens,
             needs=needs,
             tokens=draft.flatten(draft.tokens),
@@ -356,13 +355,13 @@ class StepRunner:
         assert half.logits_rows is not None
         widths = self._upload(list(half.batch.chunk_widths))
         ends = half.seq_lens + widths
-        predict = self._sample(half, half.rows, ends, logits)
+        predict = self._sample(half, half.req_indices, ends, logits)
         logprobs = self._logprobs(half.requests, logits, predict)
         # All that the engine needs of it is out before the algorithm gets it.
         tokens, wanted = host_copy(predict), _for_host({**per_node, **logprobs})
         tails = chunk_tails(half.batch, 1, predict)
         output = CommittedOutput(
-            tokens=rotate_chunks(half.tokens, half.logits_rows, tails),
+            next_tokens=rotate_chunks(half.tokens, half.logits_rows, tails),
             per_node=per_node,
             last_rows=half.logits_rows,
             accept_lens=widths,
@@ -370,7 +369,7 @@ class StepRunner:
         )
         clock.lap("verify")
         self._extend(half, ends, output)
-        slices = self._handover.cut(scheduled.chunks, half.batch)
+        slices = self._handover.read(scheduled.chunks, half.batch)
         clock.lap("extend")
         return PrefillResult(tokens=tokens, wanted=wanted, slices=slices)
 
@@ -382,7 +381,7 @@ class StepRunner:
             return None
         (logits, per_node), draft = outputs, half.draft
         assert draft is not None
-        rows = half.rows[draft.batch_index]
+        rows = half.req_indices[draft.batch_index]
         predict = self._sample(half, rows, half.plan.positions + 1, logits)
         logprobs = self._logprobs(half.requests, logits, predict)
         # A recorded pass gives the same dictionary every time: nothing is added to it.
@@ -395,7 +394,7 @@ class StepRunner:
         clock.lap("verify")
         # All that the engine needs of it is out before the algorithm gets it.
         result = DecodeResult(
-            tokens=host_copy(committed.tokens.view(len(half.requests), -1)),
+            tokens=host_copy(committed.next_tokens.view(len(half.requests), -1)),
             accept_lens=host_copy(verified.accept_lens),
             wanted=_for_host(committed.per_node),
             widths=draft.widths or (draft.width,) * len(half.requests),
@@ -410,7 +409,7 @@ class StepRunner:
         valid = index >= 0
         if not draft.is_chain:
             local = (index - draft.offsets.unsqueeze(1)).clamp(min=0)
-            row, start = half.rows.unsqueeze(1), half.seq_lens.unsqueeze(1)
+            row, start = half.req_indices.unsqueeze(1), half.seq_lens.unsqueeze(1)
             columns = torch.arange(index.shape[1], device=index.device)
             slots = self._runtime.table.slots
             source = torch.where(valid, slots[row, start + local], 0)
@@ -418,16 +417,16 @@ class StepRunner:
             move_slots(self._runtime.pools[0], source.view(-1), target.view(-1))
         if half.needs & Needs.PENALTIES:
             nodes = half.tokens[index.clamp(min=0)]
-            self._runtime.sampler.count(half.rows, nodes, valid)
+            self._runtime.sampler.count(half.req_indices, nodes, valid)
 
     def _extend(self, half: _Half, seq_lens: Tensor, output: CommittedOutput) -> None:
         """Note how far the requests are, then feed the draft model."""
-        self._committed.publish(half.rows, seq_lens, output)
+        self._committed.publish(half.req_indices, seq_lens, output)
         half.batch.attention = half.plan
         draft_input = self._hooks.build_draft_input(
             self._runtime, half.batch, output, self._future_map
         )
-        self._hooks.relay(self._future_map, half.rows, seq_lens, output, draft_input)
+        self._hooks.relay(self._future_map, half.req_indices, seq_lens, output, draft_input)
 
     def _sample(self, half: _Half, rows: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         sampler, needs = self._runtime.sampler, half.needs
@@ -443,17 +442,17 @@ class StepRunner:
         """
         for result in self._unread:
             result.wait()
-            result.advance_guides()
+            result.advance_grammars()
         self._unread.clear()
         pinned = self._runtime.device.type == "cuda"
         masks = allocate_masks(num_rows, self._runtime.vocab_size, pinned=pinned)
-        guides = [request.guide for request in half.requests]
+        grammar_states = [request.grammar_state for request in half.requests]
         if half.tree is not None:
-            half.tree.fill_masks(guides, masks)
+            half.tree.fill_masks(grammar_states, masks)
         else:
-            for guide, mask in zip(guides, masks, strict=True):
-                if guide is not None:
-                    guide.fill_next(mask)
+            for grammar_state, mask in zip(grammar_states, masks, strict=True):
+                if grammar_state is not None:
+                    grammar_state.fill_next(mask)
         return masks.to(self._runtime.device, non_blocking=True)
 
     def _logprobs(
@@ -467,13 +466,17 @@ class StepRunner:
 
 
 def _lent(
-    mode: ForwardMode, requests: Sequence[Request], rows: Tensor, seq_lens: Tensor, needs: Needs
+    mode: ForwardMode,
+    requests: Sequence[Request],
+    req_indices: Tensor,
+    seq_lens: Tensor,
+    needs: Needs,
 ) -> Batch:
     """A batch as an algorithm gets it: what it writes there is nobody else's."""
     return Batch(
         mode=mode,
-        requests=tuple(map(LentRequest, requests)),
-        rows=rows.clone(),
+        requests=tuple(map(ReadOnlyRequest, requests)),
+        req_indices=req_indices.clone(),
         seq_lens=seq_lens,
         greedy=not needs & Needs.NOISE,
     )

@@ -9,7 +9,7 @@ from specplug.engine.request import Request, RequestStatus
 
 
 class WaitingQueue:
-    """A heap by ``Request.rank``: priority, then by arrival."""
+    """A heap by ``Request.sort_key``: priority, then by arrival."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Request]] = []
@@ -28,7 +28,7 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """Queue a request; one that was retracted gets its old place again."""
         assert request.status is RequestStatus.WAITING
-        heappush(self._heap, (request.rank, request))
+        heappush(self._heap, (request.sort_key, request))
         self._by_id[request.request_id] = request
 
     def first(self) -> Request | None:
@@ -43,5 +43,5 @@ class WaitingQueue:
         if self._heap[0][1] is request:
             heappop(self._heap)
         elif len(self._heap) > 2 * len(self._by_id) + 64:  # mostly of those that have ended
-            self._heap = [(r.rank, r) for r in self._by_id.values()]
+            self._heap = [(r.sort_key, r) for r in self._by_id.values()]
             heapify(self._heap)

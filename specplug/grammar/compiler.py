@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from specplug.errors import UsageError
-from specplug.grammar.state import Guide, num_words, unpacked
+from specplug.grammar.state import GrammarState, num_words, unpacked
 from specplug.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ _T = TypeVar("_T")
 
 
 class GrammarCompiler:
-    """Makes the guides of an engine's requests, and keeps what it has compiled.
+    """Makes the grammar_states of an engine's requests, and keeps what it has compiled.
 
     Args:
         tokenizer: the target's, of transformers; None if it has none.
@@ -96,8 +96,8 @@ class GrammarCompiler:
         self._given_up: list[threading.Thread] = []
         self._lock = threading.Lock()
 
-    def guide(self, params: SamplingParams) -> Guide:
-        """A guide at the start of the grammar that ``params`` ask for.
+    def start(self, params: SamplingParams) -> GrammarState:
+        """A grammar_state at the start of the grammar that ``params`` ask for.
 
         A compilation takes milliseconds, and at most 10 s of processor time; a grammar in the
         cache takes one. One that took too long is refused at once for ten minutes.
@@ -123,16 +123,16 @@ class GrammarCompiler:
             raise _too_slow(kind, text) from None
         except Exception as error:  # xgrammar's are RuntimeErrors, mostly
             raise _refusal(kind, text, _reason(error)) from error
-        guide = Guide(
+        grammar_state = GrammarState(
             matcher,
             self._vocab_size,
             params.banned_token_ids,
             lambda: self._ban(kind, text),
         )
-        if not guide.goes_on:
-            why = guide.error or "no output of at least one token matches it"
+        if not grammar_state.goes_on:
+            why = grammar_state.error or "no output of at least one token matches it"
             raise _refusal(kind, text, why)
-        return guide
+        return grammar_state
 
     def _ban(self, kind: str, text: str) -> None:
         """Refuse a grammar at once for a while."""

@@ -24,7 +24,7 @@ _STEP_SECONDS = 1.0
 alone."""
 
 
-class Guide:
+class GrammarState:
     """Where one request stands in its grammar.
 
     The grammar ends by an end-of-sequence token, which is allowed where the output so far is a
@@ -106,10 +106,10 @@ class Guide:
     def fill_tree(
         self, tokens: Tensor, next_token: Tensor, next_sibling: Tensor, masks: Tensor
     ) -> None:
-        """Write which tokens may follow each node of a draft tree. The guide stays where it is.
+        """Write which tokens may follow each node of a draft tree, and advance no further.
 
         Args:
-            tokens: [N] int64 on the CPU. Node 0 is the last token that the guide was advanced by.
+            tokens: [N] int64 on the CPU. Node 0 is the last token that this was advanced by.
             next_token, next_sibling: [N] int64 on the CPU, this request's ``Draft.links``.
             masks: [N, words] int32 on the CPU, contiguous. Row i: what may follow the path from
                 the root to node i. All ones where the grammar allows no such path or ends on it,
@@ -185,19 +185,21 @@ class HostTree:
         widths = draft.widths or (draft.width,) * len(draft.tokens)
         return cls(nodes, widths, Arrival(draft.tokens.device))
 
-    def fill_masks(self, guides: Sequence[Guide | None], masks: Tensor) -> None:
+    def fill_masks(self, grammar_states: Sequence[GrammarState | None], masks: Tensor) -> None:
         """Write what may follow each node; waits for the nodes.
 
         Args:
-            guides: of the requests; None for one without a grammar.
+            grammar_states: of the requests; None for one without a grammar.
             masks: [T, words] int32 on the CPU, T the sum of the widths.
         """
         self.arrival.wait()
         ends = accumulate(self.widths)
-        for b, (guide, width, end) in enumerate(zip(guides, self.widths, ends, strict=True)):
-            if guide is not None:
+        for b, (grammar_state, width, end) in enumerate(
+            zip(grammar_states, self.widths, ends, strict=True)
+        ):
+            if grammar_state is not None:
                 tokens, next_token, next_sibling = self.nodes[:, b, :width]
-                guide.fill_tree(tokens, next_token, next_sibling, masks[end - width : end])
+                grammar_state.fill_tree(tokens, next_token, next_sibling, masks[end - width : end])
 
 
 def _without(tokens: Collection[int], vocab_size: int) -> Tensor:

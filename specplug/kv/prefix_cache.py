@@ -93,7 +93,7 @@ class PrefixCache:
         if not self.enabled:
             return []
         node, size = request.shared, self.pool.page_size
-        final = min(request.kv_len, len(request.token_ids) - self.lookahead)
+        final = min(request.num_computed_tokens, len(request.token_ids) - self.lookahead)
         replaced: list[int] = []
         if final // size > node.depth:
             self._clock += 1

@@ -24,17 +24,19 @@ class RequestTable:
         lengths: [rows] int64, each request's ``rotary_len``.
 
     Args:
-        num_rows: rows, row 0 included.
+        req_table_size: rows, row 0 included.
         width: most positions a request may need, slots of drafts behind its end included.
         page_size: tokens a page.
     """
 
-    def __init__(self, num_rows: int, width: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, req_table_size: int, width: int, page_size: int, device: torch.device
+    ) -> None:
         self.page_size = page_size
         self._pages_a_row = -(-width // page_size)
-        shape = num_rows, self._pages_a_row * page_size
+        shape = req_table_size, self._pages_a_row * page_size
         self.slots = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.floors, self.lengths = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+        self.floors, self.lengths = torch.zeros(2, req_table_size, dtype=torch.int64, device=device)
         self._in_page = torch.arange(page_size, device=device)
         self._free: list[int] = []
         self._taken: dict[int, tuple[int, int]] = {}
@@ -42,7 +44,7 @@ class RequestTable:
         self.reset()
 
     @property
-    def num_rows(self) -> int:
+    def req_table_size(self) -> int:
         """Rows, row 0 included."""
         return len(self.floors)
 
@@ -53,14 +55,14 @@ class RequestTable:
 
     def reset(self) -> None:
         """No request has a row."""
-        self._free = list(range(self.num_rows - 1, 0, -1))
+        self._free = list(range(self.req_table_size - 1, 0, -1))
         self._taken, self._changes = {}, {}
 
     def take(self, request: Request, floor: int) -> None:
         """Give a request a row; ``floor`` of its positions are shared."""
-        request.row = self._free.pop()
-        self._taken[request.row] = floor, request.rotary_len
-        self._changes[request.row] = {}
+        request.req_index = self._free.pop()
+        self._taken[request.req_index] = floor, request.rotary_len
+        self._changes[request.req_index] = {}
 
     def raise_floors(self, rows: torch.Tensor, floors: list[int]) -> None:
         """Have the requests in ``rows`` [bs] write nothing before these positions either."""
@@ -69,12 +71,12 @@ class RequestTable:
 
     def give_back(self, request: Request) -> None:
         """Take its row from a request."""
-        self._free.append(request.row)
-        request.row = 0
+        self._free.append(request.req_index)
+        request.req_index = 0
 
     def write(self, request: Request, indices: Iterable[int]) -> None:
         """Enter these of a request's pages; one that it no longer has becomes padding."""
-        pages, changes = request.pages, self._changes.setdefault(request.row, {})
+        pages, changes = request.pages, self._changes.setdefault(request.req_index, {})
         for index in indices:
             if index < self._pages_a_row:
                 changes[index] = pages[index] if index < len(pages) else 0

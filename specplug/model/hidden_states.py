@@ -55,7 +55,7 @@ class _Kept:
         self.experts.append(next(t for t in output if not t.is_floating_point()))
 
 
-class Captures:
+class HiddenStateCapture:
     """Hooks on a transformers model.
 
     Args:

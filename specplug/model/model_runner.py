@@ -16,7 +16,7 @@ from specplug.model.checkpoint import load_checkpoint
 from specplug.model.fingerprint import weights_fingerprint
 from specplug.model.fused_modules import fuse_norms, pack_weights, shorten_calls
 from specplug.model.graph_runner import GraphRunner
-from specplug.model.hidden_states import Captures
+from specplug.model.hidden_states import HiddenStateCapture
 from specplug.model.model_check import ModelCheck
 from specplug.model.rotary import RotaryByLength
 from specplug.model.sharded_mlp import shard_mlps
@@ -61,7 +61,7 @@ class ModelRunner:
             shard_mlps(self.model, ranks)
         self.rotary = RotaryByLength(self.model)
         self.model.to(device)
-        self.captures = Captures(self.model)
+        self.capture = HiddenStateCapture(self.model)
         self.dtype: torch.dtype = self.model.dtype
         config = self.model.config.get_text_config()
         self.config: Any = config
@@ -71,11 +71,11 @@ class ModelRunner:
         self.cache = KVCache([], [])
         check = None if skip_check else self._begin_check(path)
         self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
-        self.num_layers = len(self.captures.layers)
+        self.num_layers = len(self.capture.layers)
         fuse_norms(self.model)
         if device.type == "cpu":
             pack_weights(self.model)
-        shorten_calls(self.model, keep=self.captures.hooked)
+        shorten_calls(self.model, keep=self.capture.hooked)
         if check is not None:
             self._end_check(check)
         self._graphs: dict[bool, GraphRunner] = {}
@@ -103,7 +103,7 @@ class ModelRunner:
             return ModelCheck(
                 path,
                 self.model,
-                self.captures.layers,
+                self.capture.layers,
                 self.context_len,
                 self._begin_checked_pass,
             )
@@ -181,10 +181,10 @@ class ModelRunner:
         logits_rows: Tensor | int,
         routed_experts: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        self.captures.begin()
+        self.capture.begin()
         self.rotary.begin(plan.lengths)
         if self._ranks is not None:
-            self.captures.routed_rows = self._ranks.own
+            self.capture.routed_rows = self._ranks.own
         running = TARGET_PASS.set(TargetPass(plan, self.cache))
         try:
             out = self.model(
@@ -195,7 +195,7 @@ class ModelRunner:
             )
         finally:
             TARGET_PASS.reset(running)
-        return out.logits.squeeze(0), self.captures.collect(routed_experts)
+        return out.logits.squeeze(0), self.capture.collect(routed_experts)
 
 
 def _kv_shape_of(config: Any) -> KVShape:

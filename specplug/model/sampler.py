@@ -32,17 +32,17 @@ class Sampler:
     """Keeps the sampling settings of each request row on the device, and chooses tokens.
 
     Args:
-        num_rows: request rows, row 0 included.
+        req_table_size: request rows, row 0 included.
         vocab_size: V.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, req_table_size: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._vocab = torch.arange(vocab_size, device=device)
-        self._settings = torch.zeros(num_rows, len(_COLUMNS), device=device)
-        self._seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._random = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        self._size = num_rows, vocab_size
+        self._settings = torch.zeros(req_table_size, len(_COLUMNS), device=device)
+        self._seeds = torch.zeros(req_table_size, dtype=torch.int64, device=device)
+        self._random = torch.zeros(req_table_size, dtype=torch.bool, device=device)
+        self._size = req_table_size, vocab_size
         # These three are as large as rows x vocabulary, and made when first needed.
         self._bias: Tensor | None = None
         self._in_prompt: Tensor | None = None
@@ -51,7 +51,7 @@ class Sampler:
     def admit(self, request: Request) -> None:
         """Enter a request's settings in its row."""
         p = request.params
-        row = request.row
+        row = request.req_index
         temperature = 1.0 if p.greedy else max(p.temperature, _COLDEST)
         settings = (
             temperature, max(p.top_p, _LEAST_TOP_P), min(max(p.top_k, 0), self._size[1]), p.min_p,
@@ -103,7 +103,7 @@ class Sampler:
             positions: [T] int64 position of the token being chosen.
             draft: whose nodes the rows are, so that penalties follow each node's path; None on a
                 prefill.
-            masks: [T, words] int32, what grammars allow (see ``guide.mask_scores``), or None.
+            masks: [T, words] int32, what grammars allow (see ``mask_scores``), or None.
 
         Returns:
             [T] int64.
@@ -166,16 +166,16 @@ class Sampler:
             self._output_counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
             self._in_prompt = torch.zeros(self._size, dtype=torch.bool, device=self._device)
         prompt = upload(request.prompt_token_ids, self._device)
-        self._output_counts[request.row] = 0
+        self._output_counts[request.req_index] = 0
         counted = request.output_token_ids
         if request.status is RequestStatus.RUNNING:  # a root is counted when it is verified
-            counted = counted[: request.kv_len - len(request.prompt_token_ids)]
+            counted = counted[: request.num_computed_tokens - len(request.prompt_token_ids)]
         if counted:  # of one that was retracted
             output = upload(counted, self._device)
             once = torch.ones_like(output, dtype=torch.int32)
-            self._output_counts[request.row].index_add_(0, output, once)
-        self._in_prompt[request.row] = False
-        self._in_prompt[request.row, prompt] = True
+            self._output_counts[request.req_index].index_add_(0, output, once)
+        self._in_prompt[request.req_index] = False
+        self._in_prompt[request.req_index, prompt] = True
 
 
 def path_counts(draft: Draft, vocab_size: int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 
-class Fault(Exception):
+class APIError(Exception):
     """A request that ends with an error.
 
     Args:
@@ -64,20 +64,20 @@ def _by_class(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-def bad_request(message: str, param: str | None = None) -> Fault:
+def bad_request(message: str, param: str | None = None) -> APIError:
     """A value cannot be used. The engine's messages begin with the field's name and a value."""
     found = re.match(r"(?:prompt \d+ of \d+: )?([a-z_]+)(?:[=\[]| \d)", message)
-    return Fault(400, message, param=param or (found[1] if found else None))
+    return APIError(400, message, param=param or (found[1] if found else None))
 
 
-def invalid(errors: list[Any]) -> Fault:
+def invalid(errors: list[Any]) -> APIError:
     """A body that is not what the schema asks for.
 
     Args:
         errors: pydantic's.
     """
     if any(error["type"] == "json_invalid" for error in errors):
-        return Fault(400, "the body is not JSON; expected a JSON object", code="invalid_json")
+        return APIError(400, "the body is not JSON; expected a JSON object", code="invalid_json")
     told: dict[str, list[str]] = {}
     for error in errors:
         place = [str(part) for part in error["loc"] if part != "body"]
@@ -85,7 +85,9 @@ def invalid(errors: list[Any]) -> Fault:
         told.setdefault(place[0] if place else "body", []).append(_told(error))
     name = next(iter(told))
     reasons = ", or: ".join(dict.fromkeys(told[name]))
-    return Fault(400, f"{name[:80]}: {reasons}"[:1000], param=None if name == "body" else name[:80])
+    return APIError(
+        400, f"{name[:80]}: {reasons}"[:1000], param=None if name == "body" else name[:80]
+    )
 
 
 def _told(error: Any) -> str:
@@ -93,19 +95,19 @@ def _told(error: Any) -> str:
     return text.removeprefix("Value error, ")
 
 
-def unavailable(message: str) -> Fault:
+def unavailable(message: str) -> APIError:
     """The server takes no requests."""
-    return Fault(503, message, code="unavailable", retry_after=5)
+    return APIError(503, message, code="unavailable", retry_after=5)
 
 
-def too_many(message: str) -> Fault:
+def too_many(message: str) -> APIError:
     """There is no room in the queue."""
-    return Fault(429, message, code="queue_full", retry_after=1)
+    return APIError(429, message, code="queue_full", retry_after=1)
 
 
-def timed_out(seconds: float) -> Fault:
+def timed_out(seconds: float) -> APIError:
     """A request took too long."""
-    return Fault(
+    return APIError(
         504,
         f"the request took longer than the server's {seconds:g} s (--request-timeout): ask for "
         "fewer tokens, or later",
@@ -113,6 +115,6 @@ def timed_out(seconds: float) -> Fault:
     )
 
 
-def engine_error(message: str) -> Fault:
+def engine_error(message: str) -> APIError:
     """The engine is to blame."""
-    return Fault(500, message, code="engine_error")
+    return APIError(500, message, code="engine_error")

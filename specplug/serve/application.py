@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specplug import __version__
 from specplug.errors import shown
-from specplug.serve.api_errors import Fault, invalid, timed_out, unavailable
-from specplug.serve.engine_client import Job
-from specplug.serve.limits import Gate, Limits, fault_response
+from specplug.serve.api_errors import APIError, invalid, timed_out, unavailable
+from specplug.serve.engine_client import RequestStream
+from specplug.serve.limits import Limits, LimitsMiddleware, error_response
 from specplug.serve.metrics import Counted, Metrics, Stopwatch
 from specplug.serve.protocol import (
     ChatCompletion,
@@ -63,7 +63,7 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], job: Job) -> None:
+    def __init__(self, events: AsyncIterator[str], job: RequestStream) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache"})
         self._job = job
 
@@ -75,7 +75,7 @@ class EventStream(StreamingResponse):
             self._job.close()
 
 
-class Desk:
+class OpenAIServing:
     """Takes requests of the API and answers them.
 
     Args:
@@ -112,7 +112,7 @@ class Desk:
     def check_model(self, name: str | None) -> None:
         """Refuse another model's name."""
         if name is not None and name != self.model:
-            raise Fault(
+            raise APIError(
                 404,
                 f"model {shown(name)} is not served here; expected {self.model!r} (GET /v1/models)",
                 param="model",
@@ -124,7 +124,7 @@ class Desk:
         most = (self.ranks.context_len or 0) - 1
         longest = max((len(p) for p in prompts if isinstance(p, list)), default=0)
         if longest > most >= 0:
-            raise Fault(
+            raise APIError(
                 400, f"the prompt has {longest} tokens; expected at most {most}", param="prompt"
             )
 
@@ -153,7 +153,7 @@ class Desk:
         engines = self.metrics.engines
         engines.algorithms = [ready.algorithm for ready in self.ranks.ready]
         self.metrics.open_requests.set(self.ranks.num_open)
-        with suppress(TimeoutError, Fault):
+        with suppress(TimeoutError, APIError):
             engines.stats = await asyncio.wait_for(self.ranks.stats(), _STATS_SECONDS)
 
     async def _answer(
@@ -166,7 +166,7 @@ class Desk:
         if self.draining:
             raise unavailable("the server is shutting down and takes no more requests")
         if self.ranks.prefills_for_others:
-            raise Fault(
+            raise APIError(
                 400,
                 "this is a prefill instance: it serves decode instances alone; send requests to "
                 "one of these",
@@ -191,13 +191,15 @@ class Desk:
         return Response(reply.whole().model_dump_json(), media_type="application/json")
 
 
-async def _collect(job: Job, reply: Reply, stopwatch: Stopwatch) -> None:
+async def _collect(job: RequestStream, reply: Reply, stopwatch: Stopwatch) -> None:
     async for update in job:
         stopwatch.lap(update)
         reply.add(update)
 
 
-async def _events(job: Job, reply: Reply, stopwatch: Stopwatch, usage: bool) -> AsyncIterator[str]:
+async def _events(
+    job: RequestStream, reply: Reply, stopwatch: Stopwatch, usage: bool
+) -> AsyncIterator[str]:
     try:
         for chunk in reply.begin():
             yield _event(chunk.model_dump_json())
@@ -209,8 +211,8 @@ async def _events(job: Job, reply: Reply, stopwatch: Stopwatch, usage: bool) -> 
         if usage:
             yield _event(reply.end().model_dump_json())
         yield _event("[DONE]")
-    except Fault as fault:
-        yield _event(fault.body().decode())
+    except APIError as error:
+        yield _event(error.body().decode())
 
 
 def _event(data: str) -> str:
@@ -240,7 +242,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def create_application(desk: Desk, limits: Limits) -> ASGIApp:
+def create_application(serving: OpenAIServing, limits: Limits) -> ASGIApp:
     """The API as an ASGI application."""
     app = FastAPI(
         title="specplug",
@@ -253,30 +255,30 @@ def create_application(desk: Desk, limits: Limits) -> ASGIApp:
     @app.post("/v1/completions", response_model=Completion, responses=_or_stream("A completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete a prompt, or several."""
-        return await desk.complete(body, request)
+        return await serving.complete(body, request)
 
     @app.post(
         "/v1/chat/completions", response_model=ChatCompletion, responses=_or_stream("An answer")
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Go on with a chat."""
-        return await desk.chat(body, request)
+        return await serving.chat(body, request)
 
     @app.get("/v1/models")
     async def models() -> ModelList:
         """The model that is served."""
-        return ModelList(data=desk.models)
+        return ModelList(data=serving.models)
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Model:
         """One model."""
-        desk.check_model(model)
-        return desk.models[0]
+        serving.check_model(model)
+        return serving.models[0]
 
     @app.get("/health", responses={503: {"model": Health, "description": "No requests are taken"}})
     async def health() -> Response:
         """Whether requests are taken."""
-        health = desk.health
+        health = serving.health
         code = 200 if health.status == "ok" else 503
         return Response(health.model_dump_json(), code, media_type="application/json")
 
@@ -287,29 +289,29 @@ def create_application(desk: Desk, limits: Limits) -> ASGIApp:
     )
     async def metrics() -> Response:
         """What Prometheus asks for."""
-        await desk.stats()
-        return Response(desk.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        await serving.stats()
+        return Response(serving.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    return Counted(Gate(app, limits), desk.metrics)
+    return Counted(LimitsMiddleware(app, limits), serving.metrics)
 
 
 def _add_faults(app: FastAPI) -> None:
     """Every error has OpenAI's shape."""
 
-    @app.exception_handler(Fault)
-    async def fault(request: Request, error: Fault) -> Response:
-        return fault_response(error)
+    @app.exception_handler(APIError)
+    async def error(request: Request, error: APIError) -> Response:
+        return error_response(error)
 
     @app.exception_handler(RequestValidationError)
     async def bad_body(request: Request, error: RequestValidationError) -> Response:
-        return fault_response(invalid(list(error.errors())))
+        return error_response(invalid(list(error.errors())))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         path = f"{request.method} {request.url.path}"
         reasons = {404: f"{path}: there is nothing here", 405: f"{path}: wrong method"}
         message = reasons.get(error.status_code, str(error.detail))
-        response = fault_response(Fault(error.status_code, message))
+        response = error_response(APIError(error.status_code, message))
         response.headers.update(error.headers or {})
         return response
 
@@ -319,4 +321,4 @@ def _add_faults(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failure(request: Request, error: Exception) -> Response:
-        return fault_response(Fault(500, f"{type(error).__name__} in the server; it is logged"))
+        return error_response(APIError(500, f"{type(error).__name__} in the server; it is logged"))

@@ -9,7 +9,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specplug.serve.api_errors import Fault, unavailable
+from specplug.serve.api_errors import APIError, unavailable
 from specplug.serve.limits import Limits
 
 
@@ -75,19 +75,19 @@ class Connection(H11Protocol):
         if waited < most:
             return
         if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._refuse(Fault(408, f"the head did not come within {most:g} s", code="timeout"))
+            self._refuse(APIError(408, f"the head did not come within {most:g} s", code="timeout"))
         else:
             self.transport.close()
 
-    def _refuse(self, fault: Fault) -> None:
-        body = fault.body()
+    def _refuse(self, error: APIError) -> None:
+        body = error.body()
         headers = {
             "Content-Type": "application/json",
             "Content-Length": str(len(body)),
             "Connection": "close",
-            **fault.headers,
+            **error.headers,
         }
-        lines = [f"HTTP/1.1 {fault.status} {HTTPStatus(fault.status).phrase}"]
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()

@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from specplug.errors import SpecplugError, UsageError
-from specplug.serve.api_errors import Fault, bad_request, engine_error
+from specplug.serve.api_errors import APIError, bad_request, engine_error
 from specplug.serve.messages import (
     Abort,
     Accepted,
@@ -42,7 +42,7 @@ _END_SECONDS = 10.0
 """How long an engine may take to end when it is told to."""
 
 
-class Job:
+class RequestStream:
     """Prompts that were given to an engine, and what comes back.
 
     Iterate over it for the updates of all its requests, up to the last one's end; ``close`` it in
@@ -52,37 +52,37 @@ class Job:
         size: its requests.
     """
 
-    def __init__(self, name: str, size: int, on_end: Callable[[Job, bool], None]) -> None:
+    def __init__(self, name: str, size: int, on_end: Callable[[RequestStream, bool], None]) -> None:
         self.name = name
         self.size = size
         self._left = size
         self._on_end = on_end
         self._deadline: asyncio.TimerHandle | None = None
-        self._news: asyncio.Queue[Accepted | Update | Fault] = asyncio.Queue()
+        self._news: asyncio.Queue[Accepted | Update | APIError] = asyncio.Queue()
 
     @property
     def unfinished(self) -> bool:
         """Whether the engine still works on it."""
         return self._left > 0
 
-    def put(self, news: Accepted | Update | Fault) -> None:
+    def put(self, news: Accepted | Update | APIError) -> None:
         """Take what the engine reports, or why it will report no more."""
         self._news.put_nowait(news)
-        if isinstance(news, Fault):
+        if isinstance(news, APIError):
             self.close()
         elif isinstance(news, Update) and news.finish_reason is not None:
             self._left -= 1
             if not self._left:
                 self._end(aborted=False)
 
-    def fail(self, fault: Fault) -> None:
+    def fail(self, error: APIError) -> None:
         """End it from here."""
         if self.unfinished:
-            self.put(fault)
+            self.put(error)
 
-    def fail_after(self, seconds: float, fault: Fault) -> None:
+    def fail_after(self, seconds: float, error: APIError) -> None:
         """End it with this error unless it has ended by then."""
-        self._deadline = asyncio.get_running_loop().call_later(seconds, self.fail, fault)
+        self._deadline = asyncio.get_running_loop().call_later(seconds, self.fail, error)
 
     def close(self) -> None:
         """Nobody waits for more of it."""
@@ -99,10 +99,10 @@ class Job:
         """Wait until the engine has taken it.
 
         Raises:
-            Fault: it has not.
+            APIError: it has not.
         """
         news = await self._news.get()
-        if isinstance(news, Fault):
+        if isinstance(news, APIError):
             raise news
         assert isinstance(news, Accepted), news
         return news
@@ -111,7 +111,7 @@ class Job:
         left = self.size
         while left:
             news = await self._news.get()
-            if isinstance(news, Fault):
+            if isinstance(news, APIError):
                 raise news
             assert isinstance(news, Update), news
             if news.finish_reason == "error":
@@ -151,7 +151,7 @@ class EngineClient:
         self._on_warning = on_warning
         self._on_end = on_end
         self._numbers = count()
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, RequestStream] = {}
         self._asked: list[asyncio.Future[Stats]] = []
         self._failed: Failed | None = None
         self._ending = False
@@ -205,19 +205,19 @@ class EngineClient:
         """Requests that have not ended."""
         return sum(job.size for job in self._jobs.values())
 
-    def submit(self, **fields: Any) -> Job:
+    def submit(self, **fields: Any) -> RequestStream:
         """Give the engine a job.
 
         Args:
             fields: of ``Add``, but for its id.
 
         Raises:
-            Fault: the engine has ended.
+            APIError: the engine has ended.
         """
         if self.ended is not None:
             raise engine_error(self.ended)
         add = Add(id=str(next(self._numbers)), **fields)
-        job = Job(add.id, max(1, len(add.prompts)) * add.n, self._end)
+        job = RequestStream(add.id, max(1, len(add.prompts)) * add.n, self._end)
         self._jobs[job.name] = job
         self.idle.clear()
         self._send(add)
@@ -227,7 +227,7 @@ class EngineClient:
         """What it has done and holds, asked between two steps.
 
         Raises:
-            Fault: the engine has ended.
+            APIError: the engine has ended.
         """
         if self.ended is not None:
             raise engine_error(self.ended)
@@ -236,10 +236,10 @@ class EngineClient:
         self._send(AskStats())
         return await future
 
-    def fail_all(self, fault: Fault) -> None:
+    def fail_all(self, error: APIError) -> None:
         """End all jobs with an error."""
         for job in list(self._jobs.values()):
-            job.fail(fault)
+            job.fail(error)
 
     async def stop(self) -> None:
         """End the process; jobs that are open fail."""
@@ -267,7 +267,7 @@ class EngineClient:
     def _send(self, command: Command) -> None:
         self._commands.send(encode(command), zmq.NOBLOCK)
 
-    def _end(self, job: Job, aborted: bool) -> None:
+    def _end(self, job: RequestStream, aborted: bool) -> None:
         """Forget a job; the engine ends what of it still runs."""
         del self._jobs[job.name]
         if not self._jobs:
@@ -293,7 +293,7 @@ class EngineClient:
             case Accepted():
                 self._put(report.id, report)
             case Refused():
-                make = engine_error if report.fault else bad_request
+                make = engine_error if report.error else bad_request
                 self._put(report.id, make(report.message))
             case Stats():
                 asked, self._asked = self._asked, []
@@ -310,7 +310,7 @@ class EngineClient:
                 assert self._process.stdin is not None
                 self._process.stdin.close()  # it waits for that
 
-    def _put(self, name: str, news: Accepted | Update | Fault) -> None:
+    def _put(self, name: str, news: Accepted | Update | APIError) -> None:
         job = self._jobs.get(name)
         if job is not None:  # else nobody waits for it any more
             job.put(news)

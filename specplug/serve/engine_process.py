@@ -5,9 +5,9 @@ input, and ends when that is closed: it never outlives the server. Four kinds of
 work, and each socket belongs to one of them:
 
 the loop     (main thread) steps the engine and sends all reports
-the receiver takes commands from the server; it passes on to intake, or to the loop, and drops
-             from intake what is aborted before it has begun
-intake       tokenizes, checks, compiles grammars; those that compile are other threads than the
+the receiver takes commands from the server; it passes on to preparation, or to the loop, and drops
+             from preparation what is aborted before it has begun
+preparation  tokenizes, checks, compiles grammars; those that compile are other threads than the
              rest, so that a slow grammar holds up nobody else
 the guard    waits for standard input to close
 """
@@ -58,11 +58,11 @@ from specplug.serve.messages import (
 )
 from specplug.serve.text_limit import TextLimit
 
-_INTAKE_THREADS = 2
+_PREPARATION_THREADS = 2
 _GRAMMAR_THREADS = 4
 
 _SWITCH_SECONDS = 0.0005
-"""How long intake may hold Python's lock when a step waits for it; Python's own 5 ms would be
+"""How long preparation may hold Python's lock when a step waits for it; Python's own 5 ms would be
 felt, since a step gives up the lock hundreds of times."""
 
 
@@ -79,7 +79,7 @@ class Prepared:
     answer: Accepted
 
 
-class Intake:
+class PreparationPool:
     """Makes requests of jobs, beside the loop.
 
     Args:
@@ -108,7 +108,7 @@ class Intake:
         self._waiting: dict[str, Add] = {}
         """Jobs that no thread has begun with. The threads' own queues have nothing but their names,
         so what is dropped takes no room."""
-        self._plain = ThreadPoolExecutor(_INTAKE_THREADS, "intake")
+        self._plain = ThreadPoolExecutor(_PREPARATION_THREADS, "preparation")
         self._grammars = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammars")
 
     @property
@@ -138,7 +138,7 @@ class Intake:
         except Exception as error:
             traceback.print_exc()
             why = f"{type(error).__name__} while the prompt was read"
-            self._done.put(Refused(id=job.id, message=why, fault=True))
+            self._done.put(Refused(id=job.id, message=why, error=True))
 
     def _prepare(self, job: Add) -> Prepared:
         bias = {int(token): value for token, value in job.params.get("logit_bias", {}).items()}
@@ -219,24 +219,24 @@ class EngineLoop:
 
     Args:
         llm: the engine.
-        intake: where jobs begin.
-        inbox: what the receiver and intake put for the loop.
+        preparation: where jobs begin.
+        inbox: what the receiver and preparation put for the loop.
         reports: the socket to the server.
     """
 
     def __init__(
         self,
         llm: LLM,
-        intake: Intake,
+        preparation: PreparationPool,
         inbox: SimpleQueue[Any],
         reports: zmq.Socket[bytes],
     ) -> None:
         self._llm = llm
-        self._intake = intake
+        self._preparation = preparation
         self._inbox = inbox
         self._reports = reports
         self._preparing: dict[str, bool] = {}
-        """Jobs at intake; whether they are still wanted."""
+        """Jobs at preparation; whether they are still wanted."""
         self._jobs: dict[str, set[int]] = {}
         """Of each submitted job, the requests that have not ended."""
         self._told: dict[str, int] = {}
@@ -247,8 +247,8 @@ class EngineLoop:
         """Called by the receiver for each command."""
         if isinstance(command, Add):
             self._preparing[command.id] = True  # before an abort of it can come
-            self._intake.take(command)
-        elif isinstance(command, Abort) and self._intake.drop(command.id):
+            self._preparation.take(command)
+        elif isinstance(command, Abort) and self._preparation.drop(command.id):
             del self._preparing[command.id]
         else:
             self._inbox.put(command)
@@ -414,13 +414,17 @@ def _load(settings: dict[str, Any], reports: zmq.Socket[bytes]) -> LLM:
 def _run(settings: dict[str, Any], reports: zmq.Socket[bytes]) -> None:
     llm = _load(settings, reports)
     inbox: SimpleQueue[Any] = SimpleQueue()
-    intake = Intake(llm, settings["chat_template"], settings["max_prompt_tokens"], inbox)
-    loop = EngineLoop(llm, intake, inbox, reports)
+    preparation = PreparationPool(
+        llm, settings["chat_template"], settings["max_prompt_tokens"], inbox
+    )
+    loop = EngineLoop(llm, preparation, inbox, reports)
     config = {name: value for name, value in llm.effective_config.items() if _is_plain(value)}
     algorithm = llm.spec_config.algorithm
     reports.send(
         encode(
-            Ready(algorithm=algorithm, config=config, has_chat_template=intake.has_chat_template)
+            Ready(
+                algorithm=algorithm, config=config, has_chat_template=preparation.has_chat_template
+            )
         )
     )
     threading.Thread(target=_receive, args=(settings["commands"], loop), daemon=True).start()
@@ -451,7 +455,7 @@ def main() -> None:
         _tell(error, reports)
         guard.join(_FAREWELL_SECONDS)
         os._exit(1)
-    os._exit(0)  # threads at intake may be at it for a while
+    os._exit(0)  # threads at preparation may be at it for a while
 
 
 def _tell(error: Exception, reports: zmq.Socket[bytes]) -> None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specplug.errors import UsageError
-from specplug.serve.api_errors import Fault, unavailable
+from specplug.serve.api_errors import APIError, unavailable
 
 _SPARE_FILES = 64
 _MOST_CONNECTIONS = 1 << 16
@@ -69,7 +69,7 @@ class Limits:
             )
 
 
-class Gate:
+class LimitsMiddleware:
     """Lets through who knows the key and whose body is within bounds, which it reads whole.
 
     Args:
@@ -91,8 +91,8 @@ class Gate:
         try:
             self._check_key(scope)
             body = await self._read(scope, receive)
-        except Fault as fault:
-            await fault_response(fault)(scope, receive, send)
+        except APIError as error:
+            await error_response(error)(scope, receive, send)
             return
         if body is not None:
             await self._app(scope, _replayed(body, receive), send)
@@ -106,7 +106,7 @@ class Gate:
         known = hmac.compare_digest(token.strip(), key.encode())
         if scheme.lower() != b"bearer" or not known:
             why = "is wrong" if given else "is missing"
-            raise Fault(
+            raise APIError(
                 401,
                 f"the API key {why}; expected the header Authorization: Bearer KEY with the key "
                 "that the server was started with (--api-key)",
@@ -133,7 +133,7 @@ class Gate:
                         return bytes(body)
         except TimeoutError:
             seconds = self._limits.body_timeout
-            raise Fault(
+            raise APIError(
                 408, f"the body did not come within {seconds:g} s", code="timeout"
             ) from None
         finally:
@@ -147,8 +147,8 @@ class Gate:
         if size > _SMALL_BODY and self._held > _BODIES_AT_ONCE * most:
             raise unavailable("too many large bodies are on their way at once; try again")
 
-    def _too_large(self) -> Fault:
-        return Fault(
+    def _too_large(self) -> APIError:
+        return APIError(
             413,
             f"the body is too large; expected at most {self._limits.max_body_bytes} bytes "
             "(--max-body-size)",
@@ -156,9 +156,9 @@ class Gate:
         )
 
 
-def fault_response(fault: Fault) -> Response:
-    """A fault as a response."""
-    return Response(fault.body(), fault.status, fault.headers, "application/json")
+def error_response(error: APIError) -> Response:
+    """A error as a response."""
+    return Response(error.body(), error.status, error.headers, "application/json")
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

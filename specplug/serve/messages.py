@@ -104,12 +104,12 @@ class Refused:
     """From the engine: a job cannot be run, and why.
 
     Attributes:
-        fault: whether the fault is the server's, not the request's.
+        error: whether the error is the server's, not the request's.
     """
 
     id: str
     message: str
-    fault: bool = False
+    error: bool = False
 
 
 @attrs.frozen(kw_only=True)

@@ -403,7 +403,7 @@ class TextPart(_Strict):
     text: str
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """One message of a chat. Further fields are handed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -423,7 +423,9 @@ class ChatRequest(GenerationRequest):
     """A chat to go on with."""
 
     messages: Annotated[
-        list[Message], Field(min_length=1, max_length=_MOST_MESSAGES), _one_by_one(_MOST_MESSAGES)
+        list[ChatMessage],
+        Field(min_length=1, max_length=_MOST_MESSAGES),
+        _one_by_one(_MOST_MESSAGES),
     ]
     max_tokens: _Count | None = Field(None, description="Old name of max_completion_tokens.")
     max_completion_tokens: _Count | None = Field(

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from specplug.serve.api_errors import Fault, bad_request, too_many
-from specplug.serve.engine_client import EngineClient, Job
+from specplug.serve.api_errors import APIError, bad_request, too_many
+from specplug.serve.engine_client import EngineClient, RequestStream
 from specplug.serve.messages import Ready, Stats
 
 
@@ -72,7 +72,7 @@ class Ranks:
         """Most tokens of a request."""
         return min(int(ready.config["context_len"]) for ready in self.ready)
 
-    def submit(self, *, size: int, **fields: Any) -> Job:
+    def submit(self, *, size: int, **fields: Any) -> RequestStream:
         """Give a job to the engine that has the fewest open requests.
 
         Args:
@@ -80,7 +80,7 @@ class Ranks:
             fields: of ``messages.Add``, but for its id.
 
         Raises:
-            Fault: there is no room for the job, now or ever, or the engine has ended.
+            APIError: there is no room for the job, now or ever, or the engine has ended.
         """
         if size > self.most_open:
             raise bad_request(
@@ -94,15 +94,15 @@ class Ranks:
             )
         return min(self._engines, key=lambda engine: engine.num_open).submit(**fields)
 
-    def fail_all(self, fault: Fault) -> None:
+    def fail_all(self, error: APIError) -> None:
         """End all jobs with an error."""
         for engine in self._engines:
-            engine.fail_all(fault)
+            engine.fail_all(error)
 
     async def stats(self) -> list[Stats]:
         """What each engine has done and holds.
 
         Raises:
-            Fault: an engine has ended.
+            APIError: an engine has ended.
         """
         return list(await asyncio.gather(*(engine.stats() for engine in self._engines)))

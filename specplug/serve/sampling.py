@@ -41,7 +41,7 @@ def sampling_arguments(request: CompletionRequest | ChatRequest) -> dict[str, An
     """Arguments of ``SamplingParams``, as JSON can carry them.
 
     Raises:
-        Fault: a value cannot be used.
+        APIError: a value cannot be used.
     """
     arguments: dict[str, Any] = {"temperature": 1.0}  # OpenAI's default
     for name in _SAME:

@@ -14,7 +14,7 @@ import uvicorn
 
 from specplug.errors import SpecplugError
 from specplug.serve.api_errors import unavailable
-from specplug.serve.application import Desk, create_application
+from specplug.serve.application import OpenAIServing, create_application
 from specplug.serve.connections import connections_within
 from specplug.serve.engine_client import EngineClient
 from specplug.serve.limits import Limits
@@ -114,7 +114,9 @@ class Server:
             for rank, llm in enumerate(ranks)
         ]
         self._ranks = Ranks(engines, settings.max_queue)
-        self._desk = Desk(self._ranks, settings.limits, settings.served_model_name, Metrics())
+        self._desk = OpenAIServing(
+            self._ranks, settings.limits, settings.served_model_name, Metrics()
+        )
 
     async def run(self) -> None:
         """Serve until the end.

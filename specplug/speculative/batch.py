@@ -52,7 +52,7 @@ class Batch:
     Attributes:
         mode: prefill, decode, or idle (no request; the rank only takes part).
         requests: one view a request, bs of them.
-        rows: [bs] int64, each request's row; row 0 is padding and belongs to nobody.
+        req_indices: [bs] int64, each request's row in the request table; row 0 is padding.
         seq_lens: [bs] int64, tokens of each request whose KV is committed **before** this step,
             which is the position of its first token in this step.
         chunk_widths: tokens of each request in this prefill, known on the host.
@@ -60,24 +60,24 @@ class Batch:
         first_chunk: for each request of a prefill, whether it has just got its row: what was kept
             by row is another's, and what lies before the chunk was found in the prefix cache.
         last_chunk: for each request of a prefill, whether the chunk ends its ``token_ids``.
-        room: for each request of a decode step, how many slots from ``seq_lens`` on are its own,
-            known on the host. At least 1; N or more unless the KV pool is short. It binds: of a
-            wider draft the first ``room`` nodes are verified. So draft no more, and put the
-            likeliest nodes first. Keys that a draft model writes further on are lost: do not count
-            on what reads them.
+        max_draft_nodes: for each request of a decode step, how many slots from ``seq_lens`` on are
+            its own, known on the host. At least 1; N or more unless the KV pool is short. It binds:
+            of a wider draft the first ``max_draft_nodes`` nodes are verified. So draft no more, and
+            put the likeliest nodes first. Keys that a draft model writes further on are lost: do
+            not count on what reads them.
         greedy: whether every request takes the most likely token, so that no noise is needed.
         attention: the target pass's plan; a draft model reuses it on a prefill.
     """
 
     mode: ForwardMode
     requests: Sequence[RequestView]
-    rows: Tensor
+    req_indices: Tensor
     seq_lens: Tensor
     chunk_widths: tuple[int, ...] = ()
     chunk_ends: tuple[int, ...] = ()
     first_chunk: tuple[bool, ...] = ()
     last_chunk: tuple[bool, ...] = ()
-    room: tuple[int, ...] = ()
+    max_draft_nodes: tuple[int, ...] = ()
     greedy: bool = True
     attention: AttentionPlan | None = None
 

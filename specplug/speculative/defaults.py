@@ -38,7 +38,7 @@ class CoreDefaults:
     def create_future_map(self, runtime: Runtime) -> FutureMap:
         from specplug.speculative.future_map import FutureMap
 
-        return FutureMap(runtime.num_rows, runtime.device)
+        return FutureMap(runtime.req_table_size, runtime.device)
 
     @hookimpl(trylast=True)
     def build_disagg_draft_input(
@@ -71,4 +71,4 @@ class CoreDefaults:
     def export_draft_state(
         self, batch: Batch, future_map: FutureMap
     ) -> Mapping[str, Tensor | None]:
-        return future_map.resolve(batch.rows)[1].state
+        return future_map.resolve(batch.req_indices)[1].state

@@ -201,16 +201,16 @@ class Draft:
         """[bs·N, …] rows in the padded order -> [T, …] in the flat order."""
         return padded if self.padding is None else padded[self.padding.flat_index]
 
-    def narrow(self, room: Sequence[int]) -> Draft:
-        """This draft with at most ``room[b]`` nodes, at least 1, of each request: the first ones,
+    def narrow(self, max_draft_nodes: Sequence[int]) -> Draft:
+        """Keep at most ``max_draft_nodes[b]`` nodes, at least 1, of each request: the first ones,
         which are the likeliest if the drafter put these first.
 
         Parents stand before their children, so what is left of a tree is a tree.
         """
-        widths = self.widths or (self.width,) * len(room)
-        if all(width <= most for width, most in zip(widths, room, strict=True)):
+        widths = self.widths or (self.width,) * len(max_draft_nodes)
+        if all(width <= most for width, most in zip(widths, max_draft_nodes, strict=True)):
             return self
-        cut = tuple(min(width, most) for width, most in zip(widths, room, strict=True))
+        cut = tuple(min(width, most) for width, most in zip(widths, max_draft_nodes, strict=True))
         width = max(cut)
         tokens = self.tokens[:, :width].contiguous()
         if self.parents is None:

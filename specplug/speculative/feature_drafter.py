@@ -126,9 +126,9 @@ class FeatureDrafter(ABC):
             assert batch.attention is not None
             plan = batch.attention
         else:
-            width = output.tokens.shape[0] // batch.size
+            width = output.next_tokens.shape[0] // batch.size
             plan = self._runtime.plan_attention(batch, batch.seq_lens, width)
-        hidden = self._pass(output.tokens, self.features(output), plan)[output.last_rows]
+        hidden = self._pass(output.next_tokens, self.features(output), plan)[output.last_rows]
         # The bonus token stands one behind the last row, what is drafted first two behind it.
         first = batch.seq_lens + output.accept_lens + 1
         scores, tokens = self._best(batch, hidden, first.unsqueeze(1))
@@ -167,14 +167,14 @@ class FeatureDrafter(ABC):
         part = attrs.evolve(
             batch,
             requests=[batch.requests[i] for i in indices],
-            rows=batch.rows[index],
+            req_indices=batch.req_indices[index],
             seq_lens=batch.seq_lens[index],
         )
         return index, part
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
-        """A chain if ``topk`` is 1, else a dynamic tree; no deeper than ``batch.room`` allows."""
-        nodes = min(self._width, max(batch.room))
+        """Draft a chain if ``topk`` is 1, else a dynamic tree, within ``batch.max_draft_nodes``."""
+        nodes = min(self._width, max(batch.max_draft_nodes))
         steps = min(self._steps, nodes - 1)
         if nodes == 1:
             return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
@@ -198,7 +198,7 @@ class FeatureDrafter(ABC):
         """Expand the F best nodes at each step, then keep the best of all candidates."""
         bs = batch.size
         tokens, scores = draft_input["tokens"], draft_input["scores"]
-        beam = self._beam(batch.room, steps)
+        beam = self._beam(batch.max_draft_nodes, steps)
         frontier = _Frontier(
             tokens=tokens[:, :beam],
             scores=scores[:, :beam],
@@ -216,7 +216,7 @@ class FeatureDrafter(ABC):
         nodes = min(nodes, all_scores.shape[1] + 1)
         return select_tree(draft_input.bonus_tokens, all_scores, all_tokens, parents, nodes, steps)
 
-    def _beam(self, room: Sequence[int], steps: int) -> int:
+    def _beam(self, max_draft_nodes: Sequence[int], steps: int) -> int:
         """F, the nodes of each level to expand: K, or as many as have slots for their keys.
 
         Each level takes F slots of every request, ``steps - 1`` levels. A node without a slot would
@@ -226,7 +226,7 @@ class FeatureDrafter(ABC):
         levels = steps - 1
         if not levels:
             return self._topk
-        return min((self._topk, *(own // levels for own in room if own >= levels)))
+        return min((self._topk, *(own // levels for own in max_draft_nodes if own >= levels)))
 
     def _expand(
         self, batch: Batch, frontier: _Frontier, step: int

@@ -22,25 +22,25 @@ class FutureMap:
     Steps run in the order they are launched, so a row written by step n is what step n+1 reads.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._known = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+    def __init__(self, req_table_size: int, device: torch.device) -> None:
+        self._known = torch.zeros(2, req_table_size, dtype=torch.int64, device=device)
         self.seq_lens, self.bonus_tokens = self._known.unbind(0)
         self.state: dict[str, Tensor] = {}
-        self.num_rows = num_rows
+        self.req_table_size = req_table_size
 
     def declare(self, spec: Mapping[str, StateTensor]) -> None:
         """Make the buffers of what the worker declares: zeros, until a request leaves its own."""
         for name, declared in spec.items():
-            shape = self.num_rows, *declared.shape
+            shape = self.req_table_size, *declared.shape
             zeros = torch.zeros(shape, dtype=declared.dtype, device=self.bonus_tokens.device)
             self.state[name] = zeros
 
-    def publish(self, rows: Tensor, seq_lens: Tensor, output: CommittedOutput) -> None:
+    def publish(self, req_indices: Tensor, seq_lens: Tensor, output: CommittedOutput) -> None:
         """Say how far each request is: committed lengths [bs] and bonus tokens [bs]."""
-        self.seq_lens.index_copy_(0, rows, seq_lens)
-        self.bonus_tokens.index_copy_(0, rows, output.bonus_tokens)
+        self.seq_lens.index_copy_(0, req_indices, seq_lens)
+        self.bonus_tokens.index_copy_(0, req_indices, output.bonus_tokens)
 
-    def stash(self, rows: Tensor, draft_input: DraftInput) -> None:
+    def stash(self, req_indices: Tensor, draft_input: DraftInput) -> None:
         """Keep the draft state of the next step. What was not declared gets a buffer when its name
         first appears.
 
@@ -49,22 +49,22 @@ class FutureMap:
         """
         for name, buffer in self.state.items():
             if draft_input.state.get(name) is None:
-                buffer.index_fill_(0, rows, 0)
+                buffer.index_fill_(0, req_indices, 0)
         for name, tensor in draft_input.state.items():
             if tensor is None:
                 continue
             if name not in self.state:
-                self.state[name] = tensor.new_zeros((self.num_rows, *tensor.shape[1:]))
+                self.state[name] = tensor.new_zeros((self.req_table_size, *tensor.shape[1:]))
             buffer = self.state[name]
             if buffer.shape[1:] != tensor.shape[1:] or buffer.dtype != tensor.dtype:
-                both = stack(buffer, tensor, (self.num_rows, len(rows)))
+                both = stack(buffer, tensor, (self.req_table_size, len(req_indices)))
                 assert both is not None
-                buffer = self.state[name] = both[: self.num_rows]
-                tensor = both[self.num_rows :]
-            buffer.index_copy_(0, rows, tensor)
+                buffer = self.state[name] = both[: self.req_table_size]
+                tensor = both[self.req_table_size :]
+            buffer.index_copy_(0, req_indices, tensor)
 
-    def resolve(self, rows: Tensor) -> tuple[Tensor, DraftInput]:
-        """The committed lengths [bs] and the draft input of the requests in ``rows`` [bs]."""
-        state = {name: buffer[rows] for name, buffer in self.state.items()}
-        seq_lens, bonus_tokens = self._known.index_select(1, rows).unbind(0)
+    def resolve(self, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
+        """The committed lengths [bs] and the draft input of these requests [bs]."""
+        state = {name: buffer[req_indices] for name, buffer in self.state.items()}
+        seq_lens, bonus_tokens = self._known.index_select(1, req_indices).unbind(0)
         return seq_lens, DraftInput(bonus_tokens=bonus_tokens, state=state)

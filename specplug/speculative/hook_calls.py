@@ -46,7 +46,7 @@ _OBSERVERS = ("on_step", "on_request_finished")
 _BEFORE_THE_RUN = ("validate_config", "create_worker", "create_future_map")
 """Hooks that may refuse the user's settings or files, by specplug's own errors."""
 
-_MEND = "mend the plugin, or tell its author (SPECPLUG_DEBUG=1 shows the traceback)"
+_FIX = "fix the plugin, or tell its author (SPECPLUG_DEBUG=1 shows the traceback)"
 
 
 class _ExtensionFailure(Exception):
@@ -158,7 +158,7 @@ class HookCalls:
         try:
             draft.check(values=DEBUG)
         except ValueError as error:
-            self._refuse(hook, f"drafted {error}", mend="make it by Draft.chain or Draft.tree")
+            self._refuse(hook, f"drafted {error}", fix="make it by Draft.chain or Draft.tree")
         config, (size, width) = runtime.config, draft.tokens.shape
         most, steps = config.num_draft_tokens, config.num_steps
         if size != len(roots) or width > most or draft.depth > steps:
@@ -228,7 +228,7 @@ class HookCalls:
         made = self._call(
             hook, runtime=runtime, batch=batch, target_output=target_output, future_map=future_map
         )
-        return self._check_draft_input(hook, made, batch.size, target_output.tokens)
+        return self._check_draft_input(hook, made, batch.size, target_output.next_tokens)
 
     def fixup_idle(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:
         """The draft input of no request."""
@@ -252,16 +252,16 @@ class HookCalls:
         """The draft state that travels with prefilled requests."""
         hook = "export_draft_state"
         found = self._call(hook, runtime=runtime, batch=batch, future_map=future_map)
-        self._check_tensors(hook, "a state", found, batch.size, batch.rows, may_lack=True)
+        self._check_tensors(hook, "a state", found, batch.size, batch.req_indices, may_lack=True)
         state: Mapping[str, Tensor | None] = found
         return state
 
     # The relay, which may be the algorithm's own
 
-    def resolve(self, future_map: FutureMap, rows: Tensor) -> tuple[Tensor, DraftInput]:
+    def resolve(self, future_map: FutureMap, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
         """The committed lengths and the draft input of a batch, for the algorithm."""
         what = f"{type(future_map).__name__}.resolve"
-        found = self._guarded(what, future_map.resolve, rows)
+        found = self._guarded(what, future_map.resolve, req_indices)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], DraftInput)):
             self._refuse(what, f"returned {described(found)}", "(seq_lens, a specplug.DraftInput)")
         return found
@@ -269,15 +269,15 @@ class HookCalls:
     def relay(
         self,
         future_map: FutureMap,
-        rows: Tensor,
+        req_indices: Tensor,
         seq_lens: Tensor,
         output: CommittedOutput,
         draft_input: DraftInput,
     ) -> None:
         """Leave the next step what it starts from."""
         kind = type(future_map).__name__
-        self._guarded(f"{kind}.publish", future_map.publish, rows, seq_lens, output)
-        self._guarded(f"{kind}.stash", future_map.stash, rows, draft_input)
+        self._guarded(f"{kind}.publish", future_map.publish, req_indices, seq_lens, output)
+        self._guarded(f"{kind}.stash", future_map.stash, req_indices, draft_input)
 
     # Afterwards
 
@@ -321,12 +321,12 @@ class HookCalls:
         return _failure(self._subject, what, raised)
 
     def _refuse(
-        self, what: str, found: str, expected: str = "", mend: str = "mend the plugin"
+        self, what: str, found: str, expected: str = "", fix: str = "fix the plugin"
     ) -> NoReturn:
         """Raise that a plugin returned what it must not."""
         subject = self._answered or self._subject
         expectation = f"; expected {expected}" if expected else ""
-        raise PluginError(f"{subject}: {what}() {found}{expectation}; {mend}")
+        raise PluginError(f"{subject}: {what}() {found}{expectation}; {fix}")
 
     def _expect_type(self, hook: str, result: Any, expected: type[Result], called: str) -> Result:
         if not isinstance(result, expected):
@@ -501,4 +501,4 @@ def _is_told(what: str, error: BaseException) -> bool:
 def _failure(subject: str, what: str, error: BaseException) -> str:
     if isinstance(error, PluginError):  # of the runtime, which knows no names
         return f"{subject}: {what}(): {error}"
-    return f"{subject}: {what}() raised {error_line(error)}; expected it to return; {_MEND}"
+    return f"{subject}: {what}() raised {error_line(error)}; expected it to return; {_FIX}"

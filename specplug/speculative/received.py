@@ -42,7 +42,7 @@ def received_state(batch: Batch, spec: Mapping[str, StateTensor]) -> ReceivedSta
         batch: of received requests.
         spec: what ``worker.state_spec()`` declares.
     """
-    device, states = batch.rows.device, [request.draft_state for request in batch.requests]
+    device, states = batch.req_indices.device, [request.draft_state for request in batch.requests]
     tensors, counts = {}, {}
     for name, declared in spec.items():
         rows = torch.zeros(len(states), *declared.shape, dtype=declared.dtype)

@@ -11,7 +11,7 @@ class StepReport:
 
     Attributes:
         number: of the step, from 1 on.
-        mode: "prefill", "decode", "mixed", or "unpack" if it only took in what was received.
+        mode: "prefill", "decode", "mixed", or "receive" if it only took in what was received.
         prefill_ids: requests of which the step computed prompt tokens.
         prefill_tokens: how many of each; those of a request that was retracted are its output too.
         recomputed_tokens: how many of these had been computed before a retraction.
@@ -35,7 +35,7 @@ class StepReport:
             are among the latter.
         seconds: time by part. Of the device, where that has a clock of its own, else of the host:
             "propose" the draft (and its plans), "target" the pass of the target, "verify" sampling,
-            acceptance and compaction, "extend" the draft model's context, "unpack" what was
+            acceptance and compaction, "extend" the draft model's context, "receive" what was
             received. And of the host:
             "host", scheduling the step and processing its results.
     """

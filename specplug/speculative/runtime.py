@@ -82,7 +82,7 @@ class Runtime(Protocol):
         page_size: tokens a page of the KV pool.
         chunked_prefill_size: the most prompt tokens of a step; None: no limit.
         overlap: whether a step is launched before the host knows what the last one accepted.
-        num_rows: request rows, row 0 (padding) included.
+        req_table_size: request rows, row 0 (padding) included.
     """
 
     device: torch.device
@@ -98,7 +98,7 @@ class Runtime(Protocol):
     page_size: int
     chunked_prefill_size: int | None
     overlap: bool
-    num_rows: int
+    req_table_size: int
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         """The target's input embedding: [R] int64 -> [R, hidden_size]."""

@@ -33,14 +33,14 @@ class CommittedOutput:
     """What the target computed about committed tokens: a prefill chunk, or an accepted path.
 
     Attributes:
-        tokens: [R] int64, the token after each row's position.
+        next_tokens: [R] int64, the token after each row's position.
         per_node: named tensors of leading size R.
         last_rows: [bs] int64, each request's last row that counts.
         accept_lens: [bs] int64, rows of each request that count.
         bonus_tokens: [bs] int64, the token after each request's last row.
     """
 
-    tokens: Tensor
+    next_tokens: Tensor
     per_node: Mapping[str, Tensor] = attrs.field(factory=dict)
     last_rows: Tensor
     accept_lens: Tensor
@@ -60,7 +60,7 @@ def compact(verified: VerifyOutput, per_node: Mapping[str, Tensor]) -> Committed
     starts = torch.arange(bs, device=index.device) * columns
     return CommittedOutput(
         per_node={name: tensor[rows] for name, tensor in per_node.items()},
-        tokens=verified.predict[rows],
+        next_tokens=verified.predict[rows],
         last_rows=starts + verified.accept_lens - 1,
         accept_lens=verified.accept_lens,
         bonus_tokens=verified.bonus_tokens,

@@ -9,7 +9,7 @@ import pytest
 
 from specplug.bench.measurement import Run, Series
 from specplug.bench.summary import Report, summarize
-from specplug.bench.variant import parse_contenders
+from specplug.bench.variant import parse_variants
 
 MakeSeries = Callable[..., list[Series]]
 
@@ -47,19 +47,19 @@ def make_series() -> MakeSeries:
         same = [[1, 2, 3, 4]] * batch_size
         return [
             Series(
-                contender=contender,
+                variant=variant,
                 batch_size=batch_size,
                 config=config,
                 runs=[
                     _run(
                         s,
-                        (outputs or {}).get(contender.label, same),
-                        () if contender.is_baseline else drafted,
+                        (outputs or {}).get(variant.label, same),
+                        () if variant.is_baseline else drafted,
                     )
-                    for s in seconds[contender.label]
+                    for s in seconds[variant.label]
                 ],
             )
-            for contender in parse_contenders([spec], [])
+            for variant in parse_variants([spec], [])
         ]
 
     return make

@@ -9,12 +9,12 @@ import pytest
 from specplug.bench import measurement
 from specplug.bench.dataset import Deal, Prompt, deal
 from specplug.bench.measurement import Observer, measure
-from specplug.bench.variant import Contender
+from specplug.bench.variant import Variant
 from specplug.errors import PluginError, UsageError
 from specplug.sampling_params import SamplingParams
 
 PROMPTS = [Prompt(f"{n}", n) for n in range(20)]
-NONE, A, B = (Contender(name, named=name != "B") for name in ("NONE", "A", "B"))
+NONE, A, B = (Variant(name, named=name != "B") for name in ("NONE", "A", "B"))
 
 
 class Engine:
@@ -57,10 +57,10 @@ def engine(monkeypatch):
     return Engine
 
 
-def run(*contenders, dealt: Deal | None = None, observer: Observer | None = None):
+def run(*variants, dealt: Deal | None = None, observer: Observer | None = None):
     dealt = dealt or deal(PROMPTS, batch_size=2, rounds=3, num_prompts=4)
     shared = {"page_size": 4}
-    return measure(contenders, 2, dealt, SamplingParams(), shared, observer or Observer())
+    return measure(variants, 2, dealt, SamplingParams(), shared, observer or Observer())
 
 
 def test_they_take_turns_and_each_round_another_one_begins(engine):
@@ -75,7 +75,7 @@ def test_they_take_turns_and_each_round_another_one_begins(engine):
     loads = [(name, "load") for name in ("NONE", "A", "B")]
     closes = [(name, "close") for name in ("B", "A", "NONE")]
     assert engine.calls == [*loads, *warm_up, *rounds, *closes]
-    assert [series.contender for series in done] == [NONE, A, B]
+    assert [series.variant for series in done] == [NONE, A, B]
     assert all(len(series.runs) == 3 for series in done), "the warm-up does not count"
     first = done[0].runs[0]
     assert (first.output_tokens, first.statistics) == (4, {"stats": "NONE"})
@@ -91,7 +91,7 @@ def test_arguments(monkeypatch):
             super().__init__(**arguments)
 
     monkeypatch.setattr(measurement, "LLM", Noting)
-    run(NONE, Contender("A").with_common({"speculative_num_steps": 3}))
+    run(NONE, Variant("A").with_common({"speculative_num_steps": 3}))
     same = {"page_size": 4, "max_running_requests": 2}
     assert made == [
         {"speculative_algorithm": "NONE", **same},

@@ -91,7 +91,7 @@ def test_problems(make_series, make_report, skipped):
     report = make_report(series)
     assert [summary.label for summary in report.summaries] == ["NONE", "B"]
     assert report.problems == [
-        {"contender": "A", "batch_size": 1, "skipped": skipped, "reason": "told"}
+        {"variant": "A", "batch_size": 1, "skipped": skipped, "reason": "told"}
     ]
     assert report.sound is skipped
 
@@ -133,7 +133,7 @@ def test_words(make_series, make_report):
 def test_json(make_series, make_report):
     report = json.loads(json.dumps(make_report(make_series("A,B", SECONDS)).as_mapping()))
     _, fast, _ = report["results"]
-    assert fast["contender"] == "B"
+    assert fast["variant"] == "B"
     assert fast["speed_up"] == {"median": 4.0, "low": 4.0, "high": 6.0}
     assert fast["seconds"]["wall"] == pytest.approx(3.0)
     assert [each["tokens_per_second"] for each in fast["rounds"]] == [4.0, 4.0, 4.0]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from specplug.bench.variant import parse_contenders
+from specplug.bench.variant import parse_variants
 from specplug.errors import UsageError
 
 INSTALLED = ["EAGLE3", "NGRAM", "NONE"]
 
 
 def labels(*texts: str) -> list[str]:
-    return [contender.label for contender in parse_contenders(texts, INSTALLED)]
+    return [variant.label for variant in parse_variants(texts, INSTALLED)]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_labels(texts, expected):
 
 
 def test_settings_are_arguments_of_the_engine():
-    _, mine = parse_contenders(["X:steps=2,topk=3,tokens=4,draft=d"], INSTALLED)
+    _, mine = parse_variants(["X:steps=2,topk=3,tokens=4,draft=d"], INSTALLED)
     assert mine.own == {
         "speculative_num_steps": 2,
         "speculative_eagle_topk": 3,
@@ -41,7 +41,7 @@ def test_settings_are_arguments_of_the_engine():
 
 
 def test_its_own_settings_go_before_those_for_all():
-    plain, mine = parse_contenders(["X:steps=2"], INSTALLED)
+    plain, mine = parse_variants(["X:steps=2"], INSTALLED)
     common = {"speculative_num_steps": 9, "speculative_eagle_topk": 3}
     assert mine.with_common(common).arguments == {**common, "speculative_num_steps": 2}
     assert plain.with_common(common).arguments == {}
@@ -49,7 +49,7 @@ def test_its_own_settings_go_before_those_for_all():
 
 
 def test_who_was_named_must_not_be_left_out():
-    named = {c.label: c.named for c in parse_contenders(["all,NGRAM"], INSTALLED)}
+    named = {c.label: c.named for c in parse_variants(["all,NGRAM"], INSTALLED)}
     assert named == {"NONE": True, "EAGLE3": False, "NGRAM": True}
 
 

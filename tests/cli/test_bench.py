@@ -132,7 +132,7 @@ def test_json_file(measured):
     assert report["machine"]["threads"] >= 1
     assert {"python", "specplug", "torch", "specplug-ngram"} <= set(report["versions"])
     results = report["results"]
-    assert {(r["contender"], r["batch_size"]) for r in results} == {
+    assert {(r["variant"], r["batch_size"]) for r in results} == {
         (label, size) for label in LABELS for size in (1, 2)
     }
     for result in results:
@@ -145,7 +145,7 @@ def test_json_file(measured):
 
 
 def check_result(result):
-    """Of one contender at one batch size."""
+    """Of one variant at one batch size."""
     assert result["identical"] is True
     assert result["differences"] == []
     assert len(result["rounds"]) == 2
@@ -225,7 +225,7 @@ def test_all(plugin_folder, monkeypatch):
     done = bench("--json", *QUICK, "--batch-sizes", "1,2", "--num-prompts", "2")
     report = json.loads(done.stdout)
     assert done.exit_code == 0, "nobody named them"
-    assert [r["contender"] for r in report["results"] if r["contender"] != "NONE"] == ["NGRAM"] * 2
+    assert [r["variant"] for r in report["results"] if r["variant"] != "NONE"] == ["NGRAM"] * 2
     absent, crashing = done.stderr.splitlines()
     assert absent.startswith("warning: ABSENT: left out: algorithm ABSENT (specplug-absent 1.0, ")
     assert "No module named 'nothing_there'" in absent
@@ -233,7 +233,7 @@ def test_all(plugin_folder, monkeypatch):
         "warning: CRASHING, batch 1: left out: algorithm CRASHING (specplug-"
     )
     assert "create_worker() raised KeyError: 'slot'" in crashing
-    assert [(p["contender"], p["skipped"]) for p in report["problems"]] == [
+    assert [(p["variant"], p["skipped"]) for p in report["problems"]] == [
         ("ABSENT", True),
         ("CRASHING", True),
     ]

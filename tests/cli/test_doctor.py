@@ -1,4 +1,4 @@
-"""``specplug doctor``: every problem of every plugin, with its mend."""
+"""``specplug doctor``: every problem of every plugin, with its fix."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_problem_of_every_plugin(plugin_folder, others):
     assert "in load" in failure["traceback"]
     assert "importlib" not in failure["traceback"]
     assert "registry.py" not in failure["traceback"]
-    assert [p["mend"] for p in found["B_WRONG"]["problems"]] == [
+    assert [p["fix"] for p in found["B_WRONG"]["problems"]] == [
         "rename it to propose",
         "take it away",
     ]
@@ -67,7 +67,7 @@ def test_every_problem_of_every_plugin(plugin_folder, others):
     said = doctor(plugin_folder, code=1, SPECPLUG_DISABLE=disabled)
     for plugin in [*report["algorithms"], *report["extensions"]]:
         for problem in plugin["problems"]:
-            assert all(problem[part] in said for part in ("what", "expected", "mend"))
+            assert all(problem[part] in said for part in ("what", "expected", "fix"))
     assert "    ZeroDivisionError: division by zero\n" in said
     assert "note: SPECPLUG_DISABLE names GHOST" in said
     assert "3 of " in said.splitlines()[-1]

@@ -251,7 +251,7 @@ class Declaring(NoDraft):
         self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
     ) -> DraftInput:
         feature = target_output.per_node[self._features][target_output.last_rows]
-        state = {"feature": feature, "count": torch.full_like(batch.rows, 4)}
+        state = {"feature": feature, "count": torch.full_like(batch.req_indices, 4)}
         return DraftInput(bonus_tokens=target_output.bonus_tokens, state=state)
 
     @hookimpl
@@ -294,7 +294,10 @@ def received(llm: LLM, num_requests: int) -> Batch:
     for request in requests:
         request.token_ids.append(7)
     return Batch(
-        mode=ForwardMode.DECODE, requests=requests, rows=rows, seq_lens=torch.full_like(rows, 3)
+        mode=ForwardMode.DECODE,
+        requests=requests,
+        req_indices=rows,
+        seq_lens=torch.full_like(rows, 3),
     )
 
 
@@ -316,7 +319,7 @@ def test_an_empty_batch_and_one_without_states_have_the_same_form(
                 draft_input = llm._hooks.build_disagg_draft_input(
                     runtime=llm._engine._runtime,
                     batch=batch,
-                    last_tokens=torch.full_like(batch.rows, 7),
+                    last_tokens=torch.full_like(batch.req_indices, 7),
                     future_map=llm._engine._steps._future_map,
                 )
             assert draft_input.bonus_tokens.shape == (size,)

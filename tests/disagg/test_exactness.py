@@ -185,7 +185,7 @@ def test_what_is_retracted_is_prefilled_here(plain: Plain, name: str) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
 def test_prefixes_that_are_lost_meanwhile_are_prefilled_here(plain: Plain, overlap: bool) -> None:
-    """A parcel that begins behind what the cache has kept is of no use."""
+    """A received that begins behind what the cache has kept is of no use."""
     head = plain.ids(TEXT[:120])
     prompts = [(*head, 100 + i) for i in range(3)]
     others = [tuple(range(300 + 40 * i, 340 + 40 * i)) for i in range(3)]
@@ -209,7 +209,7 @@ def test_prefixes_that_are_lost_meanwhile_are_prefilled_here(plain: Plain, overl
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
 def test_an_abort_at_any_moment_leaves_the_others_theirs(plain: Plain, overlap: bool) -> None:
-    """Before it is sent, while it is away, with its parcel waiting, and while it decodes."""
+    """Before it is sent, while it is away, received and waiting, and while it decodes."""
     long = [
         (plain.ids(text), SamplingParams(max_tokens=40, seed=7)) for text in (HEAD, "class ")
     ]  # that the parcels of others wait for

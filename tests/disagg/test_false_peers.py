@@ -18,7 +18,7 @@ import zmq
 
 from conftest import Plain, Site, check_whole, finish, step_until
 from specplug import LLM, SamplingParams
-from specplug.disagg.wire_message import MAGIC, Message, decode, encode
+from specplug.disagg.wire_message import MAGIC, WireMessage, decode, encode
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.7, seed=5)
 Frames = list[Any]
@@ -48,7 +48,7 @@ class FalsePeer:
     def register(self) -> None:
         assert self._site.llm._remote is not None
         identity = self._site.llm._remote._identity.as_fields()
-        self.say(encode(Message("register", {"session": self.session, "identity": identity})))
+        self.say(encode(WireMessage("register", {"session": self.session, "identity": identity})))
 
     def say(self, frames: Frames) -> None:
         self._socket.send_multipart(frames)
@@ -81,7 +81,7 @@ def caches(site: Site, size: int) -> dict[str, Any]:
 
 
 def part(job: Any, start: Any, end: Any, tensors: dict[str, Any], **fields: Any) -> Frames:
-    return encode(Message("part", {"job": job, "start": start, "end": end, **fields}, tensors))
+    return encode(WireMessage("part", {"job": job, "start": start, "end": end, **fields}, tensors))
 
 
 def last(job: str, size: int, site: Site, **changes: Any) -> list[Frames]:
@@ -115,11 +115,11 @@ def impossible_shape(job: str, size: int, site: Site) -> list[Frames]:
 
 
 def no_job(job: str, size: int, site: Site) -> list[Frames]:
-    return [encode(Message("part", {"start": 0, "end": size}))]
+    return [encode(WireMessage("part", {"start": 0, "end": size}))]
 
 
 def wrong_kind(job: str, size: int, site: Site) -> list[Frames]:
-    return [encode(Message("parcel", {"job": job}))]
+    return [encode(WireMessage("received", {"job": job}))]
 
 
 def wrong_shape(job: str, size: int, site: Site) -> list[Frames]:
@@ -166,7 +166,7 @@ def wrong_logprobs(job: str, size: int, site: Site) -> list[Frames]:
 
 
 def failed(job: str, size: int, site: Site) -> list[Frames]:
-    return [encode(Message("failed", {"job": job, "error": "no will"}))]
+    return [encode(WireMessage("failed", {"job": job, "error": "no will"}))]
 
 
 SPOILS: list[tuple[Callable[..., list[Frames]], str]] = [
@@ -290,20 +290,20 @@ def test_a_peer_that_says_nothing_but_that_it_lives_is_given_up(
 
 
 NONSENSE = [
-    Message("register"),
-    Message("register", {"session": "x", "identity": {}}),
-    Message("register", {"session": float("inf"), "identity": {}}),
-    Message("register", {"session": None, "identity": None}),
-    Message("register", {"session": 0, "identity": []}),
-    Message("register", {"session": 7, "identity": {"version": "?"}}),
-    Message("part"),
-    Message("part", {"job": []}),
-    Message("part", {"job": {}}),
-    Message("failed", {"job": None}),
-    Message("failed"),
-    Message("leave", {"job": 3}),
-    Message("cancel", {"job": "x"}),
-    Message(""),
+    WireMessage("register"),
+    WireMessage("register", {"session": "x", "identity": {}}),
+    WireMessage("register", {"session": float("inf"), "identity": {}}),
+    WireMessage("register", {"session": None, "identity": None}),
+    WireMessage("register", {"session": 0, "identity": []}),
+    WireMessage("register", {"session": 7, "identity": {"version": "?"}}),
+    WireMessage("part"),
+    WireMessage("part", {"job": []}),
+    WireMessage("part", {"job": {}}),
+    WireMessage("failed", {"job": None}),
+    WireMessage("failed"),
+    WireMessage("leave", {"job": 3}),
+    WireMessage("cancel", {"job": "x"}),
+    WireMessage(""),
 ]
 
 

@@ -18,7 +18,7 @@ from test_false_peers import FalsePeer, caches, finish_with, last, part_with
 from conftest import Pair, Plain, Site, check_whole, finish, step_until
 from specplug import LLM, PluginError, SamplingParams, UsageError, hookimpl
 from specplug.disagg.identity import HandshakeError
-from specplug.disagg.wire_message import Message, MessageError, decode, encode
+from specplug.disagg.wire_message import WireError, WireMessage, decode, encode
 from specplug.disagg.zmq_transport import ZmqTransport
 from specplug.engine import kv_transfer
 from specplug.model.loading import ASSETS
@@ -38,10 +38,10 @@ def lonely(tmp_path: Path) -> Iterator[Site]:
 def test_a_large_prefill_travels_in_slices(
     plain: Plain, long_prompt: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[Message] = []
+    sent: list[WireMessage] = []
     send = ZmqTransport.send
 
-    def note(self: ZmqTransport, peer: str, message: Message) -> None:
+    def note(self: ZmqTransport, peer: str, message: WireMessage) -> None:
         sent.append(message)
         send(self, peer, message)
 
@@ -119,7 +119,7 @@ def test_a_job_that_an_instance_does_not_know_of_is_given_away_again(
         peer.step()
         if time.monotonic() - told > 0.05:
             told = time.monotonic()
-            peer.say(encode(Message("working", {"jobs": []})))
+            peer.say(encode(WireMessage("working", {"jobs": []})))
         return peer.jobs > 1
 
     step_until(lonely.llm, working, "the second try")
@@ -199,7 +199,7 @@ def test_what_cannot_be_told_ends_its_request_alone(plain: Plain) -> None:
 def test_a_shape_that_no_tensor_can_have_gives_no_other_error(shape: list[int]) -> None:
     header = {"kind": "part", "fields": {}, "tensors": [["cache0", "float64", shape]]}
     data = b"" if 0 in shape else b"x" * 8
-    with suppress(MessageError):
+    with suppress(WireError):
         assert (
             0 in decode([b"specplug/1", json.dumps(header).encode(), data]).tensors["cache0"].shape
         )
@@ -208,7 +208,7 @@ def test_a_shape_that_no_tensor_can_have_gives_no_other_error(shape: list[int]) 
 def test_a_closed_transport_lets_messages_pass() -> None:
     transport = ZmqTransport.bind("tcp://127.0.0.1:*")
     transport.close()
-    transport.send("00", Message("who"))
+    transport.send("00", WireMessage("who"))
     transport.close()
 
 

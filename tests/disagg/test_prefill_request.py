@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from specplug import SamplingParams
-from specplug.disagg.prefill_request import Job, job_message, read_job
+from specplug.disagg.prefill_request import PrefillRequest, prefill_message, read_prefill_request
 from specplug.disagg.wire_message import decode, encode
 from specplug.engine.request import Request
 
@@ -38,7 +38,7 @@ OF_THE_JOB = {"max_tokens": 1, "seed": 11}
 """Settings that a job has its own of: one token, and the seed that the request has got."""
 
 
-def travelled(**settings: Any) -> Job:
+def travelled(**settings: Any) -> PrefillRequest:
     """The job of a request with these settings, as a prefill instance reads it."""
     request = Request(
         request_id="1",
@@ -48,8 +48,8 @@ def travelled(**settings: Any) -> Job:
         max_tokens=9,
         seed=11,
     )
-    message = job_message("a-1", request, 0, True)
-    return read_job(decode([bytes(frame) for frame in encode(message)]))
+    message = prefill_message("a-1", request, 0, True)
+    return read_prefill_request(decode([bytes(frame) for frame in encode(message)]))
 
 
 @pytest.mark.parametrize("name", [field.name for field in attrs.fields(SamplingParams)])

@@ -19,7 +19,7 @@ from tcp_proxy import Proxy
 
 from specplug import UsageError
 from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost
-from specplug.disagg.wire_message import MAGIC, Message
+from specplug.disagg.wire_message import MAGIC, WireMessage
 from specplug.disagg.zmq_transport import ROUTER_SIDE, Pulse, ZmqTransport
 
 PULSE = Pulse(interval=0.05, silence=1.0)
@@ -42,7 +42,7 @@ class Listener:
             assert time.monotonic() < deadline, self.events
             self.events += self.transport.receive(0.1)
 
-    def messages(self, count: int) -> list[Message]:
+    def messages(self, count: int) -> list[WireMessage]:
         """The first messages."""
         return [event.message for event in self.wait_for(Arrived, count)]
 
@@ -65,7 +65,7 @@ def ends() -> Iterator[Ends]:
 def test_both_sides_find_each_other(ends: Ends) -> None:
     bound, connected, _ = ends
     (found,) = bound.wait_for(Found)
-    bound.transport.send(found.peer, Message("who"))
+    bound.transport.send(found.peer, WireMessage("who"))
     assert connected.wait_for(Found) == [Found(ROUTER_SIDE)]
     assert connected.messages(1)[0].kind == "who"
 
@@ -77,7 +77,9 @@ def test_messages_arrive_in_order_from_many_threads(ends: Ends) -> None:
     def send(thread: int) -> None:
         for number in range(200):
             tensors = {"x": torch.full((number % 7,), number)}
-            connected.transport.send(ROUTER_SIDE, Message("part", {"n": [thread, number]}, tensors))
+            connected.transport.send(
+                ROUTER_SIDE, WireMessage("part", {"n": [thread, number]}, tensors)
+            )
 
     threads = [threading.Thread(target=send, args=(i,)) for i in range(3)]
     for thread in threads:
@@ -95,7 +97,7 @@ def test_large_tensors_arrive(ends: Ends) -> None:
     bound, connected, _ = ends
     bound.wait_for(Found)
     sent = torch.arange(6 << 20)
-    connected.transport.send(ROUTER_SIDE, Message("part", {}, {"x": sent, "y": sent[5:9]}))
+    connected.transport.send(ROUTER_SIDE, WireMessage("part", {}, {"x": sent, "y": sent[5:9]}))
     (arrived,) = bound.messages(1)
     assert torch.equal(arrived.tensors["x"], sent)
     assert arrived.tensors["y"].tolist() == [5, 6, 7, 8]
@@ -121,7 +123,7 @@ def test_a_cut_is_noticed_at_once_where_one_connects(ends: Ends) -> None:
     proxy.cut()
     assert connected.wait_for(Lost) == [Lost(ROUTER_SIDE)]
     connected.wait_for(Found, 2)
-    connected.transport.send(ROUTER_SIDE, Message("register"))
+    connected.transport.send(ROUTER_SIDE, WireMessage("register"))
     assert bound.messages(1)[0].kind == "register"
 
 
@@ -132,9 +134,9 @@ def test_what_was_sent_before_a_loss_was_told_goes_nowhere(ends: Ends) -> None:
     connected.wait_for(Found)
     proxy.cut()
     bound.wait_for(Found, 2)  # they are connected again
-    connected.transport.send(ROUTER_SIDE, Message("part"))
+    connected.transport.send(ROUTER_SIDE, WireMessage("part"))
     connected.wait_for(Lost)
-    connected.transport.send(ROUTER_SIDE, Message("register"))
+    connected.transport.send(ROUTER_SIDE, WireMessage("register"))
     assert bound.messages(1)[0].kind == "register"
 
 
@@ -144,12 +146,12 @@ def test_of_a_message_that_is_cut_nothing_arrives(ends: Ends) -> None:
     connected.wait_for(Found)
     proxy.hold(after=1 << 20)
     tensor = torch.ones(1 << 20)  # 4 MiB
-    connected.transport.send(ROUTER_SIDE, Message("part", {"n": 0}, {"x": tensor}))
+    connected.transport.send(ROUTER_SIDE, WireMessage("part", {"n": 0}, {"x": tensor}))
     proxy.wait_until_held(DEADLINE)
     proxy.cut()
     connected.wait_for(Lost)
     connected.wait_for(Found, 2)
-    connected.transport.send(ROUTER_SIDE, Message("part", {"n": 1}, {"x": tensor}))
+    connected.transport.send(ROUTER_SIDE, WireMessage("part", {"n": 1}, {"x": tensor}))
     assert [m.fields["n"] for m in bound.messages(1)] == [1]
     assert not [event for event in bound.events if isinstance(event, Broken)]
 
@@ -170,7 +172,7 @@ def test_a_connection_that_is_dropped_is_tried_ever_later() -> None:
         assert [delay >= 0.05 * 2**i for i, delay in enumerate(delays)] == [True] * 4, delays
         with closing(ZmqTransport.bind(f"tcp://127.0.0.1:{port}", PULSE)) as bound:
             (found,) = Listener(bound).wait_for(Found)
-            bound.send(found.peer, Message("who"))
+            bound.send(found.peer, WireMessage("who"))
             assert Listener(connected).messages(1)[0].kind == "who"
     finally:
         connected.close()
@@ -213,10 +215,10 @@ def test_what_is_no_message_is_told_and_does_no_harm(bound: Listener) -> None:
 
 def test_a_peer_that_is_not_there_can_be_written_to(bound: Listener) -> None:
     for peer in ("00ff", ""):
-        bound.transport.send(peer, Message("who"))
+        bound.transport.send(peer, WireMessage("who"))
     elsewhere = ZmqTransport.connect("tcp://127.0.0.1:9", PULSE)
     for _ in range(3):
-        elsewhere.send(ROUTER_SIDE, Message("register"))
+        elsewhere.send(ROUTER_SIDE, WireMessage("register"))
     assert elsewhere.receive(0.2) == []
     elsewhere.close()
     assert bound.transport.receive(0.2) == []

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specplug.disagg.wire_message import _DTYPES, MAGIC, Message, MessageError, decode, encode
+from specplug.disagg.wire_message import _DTYPES, MAGIC, WireError, WireMessage, decode, encode
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -34,18 +34,18 @@ def tensors(draw: Any) -> torch.Tensor:
 
 
 MESSAGES = st.builds(
-    Message,
+    WireMessage,
     st.text(max_size=12),
     st.dictionaries(st.text(max_size=6), JSON, max_size=3),
     st.dictionaries(st.text(max_size=6), tensors(), max_size=3),
 )
 
 
-def as_sent(message: Message) -> list[bytes]:
+def as_sent(message: WireMessage) -> list[bytes]:
     return [bytes(frame) for frame in encode(message)]
 
 
-SOUND = Message(
+SOUND = WireMessage(
     "part",
     {"job": "a-1", "start": 0, "end": 3},
     {"cache0": torch.arange(12.0).view(2, 2, 3), "state.tokens": torch.tensor([3, 4])},
@@ -54,7 +54,7 @@ SOUND = Message(
 
 @settings(max_examples=60, deadline=None)
 @given(MESSAGES)
-def test_a_message_comes_out_as_it_went_in(message: Message) -> None:
+def test_a_message_comes_out_as_it_went_in(message: WireMessage) -> None:
     arrived = decode(as_sent(message))
     assert (arrived.kind, arrived.fields) == (message.kind, message.fields)
     assert list(arrived.tensors) == list(message.tensors)
@@ -74,25 +74,25 @@ def test_what_arrives_can_be_written_to() -> None:
 def test_every_bit_of_a_value_arrives(dtype: torch.dtype) -> None:
     bits = torch.arange(256, dtype=torch.uint8)
     tensor = bits.bool() if dtype == torch.bool else bits.view(dtype)
-    arrived = decode(as_sent(Message("part", {}, {"x": tensor}))).tensors["x"]
+    arrived = decode(as_sent(WireMessage("part", {}, {"x": tensor}))).tensors["x"]
     assert torch.equal(arrived.view(torch.uint8), tensor.view(torch.uint8))
 
 
 def test_a_message_cut_anywhere_is_refused() -> None:
     frames = as_sent(SOUND)
     for number in range(len(frames)):
-        with pytest.raises(MessageError):
+        with pytest.raises(WireError):
             decode(frames[:number])
         for size in range(len(frames[number])):
-            with pytest.raises(MessageError):
+            with pytest.raises(WireError):
                 decode([*frames[:number], frames[number][:size], *frames[number + 1 :]])
-    with pytest.raises(MessageError, match=r"has 3 tensors; its header says 2"):
+    with pytest.raises(WireError, match=r"has 3 tensors; its header says 2"):
         decode([*frames, b""])
 
 
 def test_the_error_names_the_request_if_the_header_does() -> None:
     magic, told, cache, state = as_sent(SOUND)
-    with pytest.raises(MessageError, match=r"'cache0' of a 'part' message has 47 bytes.* 48") as e:
+    with pytest.raises(WireError, match=r"'cache0' of a 'part' message has 47 bytes.* 48") as e:
         decode([magic, told, cache[:-1], state])
     assert e.value.fields == SOUND.fields
 
@@ -108,14 +108,14 @@ def test_corruption_gives_no_other_error(data: Any) -> None:
     frames[number] = bytes(frame)
     try:
         decode(frames)
-    except MessageError:
+    except WireError:
         assert True
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.binary(max_size=40), max_size=4))
 def test_garbage_is_refused(frames: list[bytes]) -> None:
-    with pytest.raises(MessageError):
+    with pytest.raises(WireError):
         decode(frames)
 
 
@@ -129,7 +129,7 @@ def test_any_header_is_read_or_refused(kind: Any, fields: Any, forms: Any) -> No
     frames = [MAGIC, header(kind=kind, fields=fields, tensors=forms)]
     try:
         assert decode(frames).kind == kind
-    except MessageError:
+    except WireError:
         assert not (isinstance(kind, str) and isinstance(fields, dict) and forms == [])
 
 
@@ -139,18 +139,18 @@ def test_any_header_is_read_or_refused(kind: Any, fields: Any, forms: Any) -> No
     ids=str,
 )
 def test_a_shape_that_cannot_be_is_refused(shape: Any) -> None:
-    with pytest.raises(MessageError):
+    with pytest.raises(WireError):
         decode([MAGIC, header(tensors=[["x", "float32", shape]]), b""])
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "1" * 10_000, "\ud800", "NaN", "{}", ""])
 def test_a_header_that_cannot_be_is_refused(text: str) -> None:
-    with pytest.raises(MessageError):
+    with pytest.raises(WireError):
         decode([MAGIC, text.encode(errors="surrogatepass")])
 
 
 def test_another_protocol_is_refused_by_name() -> None:
-    with pytest.raises(MessageError, match=r"begins with b'specplug/2'; expected b'specplug/1'"):
+    with pytest.raises(WireError, match=r"begins with b'specplug/2'; expected b'specplug/1'"):
         decode([b"specplug/2", header()])
 
 
@@ -163,11 +163,11 @@ class Bomb:
 
 def test_nothing_is_unpickled() -> None:
     bomb = pickle.dumps(Bomb())
-    with pytest.raises(MessageError):
+    with pytest.raises(WireError):
         decode([bomb])
-    with pytest.raises(MessageError):
+    with pytest.raises(WireError):
         decode([MAGIC, bomb])
-    with pytest.raises(MessageError, match="cut short"):
+    with pytest.raises(WireError, match="cut short"):
         decode([MAGIC, header(tensors=[["x", "float32", [1]]]), bomb])
     size = [len(bomb)]
     arrived = decode([MAGIC, header(tensors=[["x", "uint8", size]]), bomb])

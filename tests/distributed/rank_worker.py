@@ -85,7 +85,7 @@ class Wide:
                 seen.append(("stash", len(rows), hidden.shape[1], hidden.dtype))
                 super().stash(rows, draft_input)
 
-        return Noting(runtime.num_rows, runtime.device)
+        return Noting(runtime.req_table_size, runtime.device)
 
     @hookimpl
     def build_draft_input(self, batch: Batch, target_output: CommittedOutput) -> DraftInput:

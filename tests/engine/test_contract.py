@@ -177,7 +177,7 @@ def test_a_plugin_relays_more_through_its_own_future_map(
 
         @hookimpl
         def create_future_map(self, runtime: Runtime) -> FutureMap:
-            made = Relaying(runtime.num_rows, runtime.device)
+            made = Relaying(runtime.req_table_size, runtime.device)
             self.maps = (*self.maps, made)
             return made
 
@@ -313,7 +313,7 @@ def test_what_a_plugin_adds_to_the_nodes_is_compacted(
             if not batch.is_prefill:
                 # The node at a row is the token that the row before it predicted.
                 own = target_output.per_node["own"].view(batch.size, -1, 2)
-                tokens = target_output.tokens.view(batch.size, -1)
+                tokens = target_output.next_tokens.view(batch.size, -1)
                 for b, count in enumerate(target_output.accept_lens.tolist()):
                     assert own[b, 1:count, 0].tolist() == tokens[b, : count - 1].tolist()
                     assert torch.equal(own[b, :, 1], own[b, :, 0] * 2)

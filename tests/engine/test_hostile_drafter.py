@@ -76,7 +76,7 @@ class Hostile:
         self, runtime: Runtime, batch: Batch, target_output: CommittedOutput, future_map: FutureMap
     ) -> DraftInput:
         if batch.attention is not None:
-            rows = torch.zeros(len(target_output.tokens), 1, 2, dtype=runtime.dtype)
+            rows = torch.zeros(len(target_output.next_tokens), 1, 2, dtype=runtime.dtype)
             if batch.is_prefill:
                 batch.attention.write(self._cache, 0, rows, rows)
         state = {"noise": torch.rand(batch.size, 3), "count": torch.ones(batch.size)}

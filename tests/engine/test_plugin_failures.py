@@ -415,7 +415,7 @@ def test_a_refusal_of_the_users_values_stays_one(
 
 def test_a_future_map_that_raises_bears_the_plugins_name(tiny_model: Path) -> None:
     plugin = Plain()
-    plugin.instead["create_future_map"] = lambda r: BrokenMap(r.num_rows, r.device)
+    plugin.instead["create_future_map"] = lambda r: BrokenMap(r.req_table_size, r.device)
     with (
         LLM(tiny_model, device="cpu", speculative_algorithm=plugin) as llm,
         pytest.raises(PluginError, match=r"PLAIN .*BrokenMap.stash\(\) raised LookupError: no roo"),

@@ -44,7 +44,7 @@ KINDS = (
     "eviction",
     "retraction",
     "retraction with a step in flight",
-    "a draft without room",
+    "a draft without max_draft_nodes",
     "draft pages dropped",
     "waits for a step in flight",
     "another's page instead of its own",
@@ -89,7 +89,7 @@ def _make(
 ) -> Scheduler:
     """As ``LLM`` puts it together; ``num_pages`` can be handed out."""
     rows = config.max_running_requests + 1
-    width = most_tokens + config.steps_in_flight * config.columns + config.reserve
+    width = most_tokens + config.steps_in_flight * config.columns + config.num_lookahead_slots
     table = RequestTable(rows, width, page_size, torch.device("cpu"))
     cache = PrefixCache(PagePool(num_pages + 1, page_size), lookahead, enabled=caches)
     return Scheduler(config, cache, table)
@@ -190,7 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             mixed_chunk=mixed,
             columns=columns,
             num_draft_tokens=nodes,
-            reserve=max(nodes, columns) + beyond,
+            num_lookahead_slots=max(nodes, columns) + beyond,
             steps_in_flight=in_flight,
         )
         pages = -(-longest // page_size) + spare
@@ -279,16 +279,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in step.prefill.chunks if step.prefill else ():
             self._compute_chunk(self.shadows[chunk.request], chunk.start, chunk.end)
         if step.decode:
-            for request, room, count in zip(
-                step.decode.requests, step.decode.room, accepted, strict=True
+            for request, max_draft_nodes, count in zip(
+                step.decode.requests, step.decode.max_draft_nodes, accepted, strict=True
             ):
-                self._compute_nodes(self.shadows[request], room, count)
+                self._compute_nodes(self.shadows[request], max_draft_nodes, count)
         for request in step.requests:
             self.shadows[request].in_flight += 1
         return True
 
     def _accepted(self, decode: Decode, luck: int | None) -> Tokens:
-        most = enumerate(min(self.config.columns, room) for room in decode.room)
+        most = enumerate(
+            min(self.config.columns, max_draft_nodes) for max_draft_nodes in decode.max_draft_nodes
+        )
         return tuple(1 if luck is None else 1 + (luck + 7 * i) % m for i, m in most)
 
     @precondition(lambda self: self.launched)
@@ -401,7 +403,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_prefill(self, step: Step, prefill: Prefill) -> None:
         chunks, budget = prefill.chunks, self.config.chunked_prefill_size
         most = self.config.num_draft_tokens
-        nodes = sum(min(room, most) for room in step.decode.room) if step.decode else 0
+        nodes = (
+            sum(min(max_draft_nodes, most) for max_draft_nodes in step.decode.max_draft_nodes)
+            if step.decode
+            else 0
+        )
         if budget is not None:
             least = nodes + self.size if self.config.mixed_chunk else 0
             assert nodes + sum(c.end - c.start for c in chunks) <= max(budget, least)
@@ -441,13 +447,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert any(self.shadows[r].in_flight for r in others)
 
     def _check_decode(self, decode: Decode) -> None:
-        for request, room in zip(decode.requests, decode.room, strict=True):
+        for request, max_draft_nodes in zip(decode.requests, decode.max_draft_nodes, strict=True):
             start = self.shadows[request].on_device
-            assert start + self.config.columns <= request.kv_bound
-            assert decode.max_slots >= start + self.config.reserve
-            assert 1 <= room <= self.config.reserve
-            if room < self.config.reserve:
-                SEEN["a draft without room"] += 1
+            assert start + self.config.columns <= request.max_computed_tokens
+            assert decode.max_slots >= start + self.config.num_lookahead_slots
+            assert 1 <= max_draft_nodes <= self.config.num_lookahead_slots
+            if max_draft_nodes < self.config.num_lookahead_slots:
+                SEEN["a draft without max_draft_nodes"] += 1
                 assert self.cache.num_available == 0
 
     # What the device makes of it
@@ -458,8 +464,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.scheduler.running:
             expected = [p * self.size + i for p in request.pages for i in range(self.size)]
             expected += [0] * (len(slots[0]) - len(expected))
-            assert slots[request.row] == expected[: len(slots[0])]
-            assert floors[request.row] == self.shadows[request].floor
+            assert slots[request.req_index] == expected[: len(slots[0])]
+            assert floors[request.req_index] == self.shadows[request].floor
 
     def _compute_chunk(self, shadow: Shadow, start: int, end: int) -> None:
         known = len(shadow.request.token_ids)
@@ -468,12 +474,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         known += end == known  # the token that the target makes of it
         self._write(shadow, max(shadow.floor, start - self.earlier), end, known)
 
-    def _compute_nodes(self, shadow: Shadow, room: int, count: int) -> None:
+    def _compute_nodes(self, shadow: Shadow, max_draft_nodes: int, count: int) -> None:
         request, start = shadow.request, shadow.on_device
-        reach = start + self.config.reserve
+        reach = start + self.config.num_lookahead_slots
         if start <= request.last_root:  # else it has ended, which the host does not know
             self._check_context(shadow, start, start + 1)
-            assert start + room <= len(request.pages) * self.size, "a node without a slot"
+            assert start + max_draft_nodes <= len(request.pages) * self.size, (
+                "a node without a slot"
+            )
         shadow.on_device += count
         end, known = shadow.on_device, shadow.on_device + 1
         self._write(shadow, max(shadow.floor, start - self.earlier), end, known)
@@ -514,18 +522,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request, shadow in self.shadows.items():
             assert request.in_flight == shadow.in_flight
             assert (request in running) + (request in waiting) == (not request.finished)
-            assert bool(request.row) == (request in running)
+            assert bool(request.req_index) == (request in running)
             assert (request.status is RequestStatus.WAITING) == (request in waiting)
             assert request.times_retracted == shadow.retractions
             assert request.num_cached == (shadow.first_hit or 0)
             assert tuple(request.token_ids) == shadow.truth[: len(request.token_ids)]
             if request in running:
-                assert request.kv_len == shadow.on_host <= shadow.on_device <= request.kv_bound
-                assert request.in_flight or request.kv_len == request.kv_bound
+                assert (
+                    request.num_computed_tokens
+                    == shadow.on_host
+                    <= shadow.on_device
+                    <= request.max_computed_tokens
+                )
+                assert (
+                    request.in_flight or request.num_computed_tokens == request.max_computed_tokens
+                )
             elif request.finished:
                 assert not request.pages
             else:
-                assert (request.pages, request.kv_len, request.kv_bound) == ([], 0, 0)
+                assert (
+                    request.pages,
+                    request.num_computed_tokens,
+                    request.max_computed_tokens,
+                ) == ([], 0, 0)
 
     def _check_pages(self) -> None:
         cached = dict(_prefixes(self.cache.root, (), self.size))
@@ -740,7 +759,7 @@ def test_the_lowest_priority_gives_way_and_of_it_who_loses_the_fewest_tokens(
     lost = requests[victim]
     assert _until_retraction(scheduler, requests[0]).retracted == (lost,)
     assert lost.status is RequestStatus.WAITING
-    assert (lost.row, lost.pages, lost.times_retracted) == (0, [], 1)
+    assert (lost.req_index, lost.pages, lost.times_retracted) == (0, [], 1)
     assert scheduler.waiting.first() is lost
 
 
@@ -753,7 +772,7 @@ def test_what_another_running_request_has_too_is_no_loss() -> None:
     _turn(scheduler)
     assert longest.num_cached == 8
     assert _until_retraction(scheduler, fast).retracted == (longest,)
-    assert all(request.kv_len < longest.kv_peak for request in others)
+    assert all(request.num_computed_tokens < longest.peak_computed_tokens for request in others)
     assert scheduler.cache.num_shared_with_others(fast) == 0, "nobody else uses them any more"
 
 
@@ -765,14 +784,14 @@ def test_who_is_retracted_keeps_its_place_and_computes_again_what_is_no_longer_c
     _until_retraction(scheduler, fast)
     assert list(scheduler.waiting) == [later, lost]
     assert scheduler.waiting.first() is lost
-    computed = lost.kv_peak
+    computed = lost.peak_computed_tokens
     assert computed == 8
     while lost.status is RequestStatus.WAITING:
         step = _turn(scheduler, {fast: 4})
     assert step.admitted[0] is lost
     assert step.prefill
     chunk = step.prefill.chunks[0]
-    assert (chunk.start, chunk.end, chunk.is_last) == (lost.kv_len - 9, 9, True)
+    assert (chunk.start, chunk.end, chunk.is_last) == (lost.num_computed_tokens - 9, 9, True)
     assert chunk.recomputed == computed - chunk.start
     assert (lost.num_cached, lost.times_retracted) == (0, 1)
 
@@ -832,7 +851,7 @@ def test_drafts_shrink_before_anyone_gives_way() -> None:
         step = _turn(scheduler, {second: 2})
         assert step.retracted == ()
         assert step.decode
-        rooms.append(step.decode.room)
+        rooms.append(step.decode.max_draft_nodes)
     assert rooms == [(8, 8), (8, 6), (7, 4), (6, 2), (1, 4)]
     assert (len(first.pages), len(second.pages)) == (2, 4), "one page was for a draft alone"
 
@@ -845,17 +864,17 @@ def test_decode_short_of_pages_shares_them_evenly() -> None:
     _turn(scheduler)
     step = _turn(scheduler)
     assert step.decode
-    assert step.decode.room == (4, 3, 3, 3)
+    assert step.decode.max_draft_nodes == (4, 3, 3, 3)
 
 
 def test_room_of_a_draft_model_is_all_that_it_may_write() -> None:
     """Its own keys may need more slots than the target has nodes."""
-    scheduler = _scheduler(25, num_draft_tokens=4, columns=2, reserve=16, page_size=1)
+    scheduler = _scheduler(25, num_draft_tokens=4, columns=2, num_lookahead_slots=16, page_size=1)
     _add(scheduler, 0, 12)
     _turn(scheduler)
     step = _turn(scheduler)
     assert step.decode
-    assert step.decode.room == (13,)
+    assert step.decode.max_draft_nodes == (13,)
 
 
 def test_cached_pages_that_nobody_uses_go_before_drafts_do() -> None:
@@ -872,7 +891,7 @@ def test_cached_pages_that_nobody_uses_go_before_drafts_do() -> None:
         step = _turn(scheduler)
         assert step.retracted == ()
         assert step.decode
-        assert step.decode.room == (8, 8)
+        assert step.decode.max_draft_nodes == (8, 8)
         evicted.append(step.evicted_pages)
     assert evicted == [0, 1, 0, 0, 0, 2]
 
@@ -957,9 +976,9 @@ def test_what_is_cached_needs_no_page_but_is_no_room_for_others_either() -> None
     assert [(c.start, c.end) for c in step.prefill.chunks] == [(12, 13)]
     assert again.num_cached == 12
     assert (step.evicted_pages, step.free_pages, step.cached_pages) == (0, 0, 3)
-    assert scheduler.table.floors[again.row] == 0, "not flushed"
+    assert scheduler.table.floors[again.req_index] == 0, "not flushed"
     scheduler.table.flush()
-    assert scheduler.table.floors[again.row] == 12
+    assert scheduler.table.floors[again.req_index] == 12
 
 
 def test_the_last_token_is_never_taken_from_the_cache() -> None:
@@ -1058,12 +1077,12 @@ def test_the_check_tells_what_is_wrong(harm: str, message: str) -> None:
     elif harm == "page lost":
         scheduler.cache.pool.take(1)
     elif harm == "row twice":
-        other.row = one.row
+        other.req_index = one.req_index
     elif harm == "padding row":
-        one.row = 0
+        one.req_index = 0
     elif harm == "row lost":
         scheduler.table.take(_request(9, (1,), 1), floor=0)
     else:
-        _add(scheduler, 2, 3).row = 3
+        _add(scheduler, 2, 3).req_index = 3
     with pytest.raises(AssertionError, match=message):
         scheduler.check()

@@ -21,7 +21,7 @@ from specplug import SamplingParams, UsageError
 from specplug.grammar import compiler as grammar_compiler
 from specplug.grammar import state as grammar_state
 from specplug.grammar.compiler import GrammarCompiler
-from specplug.grammar.state import Guide, allocate_masks, mask_scores
+from specplug.grammar.state import GrammarState, allocate_masks, mask_scores
 from specplug.model.loading import ASSETS
 from specplug.sampling_params import Needs
 from specplug.speculative.draft import Draft
@@ -102,10 +102,10 @@ def tokens_of(row: torch.Tensor) -> frozenset[int] | None:
     return frozenset(t for t in range(VOCAB_SIZE) if words[t // 32] >> (t % 32) & 1)
 
 
-def next_tokens(guide: Guide) -> frozenset[int] | None:
+def next_tokens(state: GrammarState) -> frozenset[int] | None:
     masks = allocate_masks(1, VOCAB_SIZE)
     masks.fill_(12345)
-    guide.fill_next(masks[0])
+    state.fill_next(masks[0])
     return tokens_of(masks[0])
 
 
@@ -128,20 +128,20 @@ CASES = st.tuples(st.sampled_from(sorted(GRAMMARS)), st.booleans())
 def test_following_a_grammar(data: st.DataObject, case: tuple[str, bool]) -> None:
     name, eos = case
     path = draw_path(data, name, eos, 14)
-    guide = compiler(eos).guide(SamplingParams(**GRAMMARS[name]))
+    state = compiler(eos).start(SamplingParams(**GRAMMARS[name]))
     done = 0
     while done < len(path):
-        assert guide.ended_at is None
-        assert next_tokens(guide) == allowed(name, eos, path[:done])
+        assert state.ended_at is None
+        assert next_tokens(state) == allowed(name, eos, path[:done])
         step = data.draw(st.integers(1, 4))
-        guide.advance(path[done : done + step])
+        state.advance(path[done : done + step])
         done = min(done + step, len(path))
     expected = allowed(name, eos, path)
-    assert next_tokens(guide) == (expected or None)
-    assert guide.ended_at == (None if expected else len(path))
-    guide.advance([0, EOS, 5])
+    assert next_tokens(state) == (expected or None)
+    assert state.ended_at == (None if expected else len(path))
+    state.advance([0, EOS, 5])
     if not expected:
-        assert (guide.ended_at, next_tokens(guide)) == (len(path), None)
+        assert (state.ended_at, next_tokens(state)) == (len(path), None)
 
 
 @settings(max_examples=400, deadline=None)
@@ -153,8 +153,8 @@ def test_each_row_of_a_tree_is_what_a_fresh_matcher_accepts(
     history = draw_path(data, name, eos, 8)
     if not history:
         history = (min(allowed(name, eos, ())),)
-    guide = compiler(eos).guide(SamplingParams(**GRAMMARS[name]))
-    guide.advance(history)
+    state = compiler(eos).start(SamplingParams(**GRAMMARS[name]))
+    state.advance(history)
     paths, parents, width = draw_tree(data, name, eos, history)
 
     # In a batch with a request that drafts something else, wider or narrower.
@@ -164,20 +164,20 @@ def test_each_row_of_a_tree_is_what_a_fresh_matcher_accepts(
     masks = allocate_masks(len(paths), VOCAB_SIZE)
     masks.fill_(12345)
     with torch.inference_mode():
-        guide.fill_tree(tokens[0], next_token[0], next_sibling[0], masks)
+        state.fill_tree(tokens[0], next_token[0], next_sibling[0], masks)
 
     expected = [allowed(name, eos, path) or None for path in paths[:width]]
     assert [tokens_of(row) for row in masks[:width]] == expected
     assert bool((masks[width:] == -1).all()), "nodes that do not count"
-    path = history  # the guide stands where it stood, and goes on from there
+    path = history  # the state stands where it stood, and goes on from there
     for _ in range(3):
         expected_next = allowed(name, eos, path)
-        assert next_tokens(guide) == (expected_next or None)
-        assert guide.ended_at == (None if expected_next else len(path))
+        assert next_tokens(state) == (expected_next or None)
+        assert state.ended_at == (None if expected_next else len(path))
         if not expected_next:
             break
         token = data.draw(st.sampled_from(sorted(expected_next)))
-        guide.advance([token])
+        state.advance([token])
         path += (token,)
 
 
@@ -224,56 +224,56 @@ def ids(text: str) -> list[int]:
 )
 def test_where_a_grammar_ends(regex: str, eos: bool, text: str, ended_at: int | None) -> None:
     for split in (1, 2, 9):
-        guide = compiler(eos).guide(SamplingParams(regex=regex))
+        state = compiler(eos).start(SamplingParams(regex=regex))
         tokens = ids(text)
         for start in range(0, len(tokens), split):
-            guide.advance(tokens[start : start + split])
-        guide.advance([])
-        assert guide.ended_at == ended_at
-        assert guide.goes_on == (ended_at is None)
+            state.advance(tokens[start : start + split])
+        state.advance([])
+        assert state.ended_at == ended_at
+        assert state.goes_on == (ended_at is None)
         masks = allocate_masks(2, VOCAB_SIZE)
         if ended_at is not None:
             masks.zero_()
             links = torch.tensor([1, -1]), torch.tensor([-1, -1])
-            guide.fill_tree(torch.tensor([0, 1]), *links, masks)
+            state.fill_tree(torch.tensor([0, 1]), *links, masks)
             assert bool((masks == -1).all())
 
 
 def test_the_tokenizers_own_end_of_sequence_is_used_if_the_model_names_none() -> None:
     own = GrammarCompiler(make_tokenizer(True), VOCAB_SIZE, frozenset())
-    guide = own.guide(SamplingParams(regex="ab"))
-    guide.advance(ids("ab"))
-    assert (guide.ended_at, next_tokens(guide)) == (None, {EOS})
+    state = own.start(SamplingParams(regex="ab"))
+    state.advance(ids("ab"))
+    assert (state.ended_at, next_tokens(state)) == (None, {EOS})
 
 
 def test_every_end_of_sequence_token_of_the_model_ends_it() -> None:
     eos_token_ids = frozenset({EOS, PIECES.index("d"), 10**6})
-    guide = GrammarCompiler(make_tokenizer(True), VOCAB_SIZE, eos_token_ids).guide(
+    state = GrammarCompiler(make_tokenizer(True), VOCAB_SIZE, eos_token_ids).start(
         SamplingParams(regex="a")
     )
-    guide.advance(ids("a"))
-    assert next_tokens(guide) == {EOS, PIECES.index("d")}
-    guide.advance(ids("d"))
-    assert guide.ended_at == 2
+    state.advance(ids("a"))
+    assert next_tokens(state) == {EOS, PIECES.index("d")}
+    state.advance(ids("d"))
+    assert state.ended_at == 2
 
 
 def test_special_tokens_and_ids_without_a_token_are_not_text() -> None:
-    guide = compiler(True).guide(SamplingParams(regex="(.|\n)*"))
-    assert next_tokens(guide) == {*range(len(PIECES)), EOS}, "not the special token 'ca'"
+    state = compiler(True).start(SamplingParams(regex="(.|\n)*"))
+    assert next_tokens(state) == {*range(len(PIECES)), EOS}, "not the special token 'ca'"
 
 
 def test_a_model_may_have_fewer_tokens_than_its_tokenizer() -> None:
-    guide = GrammarCompiler(make_tokenizer(True), 20, frozenset({3})).guide(
+    state = GrammarCompiler(make_tokenizer(True), 20, frozenset({3})).start(
         SamplingParams(regex="[abcd]+")
     )
     mask = allocate_masks(1, 20)
-    guide.fill_next(mask[0])
+    state.fill_next(mask[0])
     expected = [PIECES.index(piece) for piece in ("a", "b", "c", "d", "ab", "abc")]
     assert [t for t in range(32) if mask[0, 0] >> t & 1] == sorted(t for t in expected if t < 20)
 
 
 def test_guides_of_one_grammar_are_independent() -> None:
-    first, second = (compiler(True).guide(SamplingParams(regex="ab")) for _ in range(2))
+    first, second = (compiler(True).start(SamplingParams(regex="ab")) for _ in range(2))
     first.advance(ids("a"))
     assert next_tokens(first) == {PIECES.index("b")}
     assert next_tokens(second) == {PIECES.index("a"), PIECES.index("ab")}
@@ -289,17 +289,17 @@ def test_json_of_the_default_tokenizer() -> None:
         "additionalProperties": False,
     }
     good = tokenizer.encode('{"name": "naïve \\n 😀 def f(x):", "age": -12}')
-    guide = default.guide(SamplingParams(json_schema=schema))
-    guide.advance(good)
-    assert guide.ended_at is None
-    guide.advance([0])
-    assert guide.ended_at == len(good) + 1
+    state = default.start(SamplingParams(json_schema=schema))
+    state.advance(good)
+    assert state.ended_at is None
+    state.advance([0])
+    assert state.ended_at == len(good) + 1
     start = tokenizer.encode('{"name": "x", "a')
     bad = tokenizer.encode('{"name": "x", "age": "')
-    guide = default.guide(SamplingParams(json_schema=schema))
-    guide.advance(bad)
-    assert guide.ended_at is not None
-    assert len(start) <= guide.ended_at < len(bad)
+    state = default.start(SamplingParams(json_schema=schema))
+    state.advance(bad)
+    assert state.ended_at is not None
+    assert len(start) <= state.ended_at < len(bad)
 
 
 REFUSED = [
@@ -351,7 +351,7 @@ REFUSED = [
 @pytest.mark.parametrize(("field", "text", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_a_grammar_that_cannot_be_followed_is_refused(field: str, text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        compiler(True).guide(SamplingParams(**{field: text}))
+        compiler(True).start(SamplingParams(**{field: text}))
     said = str(caught.value)
     assert message in said
     assert said.startswith(f"{field}=")
@@ -384,15 +384,15 @@ def test_garbage_gives_a_usage_error_or_a_grammar(data: st.DataObject, kind: str
     else:
         text = ("root ::= " if kind == "ebnf" else "") + "".join(data.draw(SCRAPS)) or "a"
     try:
-        guide = compiler(True).guide(SamplingParams(**{kind: text}))
+        state = compiler(True).start(SamplingParams(**{kind: text}))
     except UsageError:
         return
     for _ in range(6):
-        choices = next_tokens(guide)
+        choices = next_tokens(state)
         assert choices != frozenset(), "a row must allow something"
         if choices is None:
             break
-        guide.advance([data.draw(st.sampled_from(sorted(choices)))])
+        state.advance([data.draw(st.sampled_from(sorted(choices)))])
 
 
 def test_a_grammar_that_takes_too_long_is_given_up_and_remembered(
@@ -401,23 +401,23 @@ def test_a_grammar_that_takes_too_long_is_given_up_and_remembered(
     monkeypatch.setattr(grammar_compiler, "_COMPILE_SECONDS", 0.1)
     slow = SamplingParams(regex="a?" * 300)  # a second and a half, in a thread of its own
     mine = GrammarCompiler(make_tokenizer(True), VOCAB_SIZE, frozenset({EOS}))
-    mine.guide(SamplingParams(regex="a"))  # loads the tokenizer
+    mine.start(SamplingParams(regex="a"))  # loads the tokenizer
     message = r"regex='a\?.*: it takes too long to compile or to follow; expected a simpler one"
     with pytest.raises(UsageError, match=message):
-        mine.guide(slow)
-    assert mine.guide(SamplingParams(regex="b")).goes_on, "others are served meanwhile"
+        mine.start(slow)
+    assert mine.start(SamplingParams(regex="b")).goes_on, "others are served meanwhile"
     monkeypatch.setattr(grammar_compiler, "_COMPILE_SECONDS", 60)
     started = time.monotonic()
     with pytest.raises(UsageError, match=message):
-        mine.guide(slow)
+        mine.start(slow)
     assert time.monotonic() - started < 0.1
 
 
 def test_a_grammar_whose_tokens_take_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compiler(True).guide(SamplingParams(regex="[abcd]+")).goes_on
+    assert compiler(True).start(SamplingParams(regex="[abcd]+")).goes_on
     monkeypatch.setattr(grammar_compiler, "_TRIAL_SECONDS", 0.0)
     with pytest.raises(UsageError, match="it takes too long to compile or to follow"):
-        compiler(True).guide(SamplingParams(regex="[abcd]+x?"))
+        compiler(True).start(SamplingParams(regex="[abcd]+x?"))
 
 
 class Paused:
@@ -447,9 +447,9 @@ def test_a_pause_bans_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = GrammarCompiler(make_tokenizer(True), VOCAB_SIZE, frozenset({EOS}))
     params = SamplingParams(regex="[abcd]{40}")
     for _ in range(2):
-        guide = mine.guide(params)
-        guide.advance(ids("abcd" * 5))
-        assert (guide.goes_on, guide.error) == (True, None)
+        state = mine.start(params)
+        state.advance(ids("abcd" * 5))
+        assert (state.goes_on, state.error) == (True, None)
 
 
 def test_a_ban_expires(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,30 +458,30 @@ def test_a_ban_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(grammar_compiler, "_TRIAL_SECONDS", 0.0)
         with pytest.raises(UsageError, match="it takes too long to compile or to follow"):
-            mine.guide(params)
+            mine.start(params)
     with pytest.raises(UsageError, match="it takes too long to compile or to follow"):
-        mine.guide(params)
+        mine.start(params)
     monkeypatch.setattr(grammar_compiler, "_BAN_SECONDS", 0.0)
-    assert mine.guide(params).goes_on
+    assert mine.start(params).goes_on
 
 
 def test_without_a_tokenizer() -> None:
     with pytest.raises(UsageError, match="regex='a' needs a tokenizer; the model has none: give"):
-        GrammarCompiler(None, VOCAB_SIZE, frozenset({EOS})).guide(SamplingParams(regex="a"))
+        GrammarCompiler(None, VOCAB_SIZE, frozenset({EOS})).start(SamplingParams(regex="a"))
 
 
 def test_without_xgrammar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     message = r"ebnf='x' needs xgrammar, which cannot be .*: pip install 'specplug\[grammar\]'"
     with pytest.raises(UsageError, match=message):
-        GrammarCompiler(make_tokenizer(True), 70, frozenset()).guide(SamplingParams(ebnf="x"))
+        GrammarCompiler(make_tokenizer(True), 70, frozenset()).start(SamplingParams(ebnf="x"))
 
 
 def test_a_tokenizer_that_xgrammar_does_not_know() -> None:
     with pytest.raises(
         UsageError, match=r"xgrammar cannot use the tokenizer, a object .*expected a"
     ):
-        GrammarCompiler(object(), VOCAB_SIZE, frozenset()).guide(SamplingParams(regex="a"))
+        GrammarCompiler(object(), VOCAB_SIZE, frozenset()).start(SamplingParams(regex="a"))
 
 
 def test_xgrammar_is_imported_only_when_a_grammar_is_asked_for() -> None:

@@ -38,7 +38,7 @@ def _begin(cache: PrefixCache, tokens: Sequence[int]) -> Request:
     request.pages = [used.page for used in node.path()][::-1]
     request.pages += cache.take(cache.pool.pages_for(len(tokens)) - node.depth)
     request.shared = node
-    request.kv_len = node.depth * cache.pool.page_size
+    request.num_computed_tokens = node.depth * cache.pool.page_size
     return request
 
 
@@ -125,7 +125,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return not any(len(p) > len(prefix) and p[: len(prefix)] == prefix for p in self.known)
 
     def _keep(self, request: Request) -> list[int]:
-        final = min(request.kv_len, len(request.token_ids) - self.lookahead)
+        final = min(request.num_computed_tokens, len(request.token_ids) - self.lookahead)
         prefixes, depth = self._prefixes(request.token_ids, final), request.shared.depth
         replaced = []
         if not self.cache.enabled:
@@ -165,7 +165,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         request = _request(tokens)
         request.shared = node
         request.pages = [entry.page for entry in found] + self._take(pages)
-        request.kv_len = len(found) * self.size
+        request.num_computed_tokens = len(found) * self.size
         self.requests.append(request)
 
     @precondition(lambda self: self.requests)
@@ -173,7 +173,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def go_on(self, which: int, tokens: list[int]) -> None:
         """A request computes what its pages hold and generates more."""
         request = self.requests[which % len(self.requests)]
-        request.kv_len = min(len(request.pages) * self.size, len(request.token_ids))
+        request.num_computed_tokens = min(len(request.pages) * self.size, len(request.token_ids))
         request.token_ids += tokens
 
     @precondition(lambda self: self.requests)
@@ -197,7 +197,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         request = self.requests.pop(which % len(self.requests))
         own = request.pages[:]
         self._keep(request)
-        final = min(request.kv_len, len(request.token_ids) - self.lookahead)
+        final = min(request.num_computed_tokens, len(request.token_ids) - self.lookahead)
         path = self._found(request.token_ids, final) if self.cache.enabled else []
         self._use(path, -1)
         self.free |= set(own[len(path) :])
@@ -267,7 +267,7 @@ def _cache(
 def _leave(cache: PrefixCache, tokens: Sequence[int]) -> None:
     """A request comes, computes all its tokens, and goes."""
     request = _begin(cache, tokens)
-    request.kv_len = len(tokens)
+    request.num_computed_tokens = len(tokens)
     cache.release(request)
 
 
@@ -327,13 +327,13 @@ def test_a_page_that_another_brought_before_takes_the_place_of_ones_own() -> Non
     first, second = _begin(cache, [1, 2, 3, 4, 5]), _begin(cache, [1, 2, 3, 4, 6])
     own = list(second.pages)
     for request in (first, second):
-        request.kv_len = 2
+        request.num_computed_tokens = 2
     assert cache.keep(first) == []
     assert cache.keep(second) == [0]
     assert second.pages == [first.pages[0], *own[1:]]
     assert cache.keep(second) == [], "once"
     for request in (first, second):
-        request.kv_len = 5
+        request.num_computed_tokens = 5
     assert cache.keep(second) == []
     assert cache.keep(first) == [1]
     assert first.pages[:2] == second.pages[:2]
@@ -344,8 +344,8 @@ def test_a_page_that_another_brought_before_takes_the_place_of_ones_own() -> Non
 def test_pages_that_are_still_written_to_are_not_kept() -> None:
     cache = _cache(lookahead=1)
     request = _begin(cache, [1, 2, 3, 4])
-    for kv_len, pages in ((0, 0), (1, 0), (2, 1), (3, 1), (4, 1)):
-        request.kv_len = kv_len
+    for num_computed_tokens, pages in ((0, 0), (1, 0), (2, 1), (3, 1), (4, 1)):
+        request.num_computed_tokens = num_computed_tokens
         cache.keep(request)
         assert request.shared.depth == cache.num_pages == pages, "what follows the 4 is not known"
     request.token_ids.append(5)
@@ -401,7 +401,7 @@ def test_free_pages_go_before_cached_ones() -> None:
 def test_a_disabled_cache_finds_and_keeps_nothing() -> None:
     cache = _cache(enabled=False)
     request = _begin(cache, [1, 2, 3, 4])
-    request.kv_len = 4
+    request.num_computed_tokens = 4
     assert cache.keep(request) == []
     assert request.shared is cache.root
     cache.check([request])
@@ -417,7 +417,7 @@ def test_something_has_come_back_when_a_request_goes_or_its_pages_are_kept() -> 
     before = cache.changes
     cache.keep(request)
     assert cache.changes == before
-    request.kv_len = 2
+    request.num_computed_tokens = 2
     cache.keep(request)
     assert cache.changes > before
     before = cache.changes
@@ -442,7 +442,7 @@ def test_tokens_that_another_running_request_has_too() -> None:
     cache = _cache()
     first, second = _begin(cache, [1, 1, 2, 2, 3, 3]), _begin(cache, [1, 1, 2, 2, 4, 4])
     for request in (first, second):
-        request.kv_len = 6
+        request.num_computed_tokens = 6
         assert cache.num_shared_with_others(request) == 0
         cache.keep(request)
     assert cache.num_shared_with_others(first) == cache.num_shared_with_others(second) == 4

@@ -92,7 +92,7 @@ class RequestTableMachine(RuleBasedStateMachine):
     def give_back(self, which: int) -> None:
         request, _ = self.requests.pop(which % len(self.requests))
         self.table.give_back(request)
-        assert request.row == 0
+        assert request.req_index == 0
 
     @rule()
     def flush(self) -> None:
@@ -100,14 +100,14 @@ class RequestTableMachine(RuleBasedStateMachine):
         slots = self.table.slots.tolist()
         assert not any(slots[0]), "the padding row"
         for request, floor in self.requests:
-            assert self.table.floors[request.row] == floor
+            assert self.table.floors[request.req_index] == floor
             expected = [page * self.size + i for page in request.pages for i in range(self.size)]
             expected += [0] * len(slots[0])
-            assert slots[request.row] == expected[: len(slots[0])]
-        rows = [request.row for request, _ in self.requests]
+            assert slots[request.req_index] == expected[: len(slots[0])]
+        rows = [request.req_index for request, _ in self.requests]
         assert len({0, *rows}) == len(rows) + 1
         assert self.table.num_free == self.rows - len(rows)
-        assert self.table.num_rows == self.rows + 1
+        assert self.table.req_table_size == self.rows + 1
 
     def teardown(self) -> None:
         if hasattr(self, "table"):
@@ -131,8 +131,8 @@ def test_nothing_reaches_the_device_before_a_flush() -> None:
     assert not table.slots.any()
     assert not table.floors.any()
     table.flush()
-    assert table.slots[request.row].tolist() == [10, 11, 14, 15, 0, 0, 0, 0]
-    assert table.floors[request.row] == 2
+    assert table.slots[request.req_index].tolist() == [10, 11, 14, 15, 0, 0, 0, 0]
+    assert table.floors[request.req_index] == 2
     assert int(table.slots.any(1).sum()) == 1, "no other row"
 
 
@@ -153,7 +153,7 @@ def test_all_changes_go_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
     table.flush()
     assert uploads == [], "nothing has changed"
     for request in requests:
-        request.pages.append(50 + request.row)
+        request.pages.append(50 + request.req_index)
         table.write(request, [2])
         table.write(request, [2])
     table.flush()
@@ -164,12 +164,12 @@ def test_a_row_that_is_used_again_keeps_nothing_of_the_request_before() -> None:
     table = RequestTable(2, 8, 2, CPU)
     before = _entered(table, 1, 2, 3, 4, floor=4)
     table.flush()
-    row = before.row
+    row = before.req_index
     before.pages[0] = 9
     table.write(before, [0])
     table.give_back(before)
     after = _entered(table, 6)
-    assert after.row == row
+    assert after.req_index == row
     table.flush()
     assert table.slots[row].tolist() == [12, 13, 0, 0, 0, 0, 0, 0]
     assert table.floors[row] == 0
@@ -180,8 +180,8 @@ def test_a_row_that_changes_hands_between_two_flushes_is_the_last_ones() -> None
     table.give_back(_entered(table, 1, 2, 3, floor=6))
     last = _entered(table, 4, floor=2)
     table.flush()
-    assert table.slots[last.row].tolist() == [8, 9, 0, 0, 0, 0, 0, 0]
-    assert table.floors[last.row] == 2
+    assert table.slots[last.req_index].tolist() == [8, 9, 0, 0, 0, 0, 0, 0]
+    assert table.floors[last.req_index] == 2
 
 
 def test_a_page_that_is_dropped_is_padding() -> None:
@@ -191,7 +191,7 @@ def test_a_page_that_is_dropped_is_padding() -> None:
     del request.pages[1:]
     table.write(request, [1, 2])
     table.flush()
-    assert table.slots[request.row].tolist() == [2, 3, 0, 0, 0, 0]
+    assert table.slots[request.req_index].tolist() == [2, 3, 0, 0, 0, 0]
 
 
 def test_pages_behind_the_rows_end_have_no_place() -> None:
@@ -199,13 +199,13 @@ def test_pages_behind_the_rows_end_have_no_place() -> None:
     request = _entered(table, 1, 2, 3, 4, 5)
     table.flush()
     assert table.slots.shape == (2, 6), "whole pages"
-    assert table.slots[request.row].tolist() == [2, 3, 4, 5, 6, 7]
+    assert table.slots[request.req_index].tolist() == [2, 3, 4, 5, 6, 7]
 
 
 def test_rows_run_out() -> None:
     table = RequestTable(3, 4, 2, CPU)
     requests = [_entered(table) for _ in range(2)]
-    assert sorted(request.row for request in requests) == [1, 2]
+    assert sorted(request.req_index for request in requests) == [1, 2]
     assert table.num_free == 0
     table.give_back(requests[0])
-    assert (table.num_free, requests[0].row) == (1, 0)
+    assert (table.num_free, requests[0].req_index) == (1, 0)

@@ -58,7 +58,7 @@ def _admit(
         seed=params.seed or 0,
         needs=params.needs,
     )
-    request.row = row
+    request.req_index = row
     sampler.admit(request)
 
 

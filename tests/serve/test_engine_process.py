@@ -1,4 +1,4 @@
-"""An engine's loop and its intake, and what their client does when they end."""
+"""An engine's loop and its preparation, and what their client does when they end."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from server_process import DEADLINE, is_alive, wait_until
 
 from specplug import LLM, SamplingParams
 from specplug.serve import engine_client
-from specplug.serve.application import Desk
+from specplug.serve.application import OpenAIServing
 from specplug.serve.engine_client import EngineClient
-from specplug.serve.engine_process import EngineLoop, Intake
+from specplug.serve.engine_process import EngineLoop, PreparationPool
 from specplug.serve.limits import Limits
 from specplug.serve.messages import Abort, Accepted, Add, End, Stats, Stepped, Update, decode
 from specplug.serve.metrics import Metrics
@@ -35,7 +35,7 @@ class RunningLoop:
     """A loop in a thread of its own, and the other end of its socket."""
 
     llm: LLM
-    intake: Intake
+    preparation: PreparationPool
     loop: EngineLoop
     reports: zmq.Socket[bytes]
 
@@ -50,15 +50,15 @@ def running() -> Iterator[RunningLoop]:
     with ExitStack() as ends:
         llm = ends.enter_context(LLM())
         inbox: SimpleQueue[Any] = SimpleQueue()
-        intake = Intake(llm, None, None, inbox)
+        preparation = PreparationPool(llm, None, None, inbox)
         context = ends.enter_context(zmq.Context())
         mine, its = (ends.enter_context(context.socket(kind)) for kind in (zmq.PULL, zmq.PUSH))
         mine.bind("inproc://reports")
         its.connect("inproc://reports")
-        loop = EngineLoop(llm, intake, inbox, its)
+        loop = EngineLoop(llm, preparation, inbox, its)
         thread = threading.Thread(target=loop.run, daemon=True)
         thread.start()
-        yield RunningLoop(llm, intake, loop, mine)
+        yield RunningLoop(llm, preparation, loop, mine)
         loop.take(End())
         thread.join(DEADLINE)
         assert not thread.is_alive()
@@ -81,7 +81,7 @@ def test_intake_does_not_begin_with_what_is_aborted(
     for number in range(20):
         running.loop.take(Add(id=str(number), prompts=["y" * 1000]))
         running.loop.take(Abort(id=str(number)))
-    assert running.intake._waiting == {}, "their prompts take no room"
+    assert running.preparation._waiting == {}, "their prompts take no room"
     for name in ("first", "second"):
         running.loop.take(Abort(id=name))
     running.loop.take(Add(id="last", prompts=["z"], params={"max_tokens": 1}))
@@ -199,9 +199,9 @@ async def test_sockets_where_temporary_files_have_long_paths(
 @in_a_loop
 async def test_metrics_after_an_engine_has_ended() -> None:
     client = new_client()
-    desk = Desk(Ranks([client], max_queue=1), Limits(), "any", Metrics())
+    serving = OpenAIServing(Ranks([client], max_queue=1), Limits(), "any", Metrics())
     last = [Stats(totals={"output_tokens": 7}, occupancy={})]
-    desk.metrics.engines.stats = last
+    serving.metrics.engines.stats = last
     client.ended = "the engine has ended: of old age"
-    await desk.stats()
-    assert desk.metrics.engines.stats is last
+    await serving.stats()
+    assert serving.metrics.engines.stats is last

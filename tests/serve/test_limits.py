@@ -15,7 +15,7 @@ import pytest
 import requests
 from server_process import ServerProcess, wait_until
 
-from specplug.serve.limits import Gate, Limits
+from specplug.serve.limits import Limits, LimitsMiddleware
 
 LONG: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
 
@@ -94,7 +94,7 @@ def test_slow_large_bodies_leave_room_for_small_ones() -> None:
             nonlocal served
             served += 1
 
-        gate = Gate(app, Limits(max_body_bytes=1 << 20))
+        gate = LimitsMiddleware(app, Limits(max_body_bytes=1 << 20))
         never = asyncio.Event()
 
         async def client(size: int, *, ends: bool) -> None:

@@ -40,7 +40,7 @@ LOGPROBS = TokenLogprobs(text="é", logprob=-0.5, top=[["é", -0.5], ["\ufffd", 
         Failed(message="no", usage=True),
         Warned(message="less"),
         Accepted(id="1", prompt_tokens=[3, 4], echo=["def", "x"]),
-        Refused(id="1", message="no", fault=True),
+        Refused(id="1", message="no", error=True),
         Stepped(
             updates=[
                 Update(id="1", index=0, text="a", token_ids=[5], logprobs=[LOGPROBS]),

@@ -68,23 +68,23 @@ def test_a_narrowed_draft_is_the_draft_of_its_first_nodes(
     parents: list[list[int]], data: st.DataObject
 ) -> None:
     bs, width = len(parents), len(parents[0])
-    room = data.draw(st.lists(st.integers(1, width + 2), min_size=bs, max_size=bs))
+    max_draft_nodes = data.draw(st.lists(st.integers(1, width + 2), min_size=bs, max_size=bs))
     tokens = torch.arange(bs * width).view(bs, width)
     depth = _depth(parents)
     whole = Draft.tree(tokens, torch.tensor(parents), depth)
-    left = min(width, max(room))
-    cut = whole.narrow(room)
+    left = min(width, max(max_draft_nodes))
+    cut = whole.narrow(max_draft_nodes)
     fresh = Draft.tree(
         tokens[:, :left],
         torch.tensor(parents)[:, :left],
         min(depth, left - 1),
-        [min(most, left) for most in room],
+        [min(most, left) for most in max_draft_nodes],
     )
     assert (cut.widths, cut.width, cut.depth) == (fresh.widths, fresh.width, fresh.depth)
     for name in ("tokens", "parents", "mask", "depths"):
         assert torch.equal(getattr(cut, name), getattr(fresh, name)), name
-    assert (cut is whole) == all(most >= width for most in room)
-    chain = Draft.chain(tokens).narrow(room)
+    assert (cut is whole) == all(most >= width for most in max_draft_nodes)
+    chain = Draft.chain(tokens).narrow(max_draft_nodes)
     assert chain.is_chain
     assert chain.columns == left
     assert torch.equal(chain.tokens, tokens[:, :left])

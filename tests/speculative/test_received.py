@@ -23,7 +23,7 @@ SPEC = {
 
 def batch(*states: dict[str, Tensor]) -> Any:
     requests = [SimpleNamespace(draft_state=state) for state in states]
-    return SimpleNamespace(requests=requests, rows=torch.arange(len(states)))
+    return SimpleNamespace(requests=requests, req_indices=torch.arange(len(states)))
 
 
 def whole(value: int) -> dict[str, Tensor]:

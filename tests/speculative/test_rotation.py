@@ -46,7 +46,7 @@ def prefill(chunks: list[tuple[int, int, int]]) -> Batch:
             Prompt(str(b), tuple(100 * b + i for i in range(n)))
             for b, (n, _, _) in enumerate(chunks)
         ],
-        rows=nothing,
+        req_indices=nothing,
         seq_lens=nothing,
         chunk_widths=tuple(end - start for _, start, end in chunks),
         chunk_ends=tuple(end for _, _, end in chunks),

@@ -72,7 +72,7 @@ class DFlashWorker:
         if self._width > 1:
             plan = batch.attention
             if not batch.is_prefill:
-                width = output.tokens.shape[0] // batch.size
+                width = output.next_tokens.shape[0] // batch.size
                 plan = self._runtime.plan_attention(batch, batch.seq_lens, width)
             assert plan is not None
             context = self._network.fuse(self._features(output))
@@ -83,7 +83,7 @@ class DFlashWorker:
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         """A chain for each request, of one block, in one pass; no wider than the widest room."""
         root = draft_input.bonus_tokens.unsqueeze(1)
-        width = min(self._width, max(batch.room))
+        width = min(self._width, max(batch.max_draft_nodes))
         if width == 1:
             return Draft.chain(root)
         block = torch.cat((root, self._masks[:, : width - 1].expand(batch.size, -1)), dim=1)

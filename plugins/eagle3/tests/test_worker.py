@@ -30,7 +30,7 @@ class Spy(Eagle3):
         runtime.worker.forward = lambda *inputs: rows.append(len(inputs[0])) or forward(*inputs)
         draft = super().propose(runtime, batch, draft_input)
         runtime.worker.forward = forward
-        self.rooms.append(batch.room[0])
+        self.rooms.append(batch.max_draft_nodes[0])
         self.passes.append(len(rows))
         width = draft.tokens.shape[1]
         parents = list(range(-1, width - 1)) if draft.parents is None else draft.parents[0].tolist()

@@ -124,11 +124,11 @@ class MultiLayerEagleWorker:
         A request without W committed positions has other rows there; the plan drops them.
         """
         bs, earlier = batch.size, self._earlier
-        hidden, tokens = output.per_node[self._captured], output.tokens
+        hidden, tokens = output.per_node[self._captured], output.next_tokens
         columns = len(tokens) // bs
         widths = list(batch.chunk_widths) if batch.is_prefill else [columns] * bs
         if earlier:
-            state = future_map.resolve(batch.rows)[1].state
+            state = future_map.resolve(batch.req_indices)[1].state
             hidden = _interleave(state.get("hidden_states"), hidden, widths, earlier)
             tokens = _interleave(state.get("tokens"), tokens, widths, earlier)
         plan = self._runtime.plan_attention(

@@ -69,7 +69,7 @@ class Ngram:
         from specplug_ngram.future_map import HostFutureMap
 
         worker: NgramWorker = runtime.worker
-        return HostFutureMap(runtime.num_rows, runtime.device, worker.observe)
+        return HostFutureMap(runtime.req_table_size, runtime.device, worker.observe)
 
     @hookimpl
     def build_draft_input(
@@ -91,7 +91,7 @@ class Ngram:
             tokens = target_output.bonus_tokens.unsqueeze(1)
             counts = torch.tensor(batch.last_chunk, dtype=torch.int64)
         else:
-            tokens = target_output.tokens.view(batch.size, -1)
+            tokens = target_output.next_tokens.view(batch.size, -1)
             counts = target_output.accept_lens
         future_map.relay(batch, tokens, counts)
         return DraftInput(bonus_tokens=target_output.bonus_tokens)

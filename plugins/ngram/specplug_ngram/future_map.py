@@ -30,12 +30,12 @@ class HostFutureMap(FutureMap):
     inputs, so no step waits between its resolve and its publish.
 
     Args:
-        num_rows, device: see ``FutureMap``.
+        req_table_size, device: see ``FutureMap``.
         observe: told of each request's new tokens, in order.
     """
 
-    def __init__(self, num_rows: int, device: torch.device, observe: Observe) -> None:
-        super().__init__(num_rows, device)
+    def __init__(self, req_table_size: int, device: torch.device, observe: Observe) -> None:
+        super().__init__(req_table_size, device)
         self._observe = observe
         self._relayed: deque[_Relayed] = deque()
 
@@ -58,10 +58,10 @@ class HostFutureMap(FutureMap):
         # Requests of a single token are never resolved; two steps ago is there without waiting.
         self._arrive(keep=2)
 
-    def resolve(self, rows: Tensor) -> tuple[Tensor, DraftInput]:
+    def resolve(self, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
         """See ``FutureMap``; all relayed tokens have been observed when it returns."""
         self._arrive(keep=0)
-        return super().resolve(rows)
+        return super().resolve(req_indices)
 
     def _arrive(self, keep: int) -> None:
         """Observe what was relayed, but for the latest ``keep`` steps."""

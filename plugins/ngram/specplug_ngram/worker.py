@@ -78,7 +78,7 @@ class NgramWorker:
         cost = StepCost(batch.size)
         trees = [
             self._draft(view.request_id, cost.least, room)
-            for view, room in zip(batch.requests, batch.room, strict=True)
+            for view, room in zip(batch.requests, batch.max_draft_nodes, strict=True)
         ]
         roots = draft_input.bonus_tokens
         nodes = sum(len(tree.nodes) - 1 for tree in trees)

@@ -29,14 +29,14 @@ KNOWS_NOTHING = Request("knows nothing", (21, 22, 23, 24))
 BRANCHES = Request("branches", (31, 32, 33, 41, 31, 32, 34, 42, 31, 32, 34, 43, 31, 32))
 
 
-def _batch(*requests: Request, room: int = 8) -> Batch:
+def _batch(*requests: Request, max_draft_nodes: int = 8) -> Batch:
     rows = torch.arange(1, len(requests) + 1)
     return Batch(
         mode=ForwardMode.DECODE,
         requests=requests,
-        rows=rows,
+        req_indices=rows,
         seq_lens=rows,
-        room=(room,) * len(requests),
+        max_draft_nodes=(max_draft_nodes,) * len(requests),
     )
 
 
@@ -78,9 +78,9 @@ def test_with_one_node_it_proposes_nothing() -> None:
 def test_drafts_in_a_short_pool_count_the_nodes_that_fit() -> None:
     """Whether a draft pays is asked of what is left of it."""
     worker = _worker(REPEATS)
-    draft = worker.propose(_batch(REPEATS, room=2), _input(7))
+    draft = worker.propose(_batch(REPEATS, max_draft_nodes=2), _input(7))
     assert draft.tokens.tolist() == [[7, 8]]
-    assert worker.propose(_batch(REPEATS, room=1), _input(7)).tokens.tolist() == [[7]]
+    assert worker.propose(_batch(REPEATS, max_draft_nodes=1), _input(7)).tokens.tolist() == [[7]]
 
 
 def test_who_knows_nothing_costs_no_more_beside_one_who_does() -> None:
@@ -190,7 +190,7 @@ def test_requests_that_were_prefilled_elsewhere_are_known(received: tuple[Reques
     batch = _batch(*received)
     draft_input = algorithm.build_disagg_draft_input(Run(worker), batch, last_tokens, future_map)
     assert draft_input.bonus_tokens.tolist() == last_tokens.tolist()
-    future_map.resolve(batch.rows)
+    future_map.resolve(batch.req_indices)
     assert len(worker._history) == sum(len(r.prompt_token_ids) + 1 for r in received)
     if received:
         assert worker.propose(batch, draft_input).tokens[0].tolist() == [8, 9, 1, 5]
