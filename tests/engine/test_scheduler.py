@@ -44,7 +44,7 @@ KINDS = (
     "eviction",
     "retraction",
     "retraction with a step in flight",
-    "a draft without max_draft_nodes",
+    "a draft without room",
     "draft pages dropped",
     "waits for a step in flight",
     "another's page instead of its own",
@@ -367,10 +367,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_admissions(self, step: Step) -> None:
         admitted = step.admitted
-        assert list(admitted) == sorted(admitted, key=lambda request: request.rank)
+        assert list(admitted) == sorted(admitted, key=lambda request: request.sort_key)
         for request in admitted:
             assert self.shadows[request].in_flight == 0, "its pages are still being written to"
-            assert all(request.rank < other.rank for other in self.scheduler.waiting)
+            assert all(request.sort_key < other.sort_key for other in self.scheduler.waiting)
 
     def _check_figures(self, step: Step) -> None:
         self.evicted += step.evicted_pages
@@ -414,7 +414,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(chunk.is_last for chunk in chunks[:-1]), "the budget ends one chunk at most"
         first = [chunk.is_first for chunk in chunks]
         assert first == sorted(first), "who has a row goes on before another gets one"
-        assert all(a.request.rank < b.request.rank for a, b in pairwise(chunks) if a.is_first)
+        assert all(a.request.sort_key < b.request.sort_key for a, b in pairwise(chunks) if a.is_first)
         assert [chunk.request for chunk in chunks if chunk.is_first] == list(step.admitted)
         for chunk in chunks:
             shadow, known = self.shadows[chunk.request], len(chunk.request.token_ids)
@@ -442,7 +442,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             SEEN["waits for a step in flight"] += 1
             others = [r for r in self.scheduler.running if r is not request]
             assert all(
-                r.rank < request.rank or r.status is RequestStatus.PREFILLING for r in others
+                r.sort_key < request.sort_key or r.status is RequestStatus.PREFILLING for r in others
             )
             assert any(self.shadows[r].in_flight for r in others)
 
@@ -453,7 +453,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert decode.max_slots >= start + self.config.num_lookahead_slots
             assert 1 <= max_draft_nodes <= self.config.num_lookahead_slots
             if max_draft_nodes < self.config.num_lookahead_slots:
-                SEEN["a draft without max_draft_nodes"] += 1
+                SEEN["a draft without room"] += 1
                 assert self.cache.num_available == 0
 
     # What the device makes of it
@@ -585,7 +585,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         place = {request: i for i, request in enumerate(self.ended)}
         for first, less in requests:
             for second, more in requests:
-                if first.rank < second.rank and less <= more:
+                if first.sort_key < second.sort_key and less <= more:
                     SEEN["two in order"] += 1
                     assert place[first] < place[second]
 
@@ -631,7 +631,7 @@ def _scheduler(
             "mixed_chunk": False,
             "columns": 1,
             "num_draft_tokens": 1,
-            "reserve": max(nodes, changes.get("columns", 1)),
+            "num_lookahead_slots": max(nodes, changes.get("columns", 1)),
             "steps_in_flight": 1,
             **changes,
         }

@@ -48,7 +48,7 @@ def test_it_is_as_a_sorted_list(priorities: list[int], moves: list[tuple[str, in
             queue.add(waiting[-1])
         elif move == "abort" and waiting:
             queue.remove(waiting.pop(which % len(waiting)))
-        expected = min(waiting, key=lambda request: request.rank, default=None)
+        expected = min(waiting, key=lambda request: request.sort_key, default=None)
         assert queue.first() is expected
         assert len(queue) == len(waiting)
         assert bool(queue) == bool(waiting)
