@@ -231,10 +231,10 @@ def test_settings_that_fail_on_admission_do_not_stay(
     sampler = llm._engine._runtime.sampler
     admit_well = sampler.admit
 
-    def admit(request: Any) -> None:
-        if request.request_id == "1":
+    def admit(req_index: int, params: SamplingParams, seed: int, *tokens: Any) -> None:
+        if seed % 1_000_003 == 1:  # the second request's
             raise MemoryError("no room for the settings")
-        admit_well(request)
+        admit_well(req_index, params, seed, *tokens)
 
     monkeypatch.setattr(sampler, "admit", admit)
     with pytest.raises(MemoryError):

@@ -260,7 +260,6 @@ def test_a_bias_that_changes_later_is_not_noticed(llm: LLM) -> None:
 
 def test_scores_of_legal_settings_stay_finite(llm: LLM) -> None:
     """The greatest values together; scores that overflow would all be the same."""
-    from specplug.engine.request import Request
     from specplug.model.sampler import Sampler
 
     logits = torch.tensor([[1000.0, 999.0, -1000.0, 998.0]])
@@ -276,17 +275,7 @@ def test_scores_of_legal_settings_stay_finite(llm: LLM) -> None:
             seed=1,
         )
         sampler = Sampler(2, 4, torch.device("cpu"))
-        request = Request(
-            request_id="a",
-            prompt=None,
-            prompt_token_ids=(0, 1, 2, 3),
-            params=params,
-            max_tokens=1,
-            seed=1,
-            needs=params.needs,
-        )
-        request.req_index = 1
-        sampler.admit(request)
+        sampler.admit(1, params, seed=1, prompt=(0, 1, 2, 3))
         rows = torch.tensor([1])
         found = sampler.sample(
             logits, params.needs, sampler.is_random(rows), rows, torch.tensor([9]), None

@@ -175,13 +175,22 @@ class Engine:
             self._idle()
             return False
         for request in step.admitted:
-            self._runtime.sampler.admit(request)
+            self._admit(request)
         scheduled = time.perf_counter()
         result = self._steps.run(step)
         result.host_seconds = scheduled - began
         self._launched.append(result)
         self._launching = None
         return True
+
+    def _admit(self, request: Request) -> None:
+        """Enter an admitted request's settings in its row of the sampler."""
+        output: Sequence[int] = request.output_token_ids
+        if request.status is RequestStatus.RUNNING:  # a root is counted when it is verified
+            output = output[: request.num_computed_tokens - len(request.prompt_token_ids)]
+        self._runtime.sampler.admit(
+            request.req_index, request.params, request.seed, request.prompt_token_ids, output
+        )
 
     def _idle(self) -> None:
         """Take part in the step of another rank, or wait a little for one."""

@@ -300,8 +300,10 @@ class Scheduler:
         if not request.times_retracted:
             request.num_cached = request.num_computed_tokens
         request.status = RequestStatus.PREFILLING
-        self.table.take(request, floor=request.num_computed_tokens)
-        self.table.write(request, range(num_pages))
+        request.req_index = self.table.take(
+            floor=request.num_computed_tokens, rotary_len=request.rotary_len
+        )
+        self.table.write(request.req_index, request.pages, range(num_pages))
         self._admitted.append(request)
 
     def _launch_chunk(self, request: Request, budget: int, *, is_first: bool) -> PrefillChunk:
@@ -342,7 +344,7 @@ class Scheduler:
         request.draft_state = received.draft_state
         request.num_computed_tokens = request.max_computed_tokens = received.end
         request.status = RequestStatus.RUNNING
-        replaced = self.cache.keep(request)
+        replaced = self._keep(request)
         assert not replaced, "a page is cached that the match did not find"
         return True
 
@@ -429,7 +431,8 @@ class Scheduler:
         """Give a request pages, or as many as there are; how many."""
         new = self.cache.take(min(num_pages, self.cache.num_available))
         request.pages += new
-        self.table.write(request, range(len(request.pages) - len(new), len(request.pages)))
+        added = range(len(request.pages) - len(new), len(request.pages))
+        self.table.write(request.req_index, request.pages, added)
         return len(new)
 
     def _behind(self, request: Request) -> int:
@@ -446,7 +449,7 @@ class Scheduler:
                 surplus = range(needed, len(request.pages))
                 self.cache.pool.give_back(request.pages[needed:])
                 del request.pages[needed:]
-                self.table.write(request, surplus)
+                self.table.write(request.req_index, request.pages, surplus)
                 self._refused = None
                 dropped = True
         return dropped
@@ -460,7 +463,7 @@ class Scheduler:
         return min(last_first, key=self._loss)
 
     def _loss(self, request: Request) -> int:
-        return request.num_computed_tokens - self.cache.num_shared_with_others(request)
+        return request.num_computed_tokens - self.cache.num_shared_with_others(request.shared)
 
     def _retract_outgrown(self) -> None:
         """Let those wait again whose next token needs other rotary frequencies from its start."""
@@ -498,7 +501,7 @@ class Scheduler:
                 request.num_computed_tokens += committed
                 request.max_computed_tokens -= self.config.columns - committed
             else:
-                self.table.write(request, self.cache.keep(request))
+                self.table.write(request.req_index, request.pages, self._keep(request))
 
     def release(self, request: Request) -> None:
         """Take back the row and pages of a finished request. Launched steps may still write to
@@ -510,9 +513,23 @@ class Scheduler:
             self.waiting.remove(request)
 
     def _give_up(self, request: Request) -> None:
-        self.cache.release(request)
-        self.table.give_back(request)
+        self._keep(request)
+        self.cache.release(request.pages, request.shared)
+        self.table.give_back(request.req_index)
+        request.pages, request.shared, request.req_index = [], self.cache.root, 0
         self.running.remove(request)
+
+    def _keep(self, request: Request) -> list[int]:
+        """Insert the request's final pages into the prefix cache; the indices of those that were
+        replaced by cached ones."""
+        request.shared, replaced = self.cache.keep(
+            request.pages,
+            request.shared,
+            request.token_ids,
+            request.num_computed_tokens,
+            request.rotary_set,
+        )
+        return replaced
 
     def reset(self) -> list[Request]:
         """Forget all requests and cached pages, in whatever state they are; the requests."""
@@ -532,7 +549,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that no page and no row is lost."""
-        self.cache.check(self.running)
+        self.cache.check((request.pages, request.shared) for request in self.running)
         rows = [request.req_index for request in self.running]
         assert len(set(rows)) == len(rows), "two requests share a row"
         assert 0 not in rows, "a running request has the padding row"

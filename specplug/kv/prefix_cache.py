@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
-from specplug.engine.request import Request
 from specplug.kv.cached_page import CachedPage, Key
 from specplug.kv.page_pool import PagePool
 
@@ -81,36 +80,49 @@ class PrefixCache:
             self.num_unused += not used.users
         self._queue(node)
 
-    def keep(self, request: Request) -> list[int]:
-        """Take over a running request's pages whose content is final: a pass that computes its last
-        positions again, for the layers that read tokens further ahead, writes the same there.
+    def keep(
+        self,
+        pages: list[int],
+        shared: CachedPage,
+        token_ids: Sequence[int],
+        num_computed_tokens: int,
+        rotary_set: int = 0,
+    ) -> tuple[CachedPage, list[int]]:
+        """Insert the pages whose content is final: those whose tokens are computed, with the
+        ``lookahead`` tokens after them known. A pass that computes the last positions again, for
+        layers that read tokens further ahead, writes the same there.
 
-        Where another request has brought the same page before, that one takes its place.
+        Where the same page is cached already, that one takes its place in ``pages``.
+
+        Args:
+            pages: of the sequence, in order of position; those up to ``shared`` are cached.
+            shared: the last of them that the cache has, and that the sequence holds.
+            token_ids: of the sequence.
 
         Returns:
-            The indices of those that were replaced.
+            The last page that the cache has now, which the sequence holds with all before it, and
+            the indices of pages that were replaced.
         """
         if not self.enabled:
-            return []
-        node, size = request.shared, self.pool.page_size
-        final = min(request.num_computed_tokens, len(request.token_ids) - self.lookahead)
+            return shared, []
+        node, size = shared, self.pool.page_size
+        final = min(num_computed_tokens, len(token_ids) - self.lookahead)
         replaced: list[int] = []
         if final // size > node.depth:
             self._clock += 1
             self.changes += 1
             for index in range(node.depth, final // size):
-                key = self._key(request.token_ids, index * size, request.rotary_set)
+                key = self._key(token_ids, index * size, rotary_set)
                 child = node.children.get(key)
                 if child is None:
-                    child = self._add(node, key, request.pages[index])
+                    child = self._add(node, key, pages[index])
                 else:
-                    self.pool.give_back([request.pages[index]])
-                    request.pages[index] = child.page
+                    self.pool.give_back([pages[index]])
+                    pages[index] = child.page
                     replaced.append(index)
                 self._use(child)
                 node = child
-        request.shared = node
-        return replaced
+        return node, replaced
 
     def take(self, num_pages: int) -> list[int]:
         """``num_pages`` pages, at most ``num_available``."""
@@ -120,13 +132,10 @@ class PrefixCache:
             self.evicted += missing
         return self.pool.take(num_pages)
 
-    def release(self, request: Request) -> None:
-        """A request ends or is retracted: its own pages are free, the others stay cached."""
-        self.keep(request)
-        self.pool.give_back(request.pages[request.shared.depth :])
-        self.let_go(request.shared)
-        request.pages = []
-        request.shared = self._root
+    def release(self, pages: Sequence[int], shared: CachedPage) -> None:
+        """Give up a sequence's pages: its own are free, those up to ``shared`` stay cached."""
+        self.pool.give_back(pages[shared.depth :])
+        self.let_go(shared)
 
     def clear(self) -> None:
         """Forget all pages; no request may be running."""
@@ -141,18 +150,22 @@ class PrefixCache:
         self.num_pages = self.num_unused = 0
         self.changes += 1
 
-    def num_shared_with_others(self, request: Request) -> int:
-        """Tokens of a running request that stay in use if it goes."""
-        common = next((node for node in request.shared.path() if node.users > 1), self._root)
+    def num_shared_with_others(self, shared: CachedPage) -> int:
+        """Tokens up to ``shared`` that another sequence holds too."""
+        common = next((node for node in shared.path() if node.users > 1), self._root)
         return common.depth * self.pool.page_size
 
-    def check(self, running: Iterable[Request]) -> None:
-        """Assert that every page is free, cached, or owned by one of ``running``."""
-        requests, owned, users = list(running), [], dict[CachedPage, int]()
-        for request in requests:
-            path = list(request.shared.path())[::-1]
-            assert [node.page for node in path] == request.pages[: len(path)], request.request_id
-            owned += request.pages[len(path) :]
+    def check(self, sequences: Iterable[tuple[Sequence[int], CachedPage]]) -> None:
+        """Assert that every page is free, cached, or owned by one sequence.
+
+        Args:
+            sequences: the pages of each, and the last of them that the cache has.
+        """
+        owned, users = list[int](), dict[CachedPage, int]()
+        for pages, shared in sequences:
+            path = list(shared.path())[::-1]
+            assert [node.page for node in path] == list(pages[: len(path)]), (pages, path)
+            owned += pages[len(path) :]
             for node in path:
                 users[node] = users.get(node, 0) + 1
         nodes = list(self._nodes())

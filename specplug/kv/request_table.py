@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-
-from specplug.engine.request import Request
 
 
 class RequestTable:
@@ -58,25 +56,25 @@ class RequestTable:
         self._free = list(range(self.req_table_size - 1, 0, -1))
         self._taken, self._changes = {}, {}
 
-    def take(self, request: Request, floor: int) -> None:
-        """Give a request a row; ``floor`` of its positions are shared."""
-        request.req_index = self._free.pop()
-        self._taken[request.req_index] = floor, request.rotary_len
-        self._changes[request.req_index] = {}
+    def take(self, *, floor: int, rotary_len: int) -> int:
+        """Take a row, whose first ``floor`` positions are shared; its index."""
+        req_index = self._free.pop()
+        self._taken[req_index] = floor, rotary_len
+        self._changes[req_index] = {}
+        return req_index
 
     def raise_floors(self, rows: torch.Tensor, floors: list[int]) -> None:
         """Have the requests in ``rows`` [bs] write nothing before these positions either."""
         raised = self._upload(floors)
         self.floors.index_copy_(0, rows, torch.maximum(self.floors[rows], raised))
 
-    def give_back(self, request: Request) -> None:
-        """Take its row from a request."""
-        self._free.append(request.req_index)
-        request.req_index = 0
+    def give_back(self, req_index: int) -> None:
+        """Free a row."""
+        self._free.append(req_index)
 
-    def write(self, request: Request, indices: Iterable[int]) -> None:
-        """Enter these of a request's pages; one that it no longer has becomes padding."""
-        pages, changes = request.pages, self._changes.setdefault(request.req_index, {})
+    def write(self, req_index: int, pages: Sequence[int], indices: Iterable[int]) -> None:
+        """Enter these of a row's pages; an index past the last of them becomes padding."""
+        changes = self._changes.setdefault(req_index, {})
         for index in indices:
             if index < self._pages_a_row:
                 changes[index] = pages[index] if index < len(pages) else 0

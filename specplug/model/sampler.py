@@ -7,14 +7,13 @@ it is the same whatever was drafted, and whatever else is in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from specplug.engine.request import Request, RequestStatus
 from specplug.grammar.state import mask_scores
-from specplug.sampling_params import Needs
+from specplug.sampling_params import Needs, SamplingParams
 from specplug.speculative.draft import Draft
 from specplug.speculative.host_copy import upload
 from specplug.speculative.noise import gumbel
@@ -48,24 +47,36 @@ class Sampler:
         self._in_prompt: Tensor | None = None
         self._output_counts: Tensor | None = None
 
-    def admit(self, request: Request) -> None:
-        """Enter a request's settings in its row."""
-        p = request.params
-        row = request.req_index
+    def admit(
+        self,
+        req_index: int,
+        params: SamplingParams,
+        seed: int,
+        prompt: Sequence[int] = (),
+        output: Sequence[int] = (),
+    ) -> None:
+        """Enter a request's settings in its row.
+
+        Args:
+            seed: of its noise.
+            prompt: its tokens, for penalties.
+            output: tokens that count as generated already, of one that was retracted.
+        """
+        p, row = params, req_index
         temperature = 1.0 if p.greedy else max(p.temperature, _COLDEST)
         settings = (
             temperature, max(p.top_p, _LEAST_TOP_P), min(max(p.top_k, 0), self._size[1]), p.min_p,
             p.repetition_penalty, p.presence_penalty, p.frequency_penalty,
         )  # fmt: skip
         self._settings[row] = torch.tensor(settings).to(self._device, non_blocking=True)
-        self._seeds[row] = request.seed
+        self._seeds[row] = seed
         self._random[row] = not p.greedy
-        if request.needs & Needs.BIAS:
+        if p.needs & Needs.BIAS:
             self._admit_bias(row, p.logit_bias)
         elif self._bias is not None:
             self._bias[row] = 0.0  # of the request that had this row before
-        if request.needs & Needs.PENALTIES:
-            self._admit_counts(request)
+        if p.needs & Needs.PENALTIES:
+            self._admit_counts(row, prompt, output)
 
     def temperatures(self, rows: Tensor) -> Tensor:
         """[bs, 1] float32; 1 for greedy requests."""
@@ -161,21 +172,17 @@ class Sampler:
         values[list(bias)] = torch.tensor(list(bias.values()), dtype=torch.float32)
         self._bias[row] = values.to(self._device, non_blocking=True)
 
-    def _admit_counts(self, request: Request) -> None:
+    def _admit_counts(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         if self._output_counts is None or self._in_prompt is None:
             self._output_counts = torch.zeros(self._size, dtype=torch.int32, device=self._device)
             self._in_prompt = torch.zeros(self._size, dtype=torch.bool, device=self._device)
-        prompt = upload(request.prompt_token_ids, self._device)
-        self._output_counts[request.req_index] = 0
-        counted = request.output_token_ids
-        if request.status is RequestStatus.RUNNING:  # a root is counted when it is verified
-            counted = counted[: request.num_computed_tokens - len(request.prompt_token_ids)]
-        if counted:  # of one that was retracted
-            output = upload(counted, self._device)
-            once = torch.ones_like(output, dtype=torch.int32)
-            self._output_counts[request.req_index].index_add_(0, output, once)
-        self._in_prompt[request.req_index] = False
-        self._in_prompt[request.req_index, prompt] = True
+        self._output_counts[row] = 0
+        if output:
+            counted = upload(output, self._device)
+            once = torch.ones_like(counted, dtype=torch.int32)
+            self._output_counts[row].index_add_(0, counted, once)
+        self._in_prompt[row] = False
+        self._in_prompt[row, upload(prompt, self._device)] = True
 
 
 def path_counts(draft: Draft, vocab_size: int, dtype: torch.dtype) -> Tensor:

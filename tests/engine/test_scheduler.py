@@ -414,7 +414,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(chunk.is_last for chunk in chunks[:-1]), "the budget ends one chunk at most"
         first = [chunk.is_first for chunk in chunks]
         assert first == sorted(first), "who has a row goes on before another gets one"
-        assert all(a.request.sort_key < b.request.sort_key for a, b in pairwise(chunks) if a.is_first)
+        assert all(
+            a.request.sort_key < b.request.sort_key for a, b in pairwise(chunks) if a.is_first
+        )
         assert [chunk.request for chunk in chunks if chunk.is_first] == list(step.admitted)
         for chunk in chunks:
             shadow, known = self.shadows[chunk.request], len(chunk.request.token_ids)
@@ -442,7 +444,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             SEEN["waits for a step in flight"] += 1
             others = [r for r in self.scheduler.running if r is not request]
             assert all(
-                r.sort_key < request.sort_key or r.status is RequestStatus.PREFILLING for r in others
+                r.sort_key < request.sort_key or r.status is RequestStatus.PREFILLING
+                for r in others
             )
             assert any(self.shadows[r].in_flight for r in others)
 
@@ -773,7 +776,9 @@ def test_what_another_running_request_has_too_is_no_loss() -> None:
     assert longest.num_cached == 8
     assert _until_retraction(scheduler, fast).retracted == (longest,)
     assert all(request.num_computed_tokens < longest.peak_computed_tokens for request in others)
-    assert scheduler.cache.num_shared_with_others(fast) == 0, "nobody else uses them any more"
+    assert scheduler.cache.num_shared_with_others(fast.shared) == 0, (
+        "nobody else uses them any more"
+    )
 
 
 def test_who_is_retracted_keeps_its_place_and_computes_again_what_is_no_longer_cached() -> None:
@@ -1081,7 +1086,7 @@ def test_the_check_tells_what_is_wrong(harm: str, message: str) -> None:
     elif harm == "padding row":
         one.req_index = 0
     elif harm == "row lost":
-        scheduler.table.take(_request(9, (1,), 1), floor=0)
+        scheduler.table.take(floor=0, rotary_len=1)
     else:
         _add(scheduler, 2, 3).req_index = 3
     with pytest.raises(AssertionError, match=message):

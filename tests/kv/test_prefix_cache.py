@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 import pytest
@@ -10,8 +10,6 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from specplug import SamplingParams
-from specplug.engine.request import Request
 from specplug.kv.cached_page import CachedPage
 from specplug.kv.page_pool import PagePool
 from specplug.kv.prefix_cache import PrefixCache
@@ -19,27 +17,41 @@ from specplug.kv.prefix_cache import PrefixCache
 Tokens = tuple[int, ...]
 
 
-def _request(tokens: Sequence[int]) -> Request:
-    return Request(
-        request_id="",
-        prompt=None,
-        prompt_token_ids=tuple(tokens),
-        params=SamplingParams(),
-        max_tokens=1,
-        seed=0,
-    )
+@attrs.define(eq=False)
+class Holder:
+    """A sequence that holds pages, as a running request does."""
+
+    cache: PrefixCache
+    token_ids: list[int]
+    pages: list[int]
+    shared: CachedPage
+    num_computed_tokens: int
+
+    def keep(self) -> list[int]:
+        """Insert what is final; the indices of the pages that were replaced."""
+        self.shared, replaced = self.cache.keep(
+            self.pages, self.shared, self.token_ids, self.num_computed_tokens
+        )
+        return replaced
+
+    def release(self) -> None:
+        """Insert what is final and give up all pages."""
+        self.keep()
+        self.cache.release(self.pages, self.shared)
+        self.pages, self.shared = [], self.cache.root
 
 
-def _begin(cache: PrefixCache, tokens: Sequence[int]) -> Request:
-    """A request as the scheduler admits it, with all that it finds and pages for the rest."""
-    request = _request(tokens)
-    node = cache.match(request.token_ids, len(tokens))
+def _begin(cache: PrefixCache, tokens: Sequence[int]) -> Holder:
+    """Who holds all that is found of ``tokens``, and pages for the rest."""
+    node = cache.match(tokens, len(tokens))
     cache.hold(node)
-    request.pages = [used.page for used in node.path()][::-1]
-    request.pages += cache.take(cache.pool.pages_for(len(tokens)) - node.depth)
-    request.shared = node
-    request.num_computed_tokens = node.depth * cache.pool.page_size
-    return request
+    pages = [used.page for used in node.path()][::-1]
+    pages += cache.take(cache.pool.pages_for(len(tokens)) - node.depth)
+    return Holder(cache, list(tokens), pages, node, node.depth * cache.pool.page_size)
+
+
+def _check(cache: PrefixCache, holders: Iterable[Holder]) -> None:
+    cache.check((holder.pages, holder.shared) for holder in holders)
 
 
 def _nodes(node: CachedPage, before: Tokens, size: int) -> Iterator[tuple[Tokens, CachedPage]]:
@@ -72,7 +84,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.size, self.lookahead, self.pages = page_size, lookahead, pages
         self.free = set(range(1, pages + 1))
         self.known: dict[Tokens, Entry] = {}
-        self.requests: list[Request] = []
+        self.requests: list[Holder] = []
         self.evicted = 0
         self.now = 0
 
@@ -92,7 +104,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             found.append(self.known[prefix])
         return found
 
-    def _path(self, request: Request) -> list[Entry]:
+    def _path(self, request: Holder) -> list[Entry]:
         return self._found(request.token_ids, request.shared.depth * self.size)
 
     def _use(self, entries: list[Entry], change: int) -> None:
@@ -124,7 +136,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def _ends(self, prefix: Tokens) -> bool:
         return not any(len(p) > len(prefix) and p[: len(prefix)] == prefix for p in self.known)
 
-    def _keep(self, request: Request) -> list[int]:
+    def _keep(self, request: Holder) -> list[int]:
         final = min(request.num_computed_tokens, len(request.token_ids) - self.lookahead)
         prefixes, depth = self._prefixes(request.token_ids, final), request.shared.depth
         replaced = []
@@ -162,11 +174,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.cache.let_go(node)
             self._use(found, -1)
             return
-        request = _request(tokens)
-        request.shared = node
-        request.pages = [entry.page for entry in found] + self._take(pages)
-        request.num_computed_tokens = len(found) * self.size
-        self.requests.append(request)
+        own = [entry.page for entry in found] + self._take(pages)
+        computed = len(found) * self.size
+        self.requests.append(Holder(self.cache, list(tokens), own, node, computed))
 
     @precondition(lambda self: self.requests)
     @rule(which=st.integers(0, 59), tokens=st.lists(st.integers(0, 1), max_size=5))
@@ -187,7 +197,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def keep(self, which: int) -> None:
         request = self.requests[which % len(self.requests)]
         before, expected = list(request.pages), self._keep(request)
-        assert self.cache.keep(request) == expected
+        assert request.keep() == expected
         assert [i for i, page in enumerate(request.pages) if page != before[i]] == expected
         assert request.pages[: request.shared.depth] == [e.page for e in self._path(request)]
 
@@ -201,7 +211,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         path = self._found(request.token_ids, final) if self.cache.enabled else []
         self._use(path, -1)
         self.free |= set(own[len(path) :])
-        self.cache.release(request)
+        request.release()
         assert (request.pages, request.shared) == ([], self.cache.root)
 
     @precondition(lambda self: not self.requests)
@@ -219,7 +229,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         cache = self.cache
-        cache.check(self.requests)
+        _check(cache, self.requests)
         nodes = dict(_nodes(cache.root, (), self.size))
         found = {prefix: (node.page, node.users) for prefix, node in nodes.items()}
         assert found == {prefix: (e.page, e.users) for prefix, e in self.known.items()}
@@ -268,7 +278,7 @@ def _leave(cache: PrefixCache, tokens: Sequence[int]) -> None:
     """A request comes, computes all its tokens, and goes."""
     request = _begin(cache, tokens)
     request.num_computed_tokens = len(tokens)
-    cache.release(request)
+    request.release()
 
 
 def _cached(cache: PrefixCache) -> set[Tokens]:
@@ -328,17 +338,17 @@ def test_a_page_that_another_brought_before_takes_the_place_of_ones_own() -> Non
     own = list(second.pages)
     for request in (first, second):
         request.num_computed_tokens = 2
-    assert cache.keep(first) == []
-    assert cache.keep(second) == [0]
+    assert first.keep() == []
+    assert second.keep() == [0]
     assert second.pages == [first.pages[0], *own[1:]]
-    assert cache.keep(second) == [], "once"
+    assert second.keep() == [], "once"
     for request in (first, second):
         request.num_computed_tokens = 5
-    assert cache.keep(second) == []
-    assert cache.keep(first) == [1]
+    assert second.keep() == []
+    assert first.keep() == [1]
     assert first.pages[:2] == second.pages[:2]
     assert cache.pool.num_free == 16 - 4
-    cache.check([first, second])
+    _check(cache, [first, second])
 
 
 def test_pages_that_are_still_written_to_are_not_kept() -> None:
@@ -346,10 +356,10 @@ def test_pages_that_are_still_written_to_are_not_kept() -> None:
     request = _begin(cache, [1, 2, 3, 4])
     for num_computed_tokens, pages in ((0, 0), (1, 0), (2, 1), (3, 1), (4, 1)):
         request.num_computed_tokens = num_computed_tokens
-        cache.keep(request)
+        request.keep()
         assert request.shared.depth == cache.num_pages == pages, "what follows the 4 is not known"
     request.token_ids.append(5)
-    cache.keep(request)
+    request.keep()
     assert request.shared.depth == 2
 
 
@@ -402,11 +412,11 @@ def test_a_disabled_cache_finds_and_keeps_nothing() -> None:
     cache = _cache(enabled=False)
     request = _begin(cache, [1, 2, 3, 4])
     request.num_computed_tokens = 4
-    assert cache.keep(request) == []
+    assert request.keep() == []
     assert request.shared is cache.root
-    cache.check([request])
+    _check(cache, [request])
     before = cache.changes
-    cache.release(request)
+    request.release()
     assert cache.changes > before, "its pages have come back"
     assert (cache.num_pages, cache.pool.num_free, _found(cache, [1, 2, 3, 4])) == (0, 16, 0)
 
@@ -415,13 +425,13 @@ def test_something_has_come_back_when_a_request_goes_or_its_pages_are_kept() -> 
     cache = _cache()
     request = _begin(cache, [1, 2, 3, 4])
     before = cache.changes
-    cache.keep(request)
+    request.keep()
     assert cache.changes == before
     request.num_computed_tokens = 2
-    cache.keep(request)
+    request.keep()
     assert cache.changes > before
     before = cache.changes
-    cache.release(request)
+    request.release()
     assert cache.changes > before
 
 
@@ -435,7 +445,7 @@ def test_clearing_forgets_all_but_not_under_a_running_request() -> None:
     cache.clear()
     assert (cache.num_pages, cache.num_unused, cache.pool.num_free) == (0, 0, 16)
     assert _found(cache, [1, 2]) == 0
-    cache.check([])
+    _check(cache, [])
 
 
 def test_tokens_that_another_running_request_has_too() -> None:
@@ -443,11 +453,15 @@ def test_tokens_that_another_running_request_has_too() -> None:
     first, second = _begin(cache, [1, 1, 2, 2, 3, 3]), _begin(cache, [1, 1, 2, 2, 4, 4])
     for request in (first, second):
         request.num_computed_tokens = 6
-        assert cache.num_shared_with_others(request) == 0
-        cache.keep(request)
-    assert cache.num_shared_with_others(first) == cache.num_shared_with_others(second) == 4
-    cache.release(second)
-    assert cache.num_shared_with_others(first) == 0
+        assert cache.num_shared_with_others(request.shared) == 0
+        request.keep()
+    assert (
+        cache.num_shared_with_others(first.shared)
+        == cache.num_shared_with_others(second.shared)
+        == 4
+    )
+    second.release()
+    assert cache.num_shared_with_others(first.shared) == 0
 
 
 def test_the_order_of_eviction_does_not_grow_with_use() -> None:
@@ -472,7 +486,7 @@ def test_the_order_of_eviction_does_not_grow_with_use() -> None:
 def test_the_check_tells_what_is_wrong(harm: str, message: str) -> None:
     cache = _cache()
     _leave(cache, [1, 1, 2, 2, 3, 3])
-    cache.check([])
+    _check(cache, [])
     last = cache.match([1, 1, 2, 2, 3, 3], 6)
     middle = last.parent
     assert middle is not None
@@ -486,4 +500,4 @@ def test_the_check_tells_what_is_wrong(harm: str, message: str) -> None:
     else:
         middle.last_used -= 1
     with pytest.raises(AssertionError, match=message):
-        cache.check([])
+        _check(cache, [])

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from specplug import SamplingParams
-from specplug.engine.request import Request
 from specplug.kv.request_table import RequestTable
 
 CPU = torch.device("cpu")
 
 
-def _request(*pages: int) -> Request:
-    return Request(
-        request_id="",
-        prompt=None,
-        prompt_token_ids=(1,),
-        params=SamplingParams(),
-        max_tokens=1,
-        seed=0,
-        pages=list(pages),
-    )
+@attrs.define(eq=False)
+class Holder:
+    """Who has a row of the table."""
+
+    pages: list[int]
+    req_index: int = 0
+
+    def take(self, table: RequestTable, floor: int = 0) -> None:
+        self.req_index = table.take(floor=floor, rotary_len=1)
+        self.write(table, range(len(self.pages)))
+
+    def write(self, table: RequestTable, indices: Iterable[int]) -> None:
+        table.write(self.req_index, self.pages, indices)
 
 
-def _entered(table: RequestTable, *pages: int, floor: int = 0) -> Request:
-    request = _request(*pages)
-    table.take(request, floor=floor)
-    table.write(request, range(len(pages)))
-    return request
+def _entered(table: RequestTable, *pages: int, floor: int = 0) -> Holder:
+    holder = Holder(list(pages))
+    holder.take(table, floor)
+    return holder
 
 
 class RequestTableMachine(RuleBasedStateMachine):
@@ -50,7 +51,7 @@ class RequestTableMachine(RuleBasedStateMachine):
         width = max(1, pages * page_size - min(cut, page_size - 1))
         self.table = RequestTable(rows + 1, width, page_size, CPU)
         self.size, self.most, self.rows = page_size, pages, rows
-        self.requests: list[tuple[Request, int]] = []
+        self.requests: list[tuple[Holder, int]] = []
         self.next_page = 1
 
     def _new_page(self) -> int:
@@ -68,7 +69,7 @@ class RequestTableMachine(RuleBasedStateMachine):
     def grow(self, which: int, count: int) -> None:
         request, _ = self.requests[which % len(self.requests)]
         request.pages += [self._new_page() for _ in range(count)]
-        self.table.write(request, range(len(request.pages) - count, len(request.pages)))
+        request.write(self.table, range(len(request.pages) - count, len(request.pages)))
 
     @precondition(lambda self: self.requests)
     @rule(which=st.integers(0, 9), count=st.integers(1, 3))
@@ -76,7 +77,7 @@ class RequestTableMachine(RuleBasedStateMachine):
         request, _ = self.requests[which % len(self.requests)]
         before = len(request.pages)
         del request.pages[max(0, before - count) :]
-        self.table.write(request, range(len(request.pages), before))
+        request.write(self.table, range(len(request.pages), before))
 
     @precondition(lambda self: any(request.pages for request, _ in self.requests))
     @rule(which=st.integers(0, 9))
@@ -85,14 +86,13 @@ class RequestTableMachine(RuleBasedStateMachine):
         if request.pages:
             index = which % len(request.pages)
             request.pages[index] = self._new_page()
-            self.table.write(request, [index])
+            request.write(self.table, [index])
 
     @precondition(lambda self: self.requests)
     @rule(which=st.integers(0, 9))
     def give_back(self, which: int) -> None:
         request, _ = self.requests.pop(which % len(self.requests))
-        self.table.give_back(request)
-        assert request.req_index == 0
+        self.table.give_back(request.req_index)
 
     @rule()
     def flush(self) -> None:
@@ -154,8 +154,8 @@ def test_all_changes_go_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert uploads == [], "nothing has changed"
     for request in requests:
         request.pages.append(50 + request.req_index)
-        table.write(request, [2])
-        table.write(request, [2])
+        request.write(table, [2])
+        request.write(table, [2])
     table.flush()
     assert uploads == [8], "each page once, and no row"
 
@@ -166,8 +166,8 @@ def test_a_row_that_is_used_again_keeps_nothing_of_the_request_before() -> None:
     table.flush()
     row = before.req_index
     before.pages[0] = 9
-    table.write(before, [0])
-    table.give_back(before)
+    before.write(table, [0])
+    table.give_back(before.req_index)
     after = _entered(table, 6)
     assert after.req_index == row
     table.flush()
@@ -177,7 +177,7 @@ def test_a_row_that_is_used_again_keeps_nothing_of_the_request_before() -> None:
 
 def test_a_row_that_changes_hands_between_two_flushes_is_the_last_ones() -> None:
     table = RequestTable(2, 8, 2, CPU)
-    table.give_back(_entered(table, 1, 2, 3, floor=6))
+    table.give_back(_entered(table, 1, 2, 3, floor=6).req_index)
     last = _entered(table, 4, floor=2)
     table.flush()
     assert table.slots[last.req_index].tolist() == [8, 9, 0, 0, 0, 0, 0, 0]
@@ -189,7 +189,7 @@ def test_a_page_that_is_dropped_is_padding() -> None:
     request = _entered(table, 1, 2, 3)
     table.flush()
     del request.pages[1:]
-    table.write(request, [1, 2])
+    request.write(table, [1, 2])
     table.flush()
     assert table.slots[request.req_index].tolist() == [2, 3, 0, 0, 0, 0]
 
@@ -207,5 +207,5 @@ def test_rows_run_out() -> None:
     requests = [_entered(table) for _ in range(2)]
     assert sorted(request.req_index for request in requests) == [1, 2]
     assert table.num_free == 0
-    table.give_back(requests[0])
-    assert (table.num_free, requests[0].req_index) == (1, 0)
+    table.give_back(requests[0].req_index)
+    assert table.num_free == 1

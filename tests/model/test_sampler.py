@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specplug import Draft, SamplingParams
-from specplug.engine.request import Request
 from specplug.model.sampler import Sampler, path_counts, top_logprobs, truncate
 from specplug.sampling_params import Needs
 from specplug.speculative.noise import gumbel
@@ -49,17 +48,7 @@ def _numpy_truncate(scores: np.ndarray, min_p: float, top_k: int, top_p: float) 
 def _admit(
     sampler: Sampler, row: int, params: SamplingParams, prompt: Sequence[int] = (0,)
 ) -> None:
-    request = Request(
-        request_id=str(row),
-        prompt=None,
-        prompt_token_ids=tuple(prompt),
-        params=params,
-        max_tokens=1,
-        seed=params.seed or 0,
-        needs=params.needs,
-    )
-    request.req_index = row
-    sampler.admit(request)
+    sampler.admit(row, params, params.seed or 0, prompt)
 
 
 def _sample(params: SamplingParams, logits: Tensor, count: int) -> Tensor:

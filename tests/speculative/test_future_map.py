@@ -28,7 +28,7 @@ def _publish(
 ) -> None:
     tokens = torch.tensor(bonus, dtype=torch.int64)
     output = CommittedOutput(
-        tokens=tokens,
+        next_tokens=tokens,
         last_rows=torch.arange(len(bonus)),
         accept_lens=torch.ones(len(bonus), dtype=torch.int64),
         bonus_tokens=tokens,

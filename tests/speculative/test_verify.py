@@ -157,7 +157,7 @@ def test_compaction_walks_every_output(case: Case) -> None:
     kept = compact(verified, per_node)
     columns = draft.columns
     assert list(kept.per_node) == list(per_node)
-    assert kept.tokens.shape == (case.size * columns,)
+    assert kept.next_tokens.shape == (case.size * columns,)
     for name, tensor in kept.per_node.items():
         assert tensor.shape == (case.size * columns, *per_node[name].shape[1:])
     root = 0
@@ -168,7 +168,7 @@ def test_compaction_walks_every_output(case: Case) -> None:
         for column in range(columns):
             # Behind the accepted path the root is repeated, so that every row is a real one.
             node = root + (path[column] if column < len(path) else 0)
-            assert int(kept.tokens[first + column]) == int(case.flat()[node])
+            assert int(kept.next_tokens[first + column]) == int(case.flat()[node])
             for name, tensor in kept.per_node.items():
                 assert torch.equal(tensor[first + column], per_node[name][node])
         root += case.widths[b]
