@@ -113,8 +113,8 @@ class Step:
     Attributes:
         placed: prefills of other instances whose requests have just got a row, in the order in
             which their KV is to be written: a page may be given up and taken again meanwhile.
-        lost_prefixes: parcels that did not begin where the prefix cache now ends, so that their
-            requests are prefilled here.
+        lost_prefixes: received prefills that do not begin where the prefix cache now ends, so that
+            their requests are prefilled here.
         admitted: requests that have just got a row.
         retracted: requests that have just lost theirs.
         evicted_pages: pages that the prefix cache has just lost.

@@ -175,7 +175,7 @@ class StepRunner:
         self._hooks = hooks
         self._committed = committed
         self._future_map = future_map
-        self._handover = kv_transfer
+        self._kv_transfer = kv_transfer
         self._ranks = ranks
         self._numbers = count(1)
         self._unread: list[StepResult] = []
@@ -229,7 +229,7 @@ class StepRunner:
         slots += [placed.received.end for placed in step.placed]
         self._runtime.max_slots = max([*slots, step.decode.max_slots if step.decode else 0])
         if step.placed:
-            self._handover.write(step.placed)
+            self._kv_transfer.write(step.placed)
             clock.lap("receive")
         prefill = self._chunks(step.prefill) if step.prefill else None
         decode = self._nodes(step.decode) if step.decode else None
@@ -369,7 +369,7 @@ class StepRunner:
         )
         clock.lap("verify")
         self._extend(half, ends, output)
-        slices = self._handover.read(scheduled.chunks, half.batch)
+        slices = self._kv_transfer.read(scheduled.chunks, half.batch)
         clock.lap("extend")
         return PrefillResult(tokens=tokens, wanted=wanted, slices=slices)
 

@@ -302,7 +302,7 @@ def test_a_step_that_fails_at_the_prefill_instance_is_told(plain: Plain) -> None
 
     with LLM(dtype="float64", disaggregation="both") as llm:
         assert llm._partner is not None
-        llm._partner._runner.captures.layers[-1].register_forward_pre_hook(fail_once)
+        llm._partner._runner.capture.layers[-1].register_forward_pre_hook(fail_once)
         prompts = [plain.ids("import os\n"), plain.ids("class ")]
         began = time.monotonic()
         for prompt, output in zip(prompts, llm.generate(prompts, PARAMS), strict=True):
@@ -326,7 +326,7 @@ def test_a_step_that_fails_here_ends_what_is_away_too(plain: Plain) -> None:
             if failures:
                 raise failures.pop()
 
-        llm._runner.captures.layers[-1].register_forward_pre_hook(fail_once)
+        llm._runner.capture.layers[-1].register_forward_pre_hook(fail_once)
         prompts = [plain.ids(text) for text in ("import os\n", "class ", "x")]
         names = {llm.add_request(prompt, PARAMS) for prompt in prompts}
         ended: dict[str, RequestOutput] = {}

@@ -177,7 +177,7 @@ class RankWorker:
 
         def at(proposed: int) -> None:
             if proposed == number and in_pass:
-                self.llm._runner.captures.layers[1].register_forward_pre_hook(harm)
+                self.llm._runner.capture.layers[1].register_forward_pre_hook(harm)
             elif proposed == number:
                 harm()
 
