@@ -1,0 +1,485 @@
+"""Deliberate breaks: what a careless maintainer could do to the product, and whether a test tells.
+
+Each break is one edit of one file. It is applied in a copy of the tree, and the tests that ought to
+notice run there until the first one fails:
+
+    python benchmarks/breaks.py                     all of them, a table at the end
+    python benchmarks/breaks.py top-p kv-move       these
+    python benchmarks/breaks.py --list
+
+It ends with 1 if a break was caught by no test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import attrs
+
+ROOT = Path(__file__).resolve().parents[1]
+_LIMIT = 900
+"""Seconds that the tests of one break may take."""
+
+
+@attrs.frozen
+class Break:
+    """One edit.
+
+    Attributes:
+        name: of the break.
+        file: that it changes.
+        old: what stands there, exactly once.
+        new: what stands there then.
+        tests: files and folders whose tests ought to notice, the quickest first.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def apply(self, root: Path) -> None:
+        """Edit the file of the tree at ``root``.
+
+        Raises:
+            ValueError: the old text does not stand there exactly once.
+        """
+        path = root / self.file
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        found = text.count(self.old)
+        if found != 1:
+            raise ValueError(
+                f"break {self.name}: {self.file} has its old text {found} times; expected once: "
+                "take over what the code has become"
+            )
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+@attrs.frozen
+class Outcome:
+    """What the tests said of a break.
+
+    Attributes:
+        test: the one that failed first; empty if none did.
+        seconds: that they took.
+        problem: why nothing can be said, or empty.
+    """
+
+    test: str
+    seconds: float
+    problem: str = ""
+
+
+BREAKS = (
+    # Acceptance, compaction, and where nodes stand
+    Break(
+        "verify-chain",
+        "specplug/spec/verify.py",
+        "accept_lens = right.to(torch.int64).cumprod(1).sum(1) + 1",
+        "accept_lens = right.to(torch.int64).sum(1) + 1",
+        ("tests/spec/test_verify.py", "tests/engine/test_exactness.py"),
+    ),
+    Break(
+        "verify-parent",
+        "specplug/spec/verify.py",
+        "        follows[:, 1:] &= parents[:, 1:] == local[:, :-1]\n",
+        "",
+        ("tests/spec/test_verify.py", "tests/engine/test_plugin_failures.py"),
+    ),
+    Break(
+        "compaction",
+        "specplug/spec/target_output.py",
+        "per_node={name: tensor[rows] for name, tensor in per_node.items()}",
+        "per_node={name: tensor[: len(rows)] for name, tensor in per_node.items()}",
+        ("tests/spec/test_verify.py", "tests/engine/test_exactness.py"),
+    ),
+    Break(
+        "kv-move",
+        "specplug/engine/step.py",
+        "move_slots(self._runtime.pools[0], source.view(-1), target.view(-1))",
+        "move_slots(self._runtime.pools[0], target.view(-1), source.view(-1))",
+        ("tests/engine/test_exactness.py",),
+    ),
+    Break(
+        "ancestor-mask",
+        "specplug/spec/draft.py",
+        "    while reach < depth:\n",
+        "    while 2 * reach < depth:\n",
+        ("tests/spec/test_draft.py", "tests/spec/test_verify.py"),
+    ),
+    Break(
+        "node-positions",
+        "specplug/engine/step.py",
+        "positions=None if draft.is_chain else seq_lens.unsqueeze(1) + draft.depths,",
+        "positions=None,",
+        ("tests/engine/test_exactness.py",),
+    ),
+    # The sampler
+    Break(
+        "noise-position",
+        "specplug/engine/step.py",
+        "self._sample(half, rows, half.plan.positions + 1, logits)",
+        "self._sample(half, rows, half.plan.positions, logits)",
+        ("tests/engine/test_exactness.py",),
+    ),
+    Break(
+        "penalties-of-a-path",
+        "specplug/engine/sampler.py",
+        "        if draft is not None:\n            counts",
+        "        if draft is not None and draft.is_chain:\n            counts",
+        ("tests/engine/test_sampler.py", "tests/engine/test_exactness.py"),
+    ),
+    Break(
+        "penalties-after-retraction",
+        "specplug/engine/sampler.py",
+        "        if counted:  # of one that was retracted",
+        "        if counted and request.status is RequestStatus.RUNNING:",
+        ("tests/engine/test_scheduler.py", "tests/engine/test_sampler.py"),
+    ),
+    Break(
+        "top-p",
+        "specplug/engine/sampler.py",
+        "(probs.cumsum(-1) - probs >= top_p)",
+        "(probs.cumsum(-1) >= top_p)",
+        ("tests/engine/test_sampler.py", "tests/engine/test_exactness.py"),
+    ),
+    # Steps in flight
+    Break(
+        "future-map-absent-state",
+        "specplug/spec/future_map.py",
+        "                buffer.index_fill_(0, rows, 0)",
+        "                continue",
+        ("tests/spec/test_future_map.py", "tests/spec/test_idle.py"),
+    ),
+    Break(
+        "overlap-step-too-many",
+        "specplug/engine/request.py",
+        "sure = len(self.output_token_ids) + self.in_flight",
+        "sure = len(self.output_token_ids)",
+        ("tests/engine/test_overlap.py", "tests/engine/test_scheduler.py"),
+    ),
+    # The scheduler
+    Break(
+        "retraction-order",
+        "specplug/engine/scheduler.py",
+        "self.running[self.running.index(short) + 1 :] or [short]",
+        "self.running[1:] or [short]",
+        ("tests/engine/test_scheduler.py",),
+    ),
+    Break(
+        "fair-shares",
+        "specplug/engine/scheduler.py",
+        "self._short(requests, slots + 1)[:left]",
+        "self._short(requests, slots + 1)[:0]",
+        ("tests/engine/test_scheduler.py", "tests/test_pressure.py"),
+    ),
+    # The prefix cache
+    Break(
+        "cache-key",
+        "specplug/engine/prefix_cache.py",
+        "return (rotary_set, *own) if rotary_set and not start else tuple(own)",
+        "return tuple(own)",
+        ("tests/engine/test_prefix_cache.py", "tests/engine/test_rotary.py"),
+    ),
+    Break(
+        "cache-lookahead",
+        "specplug/engine/prefix_cache.py",
+        "for start in range(0, most - size + 1, size):",
+        "for start in range(0, most - size - self.lookahead + 1, size):",
+        ("tests/engine/test_prefix_cache.py",),
+    ),
+    Break(
+        "cache-eviction-order",
+        "specplug/engine/prefix_cache.py",
+        "            used.last_used = self._clock\n",
+        "",
+        ("tests/engine/test_prefix_cache.py",),
+    ),
+    # Prefill in chunks, idle ranks, hooks
+    Break(
+        "chunk-tails",
+        "specplug/spec/rotation.py",
+        "if all(batch.last_chunk):",
+        "if any(batch.last_chunk):",
+        ("tests/spec/test_rotation.py", "tests/engine/test_exactness.py"),
+    ),
+    Break(
+        "idle-fixup",
+        "specplug/spec/idle.py",
+        "        state[name] = empty\n",
+        "        state.setdefault(name, empty)\n",
+        ("tests/spec/test_idle.py", "tests/engine/test_plugin_failures.py"),
+    ),
+    Break(
+        "hook-check-size",
+        "specplug/spec/hook_calls.py",
+        "                and len(tensor) == size\n",
+        "",
+        ("tests/engine/test_plugin_failures.py", "tests/engine/test_contract.py"),
+    ),
+    Break(
+        "plugin-error-names-extension",
+        "specplug/spec/hook_calls.py",
+        "subject = self._answered or self._subject",
+        "subject = self._subject",
+        ("tests/engine/test_plugin_failures.py", "tests/engine/test_contract.py"),
+    ),
+    Break(
+        "draft-out-of-vocabulary",
+        "specplug/spec/draft.py",
+        "self.tokens[:, 1:].clamp(0, vocab_size - 1)",
+        "self.tokens[:, 1:]",
+        ("tests/spec/test_draft.py", "tests/engine/test_hostile_drafter.py"),
+    ),
+    # Text and grammars
+    Break(
+        "stop-string-in-another",
+        "specplug/engine/stop_strings.py",
+        "self.found[following] = self.found[following] or self.found[shorter]",
+        "pass",
+        ("tests/engine/test_stop_strings.py", "tests/engine/test_detokenizer.py"),
+    ),
+    Break(
+        "grammar-dead-row",
+        "specplug/engine/guide.py",
+        "        masks.masked_fill_((masks == 0).all(1, keepdim=True), -1)\n",
+        "",
+        ("tests/engine/test_grammar.py", "tests/engine/test_structured_output.py"),
+    ),
+    # The target
+    Break(
+        "rotary-length",
+        "specplug/engine/request.py",
+        "self.rotary_len = known if rule.recomputes else len(self.prompt_token_ids)",
+        "self.rotary_len = known",
+        ("tests/engine/test_rotary.py",),
+    ),
+    Break(
+        "checkpoint-layer-too-many",
+        "specplug/engine/checkpoint.py",
+        "int(found[1]) >= config.num_hidden_layers + drafting",
+        "int(found[1]) > config.num_hidden_layers + drafting",
+        ("tests/engine/test_checkpoint.py",),
+    ),
+    Break(
+        "model-check-far-mask",
+        "specplug/engine/model_check.py",
+        "        if not same:\n",
+        "        if same is None:\n",
+        ("tests/engine/test_model_check.py", "tests/test_architectures.py"),
+    ),
+    # What requests are handed
+    Break(
+        "experts-told-twice",
+        "specplug/engine/request.py",
+        "new = experts[self.num_routed - start :]",
+        "new = experts",
+        ("tests/engine/test_routed_experts.py",),
+    ),
+    Break(
+        "experts-of-cached-tokens",
+        "specplug/engine/scheduler.py",
+        "return min(most, request.num_routed) if request.params.return_routed_experts else most",
+        "return most",
+        ("tests/engine/test_routed_experts.py",),
+    ),
+    Break(
+        "logprobs-of-a-neighbour",
+        "specplug/engine/engine.py",
+        'logprobs["logprob_ids"][row][: count + 1],',
+        'logprobs["logprob_ids"][row],',
+        ("tests/engine/test_sampler.py", "tests/engine/test_exactness.py"),
+    ),
+    # Disaggregation and ranks
+    Break(
+        "slice-not-final",
+        "specplug/engine/handover.py",
+        "end = chunk.end if chunk.is_last else max(start, chunk.end - self._lookahead)",
+        "end = chunk.end",
+        ("tests/disagg/test_exactness.py", "tests/disagg/test_draft_state.py"),
+    ),
+    Break(
+        "draft-state-last",
+        "specplug/spec/state.py",
+        "row[self.shape[0] - count :].copy_(tensor[tensor.shape[0] - count :])",
+        "row[:count].copy_(tensor[tensor.shape[0] - count :])",
+        ("tests/spec/test_received.py", "tests/disagg/test_draft_state.py"),
+    ),
+    Break(
+        "write-before-floor",
+        "specplug/engine/attention.py",
+        "torch.where(index >= floors[rows].unsqueeze(1), slots, 0)",
+        "torch.where(index >= 0, slots, 0)",
+        ("tests/engine/test_attention.py", "tests/engine/test_prefix_cache.py"),
+    ),
+    Break(
+        "rows-of-a-rank",
+        "specplug/engine/rank_group.py",
+        "start = self.rank * max(self._rows)",
+        "start = sum(self._rows[: self.rank])",
+        ("tests/engine/test_rank_links.py", "tests/engine/test_dp_attention.py"),
+    ),
+    # The server and the commands
+    Break(
+        "server-held-bodies",
+        "specplug/serve/limits.py",
+        "            self._held -= len(body)\n",
+        "            self._held = max(self._held, 0)\n",
+        ("tests/serve/test_limits.py", "tests/serve/test_connections.py"),
+    ),
+    Break(
+        "disconnected-stream",
+        "specplug/serve/application.py",
+        "        finally:\n            self._job.close()\n",
+        "        finally:\n            del scope\n",
+        ("tests/serve/test_disconnects.py",),
+    ),
+    Break(
+        "stream-without-end",
+        "specplug/serve/replies.py",
+        "if new.text or new.finish_reason or (tokens and new.token_ids):",
+        "if new.text or (tokens and new.token_ids):",
+        ("tests/serve/test_completions.py", "tests/serve/test_exactness.py"),
+    ),
+    Break(
+        "json-beside-prints",
+        "specplug/cli/standard_output.py",
+        "    sys.stdout = sys.stderr\n    os.dup2(_STANDARD_ERROR, _STANDARD_OUTPUT)\n    try:",
+        "    sys.stdout = sys.stderr\n    try:",
+        ("tests/cli/test_standard_output.py", "tests/cli/test_foreign_code.py"),
+    ),
+    Break(
+        "plugin-that-exits",
+        "specplug/registry.py",
+        "except BaseException as error:\n        let_ctrl_c_pass(error)\n        return None, imp",
+        "except Exception as error:\n        let_ctrl_c_pass(error)\n        return None, imp",
+        ("tests/test_registry.py", "tests/cli/test_wrong_packages.py"),
+    ),
+    Break(
+        "pin-that-does-not-fit",
+        "constraints.txt",
+        "triton==3.7.1",
+        "triton==3.6.0",
+        ("tests/test_constraints.py",),
+    ),
+    # The plugins
+    Break(
+        "eagle-tree-places",
+        "specplug/spec/feature_drafter.py",
+        "places=best + topk + (step - 1) * beam * topk,",
+        "places=best + topk + (step - 1) * topk * topk,",
+        ("plugins/eagle/tests", "plugins/eagle3/tests", "tests/test_draft_context.py"),
+    ),
+    Break(
+        "eagle3-d2t",
+        "plugins/eagle3/specplug_eagle3/worker.py",
+        "token_ids=order + self._network.d2t,",
+        "token_ids=order,",
+        ("plugins/eagle3/tests",),
+    ),
+    Break(
+        "multi-layer-shift",
+        "plugins/multi_layer_eagle/specplug_multi_layer_eagle/worker.py",
+        "tails = chunk_tails(batch, index + 1, chain[-1])",
+        "tails = chunk_tails(batch, 1, chain[-1])",
+        ("plugins/multi_layer_eagle/tests", "tests/test_draft_context.py"),
+    ),
+    Break(
+        "dflash-window",
+        "plugins/dflash/specplug_dflash/worker.py",
+        "window = config.windows[layer]\n",
+        "window = None\n",
+        ("plugins/dflash/tests",),
+    ),
+    Break(
+        "ngram-overwritten",
+        "plugins/ngram/specplug_ngram/history.py",
+        "            if place <= oldest or self._tokens",
+        "            if not place or self._tokens",
+        ("plugins/ngram/tests",),
+    ),
+)
+
+
+def copy_tree(root: Path, into: Path) -> None:
+    """Copy what git knows of the tree at ``root``, or would add to it."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, check=True).stdout.decode()
+    for name in filter(None, listed.split("\0")):
+        if (root / name).is_file():
+            target = into / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / name, target)
+
+
+def run_break(each: Break, root: Path) -> Outcome:
+    """Apply a break in a copy of the tree at ``root`` and run its tests there."""
+    with tempfile.TemporaryDirectory(prefix="specplug-break-") as folder:
+        copy = Path(folder)
+        copy_tree(root, copy)
+        each.apply(copy)
+        places = [copy, *sorted(copy.glob("plugins/*/"))]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
+        command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-rfE", "--no-header"]
+        started = time.perf_counter()
+        try:
+            result = subprocess.run(
+                [*command, *each.tests],
+                cwd=copy,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=_LIMIT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome("", _LIMIT, f"no end within {_LIMIT} s")
+        seconds = time.perf_counter() - started
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
+    if failed is not None:
+        return Outcome(failed[1], seconds)
+    if result.returncode:
+        lines = result.stdout.strip().splitlines()
+        return Outcome("", seconds, lines[-1] if lines else f"exit status {result.returncode}")
+    return Outcome("", seconds)
+
+
+def main() -> int:
+    """Run the breaks that are named, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="of breaks; all if none is given")
+    parser.add_argument("--list", action="store_true", help="name them, and end")
+    parser.add_argument("--root", type=Path, default=ROOT, help="of the tree (this one)")
+    options = parser.parse_args()
+    known = {each.name: each for each in BREAKS}
+    for name in options.names:
+        if name not in known:
+            parser.error(f"no break {name!r}; expected some of: {', '.join(known)}")
+    chosen = [known[name] for name in options.names] or list(BREAKS)
+    if options.list:
+        print("\n".join(f"{each.name}: {each.file}" for each in chosen))
+        return 0
+    print("| break | file | caught by | seconds |\n| --- | --- | --- | --- |")
+    missed = 0
+    for each in chosen:
+        outcome = run_break(each, options.root.resolve())
+        missed += not outcome.test
+        told = outcome.test or f"**no test** {outcome.problem}".strip()
+        print(f"| {each.name} | {each.file} | {told} | {outcome.seconds:.0f} |", flush=True)
+    print(f"\n{len(chosen) - missed} of {len(chosen)} were caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
