@@ -63,7 +63,8 @@ class DFlashWorker:
             assert self._inputs is not None
             return output.per_node[self._inputs]
         last = output.per_node[self._last]
-        inputs = output.per_node[self._inputs].split(last.shape[1], 1) if self._inputs else ()
+        width = last.shape[1]
+        inputs = torch.split(output.per_node[self._inputs], width, 1) if self._inputs else ()
         others = iter(inputs)
         return torch.cat([last if normed else next(others) for normed in self._normed], dim=1)
 

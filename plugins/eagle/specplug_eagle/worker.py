@@ -38,7 +38,8 @@ class EagleWorker(FeatureDrafter):
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: layers.Attend
     ) -> Tensor:
         """See ``FeatureDrafter.forward``."""
-        return self._network(self._embed(tokens), hidden, positions, attend)
+        output: Tensor = self._network(self._embed(tokens), hidden, positions, attend)
+        return output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``FeatureDrafter.logits``; a feature is read by the target's own LM head."""

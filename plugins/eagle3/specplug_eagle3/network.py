@@ -110,7 +110,8 @@ class Eagle3Network(nn.Module):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """[R, len(aux_layer_ids) * target_hidden] target features -> [R, hidden]."""
-        return self.fc(aux if self.input_norm is None else self.input_norm(aux))
+        fused: Tensor = self.fc(aux if self.input_norm is None else self.input_norm(aux))
+        return fused
 
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: layers.Attend
@@ -133,8 +134,10 @@ class Eagle3Network(nn.Module):
         mixed = attend(0, *layer.self_attn.qkv(x, *self.rotary(positions)))
         residual = normed if self.config.norm_before_residual else hidden
         hidden = residual + layer.self_attn.o_proj(mixed)
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        output: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, draft_vocab]."""
-        return self.lm_head(self.norm(hidden))
+        scores: Tensor = self.lm_head(self.norm(hidden))
+        return scores

@@ -39,7 +39,8 @@ class Eagle3Worker(FeatureDrafter):
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: layers.Attend
     ) -> Tensor:
         """See ``FeatureDrafter.forward``."""
-        return self._network(self._embed(tokens), hidden, positions, attend)
+        output: Tensor = self._network(self._embed(tokens), hidden, positions, attend)
+        return output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``FeatureDrafter.logits``: of the draft's own vocabulary."""
