@@ -18,12 +18,13 @@ a page of the KV pool is lost.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,8 @@ def covering(settings: Sequence[Setting]) -> list[Setting]:
     return chosen
 
 
-def longest(prompts: Sequence[str]) -> int:
+@functools.cache
+def longest(prompts: tuple[str, ...]) -> int:
     """Tokens of the longest prompt."""
     from transformers import AutoTokenizer
 
@@ -152,8 +154,17 @@ def longest(prompts: Sequence[str]) -> int:
     return max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts)
 
 
-def run(setting: Setting, prompts: Sequence[str], max_tokens: int) -> Run:
-    """Complete all prompts under a setting."""
+def run(
+    setting: Setting,
+    prompts: Sequence[str],
+    max_tokens: int,
+    target: Mapping[str, Any] | None = None,
+) -> Run:
+    """Complete all prompts under a setting.
+
+    Args:
+        target: arguments of ``LLM`` for another target than the default model, with its tokenizer.
+    """
     import torch
 
     from specplug import LLM, SamplingParams
@@ -163,7 +174,7 @@ def run(setting: Setting, prompts: Sequence[str], max_tokens: int) -> Run:
     with LLM(
         dtype="float32",
         device="cpu",
-        speculative_algorithm=setting.algorithm,
+        **(target or {"speculative_algorithm": setting.algorithm}),
         speculative_eagle_topk=setting.topk,
         speculative_num_steps=setting.num_steps,
         max_running_requests=setting.batch,
@@ -172,7 +183,7 @@ def run(setting: Setting, prompts: Sequence[str], max_tokens: int) -> Run:
         chunked_prefill_size=setting.chunk,
         enable_mixed_chunk=setting.pressed,
         disable_radix_cache=not setting.pressed,
-        max_total_tokens=2 * (longest(prompts) + max_tokens) if setting.pressed else None,
+        max_total_tokens=2 * (longest(tuple(prompts)) + max_tokens) if setting.pressed else None,
     ) as llm:
         params = [
             SamplingParams(

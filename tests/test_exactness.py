@@ -8,11 +8,13 @@ from functools import cache
 import attrs
 import exactness
 import pytest
+from shallow_target import ShallowTarget
 
 from specplug.registry import Registry
 
-MAX_TOKENS = 20
-
+MAX_TOKENS = 16
+LENGTHS = (20, 45, 70, 90, 110, 130, 160)
+"""Characters of the prompts' ends."""
 
 REGISTRY = Registry()
 SETTINGS = [
@@ -25,20 +27,32 @@ SETTINGS = [
 @cache
 def prompts() -> list[str]:
     lines = exactness.PROMPTS.read_text().splitlines()[:7]
-    return [json.loads(line)["prompt"] for line in lines]
+    return [
+        json.loads(line)["prompt"][-length:] for line, length in zip(lines, LENGTHS, strict=True)
+    ]
 
 
-@cache
-def expected(sampling: str) -> list[tuple[int, ...]]:
-    setting = exactness.Setting(algorithm="NONE", sampling=sampling)
-    tokens: list[tuple[int, ...]] = exactness.run(setting, prompts(), MAX_TOKENS).tokens
-    return tokens
+@pytest.fixture(scope="module")
+def expected(shallow: ShallowTarget) -> dict[str, list[tuple[int, ...]]]:
+    return {
+        sampling: exactness.run(
+            exactness.Setting(algorithm="NONE", sampling=sampling),
+            prompts(),
+            MAX_TOKENS,
+            shallow.options("NONE"),
+        ).tokens
+        for sampling in exactness.SAMPLINGS
+    }
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_tokens_are_those_of_none(setting: object) -> None:
-    done = exactness.run(setting, prompts(), MAX_TOKENS)
-    assert done.tokens == expected(done.setting.sampling)
+def test_tokens_are_those_of_none(
+    setting: exactness.Setting,
+    expected: dict[str, list[tuple[int, ...]]],
+    shallow: ShallowTarget,
+) -> None:
+    done = exactness.run(setting, prompts(), MAX_TOKENS, shallow.options(setting.algorithm))
+    assert done.tokens == expected[done.setting.sampling]
 
 
 def test_a_covering_part_holds_every_pair_of_values() -> None:

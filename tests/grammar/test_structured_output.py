@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shallow_target import ShallowTarget
 
 from specplug import LLM, SamplingParams, UsageError
 from specplug.registry import Registry
@@ -32,6 +33,7 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
     {"ebnf": EBNF},
     {},
 )
+TEMPERATURES = (0.0, 1.0)
 PROMPTS = ("value = ", "import json\n\n", "class Stack:\n    ", "def total(values):\n    ")
 
 
@@ -50,15 +52,20 @@ def requests(temperature: float) -> list[SamplingParams]:
 
 
 @pytest.fixture(scope="module")
-def plain() -> dict[float, list[Any]]:
+def plain(shallow: ShallowTarget) -> dict[float, list[Any]]:
     """What NONE generates one by one."""
-    with LLM(dtype="float64", disable_radix_cache=True, disable_overlap_schedule=True) as llm:
+    with LLM(
+        **shallow.options("NONE"),
+        dtype="float64",
+        disable_radix_cache=True,
+        disable_overlap_schedule=True,
+    ) as llm:
         return {
             temperature: [
                 llm.generate(prompt, params)[0]
                 for prompt, params in zip(PROMPTS, requests(temperature), strict=True)
             ]
-            for temperature in (0.0, 1.0)
+            for temperature in TEMPERATURES
         }
 
 
@@ -79,29 +86,37 @@ def test_outputs_match_their_grammars(plain: dict[float, list[Any]]) -> None:
     assert ended >= 3, "most grammars end within 60 tokens"
 
 
+def _shapes() -> list[tuple[str, int | None]]:
+    """Each algorithm with chains, and with trees where it branches."""
+    registry = Registry()
+    branches = {n: registry.select(n).info.capabilities.branching for n in registry.names()}
+    return [(n, k) for n in branches for k in ((1, 4) if branches[n] else (None,))]
+
+
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain loop"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("topk", [1, 4], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", Registry().names())
+@pytest.mark.parametrize(("name", "topk"), _shapes())
 def test_tokens_are_those_of_none(
-    name: str, topk: int, temperature: float, overlap: bool, plain: dict[float, list[Any]]
+    name: str,
+    topk: int | None,
+    overlap: bool,
+    plain: dict[float, list[Any]],
+    shallow: ShallowTarget,
 ) -> None:
-    branches = Registry().select(name).info.capabilities.branching
-    if topk > 1 and not branches:
-        topk = 1
     with LLM(
+        **shallow.options(name),
         dtype="float64",
-        speculative_algorithm=name,
-        speculative_eagle_topk=topk if branches else None,
+        speculative_eagle_topk=topk,
         disable_overlap_schedule=not overlap,
         enable_mixed_chunk=overlap,
         chunked_prefill_size=8,
         page_size=4,
         max_total_tokens=160,
     ) as llm:
-        outputs = llm.generate(PROMPTS, requests(temperature))
+        params = [each for temperature in TEMPERATURES for each in requests(temperature)]
+        outputs = llm.generate(PROMPTS * len(TEMPERATURES), params)
         llm.check_pool()
-    for output, expected in zip(outputs, plain[temperature], strict=True):
+    known = [output for temperature in TEMPERATURES for output in plain[temperature]]
+    for output, expected in zip(outputs, known, strict=True):
         assert output.token_ids == expected.token_ids
         assert output.finish_reason == expected.finish_reason
         assert output.text == expected.text
