@@ -18,7 +18,8 @@ from specplug.engine.request import Request
 from specplug.engine.request_view import ReadOnlyRequest
 from specplug.engine.scheduler import Decode, Prefill, Step
 from specplug.engine.step_clock import StepClock
-from specplug.grammar.state import HostTree, allocate_masks
+from specplug.grammar.masks import allocate_masks
+from specplug.grammar.state import HostTree
 from specplug.kv.tensors import move_slots
 from specplug.model.attention import JoinedPlan, PagedPlan
 from specplug.model.hidden_states import ROUTED_EXPERTS

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from specplug.errors import UsageError
-from specplug.grammar.state import GrammarState, num_words, unpacked
+from specplug.grammar.masks import num_words, unpack_masks
+from specplug.grammar.state import GrammarState
 from specplug.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def _try_out(matcher: xgrammar.GrammarMatcher, words: int) -> None:
     started = time.thread_time()
     for _ in range(_TRIAL_TOKENS):
         matcher.fill_next_token_bitmask(mask)
-        allowed = [t for t in unpacked(mask).nonzero()[:, 0].tolist() if t not in stops]
+        allowed = [t for t in unpack_masks(mask).nonzero()[:, 0].tolist() if t not in stops]
         if not allowed or not matcher.accept_token(allowed[len(allowed) // 2]):
             return
         if time.thread_time() - started > _TRIAL_SECONDS:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.grammar.masks import mask_without, num_words
 from specplug.speculative.draft import Draft
 from specplug.speculative.host_copy import Arrival, to_host
 
@@ -61,7 +61,7 @@ class GrammarState:
         self._matcher = matcher
         self._taken = 0
         self._next = torch.zeros(num_words(vocab_size), dtype=torch.int32)
-        self._not_banned = _without(banned, vocab_size) if banned else None
+        self._not_banned = mask_without(banned, vocab_size) if banned else None
         self._look_ahead()
 
     @property
@@ -200,49 +200,3 @@ class HostTree:
             if grammar_state is not None:
                 tokens, next_token, next_sibling = self.nodes[:, b, :width]
                 grammar_state.fill_tree(tokens, next_token, next_sibling, masks[end - width : end])
-
-
-def _without(tokens: Collection[int], vocab_size: int) -> Tensor:
-    """[words] int32, a mask that has all tokens but these."""
-    bits = torch.ones(num_words(vocab_size) * 32, dtype=torch.uint8)
-    bits[list(tokens)] = 0
-    octets = (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
-    return octets.view(torch.int32)
-
-
-def allocate_masks(rows: int, vocab_size: int, *, pinned: bool = False) -> Tensor:
-    """[rows, words] int32 of ones, so all is allowed; on the CPU."""
-    return torch.full((rows, num_words(vocab_size)), -1, dtype=torch.int32, pin_memory=pinned)
-
-
-def mask_scores(scores: Tensor, masks: Tensor) -> Tensor:
-    """The scores with -inf for the tokens that are not allowed.
-
-    Args:
-        scores: [T, V] of any floating dtype.
-        masks: [T, words] int32 on the same device, words = V / 32 rounded up.
-
-    Returns:
-        [T, V], a new tensor of the same dtype.
-    """
-    vocab_size = scores.shape[1]
-    assert masks.shape == (scores.shape[0], num_words(vocab_size)), (scores.shape, masks.shape)
-    return scores.masked_fill(~unpacked(masks)[:, :vocab_size], float("-inf"))
-
-
-def unpacked(masks: Tensor) -> Tensor:
-    """[…, words] int32 -> […, 32 · words] bool."""
-    octets = masks.contiguous().view(torch.uint8).to(torch.int32)
-    return _octet_bits(masks.device)[octets].view(torch.bool)
-
-
-@lru_cache
-def _octet_bits(device: torch.device) -> Tensor:
-    """[256] int64: the bits of each byte as eight bools. Far faster than shifts of every word."""
-    bits = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1
-    return bits.to(torch.bool).view(torch.int64).squeeze(1).to(device)
-
-
-def num_words(vocab_size: int) -> int:
-    """32-bit words of a mask over V tokens."""
-    return -(-vocab_size // 32)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specplug.grammar.state import mask_scores
+from specplug.grammar.masks import mask_scores
 from specplug.sampling_params import Needs, SamplingParams
 from specplug.speculative.draft import Draft
 from specplug.speculative.host_copy import upload

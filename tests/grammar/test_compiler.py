@@ -21,7 +21,8 @@ from specplug import SamplingParams, UsageError
 from specplug.grammar import compiler as grammar_compiler
 from specplug.grammar import state as grammar_state
 from specplug.grammar.compiler import GrammarCompiler
-from specplug.grammar.state import GrammarState, allocate_masks, mask_scores
+from specplug.grammar.masks import allocate_masks
+from specplug.grammar.state import GrammarState
 from specplug.model.loading import ASSETS
 from specplug.sampling_params import Needs
 from specplug.speculative.draft import Draft
@@ -491,31 +492,6 @@ def test_xgrammar_is_imported_only_when_a_grammar_is_asked_for() -> None:
         "GrammarCompiler(object(), 5, frozenset()); assert 'xgrammar' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    data=st.data(),
-    rows=st.integers(0, 4),
-    vocab_size=st.integers(1, 100),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
-)
-def test_masked_scores(data: st.DataObject, rows: int, vocab_size: int, dtype: torch.dtype) -> None:
-    masks = allocate_masks(rows, vocab_size)
-    assert (masks.dtype, tuple(masks.shape)) == (torch.int32, (rows, -(-vocab_size // 32)))
-    scores = torch.arange(rows * vocab_size, dtype=dtype).view(rows, vocab_size)
-    assert mask_scores(scores, masks).equal(scores), "all is allowed"
-    words = st.integers(-(2**31), 2**31 - 1)
-    for row in masks:
-        row.copy_(torch.tensor(data.draw(st.lists(words, min_size=len(row), max_size=len(row)))))
-    before = scores.clone()
-    found = mask_scores(scores, masks)
-    assert (found.dtype, scores.equal(before)) == (dtype, True)
-    for row in range(rows):
-        for token in range(vocab_size):
-            allow = int(masks[row, token // 32]) >> (token % 32) & 1
-            expected = float(scores[row, token]) if allow else -torch.inf
-            assert float(found[row, token]) == expected
 
 
 def test_settings_with_a_grammar() -> None:
