@@ -332,7 +332,7 @@ BREAKS = (
         "specplug/distributed/rank_group.py",
         "start = self.rank * max(self._rows)",
         "start = sum(self._rows[: self.rank])",
-        ("tests/distributed/test_rank_links.py", "tests/distributed/test_dp_attention.py"),
+        ("tests/distributed/test_rank_channel.py", "tests/distributed/test_dp_attention.py"),
     ),
     # The server and the commands
     Break(

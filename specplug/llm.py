@@ -522,8 +522,8 @@ class LLM:
         if self._ranks is None:
             return
         for _ in ("nothing to launch", "nothing on the device"):
-            self._ranks.links.say_done()
-            while not self._ranks.links.all_done:
+            self._ranks.channel.say_done()
+            while not self._ranks.channel.all_done:
                 step()
             self._ranks.settle()
 

@@ -1,4 +1,4 @@
-"""The ranks of a data-parallel run as this one sees them: their steps and their collectives."""
+"""The ranks of a data-parallel run: their common steps and their collectives."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ import torch
 from torch import Tensor
 
 from specplug.bounds import check_integer, check_seconds
-from specplug.distributed.rank_links import RankLinks
+from specplug.distributed.rank_channel import RankChannel
 from specplug.errors import RankError, SpecplugError, UsageError
 from specplug.speculative.runtime import RankInfo
 
 _POLL = timedelta(seconds=0.5)
-_CALL_OFF_SECONDS = 5.0
+_ABORT_SECONDS = 5.0
 
 Parameters = ParamSpec("Parameters")
 
 
 class RankGroup:
-    """This rank's place among the others, and what all of them do together.
+    """One rank's side of the steps and collectives that all ranks enter together.
 
     A step has exactly one pass of the target, and all ranks take part in it. ``agree`` begins it
-    and says how many rows each rank has; ``gather`` and ``scatter`` are the pass's collectives.
+    and exchanges the number of rows of each rank. ``gather`` and ``scatter`` are the collectives
+    of the pass.
 
     On the CPU the host waits for each collective (gloo), so it learns at once that a rank has
-    failed. On GPUs the device waits (NCCL), and the listening thread calls the collective off.
+    failed. On GPUs the device waits (NCCL), and the listening thread aborts the collective.
 
     Args:
         rank, size: of this process, and how many there are.
@@ -59,52 +60,52 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self.device = device
-        self.links = RankLinks(rank, size, address, facts, timeout=timeout)
+        self.channel = RankChannel(rank, size, address, facts, timeout=timeout)
         self._rows: tuple[int, ...] = (1,) * size
         self._resting = threading.Event()
         self._resting.set()
         self._on_cpu = device.type == "cpu"
-        # A collective of gloo cannot be called off, and the process cannot end before it does.
+        # A collective of gloo cannot be cancelled, and the process cannot end before it does.
         limit = timedelta(seconds=timeout + 5.0)
         self._process_group: Any = None
-        self.links.on_failure(self._call_off)
+        self.channel.on_failure(self._abort_collectives)
         try:
             self._process_group = self._gloo(limit) if self._on_cpu else self._nccl()
-            self.sum(torch.zeros(1, device=device))  # all are there
+            self.sum(torch.zeros(1, device=device))  # waits for all ranks
         except BaseException as error:
             cause = self.end(error)
-            self.links.close()
+            self.channel.close()
             raise cause from error
 
     def _gloo(self, limit: timedelta) -> Any:
         from torch.distributed import ProcessGroupGloo
 
-        return ProcessGroupGloo(self.links.store, self.rank, self.size, limit)
+        return ProcessGroupGloo(self.channel.store, self.rank, self.size, limit)
 
     def _nccl(self) -> Any:
         from torch.distributed import ProcessGroupNCCL
 
-        # torch would end the process when a peer is lost; the links tell of it, and who it was.
+        # torch would end the process when a peer is lost; our channel names that peer instead.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         with torch.cuda.device(self.device):
             return ProcessGroupNCCL(
-                self.links.store, self.rank, self.size, ProcessGroupNCCL.Options()
+                self.channel.store, self.rank, self.size, ProcessGroupNCCL.Options()
             )
 
     # Steps
 
     @property
     def called(self) -> bool:
-        """Whether another rank has begun a step, and waits for this one."""
-        return self.links.called
+        """Whether another rank has begun a step and waits for this one."""
+        return self.channel.called
 
     def agree(self, rows: int) -> None:
-        """Begin a step with ``rows`` rows, 1 or more, when all ranks do."""
-        self._rows = self.links.agree(rows)
+        """Begin a step with ``rows`` rows, 1 or more. Waits for all ranks."""
+        self._rows = self.channel.agree(rows)
 
     def rest(self, seconds: float) -> None:
-        """Wait until another rank begins a step, for so long at most."""
-        self.links.rest(seconds)
+        """Wait until another rank begins a step, at most ``seconds``."""
+        self.channel.rest(seconds)
 
     @property
     def own(self) -> slice:
@@ -113,7 +114,7 @@ class RankGroup:
         return slice(start, start + self._rows[self.rank])
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """[R, H] of each rank -> [ranks * P, H] of all of them, P the greatest R; zeros between."""
+        """Gather [R, H] of each rank to [ranks * P, H], padded with zeros; P is the greatest R."""
         most = max(self._rows)
         if len(hidden) < most:
             padded = hidden.new_zeros(most, hidden.shape[1])
@@ -125,7 +126,7 @@ class RankGroup:
         return out
 
     def scatter(self, partial: Tensor) -> Tensor:
-        """[ranks * P, H] of each rank -> this rank's [R, H] of their sum."""
+        """Sum [ranks * P, H] over the ranks and return this rank's [R, H] of it."""
         if self._on_cpu:  # gloo's own reduce-scatter is slower
             self._wait(lambda: self._process_group.allreduce([partial]))
             return partial[self.own]
@@ -134,22 +135,22 @@ class RankGroup:
         return out[: self._rows[self.rank]]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, of one shape and on any device."""
+        """Sum a tensor over all ranks. It may be on any device; all have the same shape."""
         total = tensor.to(self.device, copy=True)
         with self.stepping():
             self._wait(lambda: self._process_group.allreduce([total]))
             return total.to(tensor.device)
 
     def _wait(self, begin: Callable[[], Any]) -> None:
-        """Begin a collective and wait for it, on the CPU for as long as no rank fails."""
+        """Begin a collective and wait for it; on the CPU, until a rank fails."""
         try:
             work = begin()
             while not self._arrived(work):
-                self.links.check()
+                self.channel.check()
         except RuntimeError as error:
-            self.links.wait_for_failure()
-            self.links.fail(self.rank, f"failed: in a collective: {error}")  # if none is known
-            raise RankError(str(self.links.failure)) from error
+            self.channel.wait_for_failure()
+            self.channel.fail(self.rank, f"failed: in a collective: {error}")  # if none is known
+            raise RankError(str(self.channel.failure)) from error
 
     def _arrived(self, work: Any) -> bool:
         if not self._on_cpu:
@@ -165,7 +166,7 @@ class RankGroup:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around all that may wait for a collective."""
+        """Enclose everything that may wait for a collective."""
         self._resting.clear()
         try:
             yield
@@ -173,8 +174,7 @@ class RankGroup:
             self._resting.set()
 
     def settle(self) -> None:
-        """Wait until the device has done all that it was given: it may still be at a pass of others
-        that the host has long launched.
+        """Wait until the device has done all that was launched, passes of idle steps included.
 
         Raises:
             RankError: a rank has failed.
@@ -186,42 +186,43 @@ class RankGroup:
 
     def check(self) -> None:
         """Raise ``RankError`` if a rank has failed."""
-        self.links.check()
+        self.channel.check()
 
     def end(self, error: BaseException) -> BaseException:
-        """Nobody can go on, since this rank has failed. Returns what to raise: if another rank was
-        the cause, a ``RankError`` that names it.
+        """Tell all ranks that this one has failed, and return what to raise.
+
+        If another rank was the cause, that is a ``RankError`` that names it.
 
         Args:
             error: what a step has raised.
         """
-        caused = self.links.failure
+        caused = self.channel.failure
         if not isinstance(error, RankError):
-            self.links.fail(self.rank, f"failed: {type(error).__name__}: {error}")
+            self.channel.fail(self.rank, f"failed: {type(error).__name__}: {error}")
         if caused is None or isinstance(error, SpecplugError):
             return error
         return RankError(str(caused))
 
     def close(self) -> None:
-        """Leave; the others are told."""
+        """Leave the group and tell the others."""
         with suppress(RankError, RuntimeError):
-            if self.links.failure is None:
+            if self.channel.failure is None:
                 self.settle()  # the others wait for this rank's part of the last pass
-        self.links.close()
+        self.channel.close()
         with suppress(RuntimeError):
             if not self._on_cpu and self._process_group is not None:
                 self._process_group.abort()
         self._process_group = None
 
-    def _call_off(self) -> None:
-        """End the device's collectives after a failure, or the process if that does not help."""
+    def _abort_collectives(self) -> None:
+        """Abort the device's collectives after a failure; end the process if that does not help."""
         if self._on_cpu:
-            return  # nobody waits for long there
+            return  # ``_wait`` polls there
         with suppress(RuntimeError):
             if self._process_group is not None:
                 self._process_group.abort()
-        if not self._resting.wait(_CALL_OFF_SECONDS):
-            print(f"specplug: {self.links.failure}", file=sys.stderr, flush=True)
+        if not self._resting.wait(_ABORT_SECONDS):
+            print(f"specplug: {self.channel.failure}", file=sys.stderr, flush=True)
             os._exit(1)
 
 
@@ -234,7 +235,7 @@ def join_ranks(
     *,
     enabled: bool,
 ) -> RankGroup | None:
-    """The group that a run's settings name, when all ranks have come; None if there is no other.
+    """Join the rank group that a run's settings name; None for a run with one rank.
 
     Raises:
         UsageError: the settings do not go together.
@@ -261,7 +262,7 @@ def join_ranks(
 def tells_ranks(
     make: Callable[Concatenate[Any, Parameters], None],
 ) -> Callable[Concatenate[Any, Parameters], None]:
-    """Around an ``__init__`` that sets ``_ranks``: the others learn that it has failed."""
+    """Decorate an ``__init__`` that sets ``_ranks``: if it fails, the other ranks are told."""
 
     @functools.wraps(make)
     def guarded(self: Any, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:

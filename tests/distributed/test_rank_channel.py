@@ -1,4 +1,4 @@
-"""The lines between ranks, several of them in one process."""
+"""The channels between ranks, several of them in one process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from specplug import FallbackWarning, RankError, UsageError
-from specplug.distributed import rank_links
-from specplug.distributed.rank_links import RankLinks
+from specplug.distributed import rank_channel
+from specplug.distributed.rank_channel import RankChannel
 
 DEADLINE = 60.0
 
@@ -32,90 +32,90 @@ def all_of(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def join(ranks: Sequence[int], size: int, address: str = "", **settings: Any) -> list[Any]:
-    """Links of these ranks, or the error of each."""
+    """Channels of these ranks, or the error of each."""
     where = address or free_address()
     how = {"timeout": 30.0, "join_timeout": 10.0, **settings}
-    return all_of([lambda rank=rank: RankLinks(rank, size, where, {}, **how) for rank in ranks])
+    return all_of([lambda rank=rank: RankChannel(rank, size, where, {}, **how) for rank in ranks])
 
 
-def close(links: Sequence[RankLinks]) -> None:
-    for link in links:
-        link.close()
+def close(channels: Sequence[RankChannel]) -> None:
+    for channel in channels:
+        channel.close()
 
 
 def test_all_ranks_learn_the_rows_of_all() -> None:
-    links = join(range(4), 4)
+    channels = join(range(4), 4)
     draw = random.Random(0)
-    rows = [[draw.randrange(1, 100) for _ in links] for _ in range(50)]
-    told = all_of([lambda r=r: [links[r].agree(step[r]) for step in rows] for r in range(4)])
+    rows = [[draw.randrange(1, 100) for _ in channels] for _ in range(50)]
+    told = all_of([lambda r=r: [channels[r].agree(step[r]) for step in rows] for r in range(4)])
     assert told == [[tuple(step) for step in rows]] * 4
-    close(links)
+    close(channels)
 
 
 def test_who_comes_first_calls_the_others() -> None:
-    links = join(range(2), 2)
-    assert not links[1].called
+    channels = join(range(2), 2)
+    assert not channels[1].called
     with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(links[0].agree, 7)
-        while not links[1].called:
-            links[1].rest(0.01)
+        first = thread.submit(channels[0].agree, 7)
+        while not channels[1].called:
+            channels[1].rest(0.01)
         assert not first.done()
-        assert links[1].agree(1) == (7, 1)
+        assert channels[1].agree(1) == (7, 1)
         assert first.result(DEADLINE) == (7, 1)
-    assert not links[1].called
-    close(links)
+    assert not channels[1].called
+    close(channels)
 
 
 def test_a_rest_ends() -> None:
-    links = join(range(2), 2)
+    channels = join(range(2), 2)
     began = time.monotonic()
     for _ in range(10):
-        links[0].rest(0.01)
+        channels[0].rest(0.01)
     assert time.monotonic() - began < DEADLINE
-    close(links)
+    close(channels)
 
 
 def test_done_is_counted() -> None:
-    links = join(range(2), 2)
+    channels = join(range(2), 2)
     for _ in range(3):
-        links[0].say_done()
-        assert not links[0].all_done
-        links[1].say_done()
-        while not (links[0].all_done and links[1].all_done):
-            links[0].rest(0.01)
-    close(links)
+        channels[0].say_done()
+        assert not channels[0].all_done
+        channels[1].say_done()
+        while not (channels[0].all_done and channels[1].all_done):
+            channels[0].rest(0.01)
+    close(channels)
 
 
 def test_who_is_waited_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_links, "_SLOW_STEP_SECONDS", 0.3)
-    links = join(range(2), 2, timeout=1.0)
+    monkeypatch.setattr(rank_channel, "_SLOW_STEP_SECONDS", 0.3)
+    channels = join(range(2), 2, timeout=1.0)
     with ThreadPoolExecutor(1) as thread:
 
         def late() -> Any:
             time.sleep(1.5)  # what is shown is that a rank stays away; it lives meanwhile
-            return links[1].agree(2)
+            return channels[1].agree(2)
 
         other = thread.submit(late)
         with pytest.warns(
             FallbackWarning, match=r"rank 0 has waited .* for rank 1, which is alive"
         ):
-            assert links[0].agree(1) == (1, 2)
+            assert channels[0].agree(1) == (1, 2)
         assert other.result(DEADLINE) == (1, 2)
-    close(links)
+    close(channels)
 
 
 def test_the_first_failure_counts() -> None:
-    links = join(range(3), 3)
-    links[2].fail(2, "failed: ValueError: first")
-    for link in links:
-        while link.failure is None:
+    channels = join(range(3), 3)
+    channels[2].fail(2, "failed: ValueError: first")
+    for channel in channels:
+        while channel.failure is None:
             time.sleep(0.005)
-        link.fail(1, "failed: second")
+        channel.fail(1, "failed: second")
         with pytest.raises(RankError, match=r"^rank 2 failed: ValueError: first$"):
-            link.check()
+            channel.check()
         with pytest.raises(RankError, match=r"^rank 2 failed: ValueError: first$"):
-            link.agree(1)
-    close(links)
+            channel.agree(1)
+    close(channels)
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1, 1]], ids=str)
@@ -153,12 +153,12 @@ def test_a_stranger_who_calls_is_not_answered(monkeypatch: pytest.MonkeyPatch) -
         return server
 
     address = free_address()
-    monkeypatch.setattr(rank_links.socket, "create_server", with_a_stranger)
+    monkeypatch.setattr(rank_channel.socket, "create_server", with_a_stranger)
     began = time.monotonic()
-    links = join(range(2), 2, address)
+    channels = join(range(2), 2, address)
     assert time.monotonic() - began < 8.0, "a rank does not wait for one that says nothing"
-    assert all_of([lambda: links[0].agree(1), lambda: links[1].agree(2)]) == [(1, 2)] * 2
-    close(links)
+    assert all_of([lambda: channels[0].agree(1), lambda: channels[1].agree(2)]) == [(1, 2)] * 2
+    close(channels)
     assert len(strangers) == 4
     for stranger in strangers:
         stranger.close()
@@ -166,49 +166,49 @@ def test_a_stranger_who_calls_is_not_answered(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_rank_may_go_on_before_it_is_answered() -> None:
     token = b"t" * 32
-    alive = rank_links._HEADER.pack(rank_links._Kind.ALIVE, 0, 0, 0)
+    alive = rank_channel._HEADER.pack(rank_channel._Kind.ALIVE, 0, 0, 0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         with socket.create_connection(server.getsockname()) as caller:
-            hello = rank_links._HEADER.pack(rank_links._Kind.HELLO, 1, 0, len(token))
+            hello = rank_channel._HEADER.pack(rank_channel._Kind.HELLO, 1, 0, len(token))
             caller.sendall(hello + token + alive)
-            (peer,) = rank_links._answer(server, token, 1, DEADLINE)
-        with peer.line:
+            (peer,) = rank_channel._accept_peers(server, token, 1, DEADLINE)
+        with peer.connection:
             assert peer.rank == 1
-            assert peer.line.recv(65536) == alive, "this is for the listening thread"
+            assert peer.connection.recv(65536) == alive, "this is for the listening thread"
 
 
-def failure_of(link: RankLinks) -> str:
+def failure_of(channel: RankChannel) -> str:
     """What its listening thread fails with."""
     told = threading.Event()
-    link.on_failure(told.set)
+    channel.on_failure(told.set)
     assert told.wait(DEADLINE)
-    return str(link.failure)
+    return str(channel.failure)
 
 
-@pytest.mark.parametrize(("kind", "length"), [(99, 0), (rank_links._Kind.ALIVE, 1 << 31)])
-def test_what_is_no_message_fails_all(kind: int, length: int) -> None:
-    links = join(range(3), 3)
-    links[1]._peers[0].send(rank_links._HEADER.pack(kind, 0, 0, length))
-    why = f"rank 1 sent what is no message (kind {kind:d}, {length} bytes)"
-    assert [failure_of(link) for link in links] == [why] * 3
-    close(links)
+@pytest.mark.parametrize(("kind", "length"), [(99, 0), (rank_channel._Kind.ALIVE, 1 << 31)])
+def test_a_malformed_message_fails_all(kind: int, length: int) -> None:
+    channels = join(range(3), 3)
+    channels[1]._peers[0].send(rank_channel._HEADER.pack(kind, 0, 0, length))
+    why = f"rank 1 sent a malformed message (kind {kind:d}, {length} bytes)"
+    assert [failure_of(channel) for channel in channels] == [why] * 3
+    close(channels)
 
 
 def test_a_listening_thread_does_not_end_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    links = join(range(2), 2)
+    channels = join(range(2), 2)
 
     def fails(*_: Any) -> None:
         raise ValueError("any")
 
-    monkeypatch.setattr(links[0], "_take", fails)
-    links[1].say_done()
+    monkeypatch.setattr(channels[0], "_take", fails)
+    channels[1].say_done()
     why = "rank 0 failed: ValueError where it listens to the others: any"
-    assert [failure_of(link) for link in links] == [why] * 2
-    close(links)
+    assert [failure_of(channel) for channel in channels] == [why] * 2
+    close(channels)
 
 
 def test_a_long_reason_is_cut() -> None:
-    links = join(range(2), 2)
-    links[0].fail(0, "failed: " + "é" * 100_000)
-    assert failure_of(links[1]).startswith("rank 0 failed: éé")
-    close(links)
+    channels = join(range(2), 2)
+    channels[0].fail(0, "failed: " + "é" * 100_000)
+    assert failure_of(channels[1]).startswith("rank 0 failed: éé")
+    close(channels)

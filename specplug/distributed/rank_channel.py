@@ -1,4 +1,4 @@
-"""The lines between the rank processes of a run: who steps, who has ended, and why."""
+"""The channel between the rank processes of a run: who steps, who has ended, and why."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _HEADER = struct.Struct("!BqqI")
 """A message: its kind, two numbers, and how many bytes of text follow."""
 
 _LONGEST_TEXT = 1 << 16
-"""In bytes; what says that more follows is no message."""
+"""Bytes of text. A message that announces more is malformed."""
 
 _JOIN_SECONDS = 120.0
 _SLOW_STEP_SECONDS = 30.0
 
 
 class _Kind(enum.IntEnum):
-    """What a message says.
+    """The kinds of messages, with their two numbers and their text.
 
-    HELLO: (rank, 0) and the token of the run, the first message of a line.
-    ALIVE: nothing but that.
+    HELLO: (rank, 0) and the token of the run, the first message of a connection.
+    ALIVE: the sender is alive.
     STEP: (number, rows) the sender enters this step with so many rows.
     DONE: (count, 0) the sender has nothing left to do, for the count-th time.
     CLOSED: the sender leaves.
@@ -66,7 +66,7 @@ class _Peer:
     """
 
     rank: int
-    line: socket.socket
+    connection: socket.socket
     steps: dict[int, int] = attrs.field(factory=dict)
     done: int = 0
     closed: bool = False
@@ -75,21 +75,21 @@ class _Peer:
     sending: threading.Lock = attrs.field(factory=threading.Lock)
 
     def send(self, message: bytes) -> None:
-        """Send a message; that a line is broken is for the reader to find."""
+        """Send a message. A broken connection is left to the listening thread to find."""
         with suppress(OSError), self.sending:
-            self.line.sendall(message)
+            self.connection.sendall(message)
 
 
-class RankLinks:
-    """A TCP line to every other rank, and a thread that listens to all of them.
+class RankChannel:
+    """TCP connections to every other rank, and a thread that listens to all of them.
 
-    The thread tells the others that this process is alive, and notices when one of them is not: a
-    process that was killed closes its lines, one that is stopped or cut off falls silent. All
-    ranks are alike here, rank 0 is only where the others find each other.
+    The thread tells the others that this process is alive, and notices when one of them is not. A
+    process that was killed closes its connections; one that is stopped or cut off falls silent.
+    All ranks are equal, but rank 0 has the store in which the others find each other.
 
-    A rank may stay away from ``agree`` for as long as it likes while it is alive. That is why the
-    steps are not agreed on by a collective of ``torch.distributed``: one that waits cannot be
-    called off, and a time limit on it would be one on every rank's work between two steps.
+    A living rank may take any time before it calls ``agree``. So the ranks cannot agree on steps by
+    a collective of ``torch.distributed``: a waiting collective cannot be cancelled, and its time
+    limit would limit every rank's work between two steps.
 
     Args:
         rank, size: of this process, and how many there are.
@@ -122,24 +122,26 @@ class RankLinks:
         self._done = 0
         self._closing = False
         self._on_failure: Callable[[], None] | None = None
-        self.store = _meet(rank, size, address, join_timeout)
+        self.store = _open_store(rank, size, address, join_timeout)
         self._compare(facts)
-        self._peers = {peer.rank: peer for peer in _lines(self.store, rank, size, join_timeout)}
+        self._peers = {
+            peer.rank: peer for peer in _connect_peers(self.store, rank, size, join_timeout)
+        }
         self._selector = selectors.DefaultSelector()
         for peer in self._peers.values():
-            self._selector.register(peer.line, selectors.EVENT_READ, peer)
-        self._listener = threading.Thread(target=self._listen, name="rank links", daemon=True)
+            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+        self._listener = threading.Thread(target=self._listen, name="rank channel", daemon=True)
         self._listener.start()
 
     # What the stepping thread calls
 
     @property
     def called(self) -> bool:
-        """Whether another rank has entered the next step, and waits for this one."""
+        """Whether another rank has entered the next step and waits for this one."""
         return any(self._number + 1 in peer.steps for peer in self._peers.values())
 
     def agree(self, rows: int) -> tuple[int, ...]:
-        """Enter the next step, and wait until all ranks have.
+        """Enter the next step and wait until all ranks have.
 
         Args:
             rows: of this rank's pass.
@@ -167,7 +169,7 @@ class RankLinks:
         return tuple(counts[rank] for rank in range(self.size))
 
     def rest(self, seconds: float) -> None:
-        """Wait until another rank enters the next step, for so long at most.
+        """Wait until another rank enters the next step, at most ``seconds``.
 
         Raises:
             RankError: a rank has failed.
@@ -187,7 +189,7 @@ class RankLinks:
         return all(peer.done >= self._done or peer.closed for peer in self._peers.values())
 
     def check(self) -> None:
-        """Raise what has happened, if something has.
+        """Raise if a rank has failed.
 
         Raises:
             RankError: which rank failed, and how.
@@ -196,7 +198,7 @@ class RankLinks:
             raise RankError(str(self.failure))
 
     def fail(self, rank: int, what: str) -> None:
-        """Note the end of all: the first failure counts, and the others are told of it."""
+        """Record that a rank failed and tell the others. Only the first failure counts."""
         with self._changed:
             if self.failure is not None or self._closing:
                 return
@@ -205,11 +207,11 @@ class RankLinks:
             self._changed.notify_all()
 
     def on_failure(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once, by the listening thread, when a rank has failed."""
+        """Call ``call`` once, in the listening thread, when a rank has failed."""
         self._on_failure = call
 
     def wait_for_failure(self) -> None:
-        """Wait until it is known which rank failed, or as long as that can take."""
+        """Wait until it is known which rank failed, at most as long as a silent rank takes."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure, self.timeout + 2.0)
 
@@ -221,7 +223,7 @@ class RankLinks:
         self._closing = True
         for peer in self._peers.values():
             with suppress(OSError):
-                peer.line.shutdown(socket.SHUT_RDWR)  # which wakes the listener
+                peer.connection.shutdown(socket.SHUT_RDWR)  # which wakes the listener
         self._listener.join()
         del self.store  # which ends at rank 0 when its process group has ended
 
@@ -240,12 +242,12 @@ class RankLinks:
                 )
 
     def _compare(self, facts: Mapping[str, Any]) -> None:
-        """Refuse ranks that were not started alike."""
+        """Refuse ranks that were started with different settings."""
         ours = json.dumps(dict(facts), default=str)
         self.store.set(f"facts/{self.rank}", ours)
         all_facts = [_read(self.store, f"facts/{rank}", rank) for rank in range(self.size)]
         self.store.set(f"compared/{self.rank}", "")
-        if self.rank == 0:  # its store is there until all have read
+        if self.rank == 0:  # its store must stay until all have read
             for rank in range(self.size):
                 _read(self.store, f"compared/{rank}", rank)
         own = json.loads(ours)
@@ -262,13 +264,13 @@ class RankLinks:
     def _listen(self) -> None:
         try:
             self._hear_all()
-        except Exception as error:  # nobody would listen any more
+        except Exception as error:  # the rank would hear nothing any more
             what = f"failed: {type(error).__name__} where it listens to the others: {error}"
             self.fail(self.rank, what)
             self._call_on_failure()
         self._selector.close()
         for peer in self._peers.values():
-            peer.line.close()
+            peer.connection.close()
 
     def _hear_all(self) -> None:
         tick = min(1.0, self.timeout / 4)
@@ -299,11 +301,11 @@ class RankLinks:
     def _hear(self, peer: _Peer) -> None:
         """Read what a peer has sent."""
         try:
-            data = peer.line.recv(65536)
+            data = peer.connection.recv(65536)
         except OSError:
             data = b""
         if not data:
-            self._selector.unregister(peer.line)
+            self._selector.unregister(peer.connection)
             if not peer.closed:
                 self.fail(peer.rank, "died: its process has ended without a word")
             return
@@ -314,12 +316,12 @@ class RankLinks:
             self._changed.notify_all()
 
     def _read(self, peer: _Peer) -> None:
-        """Take the messages that have come whole."""
+        """Process the messages that have arrived completely."""
         while len(peer.unread) >= _HEADER.size:
             kind, first, second, length = _HEADER.unpack_from(peer.unread)
             if kind not in _KINDS or length > _LONGEST_TEXT:
-                self._selector.unregister(peer.line)
-                self.fail(peer.rank, f"sent what is no message (kind {kind}, {length} bytes)")
+                self._selector.unregister(peer.connection)
+                self.fail(peer.rank, f"sent a malformed message (kind {kind}, {length} bytes)")
                 return
             end = _HEADER.size + length
             if len(peer.unread) < end:
@@ -329,7 +331,7 @@ class RankLinks:
             self._take(peer, _Kind(kind), first, second, text)
 
     def _take(self, peer: _Peer, kind: _Kind, first: int, second: int, text: str) -> None:
-        """Note what a message says."""
+        """Record what a message says."""
         if kind is _Kind.STEP:
             peer.steps[first] = second
         elif kind is _Kind.DONE:
@@ -350,8 +352,8 @@ def _warn_of_waiting(rank: int, other: int) -> None:
     )
 
 
-def _meet(rank: int, size: int, address: str, join_timeout: float) -> TCPStore:
-    """The store at rank 0, where the ranks find each other."""
+def _open_store(rank: int, size: int, address: str, join_timeout: float) -> TCPStore:
+    """Open the store of rank 0, where the ranks find each other."""
     from datetime import timedelta
 
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
@@ -374,7 +376,7 @@ def _meet(rank: int, size: int, address: str, join_timeout: float) -> TCPStore:
 
 
 def _read(store: TCPStore, key: str, rank: int) -> str:
-    """What a rank has left in the store, when it is there."""
+    """Wait for what a rank has left in the store."""
     from torch.distributed import DistError
 
     try:
@@ -386,29 +388,29 @@ def _read(store: TCPStore, key: str, rank: int) -> str:
     return value.decode()
 
 
-def _lines(store: TCPStore, rank: int, size: int, join_timeout: float) -> list[_Peer]:
-    """A line to every other rank: each calls those before it."""
+def _connect_peers(store: TCPStore, rank: int, size: int, join_timeout: float) -> list[_Peer]:
+    """Connect to every other rank. Each rank calls those before it."""
     if rank == 0:
         store.set("token", secrets.token_hex(16))
     token = _read(store, "token", 0).encode()
     with socket.create_connection((store.host, store.port), join_timeout) as probe:
         here = probe.getsockname()[0]  # the address by which this machine is reached
     with socket.create_server((here, 0), family=_family(here), backlog=size) as server:
-        store.set(f"line/{rank}", f"{server.getsockname()[1]} {here}")
+        store.set(f"address/{rank}", f"{server.getsockname()[1]} {here}")
         peers = []
         for other in range(rank):
-            port, where = _read(store, f"line/{other}", other).split()
-            line = _call(where, int(port), other)
-            line.sendall(_HEADER.pack(_Kind.HELLO, rank, 0, len(token)) + token)
-            peers.append(_Peer(other, line))
-        peers += _answer(server, token, size - 1 - rank, join_timeout)
+            port, where = _read(store, f"address/{other}", other).split()
+            connection = _connect(where, int(port), other)
+            connection.sendall(_HEADER.pack(_Kind.HELLO, rank, 0, len(token)) + token)
+            peers.append(_Peer(other, connection))
+        peers += _accept_peers(server, token, size - 1 - rank, join_timeout)
     for peer in peers:
-        peer.line.settimeout(None)
-        peer.line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.connection.settimeout(None)
+        peer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peers
 
 
-def _call(host: str, port: int, rank: int) -> socket.socket:
+def _connect(host: str, port: int, rank: int) -> socket.socket:
     try:
         return socket.create_connection((host, port), 30.0)
     except OSError as error:
@@ -419,30 +421,32 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _answer(server: socket.socket, token: bytes, count: int, join_timeout: float) -> list[_Peer]:
-    """Take the calls of ``count`` ranks. Strangers may call too, and hold up none of them."""
+def _accept_peers(
+    server: socket.socket, token: bytes, count: int, join_timeout: float
+) -> list[_Peer]:
+    """Accept ``count`` ranks. Strangers may connect too, and delay nobody."""
     peers: list[_Peer] = []
     ends = time.monotonic() + join_timeout
     server.setblocking(False)
-    with _Callers(server, len(token)) as callers:
+    with _Handshakes(server, len(token)) as handshakes:
         while len(peers) < count:
             left = ends - time.monotonic()
             if left <= 0:
                 raise RankError("not all ranks came in time: start all ranks")
-            for line, hello in callers.wait(left):
+            for connection, hello in handshakes.wait(left):
                 if hello[_HEADER.size :] == token:
-                    peers.append(_Peer(_HEADER.unpack_from(hello)[1], line))
+                    peers.append(_Peer(_HEADER.unpack_from(hello)[1], connection))
                 else:
-                    line.close()
+                    connection.close()
     return peers
 
 
-class _Callers:
-    """Those who call a rank and have not said all of a hello yet; at the end they are hung up on.
+class _Handshakes:
+    """Connections whose HELLO is not complete yet. ``with`` closes those that are left.
 
     Args:
-        server: where they call.
-        token_size: of a hello, in bytes.
+        server: the listening socket.
+        token_size: bytes of the token in a HELLO.
     """
 
     def __init__(self, server: socket.socket, token_size: int) -> None:
@@ -457,32 +461,32 @@ class _Callers:
 
     def __exit__(self, *error: object) -> None:
         self._selector.close()
-        for line in self._hellos:
-            line.close()
+        for connection in self._hellos:
+            connection.close()
 
     def wait(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
-        """Lines that have sent what is as long as a hello, or have ended, and what that is."""
+        """Return the connections whose HELLO is complete, or that closed, each with its bytes."""
         done = []
         for key, _ in self._selector.select(seconds):
-            line = key.fileobj
-            assert isinstance(line, socket.socket)
-            if line is self._server:
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket)
+            if connection is self._server:
                 self._accept()
-            elif self._has_all(line):
-                self._selector.unregister(line)
-                done.append((line, self._hellos.pop(line)))
+            elif self._has_all(connection):
+                self._selector.unregister(connection)
+                done.append((connection, self._hellos.pop(connection)))
         return done
 
     def _accept(self) -> None:
         with suppress(OSError):  # it has hung up
-            line, _ = self._server.accept()
-            self._hellos[line] = b""
-            self._selector.register(line, selectors.EVENT_READ)
+            connection, _ = self._server.accept()
+            self._hellos[connection] = b""
+            self._selector.register(connection, selectors.EVENT_READ)
 
-    def _has_all(self, line: socket.socket) -> bool:
-        """Read on, and no further than a hello goes: what follows is for the listening thread."""
+    def _has_all(self, connection: socket.socket) -> bool:
+        """Read no further than a HELLO goes: what follows is for the listening thread."""
         data = b""
         with suppress(OSError):
-            data = line.recv(self._size - len(self._hellos[line]))
-        self._hellos[line] += data
-        return not data or len(self._hellos[line]) == self._size
+            data = connection.recv(self._size - len(self._hellos[connection]))
+        self._hellos[connection] += data
+        return not data or len(self._hellos[connection]) == self._size
