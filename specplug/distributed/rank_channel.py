@@ -207,8 +207,10 @@ class RankChannel:
             self._changed.notify_all()
 
     def on_failure(self, call: Callable[[], None]) -> None:
-        """Call ``call`` once, in the listening thread, when a rank has failed."""
-        self._on_failure = call
+        """Call ``call`` once a rank has failed: in the listening thread, or here if one has."""
+        with self._changed:
+            self._on_failure = call
+        self._call_on_failure()
 
     def wait_for_failure(self) -> None:
         """Wait until it is known which rank failed, at most as long as a silent rank takes."""
@@ -286,9 +288,11 @@ class RankChannel:
             self._call_on_failure()
 
     def _call_on_failure(self) -> None:
-        if self.failure is not None and self._on_failure is not None:
+        with self._changed:
+            if self.failure is None or self._on_failure is None:
+                return
             call, self._on_failure = self._on_failure, None
-            call()
+        call()
 
     def _check_silence(self, now: float, *, was_away: bool) -> None:
         for peer in self._peers.values():

@@ -185,6 +185,21 @@ def failure_of(channel: RankChannel) -> str:
     return str(channel.failure)
 
 
+def test_on_failure_after_the_failure_is_called_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    channels = join(range(2), 2)
+
+    def fails(*_: Any) -> None:
+        raise ValueError("any")
+
+    monkeypatch.setattr(channels[0], "_take", fails)  # which ends its listening thread
+    channels[1].say_done()
+    channels[0]._listener.join(DEADLINE)
+    calls = []
+    channels[0].on_failure(lambda: calls.append(1))
+    assert calls == [1]
+    close(channels)
+
+
 @pytest.mark.parametrize(("kind", "length"), [(99, 0), (rank_channel._Kind.ALIVE, 1 << 31)])
 def test_a_malformed_message_fails_all(kind: int, length: int) -> None:
     channels = join(range(3), 3)
