@@ -6,9 +6,11 @@ The proof is by what is proposed: at every position the drafts are those of a ru
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
+from shallow_target import shallow_target
 
 from specplug import LLM, Batch, Draft, DraftInput, Runtime, SamplingParams, hookimpl
 from specplug.registry import Registry
@@ -53,7 +55,7 @@ NAMES = [name for name in Registry().names() if name not in ("NONE", "NGRAM")]
 """NGRAM proposes from what other requests said, so it proposes better than without a cache."""
 
 
-@pytest.fixture(params=[*NAMES, "SUCCESSORS"])
+@pytest.fixture(params=[*NAMES, "SUCCESSORS"], scope="module")
 def make(request: pytest.FixtureRequest, successors: Any) -> Callable[[], Any]:
     if request.param == "SUCCESSORS":
         return lambda: watch(successors())
@@ -63,7 +65,8 @@ def make(request: pytest.FixtureRequest, successors: Any) -> Callable[[], Any]:
 def propose(make: Callable[[], Any], prompts: list[Any], **engine: Any) -> tuple[Proposals, Any]:
     """What is proposed for prompts one after the other, and the run's statistics."""
     algorithm = make()
-    with LLM(dtype="float64", speculative_algorithm=algorithm, **engine) as llm:
+    target = shallow_target().options(algorithm)
+    with LLM(dtype="float64", **target, **engine) as llm:
         for prompt in prompts:
             llm.generate(prompt, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7, seed=1))
         llm.check_pool()
@@ -81,40 +84,63 @@ def differences(found: Proposals, expected: Proposals) -> Proposals:
     }
 
 
-def prompts_that_part_at(page_size: int) -> list[list[int]]:
-    """Two prompts whose first difference is the first token of a page."""
-    with LLM(dtype="float64") as llm:
-        head, *tails = (llm.tokenizer(text)["input_ids"] for text in (HEAD, *TAILS))
-    even = len(head) // page_size * page_size
+@cache
+def token_ids() -> list[list[int]]:
+    with LLM(**shallow_target().options("NONE")) as llm:
+        return [llm.tokenizer(text)["input_ids"] for text in (HEAD, *TAILS)]
+
+
+def parting_prompts() -> list[list[int]]:
+    """Two prompts whose first difference is the first token of a page, for all sizes used here."""
+    head, *tails = token_ids()
+    even = len(head) // 16 * 16
     assert even > 0
     assert tails[0][0] != tails[1][0]
     return [head[:even] + tail for tail in tails]
 
 
+@pytest.fixture(scope="module")
+def cold(make: Callable[[], Any]) -> Proposals:
+    """What is proposed where nothing is cached, in pages of 1."""
+    found, stats = propose(make, parting_prompts(), disable_radix_cache=True)
+    assert stats["cached_tokens"] == 0
+    return found
+
+
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, None), (1, 5), (4, 1), (16, None)])
 def test_a_hit_changes_no_proposal(
-    make: Callable[[], Any], page_size: int, chunk: int | None
+    make: Callable[[], Any], cold: Proposals, page_size: int, chunk: int | None
 ) -> None:
-    first, second = prompts_that_part_at(page_size)
+    first, second = parting_prompts()
     engine = {"page_size": page_size, "chunked_prefill_size": chunk}
-    expected: Proposals = {}
-    for prompt in (first, second):
-        cold, stats = propose(make, [prompt], disable_radix_cache=True, **engine)
-        assert stats["cached_tokens"] == 0
-        expected.update(cold)
     found, stats = propose(make, [first, second, first], **engine)
     assert stats["cached_tokens"] > len(first) // 2
-    assert found.keys() & expected.keys()
-    assert differences(found, expected) == {}
+    assert found.keys() & cold.keys()
+    assert differences(found, cold) == {}
+
+
+def short_prompts() -> list[list[int]]:
+    return [prompt[-size:] for prompt in parting_prompts() for size in (8, 10, 12)]
+
+
+@pytest.fixture(scope="module")
+def in_peace(make: Callable[[], Any]) -> Proposals:
+    """What is proposed for one after the other."""
+    return propose(make, short_prompts(), disable_radix_cache=True)[0]
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
-def test_a_retraction_changes_no_proposal(make: Callable[[], Any], cached: bool) -> None:
-    prompts = [prompt[-size:] for prompt in prompts_that_part_at(4) for size in (8, 10, 12)]
-    engine = {"page_size": 2, "disable_overlap_schedule": True}
-    expected, _ = propose(make, prompts, disable_radix_cache=True, **engine)
-    short = {"max_total_tokens": 12 + MAX_TOKENS + 40, "disable_radix_cache": not cached}
-    found, stats = propose(make, [prompts], **engine, **short)
+def test_a_retraction_changes_no_proposal(
+    make: Callable[[], Any], in_peace: Proposals, cached: bool
+) -> None:
+    found, stats = propose(
+        make,
+        [short_prompts()],
+        page_size=2,
+        disable_overlap_schedule=True,
+        max_total_tokens=12 + MAX_TOKENS + 40,
+        disable_radix_cache=not cached,
+    )
     assert stats["retractions"] > 0
-    assert found.keys() & expected.keys(), "the prefill after a retraction shifts the steps"
-    assert differences(found, expected) == {}
+    assert found.keys() & in_peace.keys(), "the prefill after a retraction shifts the steps"
+    assert differences(found, in_peace) == {}

@@ -18,6 +18,7 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shallow_target import shallow_target
 
 from specplug import LLM, SamplingParams
 from specplug.registry import Registry
@@ -77,8 +78,8 @@ class Schedule:
         most = max(len(token_ids(a.prompt)) + a.max_tokens for a in self.arrivals)
         drafts = algorithm != "NONE"
         return LLM(
+            **shallow_target().options(algorithm),
             dtype="float64",
-            speculative_algorithm=algorithm,
             speculative_num_steps=self.num_steps if drafts else None,
             speculative_eagle_topk=self.topk if branches else None,
             max_total_tokens=None if self.spare is None else most + self.spare,
@@ -123,7 +124,8 @@ def draw(seed: int) -> Schedule:
 
 @cache
 def plain() -> LLM:
-    return LLM(dtype="float64", max_running_requests=1, disable_radix_cache=True)
+    target = shallow_target().options("NONE")
+    return LLM(**target, dtype="float64", max_running_requests=1, disable_radix_cache=True)
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 import pytest
+from shallow_target import ShallowTarget, shallow_target
 
 from specplug import LLM, RequestOutput, SamplingParams
 
@@ -53,6 +54,18 @@ def plain() -> Iterator[Plain]:
 
 
 @pytest.fixture(scope="session")
+def shallow_plain(shallow: ShallowTarget) -> Iterator[Plain]:
+    """The same of a model with few layers, which is quicker."""
+    with LLM(
+        **shallow.options("NONE"),
+        dtype="float64",
+        disable_overlap_schedule=True,
+        disable_radix_cache=True,
+    ) as llm:
+        yield Plain(llm)
+
+
+@pytest.fixture(scope="session")
 def long_prompt(plain: Plain) -> tuple[int, ...]:
     """Tokens enough for many chunks of 8."""
     return plain.ids(TEXT * 3)
@@ -76,7 +89,8 @@ def finish(llm: LLM) -> dict[str, RequestOutput]:
 
 @attrs.define(eq=False)
 class Pair:
-    """A decode and a prefill instance with settings of their own, stepped in turn."""
+    """A decode and a prefill instance with settings of their own, stepped in turn. Their target is
+    shallow (see ``shallow_plain``)."""
 
     decode: LLM
     prefill: LLM
@@ -84,19 +98,18 @@ class Pair:
     @classmethod
     def open(cls, both: dict[str, Any], *, decode: Any, prefill: Any, **of_prefill: Any) -> Pair:
         """Two engines of one kind and two algorithms; ``of_prefill`` are settings of the one."""
-        both = {"max_total_tokens": 2048, **both}
+        both = {"dtype": "float64", "max_total_tokens": 2048, **both}
+        target = shallow_target()
         d = LLM(
-            dtype="float64",
             disaggregation="decode",
             disaggregation_address="tcp://127.0.0.1:*",
-            speculative_algorithm=decode,
+            **target.options(decode),
             **both,
         )
         p = LLM(
-            dtype="float64",
             disaggregation="prefill",
             disaggregation_address=d.effective_config["disaggregation_address"],
-            speculative_algorithm=prefill,
+            **target.options(prefill),
             **{**both, **of_prefill},
         )
         return cls(d, p)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from shallow_target import shallow_target
 
 from conftest import TEXT, Pair, Plain
 from specplug import (
@@ -31,6 +32,11 @@ PARAMS = SamplingParams(max_tokens=8, temperature=0.7, seed=1)
 Proposals = dict[tuple[int, ...], list[tuple[int, int]]]
 NAMES = [name for name in Registry().names() if name != "NONE"]
 STATEFUL = [name for name in NAMES if name not in ("NGRAM", "DFLASH")]
+
+
+@pytest.fixture(scope="module")
+def plain(shallow_plain: Plain) -> Plain:
+    return shallow_plain
 
 
 def branches(name: str) -> bool:
@@ -65,7 +71,7 @@ def watched(name: str) -> Any:
 def alone(name: str, prompts: list[Any], options: dict[str, Any]) -> Proposals:
     """What is proposed in a single process, for one prompt after the other."""
     plugin = watched(name)
-    with LLM(dtype="float64", speculative_algorithm=plugin, **options) as llm:
+    with LLM(**shallow_target().options(plugin), dtype="float64", **options) as llm:
         for prompt in prompts:
             llm.generate([prompt], PARAMS)
     proposals: Proposals = plugin.proposals
@@ -122,7 +128,7 @@ def test_the_kv_is_that_of_a_single_process(plain: Plain, name: str) -> None:
     whole = plain.ids(PROMPT)
     prompts = [whole[i : 12 + 2 * i] for i in range(3)]
     with (
-        LLM(dtype="float64", speculative_algorithm=name, **options) as llm,
+        LLM(**shallow_target().options(name), dtype="float64", **options) as llm,
         Pair.open(options, decode=name, prefill=name) as pair,
     ):
         ahead = llm.spec_config.num_steps + 1  # what names a page in the cache
@@ -216,7 +222,9 @@ def test_the_kv_that_came_is_not_written_again(plain: Plain) -> None:
     prompt = plain.ids(PROMPT)[:20]
     name = "MULTI_LAYER_EAGLE"
     with (
-        LLM(dtype="float64", speculative_algorithm=name, max_total_tokens=512, **options) as llm,
+        LLM(
+            **shallow_target().options(name), dtype="float64", max_total_tokens=512, **options
+        ) as llm,
         Pair.open(options, decode=name, prefill=name, **{STEPS: 3}) as pair,
     ):
         (output,) = llm.generate([prompt], PARAMS)
@@ -309,7 +317,8 @@ def test_an_empty_batch_and_one_without_states_have_the_same_form(
     name: str, topk: int | None
 ) -> None:
     """K states a request where the draft branches, S of them where there is one layer a step."""
-    with LLM(dtype="float64", speculative_algorithm=name, speculative_eagle_topk=topk) as llm:
+    target = shallow_target().options(name)
+    with LLM(**target, dtype="float64", speculative_eagle_topk=topk) as llm:
         steps, hidden = llm.spec_config.num_steps, llm._engine._runtime.hidden_size
         forms = {}
         for size in (0, 2):
@@ -344,7 +353,10 @@ def test_a_mixture_of_instances_serves_one_batch(plain: Plain) -> None:
     with Pair.open({}, decode="EAGLE3", prefill="EAGLE3") as pair:
         address = pair.decode.effective_config["disaggregation_address"]
         with LLM(
-            dtype="float64", disaggregation="prefill", disaggregation_address=address
+            **shallow_target().options("NONE"),
+            dtype="float64",
+            disaggregation="prefill",
+            disaggregation_address=address,
         ) as other:
             while pair.decode.stats()["prefill_instances"] < 2:
                 for llm in (other, pair.prefill, pair.decode):

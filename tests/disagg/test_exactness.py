@@ -15,6 +15,7 @@ import attrs
 import pytest
 import torch
 from child_instances import check_whole
+from shallow_target import shallow_target
 
 from conftest import TEXT, Plain
 from specplug import LLM, RequestOutput, SamplingParams
@@ -44,8 +45,8 @@ class Setting:
     def open(self, algorithm: Any, most: int) -> LLM:
         """Both sides. Pressed, the pool holds no more than the longest request."""
         return LLM(
+            **shallow_target().options(algorithm),
             dtype="float64",
-            speculative_algorithm=algorithm,
             speculative_eagle_topk=self.topk if self.topk > 1 else None,
             page_size=self.page_size,
             chunked_prefill_size=self.chunk,
@@ -53,6 +54,11 @@ class Setting:
             max_total_tokens=most if self.pressed else 2048,
             disaggregation="both",
         )
+
+
+@pytest.fixture(scope="module")
+def plain(shallow_plain: Plain) -> Plain:
+    return shallow_plain
 
 
 def branches(name: str) -> bool:
@@ -85,7 +91,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("class Stack:\n    def ", {"logprobs": 0, "temperature": 0.8}),
     ("import os\nimport ", {"max_tokens": 1, "logprobs": 2, "temperature": 1.0}),
     ("return ", {"logit_bias": {EOS: 100.0}}),
-    ("def f(x):\n    return", {"stop": ("\n",)}),
+    ("def f(x):\n    return", {"stop": ("f u",)}),
     ("name = ", {"regex": '"[a-z]{3,9}"'}),
     ("number = ", {"regex": "[0-9]{2,5}", "temperature": 1.0}),
     ("# one\n", {"stop": ("e", "a")}),
@@ -132,7 +138,7 @@ def test_the_requests_end_in_every_way(plain: Plain) -> None:
     assert outputs[8].token_ids == (EOS,)
     assert {o.finish_reason for o in outputs} == {"stop", "length"}
     assert len(outputs[7].token_ids) == 1
-    assert outputs[9].stop_reason == "\n"
+    assert outputs[9].stop_reason == "f u"
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
@@ -166,8 +172,8 @@ def test_what_is_retracted_is_prefilled_here(plain: Plain, name: str) -> None:
     prompts = [plain.ids(text) for text in ("import ", "class ", "def ", "return ")]
     params = SamplingParams(max_tokens=30, temperature=0.7, seed=3)
     with LLM(
+        **shallow_target().options(name),
         dtype="float64",
-        speculative_algorithm=name,
         page_size=1,
         max_total_tokens=30 + 16,
         disaggregation="both",
@@ -191,8 +197,8 @@ def test_prefixes_that_are_lost_meanwhile_are_prefilled_here(plain: Plain, overl
     others = [tuple(range(300 + 40 * i, 340 + 40 * i)) for i in range(3)]
     params = SamplingParams(max_tokens=8, temperature=0.7, seed=1)
     with LLM(
+        **shallow_target().options("EAGLE3"),
         dtype="float64",
-        speculative_algorithm="EAGLE3",
         page_size=2,
         max_total_tokens=len(head) + 30,
         disable_overlap_schedule=not overlap,
@@ -215,8 +221,8 @@ def test_an_abort_at_any_moment_leaves_the_others_theirs(plain: Plain, overlap: 
     ]  # that the parcels of others wait for
     wanted = long + [request for request in requests(plain)[:8] if request[1].max_tokens != 1]
     with LLM(
+        **shallow_target().options("EAGLE"),
         dtype="float64",
-        speculative_algorithm="EAGLE",
         page_size=3,
         chunked_prefill_size=4,
         max_running_requests=2,
@@ -252,7 +258,10 @@ def test_of_prompts_that_begin_alike_only_the_rest_is_written(plain: Plain) -> N
     prompts = [head, head, (*head, 5, 6), (*head[:-3], 7)]
     params = SamplingParams(max_tokens=12)
     with LLM(
-        dtype="float64", speculative_algorithm="EAGLE3", page_size=4, disaggregation="both"
+        **shallow_target().options("EAGLE3"),
+        dtype="float64",
+        page_size=4,
+        disaggregation="both",
     ) as llm:
         for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
             check(output, plain.output(prompt, params))

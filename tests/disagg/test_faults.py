@@ -308,7 +308,8 @@ def test_a_step_that_fails_at_the_prefill_instance_is_told(plain: Plain) -> None
         for prompt, output in zip(prompts, llm.generate(prompts, PARAMS), strict=True):
             assert output.token_ids == plain.output(prompt, PARAMS).token_ids
         assert time.monotonic() - began < 25, "it was not told: the timeout did it"
-        assert llm.stats()["transfers"]["tries_again"] == 2
+        lost = llm._partner.stats()["requests"]["error"]  # those of the step: one, or both
+        assert llm.stats()["transfers"]["tries_again"] == lost > 0
         check_whole(llm)
         check_whole(llm._partner)
 

@@ -18,6 +18,13 @@ SAMPLINGS = {
     ),
 }
 SHAPES = [(1, 1, 2), (1, 4, 5), (2, 1, 3), (3, 4, 8), (4, 3, 12), (2, 2, 2)]
+SIZES = [(1, None), (4, 5), (64, 8)]
+SETTINGS = [
+    (shape, sizes, (i + j) % 2 == 0)
+    for i, shape in enumerate(SHAPES)
+    for j, sizes in enumerate(SIZES)
+]
+"""Topk, steps and nodes, with page and chunk sizes; either loop with each of both."""
 
 
 @pytest.fixture(scope="session")
@@ -29,21 +36,18 @@ def expected(target: Path, prompts: list[list[int]]) -> dict[str, list[tuple[int
     }
 
 
-@pytest.mark.parametrize(("topk", "steps", "nodes"), SHAPES)
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, None), (4, 5), (64, 8)])
+@pytest.mark.parametrize(("shape", "sizes", "overlap"), SETTINGS)
 def test_tokens_are_those_of_none(
     target: Path,
     prompts: list[list[int]],
     expected: dict[str, list[tuple[int, ...]]],
     write_draft: Callable[..., Path],
-    topk: int,
-    steps: int,
-    nodes: int,
+    shape: tuple[int, int, int],
+    sizes: tuple[int, int | None],
     overlap: bool,
-    page_size: int,
-    chunk: int | None,
 ) -> None:
+    topk, steps, nodes = shape
+    page_size, chunk = sizes
     llm = LLM(
         target,
         dtype="float64",

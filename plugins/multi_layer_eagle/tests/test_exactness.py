@@ -17,6 +17,14 @@ SAMPLINGS = {
         max_tokens=20, temperature=1.0, seed=9, presence_penalty=0.5, repetition_penalty=1.2
     ),
 }
+SHAPES = [(1, 1), (1, 2), (4, 1), (4, 5)]
+SIZES = [(1, None), (16, 8), (3, 5), (16, 1)]
+SETTINGS = [
+    (shape, sizes, (i + j) % 2 == 0)
+    for i, shape in enumerate(SHAPES)
+    for j, sizes in enumerate(SIZES)
+]
+"""Steps and nodes, with page and chunk sizes; either loop with each of both."""
 
 
 @pytest.fixture(scope="session")
@@ -28,20 +36,18 @@ def expected(target: Path, prompts: list[list[int]]) -> dict[str, list[tuple[int
     }
 
 
-@pytest.mark.parametrize(("steps", "nodes"), [(1, 1), (1, 2), (4, 1), (4, 5)])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, None), (16, 8), (3, 5), (16, 1)])
+@pytest.mark.parametrize(("shape", "sizes", "overlap"), SETTINGS)
 def test_tokens_are_those_of_none(
     target: Path,
     prompts: list[list[int]],
     expected: dict[str, list[tuple[int, ...]]],
     write_draft: Callable[..., Path],
-    steps: int,
-    nodes: int,
+    shape: tuple[int, int],
+    sizes: tuple[int, int | None],
     overlap: bool,
-    page_size: int,
-    chunk: int | None,
 ) -> None:
+    steps, nodes = shape
+    page_size, chunk = sizes
     llm = LLM(
         target,
         dtype="float64",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import attrs
 import pytest
+from shallow_target import ShallowTarget
 
-from specplug import LLM, SamplingParams, SpecConfig, UsageError
+from specplug import LLM, RequestOutput, SamplingParams, SpecConfig, UsageError
 from specplug_ngram import algorithm
 
 REPETITIVE = (
@@ -32,46 +32,68 @@ def _open(algorithm: str, **changes: Any) -> LLM:
     return LLM(dtype="float64", speculative_algorithm=algorithm, **changes)
 
 
+def _generate(llm: LLM) -> dict[str, list[RequestOutput]]:
+    """All prompts under each kind of sampling."""
+    with llm:
+        outputs = {kind: llm.generate(PROMPTS, params) for kind, params in PARAMS.items()}
+        llm.check_pool()
+    return outputs
+
+
+def _tokens(outputs: dict[str, list[RequestOutput]]) -> dict[str, Outputs]:
+    return {kind: tuple(output.token_ids for output in of) for kind, of in outputs.items()}
+
+
 @pytest.fixture(scope="module")
-def plain() -> Callable[[str], Outputs]:
-    """``plain(kind)``: what NONE generates for all prompts."""
-    with _open("NONE", disable_overlap_schedule=True) as llm:
-        found = {
-            kind: tuple(output.token_ids for output in llm.generate(PROMPTS, params))
-            for kind, params in PARAMS.items()
-        }
-    return found.__getitem__
+def plain() -> dict[str, Outputs]:
+    """What NONE generates for all prompts, by the kind of sampling."""
+    return _tokens(_generate(_open("NONE", disable_overlap_schedule=True)))
 
 
-@pytest.mark.parametrize("kind", PARAMS)
+@pytest.fixture(scope="module")
+def shallow_plain(shallow: ShallowTarget) -> dict[str, Outputs]:
+    """The same of a model with few layers."""
+    return _tokens(_generate(LLM(**shallow.options("NONE"), dtype="float64")))
+
+
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain loop"])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_output_is_that_of_none(
-    rows: int, overlap: bool, kind: str, plain: Callable[[str], Outputs]
+    rows: int, overlap: bool, shallow: ShallowTarget, shallow_plain: dict[str, Outputs]
 ) -> None:
-    with _open("NGRAM", disable_overlap_schedule=not overlap, max_running_requests=rows) as llm:
-        outputs = llm.generate(PROMPTS, PARAMS[kind])
-        llm.check_pool()
-    assert tuple(output.token_ids for output in outputs) == plain(kind)
-    if kind != "sampled hot":
-        lens = [n for output in outputs[: len(REPETITIVE)] for n in output.accept_lens]
+    outputs = _generate(
+        LLM(
+            **shallow.options("NGRAM"),
+            dtype="float64",
+            disable_overlap_schedule=not overlap,
+            max_running_requests=rows,
+        )
+    )
+    assert _tokens(outputs) == shallow_plain
+    assert max(n for of in outputs.values() for output in of for n in output.accept_lens) > 2
+
+
+def test_trees_of_the_default_model(plain: dict[str, Outputs]) -> None:
+    outputs = _generate(
+        _open("NGRAM", speculative_eagle_topk=4, page_size=3, chunked_prefill_size=7)
+    )
+    assert _tokens(outputs) == plain
+
+
+def test_drafts_of_what_repeats_itself_are_accepted(plain: dict[str, Outputs]) -> None:
+    for kind in ("greedy", "sampled"):
+        with _open("NGRAM") as llm:
+            outputs = llm.generate(REPETITIVE, PARAMS[kind])
+        assert _tokens({kind: outputs})[kind] == plain[kind][: len(REPETITIVE)]
+        lens = [n for output in outputs for n in output.accept_lens]
         assert sum(lens) / len(lens) > 1.5
 
 
-@pytest.mark.parametrize("topk", [1, 4])
-def test_trees_of_the_default_model(topk: int, plain: Callable[[str], Outputs]) -> None:
-    with _open("NGRAM", speculative_eagle_topk=topk, page_size=3, chunked_prefill_size=7) as llm:
-        for kind in PARAMS:
-            outputs = llm.generate(PROMPTS, PARAMS[kind])
-            assert tuple(output.token_ids for output in outputs) == plain(kind)
-        llm.check_pool()
-
-
-def test_a_request_is_drafted_from_an_earlier_one(plain: Callable[[str], Outputs]) -> None:
+def test_a_request_is_drafted_from_an_earlier_one(plain: dict[str, Outputs]) -> None:
     with _open("NGRAM") as llm:
         first = llm.generate(PROMPTS[4], PARAMS["greedy"])[0]
         again = llm.generate(PROMPTS[4], PARAMS["greedy"])[0]
-    assert first.token_ids == again.token_ids == plain("greedy")[4]
+    assert first.token_ids == again.token_ids == plain["greedy"][4]
     # But for the first steps, whose match is too short to be sure of, all drafts are right.
     assert len(again.accept_lens) <= -(-39 // 8) + 3 < len(first.accept_lens)
 
