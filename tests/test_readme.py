@@ -1,4 +1,4 @@
-"""What README.md and docs/*.md show is run; what they point to is there."""
+"""What the pages show is run; what they point to is there."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ import attrs
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("benchmarks/**/*.md")),
+    *sorted(ROOT.glob("examples/**/*.md")),
+]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#:]+)\)")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#([^)]+))?\)")
 
 
 @attrs.frozen
@@ -94,8 +99,25 @@ def run(command: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links(page):
-    for target in LINK.findall(page.read_text(encoding="utf-8")):
+    for target, title in LINK.findall(page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+        if title:
+            text = (page.parent / target).read_text(encoding="utf-8")
+            titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+            assert title in {re.sub(r"[^\w-]", "", t.lower().replace(" ", "-")) for t in titles}
+
+
+def test_readme_index_links_every_page():
+    index = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Documentation\n")[2]
+    linked = {ROOT / target for target, _ in LINK.findall(index)}
+    assert {page for page in PAGES if page.name != "README.md" or page.parent != ROOT} <= linked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_that_are_named_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    for script in re.findall(r"^    python ([\w/]+\.py)", text, re.MULTILINE):
+        assert (ROOT / script).exists() or (page.parent / script).exists(), script
 
 
 TESTS = re.compile(r"\]\(([^)]+/test_\w+\.py)\)((?:,? `test_\w+`)+)")
