@@ -119,13 +119,13 @@ class ReadySteps(StepRunner):
         clock = StepClock(CPU)
         prefill = decode = None
         if step.prefill is not None:
-            prefill = PrefillResult(tokens=_tokens(len(step.prefill.chunks)), wanted={})
+            prefill = PrefillResult(tokens=_tokens(len(step.prefill.chunks)), outputs=None)
         if step.decode is not None:
             size = len(step.decode.requests)
             decode = DecodeResult(
                 tokens=_tokens(size).view(size, 1),
                 accept_lens=_ones(size),
-                wanted={},
+                outputs=None,
                 widths=(1,) * size,
             )
         for part in ("propose", "target", "verify", "extend"):
@@ -240,7 +240,6 @@ class Bench:
             runtime=runtime,
             hooks=hooks,
             overlap=True,
-            tokenizer=None,
         )
         self.probe = Probe(self.engine, table)
         self._fill(case.running + case.waiting)

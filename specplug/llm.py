@@ -28,6 +28,7 @@ from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.features import Features
 from specplug.engine.input_processor import InputProcessor, Prompt
 from specplug.engine.kv_transfer import KVTransfer
+from specplug.engine.per_token_outputs import core_outputs
 from specplug.engine.request import Request
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.statistics import Statistics
@@ -273,6 +274,7 @@ class LLM:
             graphs=where.type == "cuda" and not disable_cuda_graph and self._ranks is None,
             draft_verifies=self._hooks.supports_target_verify_for_draft(),
             rank=RankInfo(rank=dp_rank, world_size=dp_size),
+            outputs=core_outputs(self._runner, backend_of(self.tokenizer)),
         )
         runtime.worker = self._hooks.create_worker(runtime)
         runtime.seal()
@@ -295,6 +297,7 @@ class LLM:
             pool=cache.pool,
             context_len=self.context_len,
             eos_token_ids=read_eos_token_ids(self._runner),
+            outputs=runtime.outputs.values(),
             seed=seed,
         )
         if disaggregation in ("decode", "both"):
@@ -664,7 +667,6 @@ class LLM:
             runtime=runtime,
             hooks=self._hooks,
             overlap=self._limits.steps_in_flight > 1,
-            tokenizer=backend_of(self.tokenizer),
             remote=self._remote,
             ranks=self._ranks,
             rest=_REST if self._disaggregation is None else _MOMENT,

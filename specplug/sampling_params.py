@@ -23,9 +23,8 @@ class Needs(enum.IntFlag):
     TRUNCATION = 2
     PENALTIES = 4
     BIAS = 8
-    LOGPROBS = 16
-    EXPERTS = 32
-    GRAMMAR = 64
+    GRAMMAR = 16
+    OUTPUTS = 32
 
 
 _HOTTEST = 1e6
@@ -284,7 +283,7 @@ class SamplingParams:
 
     @property
     def needs(self) -> Needs:
-        """What must be done beyond taking the greatest logit."""
+        """What must be done to choose a token, beyond taking the greatest logit."""
         needs = Needs.NOTHING
         if not self.greedy:
             needs |= Needs.NOISE
@@ -295,10 +294,6 @@ class SamplingParams:
             needs |= Needs.PENALTIES
         if self.logit_bias:
             needs |= Needs.BIAS
-        if self.logprobs is not None:
-            needs |= Needs.LOGPROBS
-        if self.return_routed_experts:
-            needs |= Needs.EXPERTS
         if self.grammar is not None:
             needs |= Needs.GRAMMAR
         return needs

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
 from specplug.disagg.wire_message import WireError, WireMessage
+from specplug.engine.collected_output import CollectedOutput
 from specplug.engine.received_prefill import ReceivedPrefill
 from specplug.engine.request import Request
 from specplug.kv.tensors import KVShape
-from specplug.outputs import Logprob
+from specplug.speculative.per_token_output import Form
+
+OUTPUT, STATE = "output.", "state."
+"""How the names of tensors begin that are per-token outputs, and draft state."""
 
 
 @attrs.frozen(kw_only=True)
@@ -102,51 +105,54 @@ class IncomingPrefill:
             WireError: what it says of the first token cannot be.
             KeyError: something is missing.
         """
-        token, logprobs = message.fields["token"], message.fields["logprobs"]
+        token = message.fields["token"]
         if type(token) is not int or not 0 <= token < self.form.vocab_size:
             raise WireError(
                 f"token {token!r}; expected an integer from 0 to {self.form.vocab_size - 1}"
             )
-        if self.request.params.logprobs is not None:
-            _check_logprobs(logprobs, token)
-        experts = message.tensors.get("experts")
-        if self.request.params.return_routed_experts:
-            _check_experts(experts, self.end)
+        outputs = _named(message.tensors, OUTPUT)
+        _check_outputs(self.request.outputs.values(), outputs, self.end, token)
         return ReceivedPrefill(
             start=self.start,
             end=self.end,
             caches=self._caches,
-            draft_state={
-                name.removeprefix("state."): tensor
-                for name, tensor in message.tensors.items()
-                if name.startswith("state.")
-            },
+            draft_state=_named(message.tensors, STATE),
             first_token=token,
-            logprobs={t: Logprob(**of) for t, of in logprobs} if logprobs else None,
-            experts=experts,
+            outputs=outputs,
         )
 
 
-def _check_experts(experts: Tensor | None, num_tokens: int) -> None:
-    """Refuse routed experts that are not whole.
+def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+
+
+def _check_outputs(
+    wanted: Collection[CollectedOutput], found: Mapping[str, Tensor], num_tokens: int, token: int
+) -> None:
+    """Refuse per-token outputs that are not those that the request wants.
+
+    Args:
+        num_tokens: of the prompt.
+        token: the first one that was sampled.
 
     Raises:
-        WireError: they are missing, or are not those of so many tokens.
+        WireError: they are missing, or others than were asked for, or of another form.
     """
-    if experts is None or experts.dim() != 3 or experts.dtype != torch.int64:
-        raise WireError("the routed experts are missing; expected [tokens, layers, experts]")
-    if len(experts) != num_tokens:
-        raise WireError(f"there are experts of {len(experts)} tokens; expected {num_tokens}")
-
-
-def _check_logprobs(logprobs: Any, token: int) -> None:
-    """Refuse log-probabilities that are not whole.
-
-    Raises:
-        WireError: they are missing, or are not those of the token and others.
-    """
-    sound = isinstance(logprobs, list) and all(
-        type(of["logprob"]) is float and type(of["rank"]) is int for _, of in logprobs
-    )
-    if not sound or token not in [each for each, _ in logprobs]:
-        raise WireError(f"the log-probabilities of token {token} are {logprobs!r:.60}")
+    forms: dict[str, tuple[int, Form]] = {}
+    for each in wanted:
+        count = num_tokens if each.output.every_position else 1
+        forms |= {name: (count, form) for name, form in each.output.forms(each.want).items()}
+    if found.keys() != forms.keys():
+        raise WireError(f"the last part brings {sorted(found)}; expected {sorted(forms)}")
+    for name, (count, (shape, dtype)) in forms.items():
+        tensor, sizes = found[name], (count, *shape)
+        same = tensor.dim() == len(sizes) and all(
+            size in (None, actual) for size, actual in zip(sizes, tensor.shape, strict=True)
+        )
+        if not same or tensor.dtype != dtype:
+            raise WireError(
+                f"output {name} is {tuple(tensor.shape)} {tensor.dtype}; expected {sizes} {dtype}"
+            )
+    for each in wanted:
+        if not each.output.is_sound(found, token):
+            raise WireError(f"the {each.output.name} cannot be those of token {token}")

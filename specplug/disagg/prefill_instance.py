@@ -13,6 +13,7 @@ import attrs
 
 from specplug.disagg.backoff import Backoff
 from specplug.disagg.identity import HandshakeError, Identity
+from specplug.disagg.incoming import OUTPUT, STATE
 from specplug.disagg.prefill_request import PrefillRequest, read_prefill_request
 from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost, Transport
 from specplug.disagg.wire_message import WireMessage
@@ -266,11 +267,7 @@ def _part(job: PrefillRequest, prefill_slice: PrefillSlice) -> WireMessage:
     if prefill_slice.first_token is None:
         return WireMessage("part", fields, tensors)
     fields["token"] = prefill_slice.first_token
-    fields["logprobs"] = None
-    if prefill_slice.logprobs is not None:
-        fields["logprobs"] = [[t, attrs.asdict(of)] for t, of in prefill_slice.logprobs.items()]
-    if prefill_slice.experts is not None:
-        tensors["experts"] = prefill_slice.experts
+    tensors |= {f"{OUTPUT}{name}": tensor for name, tensor in prefill_slice.outputs.items()}
     if job.draft:
-        tensors |= {f"state.{name}": tensor for name, tensor in kv.draft_state.items()}
+        tensors |= {f"{STATE}{name}": tensor for name, tensor in kv.draft_state.items()}
     return WireMessage("part", fields, tensors)

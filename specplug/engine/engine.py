@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import ChainMap, deque
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from specplug.debug import DEBUG
 from specplug.distributed.rank_group import RankGroup
@@ -18,8 +17,6 @@ from specplug.engine.request import Request, RequestStatus
 from specplug.engine.scheduler import Scheduler, Step
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepResult, StepRunner
-from specplug.model.hidden_states import ROUTED_EXPERTS
-from specplug.outputs import Logprob
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.report import RequestReport, StepReport
 from specplug.speculative.state import state_spec
@@ -36,7 +33,6 @@ class Engine:
         runtime: of the run; its sampler is told of admitted requests.
         hooks: of the run's plugins, for the reports.
         overlap: whether a step is launched before the last one's results are processed.
-        tokenizer: the ``tokenizers.Tokenizer``, for the text of log-probabilities; or None.
         ranks: that step together with this one; None: it is alone.
         rest: seconds that a step without work waits for another rank to call.
         remote: who has requests prefilled by other instances; None: they are prefilled here.
@@ -53,7 +49,6 @@ class Engine:
         runtime: EngineRuntime,
         hooks: HookCalls,
         overlap: bool,
-        tokenizer: Any | None,
         remote: RemotePrefill | None = None,
         ranks: RankGroup | None = None,
         rest: float = 0.0,
@@ -65,7 +60,6 @@ class Engine:
         self._steps = steps
         self._runtime = runtime
         self._hooks = hooks
-        self._tokenizer = tokenizer
         self._carries_state = bool(state_spec(runtime.worker))
         self._told_stateless = False
         self._ranks = ranks
@@ -224,37 +218,22 @@ class Engine:
         prefill, given = result.prefill, []
         if result.step.prefill is None or prefill is None:
             return []
-        tokens, logprobs = prefill.tokens.tolist(), _as_lists(prefill.wanted)
-        end = 0
+        tokens, end = prefill.tokens.tolist(), 0
         for i, chunk in enumerate(result.step.prefill.chunks):
-            request, size = chunk.request, chunk.end - chunk.start
-            start, end = end, end + size
-            if ROUTED_EXPERTS in prefill.wanted:
-                experts = prefill.wanted[ROUTED_EXPERTS][start:end]
-                request.append_experts(experts, chunk.start)
+            request = chunk.request
+            rows = slice(end, end := end + chunk.end - chunk.start)
             ended = request.finished
-            taken = self._append(request, tokens[i : i + 1], logprobs, i) if chunk.is_last else 0
+            if prefill.outputs is not None and not ended:
+                prefill.outputs.give(request, chunk.start, rows, sampled=i)
+            taken = self._append(request, tokens[i : i + 1]) if chunk.is_last else 0
             given.append(taken == 1)
             if chunk.is_last and request.finished and not ended:
                 self._report_finished(request)
             self.scheduler.processed(request, committed=None)
         for kv in prefill.slices:
             i = result.step.prefill.requests.index(kv.request)
-            self.outbox.append(self._prefill_slice(kv, tokens[i], logprobs, i))
+            self.outbox.append(_prefill_slice(kv, tokens[i]))
         return given
-
-    def _prefill_slice(
-        self, kv: KVSlice, token: int, logprobs: dict[str, Any], row: int
-    ) -> PrefillSlice:
-        """What another instance gets of a step; with the last slice what was sampled too."""
-        if kv.end < len(kv.request.prompt_token_ids):
-            return PrefillSlice(kv=kv)
-        return PrefillSlice(
-            kv=kv,
-            first_token=token,
-            logprobs=self._token_logprobs(kv.request, logprobs, row),
-            experts=kv.request.all_experts(),
-        )
 
     def _process_decode(self, result: StepResult) -> list[int]:
         """Hand out what a decode step has accepted; how many tokens each request took."""
@@ -262,54 +241,30 @@ class Engine:
         if result.step.decode is None or decode is None:
             return []
         tokens, accept_lens = decode.tokens.tolist(), decode.accept_lens.tolist()
-        columns, logprobs = len(tokens[0]), _as_lists(decode.wanted)
+        columns = len(tokens[0])
         for i, request in enumerate(result.step.decode.requests):
-            row = i * columns
+            accepted, first = accept_lens[i], i * columns
             ended = request.finished
-            taken = self._append(request, tokens[i][: accept_lens[i]], logprobs, row)
-            if taken and ROUTED_EXPERTS in decode.wanted:
-                experts = decode.wanted[ROUTED_EXPERTS][row : row + taken]
-                request.append_experts(experts, request.num_routed)
+            if decode.outputs is not None and not ended:
+                root = len(request.token_ids) - 1
+                decode.outputs.give(request, root, slice(first, first + accepted))
+            taken = self._append(request, tokens[i][:accepted])
             if taken:
                 request.accept_lens.append(taken)
             if request.finished and not ended:
                 self._report_finished(request)
             kept.append(taken)
-            self.scheduler.processed(request, committed=accept_lens[i])
+            self.scheduler.processed(request, committed=accepted)
         return kept
 
-    def _append(
-        self, request: Request, tokens: Sequence[int], logprobs: dict[str, Any], row: int
-    ) -> int:
+    def _append(self, request: Request, tokens: Sequence[int]) -> int:
         """Give a request its tokens up to the one that ends it; how many it took."""
-        if request.finished:
-            return 0
-        wanted, before = request.params.logprobs is not None, len(request.output_token_ids)
-        for i, token in enumerate(tokens):
-            request.append(
-                token, self._token_logprobs(request, logprobs, row + i) if wanted else None
-            )
+        before = len(request.output_token_ids)
+        for token in tokens:
             if request.finished:
                 break
+            request.append(token)
         return len(request.output_token_ids) - before
-
-    def _token_logprobs(
-        self, request: Request, logprobs: dict[str, Any], row: int
-    ) -> dict[int, Logprob] | None:
-        count = request.params.logprobs
-        if count is None:
-            return None
-        values = zip(
-            logprobs["logprob_ids"][row][: count + 1],
-            logprobs["logprobs"][row],
-            logprobs["logprob_ranks"][row],
-            strict=False,
-        )
-        chosen: dict[int, Logprob] = {}
-        for token, value, rank in values:
-            text = None if self._tokenizer is None else self._tokenizer.decode([token])
-            chosen.setdefault(token, Logprob(logprob=value, rank=rank, decoded_token=text))
-        return chosen
 
     def _take_received(self) -> None:
         """Queue the requests that another instance has prefilled, with their first token."""
@@ -338,9 +293,9 @@ class Engine:
         assert received is not None
         if request.grammar_state is not None:
             request.grammar_state.advance([received.first_token])
-        request.append(received.first_token, received.logprobs)
-        if received.experts is not None:
-            request.append_experts(received.experts, 0)
+        for collected in request.outputs.values():
+            collected.take_received(received.outputs)
+        request.append(received.first_token)
         stateless = self._carries_state and not received.draft_state
         self.statistics.add_received(received.num_bytes, stateless=stateless)
         if stateless and not self._told_stateless:
@@ -381,9 +336,13 @@ class Engine:
         self._hooks.on_request_finished(self._runtime, report)
 
 
-def _as_lists(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Log-probabilities on the host, by name."""
-    return {name: tensor.tolist() for name, tensor in wanted.items() if name != ROUTED_EXPERTS}
+def _prefill_slice(kv: KVSlice, token: int) -> PrefillSlice:
+    """What another instance gets of a step; with the last slice what was sampled too."""
+    request = kv.request
+    if kv.end < len(request.prompt_token_ids):
+        return PrefillSlice(kv=kv)
+    outputs = [collected.tensors() for collected in request.outputs.values()]
+    return PrefillSlice(kv=kv, first_token=token, outputs=dict(ChainMap(*outputs)))
 
 
 def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) -> StepReport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from specplug.model.sampler import Sampler
 from specplug.speculative.batch import Batch
 from specplug.speculative.draft import described
 from specplug.speculative.padding import Padding
+from specplug.speculative.per_token_output import OutputKind
 from specplug.speculative.runtime import KVCache, RankInfo
 
 _SHORTEST_GRAPH = 256
@@ -37,8 +38,10 @@ class EngineRuntime:
         draft_verifies: whether the draft's pass has the shape of a target verify, as the
             algorithm's ``supports_target_verify_for_draft`` says.
         rank: of this process.
+        outputs: what requests can get for each token, besides what plugins add.
 
     Attributes:
+        outputs: what requests can get for each token, by name.
         pools: the tensors of the target's cache, then of the draft models', each
             [layers, 2, slots, Hkv, D].
     """
@@ -56,6 +59,7 @@ class EngineRuntime:
         graphs: bool = False,
         draft_verifies: bool = False,
         rank: RankInfo | None = None,
+        outputs: Iterable[OutputKind] = (),
     ) -> None:
         self.config = config
         self.device = runner.device
@@ -71,6 +75,7 @@ class EngineRuntime:
         self.overlap = overlap
         self.rank = rank or RankInfo()
         self.worker: Any = None
+        self.outputs = {output.name: output for output in outputs}
         self.sampler = Sampler(self.req_table_size, self.vocab_size, self.device)
         self.table: RequestTable
         self.max_slots = LENGTH_STEP

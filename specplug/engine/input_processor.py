@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import count
 from numbers import Integral
 from typing import Any
 
 import attrs
 
+from specplug.engine.collected_output import collect
 from specplug.engine.request import Request, make_detokenizer
 from specplug.errors import UsageError, shown
 from specplug.grammar.compiler import GrammarCompiler
 from specplug.kv.page_pool import PagePool
 from specplug.model.loading import backend_of
 from specplug.model.model_runner import ModelRunner
-from specplug.sampling_params import SamplingParams, plain_integer
+from specplug.sampling_params import Needs, SamplingParams, plain_integer
+from specplug.speculative.per_token_output import OutputKind
 
 Prompt = str | Sequence[int]
 
@@ -29,6 +31,7 @@ class InputProcessor:
         pool: which must hold each request alone.
         context_len: most tokens of a request.
         eos_token_ids: end an output.
+        outputs: what requests can get for each token.
         seed: from which requests without a seed get theirs.
     """
 
@@ -40,6 +43,7 @@ class InputProcessor:
         pool: PagePool,
         context_len: int,
         eos_token_ids: frozenset[int],
+        outputs: Iterable[OutputKind],
         seed: int,
     ) -> None:
         self._runner = runner
@@ -47,6 +51,7 @@ class InputProcessor:
         self._pool = pool
         self._context_len = context_len
         self._eos = eos_token_ids
+        self._outputs = tuple(outputs)
         self._seed = seed
         self._numbers = count()
         self._grammars = GrammarCompiler(tokenizer, runner.vocab_size, eos_token_ids)
@@ -85,6 +90,7 @@ class InputProcessor:
         room = self._context_len - len(ids)
         if params.max_tokens is None:  # as far as it can go
             room = max(1, min(room, self._pool.num_tokens - len(ids)))
+        outputs = collect(self._outputs, params, len(ids))
         number = next(self._numbers)
         request = Request(
             request_id=str(number),
@@ -97,7 +103,8 @@ class InputProcessor:
             seed=self._seed_for(number) if params.seed is None else params.seed,
             eos_token_ids=self._eos,
             detokenizer=make_detokenizer(backend_of(self._tokenizer), params),
-            needs=params.needs,
+            needs=params.needs | Needs.OUTPUTS if outputs else params.needs,
+            outputs=outputs,
             rule=self._runner.rotary.rule,
             grammar_state=self._grammars.start(params) if params.grammar else None,
         )
@@ -114,20 +121,10 @@ class InputProcessor:
             raise UsageError(
                 f"stop={params.stop!r} needs a tokenizer; the model has none: use stop_token_ids"
             )
-        if params.return_routed_experts and not self._runner.capture.num_routers:
-            raise UsageError(
-                "return_routed_experts=True: the target is no mixture of experts, or transformers "
-                "does not say which of its modules route; leave it out"
-            )
         if len(params.banned_token_ids) == self._runner.vocab_size:
             raise UsageError(
                 f"logit_bias bans all {self._runner.vocab_size} tokens: expected at least one "
                 "that is left"
-            )
-        if (params.logprobs or 0) > self._runner.vocab_size:
-            raise UsageError(
-                f"logprobs={params.logprobs}: expected at most the vocabulary's "
-                f"{self._runner.vocab_size}"
             )
 
     def _check_pool(self, request: Request) -> None:

@@ -12,7 +12,6 @@ from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.request import Request
 from specplug.engine.request_view import ReadOnlyRequest
 from specplug.engine.scheduler import PlacedPrefill, PrefillChunk
-from specplug.outputs import Logprob
 from specplug.sampling_params import Needs
 from specplug.speculative.batch import Batch, ForwardMode
 from specplug.speculative.future_map import FutureMap
@@ -49,16 +48,14 @@ class PrefillSlice:
     """A slice that has reached the host, with what the same step sampled.
 
     Attributes:
-        first_token: the token behind the prompt, with the last slice; else None.
-        logprobs: its log-probabilities, if they were asked for.
-        experts: [tokens, layers, experts a token] of the whole prompt, with the last slice, if
-            they were asked for.
+        first_token: the token after the prompt, with the last slice; else None.
+        outputs: with the last slice the per-token outputs that were asked for, by name of their
+            tensors, [n, …]: of the whole prompt, or of the first token.
     """
 
     kv: KVSlice
     first_token: int | None = None
-    logprobs: dict[int, Logprob] | None = None
-    experts: Tensor | None = None
+    outputs: Mapping[str, Tensor] = attrs.field(factory=dict)
 
 
 class KVTransfer:

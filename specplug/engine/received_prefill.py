@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 import attrs
 from torch import Tensor
 
-from specplug.outputs import Logprob
-
 
 @attrs.define(eq=False, kw_only=True)
 class ReceivedPrefill:
@@ -20,9 +18,9 @@ class ReceivedPrefill:
             target's alone if the peer has no draft cache of this kind. A draft's cache has as many
             layers as the peer's settings gave it.
         draft_state: what the peer's ``export_draft_state`` gave, on the CPU; empty if nothing.
-        first_token: the token behind the prompt.
-        logprobs: its log-probabilities, if they were asked for.
-        experts: [end, layers, experts a token] of the prompt, if they were asked for.
+        first_token: the token after the prompt.
+        outputs: the per-token outputs that were asked for, by name of their tensors, [n, …]: of
+            the whole prompt, or of the first token.
     """
 
     start: int
@@ -30,8 +28,7 @@ class ReceivedPrefill:
     caches: Sequence[Sequence[Tensor]]
     draft_state: Mapping[str, Tensor] = attrs.field(factory=dict)
     first_token: int
-    logprobs: dict[int, Logprob] | None = None
-    experts: Tensor | None = None
+    outputs: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     @property
     def num_bytes(self) -> int:

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
+from specplug.engine.collected_output import CollectedOutput
 from specplug.engine.detokenizer import Detokenizer
 from specplug.engine.received_prefill import ReceivedPrefill
 from specplug.grammar.state import GrammarState
 from specplug.kv.cached_page import CachedPage
 from specplug.model.rotary import FIXED, NEVER, LengthRule
-from specplug.outputs import Logprob, RequestOutput
+from specplug.outputs import RequestOutput
 from specplug.sampling_params import Needs, SamplingParams
 
 
@@ -53,7 +53,7 @@ class Request:
         most_tokens: its prompt and all that it may generate.
         last_root: the position of the last root whose step can add a token; what is launched
             behind it was launched before the end was known, and means nothing.
-        num_routed: positions whose experts are in ``routed_experts``.
+        outputs: what it gets for each token besides the token, by name.
         rule: how its rotary frequencies follow from its length.
         rotary_len: the length by which its rows are rotated, at least: its prompt's, or where a
             sequence is recomputed the one it is being prefilled with.
@@ -99,10 +99,8 @@ class Request:
     outgrows: int = attrs.field(init=False)
     _enders: frozenset[int] = attrs.field(init=False)
     output_token_ids: list[int] = attrs.field(factory=list)
-    logprobs: list[dict[int, Logprob]] = attrs.field(factory=list)
+    outputs: dict[str, CollectedOutput] = attrs.field(factory=dict)
     accept_lens: list[int] = attrs.field(factory=list)
-    routed_experts: list[Tensor] = attrs.field(factory=list)
-    num_routed: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -146,7 +144,7 @@ class Request:
         running = self.status is RequestStatus.RUNNING and self.max_computed_tokens < self.outgrows
         return running and sure < self.max_tokens
 
-    def append(self, token_id: int, logprobs: dict[int, Logprob] | None = None) -> None:
+    def append(self, token_id: int) -> None:
         """Take one generated token, and end if it ends the request.
 
         It is not taken if the grammar has ended before it: no allowed token was left to choose.
@@ -155,8 +153,6 @@ class Request:
             return self._end_with_grammar()
         self.token_ids.append(token_id)
         self.output_token_ids.append(token_id)
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
         if token_id in self._enders:
             self._stop(token_id if token_id in self.params.stop_token_ids else None)
         else:
@@ -179,14 +175,6 @@ class Request:
         return self.grammar_state is not None and self.grammar_state.ended_at == len(
             self.output_token_ids
         )
-
-    def append_experts(self, experts: Tensor, start: int) -> None:
-        """Take the experts [tokens, layers, experts a token] of tokens that the target has read,
-        those of the positions from ``start`` on, unless they are here from an earlier prefill."""
-        if self.params.return_routed_experts:
-            new = experts[self.num_routed - start :]
-            self.routed_experts.append(new.clone())  # not the whole step's, which it is part of
-            self.num_routed += len(new)
 
     def finish(self, reason: str) -> None:
         """End; what the detokenizer held back is text now."""
@@ -213,20 +201,18 @@ class Request:
             prompt_token_ids=self.prompt_token_ids,
             text=text,
             token_ids=tuple(self.output_token_ids),
-            logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             accept_lens=tuple(self.accept_lens),
-            routed_experts=self.all_experts() if self.finished else None,
             num_cached_tokens=self.num_cached,
             times_retracted=self.times_retracted,
             error=self.error,
             delta=delta,
+            **{name: self._hand_out(collected) for name, collected in self.outputs.items()},
         )
 
-    def all_experts(self) -> Tensor | None:
-        """[tokens, layers, experts a token] of all positions so far; None if there are none."""
-        return torch.cat(self.routed_experts) if self.routed_experts else None
+    def _hand_out(self, collected: CollectedOutput) -> Any:
+        return collected.hand_out(len(self.output_token_ids), finished=self.finished)
 
 
 def make_detokenizer(tokenizer: Any | None, params: SamplingParams) -> Detokenizer | None:

@@ -278,10 +278,10 @@ class Scheduler:
         return request
 
     def _most_reused(self, request: Request) -> int:
-        """Tokens of a request that need not be prefilled: the last must be, and all whose routed
-        experts are still to be told."""
+        """The most tokens of a request to take from the cache: all but the last, whose row gives
+        the next token, and only those whose per-token outputs it has."""
         most = len(request.token_ids) - 1
-        return min(most, request.num_routed) if request.params.return_routed_experts else most
+        return min([most, *(each.num_reusable for each in request.outputs.values())])
 
     def _headroom(self, request: Request) -> int:
         """Pages that the running requests soon need, so that a request is not retracted as soon as

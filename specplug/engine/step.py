@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, count
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -18,13 +18,12 @@ from specplug.engine.request import Request
 from specplug.engine.request_view import ReadOnlyRequest
 from specplug.engine.scheduler import Decode, Prefill, Step
 from specplug.engine.step_clock import StepClock
+from specplug.engine.step_outputs import HostOutputs, WantedOutputs
 from specplug.grammar.masks import allocate_masks
 from specplug.grammar.state import HostTree
 from specplug.kv.tensors import move_slots
 from specplug.model.attention import JoinedPlan, PagedPlan
-from specplug.model.hidden_states import ROUTED_EXPERTS
-from specplug.model.model_runner import ModelRunner
-from specplug.model.sampler import top_logprobs
+from specplug.model.model_runner import ModelRunner, PassOutput
 from specplug.sampling_params import Needs
 from specplug.speculative.batch import Batch, ForwardMode
 from specplug.speculative.draft import Draft, DraftInput
@@ -36,8 +35,7 @@ from specplug.speculative.rotation import chunk_tails, rotate_chunks
 from specplug.speculative.target_output import CommittedOutput, TargetOutput, compact
 from specplug.speculative.verify import VerifyOutput
 
-_FOR_HOST = ("logprobs", "logprob_ids", "logprob_ranks", ROUTED_EXPERTS)
-"""Outputs that requests may ask for."""
+Key = TypeVar("Key")
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -46,13 +44,12 @@ class PrefillResult:
 
     Attributes:
         tokens: [bs] int64, the target's token behind each chunk.
-        wanted: what requests asked for, by name: ``top_logprobs`` of these tokens, [bs, …], and the
-            experts of all rows.
+        outputs: what requests asked for, of these tokens and of all rows; None if nothing.
         slices: of the requests that other instances wait for.
     """
 
     tokens: Tensor
-    wanted: dict[str, Tensor]
+    outputs: HostOutputs | None
     slices: tuple[KVSlice, ...] = ()
 
 
@@ -63,13 +60,13 @@ class DecodeResult:
     Attributes:
         tokens: [bs, C] int64, the target's tokens along each accepted path.
         accept_lens: [bs] int64.
-        wanted: as of a prefill, both of the same bs·C rows.
+        outputs: what requests asked for, of these bs·C rows; None if nothing.
         widths: nodes verified for each request.
     """
 
     tokens: Tensor
     accept_lens: Tensor
-    wanted: dict[str, Tensor]
+    outputs: HostOutputs | None
     widths: tuple[int, ...]
 
 
@@ -131,6 +128,8 @@ class _Half:
         logits_rows: rows whose logits are wanted, on a prefill.
         draft: whose nodes the rows are; None on a prefill.
         tree: of the draft, on its way to the host, if a request has a grammar.
+        wanted: what requests want for each token besides the token; None: nothing.
+        points: where the target's pass is to be read for it.
     """
 
     batch: Batch
@@ -143,9 +142,8 @@ class _Half:
     logits_rows: Tensor | None = None
     draft: Draft | None = None
     tree: HostTree | None = None
-
-
-Outputs = tuple[Tensor, dict[str, Tensor]]
+    wanted: WantedOutputs | None = None
+    points: tuple[Any, ...] = ()
 
 
 class StepRunner:
@@ -202,7 +200,7 @@ class StepRunner:
             self._runtime.max_slots = 1
             row = self._upload([0])
             self._agree(row)
-            logits, _ = self._runner.verify(row, self._runtime.make_plan(row, row, 1), False)
+            logits, *_ = self._runner.verify(row, self._runtime.make_plan(row, row, 1))
             verified = self._hooks.verify(
                 self._runtime,
                 batch,
@@ -259,6 +257,7 @@ class StepRunner:
         widths = tuple(chunk.end - chunk.start for chunk in chunks)
         requests = scheduled.requests
         needs = _needs(requests)
+        wanted = WantedOutputs(requests) if needs & Needs.OUTPUTS else None
         req_indices = self._upload([request.req_index for request in requests])
         seq_lens = self._upload([chunk.start for chunk in chunks])
         padding = Padding.of(widths, max(widths), runtime.device)
@@ -277,12 +276,15 @@ class StepRunner:
             tokens=self._upload([token for chunk in chunks for token in chunk.tokens]),
             plan=plan,
             logits_rows=self._upload([end - 1 for end in accumulate(widths)]),
+            wanted=wanted,
+            points=wanted.points if wanted else (),
         )
 
     def _nodes(self, scheduled: Decode) -> _Half:
         """What the algorithm proposes for a decode step."""
         requests, runtime = scheduled.requests, self._runtime
         needs = _needs(requests)
+        wanted = WantedOutputs(requests) if needs & Needs.OUTPUTS else None
         req_indices = self._upload([request.req_index for request in requests])
         seq_lens, known = self._committed.resolve(req_indices)
         batch = _lent(ForwardMode.DECODE, requests, req_indices, seq_lens, needs)
@@ -307,6 +309,8 @@ class StepRunner:
             tokens=draft.flatten(draft.tokens),
             plan=plan,
             draft=draft,
+            wanted=wanted,
+            points=wanted.points if wanted else (),
         )
         if needs & Needs.GRAMMAR:
             half.tree = HostTree.of(draft)
@@ -314,30 +318,28 @@ class StepRunner:
 
     def _target_pass(
         self, prefill: _Half | None, decode: _Half | None
-    ) -> tuple[Outputs | None, Outputs | None]:
+    ) -> tuple[PassOutput | None, PassOutput | None]:
         """The target's forward over the rows of both halves, together if there are two: the logits
-        that each wants, and its captured outputs by name."""
+        that each wants, and what was captured."""
         if prefill is None:
             if decode is None:
                 return None, None
-            experts = bool(decode.needs & Needs.EXPERTS)
-            return None, self._runner.verify(decode.tokens, decode.plan, experts)
+            return None, self._runner.verify(decode.tokens, decode.plan, decode.points)
         assert prefill.logits_rows is not None
-        experts = bool(prefill.needs & Needs.EXPERTS)
         if decode is None:
             rows = prefill.logits_rows
-            return self._runner.prefill(prefill.tokens, prefill.plan, rows, experts), None
+            return self._runner.prefill(prefill.tokens, prefill.plan, rows, prefill.points), None
         width, ends = len(prefill.tokens), prefill.logits_rows
         nodes = torch.arange(width, width + len(decode.tokens), device=ends.device)
-        logits, per_node = self._runner.prefill(
+        logits, captured, points = self._runner.prefill(
             torch.cat((prefill.tokens, decode.tokens)),
             JoinedPlan((prefill.plan, decode.plan)),
             torch.cat((ends, nodes)),
-            experts or bool(decode.needs & Needs.EXPERTS),
+            tuple(dict.fromkeys(prefill.points + decode.points)),
         )
         return (
-            (logits[: len(ends)], {name: t[:width] for name, t in per_node.items()}),
-            (logits[len(ends) :], {name: t[width:] for name, t in per_node.items()}),
+            (logits[: len(ends)], _rows(captured, None, width), _rows(points, None, width)),
+            (logits[len(ends) :], _rows(captured, width, None), _rows(points, width, None)),
         )
 
     # What each half makes of it
@@ -346,20 +348,23 @@ class StepRunner:
         self,
         scheduled: Prefill | None,
         half: _Half | None,
-        outputs: Outputs | None,
+        outputs: PassOutput | None,
         clock: StepClock,
     ) -> PrefillResult | None:
         """Sample behind each chunk, feed the draft model, and cut out what others wait for."""
         if scheduled is None or half is None or outputs is None:
             return None
-        logits, per_node = outputs
+        logits, captured, points = outputs
         assert half.logits_rows is not None
         widths = self._upload(list(half.batch.chunk_widths))
         ends = half.seq_lens + widths
         predict = self._sample(half, half.req_indices, ends, logits)
-        logprobs = self._logprobs(half.requests, logits, predict)
+        wanted, per_node, for_host = half.wanted, captured, None
         # All that the engine needs of it is out before the algorithm gets it.
-        tokens, wanted = host_copy(predict), _for_host({**per_node, **logprobs})
+        tokens = host_copy(predict)
+        if wanted is not None:
+            per_node = {**captured, **wanted.read(points)}
+            for_host = wanted.send({**per_node, **wanted.sample(logits, predict)})
         tails = chunk_tails(half.batch, 1, predict)
         output = CommittedOutput(
             next_tokens=rotate_chunks(half.tokens, half.logits_rows, tails),
@@ -372,32 +377,30 @@ class StepRunner:
         self._extend(half, ends, output)
         slices = self._kv_transfer.read(scheduled.chunks, half.batch)
         clock.lap("extend")
-        return PrefillResult(tokens=tokens, wanted=wanted, slices=slices)
+        return PrefillResult(tokens=tokens, outputs=for_host, slices=slices)
 
     def _finish_decode(
-        self, half: _Half | None, outputs: Outputs | None, clock: StepClock
+        self, half: _Half | None, outputs: PassOutput | None, clock: StepClock
     ) -> DecodeResult | None:
         """Sample at each node, verify, compact, and feed the draft model."""
         if half is None or outputs is None:
             return None
-        (logits, per_node), draft = outputs, half.draft
+        (logits, captured, points), draft, wanted = outputs, half.draft, half.wanted
         assert draft is not None
         rows = half.req_indices[draft.batch_index]
         predict = self._sample(half, rows, half.plan.positions + 1, logits)
-        logprobs = self._logprobs(half.requests, logits, predict)
+        own = {} if wanted is None else wanted.read(points) | wanted.sample(logits, predict)
         # A recorded pass gives the same dictionary every time: nothing is added to it.
-        per_node = {**per_node, **logprobs}
-        output = TargetOutput(predict=predict, logits=logits, per_node=per_node)
+        output = TargetOutput(predict=predict, logits=logits, per_node={**captured, **own})
         verified = self._hooks.verify(self._runtime, half.batch, draft, output)
         self._commit(half, draft, verified)
-        own = {name: per_node[name] for name in _FOR_HOST if name in per_node}
         committed = compact(verified, {**output.per_node, **own})
         clock.lap("verify")
         # All that the engine needs of it is out before the algorithm gets it.
         result = DecodeResult(
             tokens=host_copy(committed.next_tokens.view(len(half.requests), -1)),
             accept_lens=host_copy(verified.accept_lens),
-            wanted=_for_host(committed.per_node),
+            outputs=None if wanted is None else wanted.send(committed.per_node),
             widths=draft.widths or (draft.width,) * len(half.requests),
         )
         self._extend(half, half.seq_lens + verified.accept_lens, committed)
@@ -456,12 +459,6 @@ class StepRunner:
                     grammar_state.fill_next(mask)
         return masks.to(self._runtime.device, non_blocking=True)
 
-    def _logprobs(
-        self, requests: Sequence[Any], logits: Tensor, predict: Tensor
-    ) -> dict[str, Tensor]:
-        wanted = [r.params.logprobs for r in requests if r.params.logprobs is not None]
-        return top_logprobs(logits, predict, max(wanted)) if wanted else {}
-
     def _upload(self, values: Sequence[int]) -> Tensor:
         return upload(values, self._runtime.device)
 
@@ -490,6 +487,5 @@ def _needs(requests: Sequence[Any]) -> Needs:
     return needs
 
 
-def _for_host(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a pass's outputs, those that requests asked for, on their way to the host."""
-    return {name: host_copy(outputs[name]) for name in _FOR_HOST if name in outputs}
+def _rows(tensors: dict[Key, Tensor], start: int | None, end: int | None) -> dict[Key, Tensor]:
+    return {name: tensor[start:end] for name, tensor in tensors.items()}

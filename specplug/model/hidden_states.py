@@ -2,61 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Hashable
+from typing import Any, NamedTuple
 
-import attrs
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from specplug.errors import CheckpointError, UsageError
 
 AUX_HIDDEN_STATES = "aux_hidden_states"
 LM_HEAD_INPUT = "lm_head_input"
+
+HIDDEN_STATES = "hidden_states"
 ROUTED_EXPERTS = "routed_experts"
 
 
-@attrs.define(eq=False)
-class _Kept:
-    """What the hooks have kept of a pass: all that they know, so no module refers to itself.
+class Point(NamedTuple):
+    """A place in the target where a pass can be read.
 
     Attributes:
-        layer_inputs: [1, R, H] by layer; the number of layers: what leaves the last one.
-        lm_head_input: [1, R, H], or None.
-        experts: [R, experts a token] int64, a router each.
+        kind: ``HIDDEN_STATES``: [R, H] before layer ``number``; the number of layers: what the LM
+            head reads, after the final norm (as transformers numbers its ``hidden_states``).
+            ``ROUTED_EXPERTS``: [R, experts a token] int64 of router ``number``.
+        number: which of that kind.
     """
 
-    layer_inputs: dict[int, Tensor] = attrs.field(factory=dict)
-    lm_head_input: Tensor | None = None
-    experts: list[Tensor] = attrs.field(factory=list)
-
-    def layer_input(self, layer_id: int) -> Callable[..., None]:
-        """A hook before the layer."""
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.layer_inputs[layer_id] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
-    def last_output(self, num_layers: int) -> Callable[..., None]:
-        """A hook behind the last layer."""
-
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self.layer_inputs[num_layers] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    def decoder_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """A hook behind the decoder."""
-        self.lm_head_input = output[0]  # transformers' outputs begin with the hidden states
-
-    def routing(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """A hook behind a router."""
-        self.experts.append(next(t for t in output if not t.is_floating_point()))
+    kind: str
+    number: int
 
 
 class HiddenStateCapture:
-    """Hooks on a transformers model.
+    """Hooks on a transformers model, which keep what its modules read or give during a pass.
+
+    What an algorithm asks for when the run begins is kept on every pass. What requests ask for is
+    kept on the passes that are given its points; the other passes have no hook for it.
 
     Args:
         model: a causal LM.
@@ -73,10 +53,11 @@ class HiddenStateCapture:
         self.layers = _layers(self._decoder, type(model).__name__)
         self._routers = _routers(model)
         self._layer_ids: tuple[int, ...] = ()
-        self._kept = _Kept()
+        self._keeps_lm_head_input = False
+        self._kept: dict[Hashable, Tensor] = {}
+        self._points: tuple[Point, ...] = ()
+        self._handles: list[RemovableHandle] = []
         self.routed_rows = slice(None)
-        for router in self._routers:
-            router.register_forward_hook(self._kept.routing)
 
     @property
     def hooked(self) -> tuple[nn.Module, ...]:
@@ -88,9 +69,14 @@ class HiddenStateCapture:
         """Layers that route their tokens to experts; 0 for a dense model."""
         return len(self._routers)
 
+    def points(self, kinds: Collection[str]) -> tuple[Point, ...]:
+        """All points of these kinds."""
+        sizes = {HIDDEN_STATES: len(self.layers) + 1, ROUTED_EXPERTS: len(self._routers)}
+        return tuple(Point(kind, i) for kind in sizes if kind in kinds for i in range(sizes[kind]))
+
     def keep_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
         """Keep the hidden states before these decoder layers on every pass; the number of layers
-        stands for those behind the last one.
+        stands for those after the last one, before the final norm.
 
         Raises:
             UsageError: there is no such layer.
@@ -102,39 +88,86 @@ class HiddenStateCapture:
                     f"layer {layer_id} of the target: it has layers 0 to {last - 1}; "
                     "the draft model was made for another target"
                 )
+            key = AUX_HIDDEN_STATES, layer_id
             if layer_id == last:
-                self.layers[-1].register_forward_hook(self._kept.last_output(last))
+                self.layers[-1].register_forward_hook(_keep_output(self._kept, key))
             else:
-                keep = self._kept.layer_input(layer_id)
-                self.layers[layer_id].register_forward_pre_hook(keep, with_kwargs=True)
+                hook = _keep_input(self._kept, key)
+                self.layers[layer_id].register_forward_pre_hook(hook, with_kwargs=True)
         self._layer_ids = layer_ids
         return AUX_HIDDEN_STATES
 
     def keep_lm_head_input(self) -> str:
         """Keep what leaves the final norm on every pass."""
-        self._decoder.register_forward_hook(self._kept.decoder_output)
+        self._decoder.register_forward_hook(_keep_output(self._kept, LM_HEAD_INPUT))
+        self._keeps_lm_head_input = True
         return LM_HEAD_INPUT
 
-    def begin(self) -> None:
-        """A pass begins; what a pass that did not end has left is forgotten."""
-        self._kept.experts.clear()
+    def begin(self, points: tuple[Point, ...]) -> None:
+        """Begin a pass that is to be read at these points."""
+        if points != self._points:
+            for point, handle in zip(self._points, self._handles, strict=True):
+                handle.remove()
+                self._kept.pop(point, None)  # of a pass that has failed
+            self._handles = [self._hook(point) for point in points]
+            self._points = points
 
-    def collect(self, routed_experts: bool) -> dict[str, Tensor]:
-        """What the last pass left, by name, leading size R.
+    def _hook(self, point: Point) -> RemovableHandle:
+        if point.kind == ROUTED_EXPERTS:
+            router = self._routers[point.number]
+            return router.register_forward_hook(_keep_experts(self._kept, point))
+        if point.number == len(self.layers):
+            return self._decoder.register_forward_hook(_keep_output(self._kept, point))
+        hook = _keep_input(self._kept, point)
+        return self.layers[point.number].register_forward_pre_hook(hook, with_kwargs=True)
 
-        Args:
-            routed_experts: give ``routed_experts`` too: [R, routers, experts a token] int64, the
-                experts that each token was routed to, layer by layer.
-        """
-        kept = {}
+    def collect(self) -> dict[str, Tensor]:
+        """What algorithms have asked for, of the last pass, by name, leading size R."""
+        kept, found = self._kept, {}
         if self._layer_ids:
-            states = [self._kept.layer_inputs[i].squeeze(0) for i in self._layer_ids]
-            kept[AUX_HIDDEN_STATES] = torch.cat(states, dim=-1)
-        if self._kept.lm_head_input is not None:
-            kept[LM_HEAD_INPUT] = self._kept.lm_head_input.squeeze(0)
-        if routed_experts:
-            kept[ROUTED_EXPERTS] = torch.stack(self._kept.experts, dim=1)[self.routed_rows]
-        return kept
+            states = [kept[AUX_HIDDEN_STATES, i].squeeze(0) for i in self._layer_ids]
+            found[AUX_HIDDEN_STATES] = torch.cat(states, dim=-1)
+        if self._keeps_lm_head_input:
+            found[LM_HEAD_INPUT] = kept[LM_HEAD_INPUT].squeeze(0)
+        return found
+
+    def collect_points(self) -> dict[Hashable, Tensor]:
+        """What stood at the points of the last pass, leading size R."""
+        return {point: self._read(point, self._kept.pop(point)) for point in self._points}
+
+    def _read(self, point: Point, tensor: Tensor) -> Tensor:
+        return tensor[self.routed_rows] if point.kind == ROUTED_EXPERTS else tensor.squeeze(0)
+
+
+# Hooks know the dictionary that they write to, and no module: a module that referred to itself
+# would wait for the garbage collector.
+
+
+def _keep_input(kept: dict[Hashable, Tensor], key: Hashable) -> Callable[..., None]:
+    """A hook before a layer."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kept[key] = args[0] if args else kwargs["hidden_states"]
+
+    return hook
+
+
+def _keep_output(kept: dict[Hashable, Tensor], key: Hashable) -> Callable[..., None]:
+    """A hook after a layer or the decoder, whose outputs begin with the hidden states."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        kept[key] = output if isinstance(output, Tensor) else output[0]
+
+    return hook
+
+
+def _keep_experts(kept: dict[Hashable, Tensor], key: Hashable) -> Callable[..., None]:
+    """A hook after a router."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        kept[key] = next(t for t in output if not t.is_floating_point())
+
+    return hook
 
 
 def _decoder(model: Any) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,11 +17,15 @@ from specplug.model.checkpoint import load_checkpoint
 from specplug.model.fingerprint import weights_fingerprint
 from specplug.model.fused_modules import fuse_norms, pack_weights, shorten_calls
 from specplug.model.graph_runner import GraphRunner
-from specplug.model.hidden_states import HiddenStateCapture
+from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.model_check import ModelCheck
 from specplug.model.rotary import RotaryByLength
 from specplug.model.sharded_mlp import shard_mlps
 from specplug.speculative.runtime import KVCache
+
+PassOutput = tuple[Tensor, dict[str, Tensor], dict[Hashable, Tensor]]
+"""Of a pass: logits [M, V]; what algorithms have asked for, by name, leading size R; and what stood
+at the points where the pass was to be read, leading size R."""
 
 
 class ModelRunner:
@@ -78,7 +83,9 @@ class ModelRunner:
         shorten_calls(self.model, keep=self.capture.hooked)
         if check is not None:
             self._end_check(check)
-        self._graphs: dict[bool, GraphRunner] = {}
+        self._records = False
+        self._graphs: dict[frozenset[str], GraphRunner] = {}
+        self._buffers: dict[Hashable, Tensor] = {}
 
     @property
     def embed_tokens(self) -> nn.Module:
@@ -110,7 +117,7 @@ class ModelRunner:
 
     def _end_check(self, check: ModelCheck) -> None:
         def run(token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | int) -> Tensor:
-            return self._forward(token_ids, plan, logits_rows, routed_experts=False)[0]
+            return self._forward(token_ids, plan, logits_rows)[0]
 
         with self._stepping():
             check.compare(run, self.cache)
@@ -126,10 +133,16 @@ class ModelRunner:
 
     def record_graphs(self) -> None:
         """Replay ``verify``'s passes as CUDA graphs from now on."""
-        self._graphs = {
-            wanted: GraphRunner(partial(self._forward, logits_rows=0, routed_experts=wanted))
-            for wanted in (False, True)
-        }
+        self._records = True
+        self._recorded(frozenset())
+
+    def _recorded(self, kinds: frozenset[str]) -> GraphRunner:
+        """The recorded pass that keeps all points of these kinds. A pass is recorded anew for the
+        kinds that requests want, and not for each choice of points among them."""
+        if kinds not in self._graphs:
+            points = self.capture.points(kinds)
+            self._graphs[kinds] = GraphRunner(partial(self._keeping_forward, points=points))
+        return self._graphs[kinds]
 
     @property
     def graph_failure(self) -> str | None:
@@ -141,28 +154,26 @@ class ModelRunner:
         token_ids: Tensor,
         plan: PagedPlan | JoinedPlan,
         logits_rows: Tensor,
-        routed_experts: bool,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """A pass over prompt tokens, and in a mixed step over the nodes of drafts behind them.
+        points: tuple[Point, ...] = (),
+    ) -> PassOutput:
+        """Run a pass over prompt tokens, and in a mixed step over the nodes of drafts after them.
 
         Args:
             token_ids: [R] int64.
             plan: where they stand and what they see.
             logits_rows: [M] int64 rows whose logits are wanted.
-            routed_experts: whether each row's experts are wanted.
-
-        Returns:
-            Logits [M, V], and the captured outputs by name, leading size R.
+            points: where the pass is to be read.
         """
-        return self._forward(token_ids, plan, logits_rows, routed_experts)
+        return self._forward(token_ids, plan, logits_rows, points)
 
     def verify(
-        self, token_ids: Tensor, plan: PagedPlan, routed_experts: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """A pass over the nodes of a draft: as ``prefill``, with the logits of all rows."""
-        if not self._graphs:
-            return self._forward(token_ids, plan, 0, routed_experts)
-        outputs: tuple[Tensor, dict[str, Tensor]] = self._graphs[routed_experts](token_ids, plan)
+        self, token_ids: Tensor, plan: PagedPlan, points: tuple[Point, ...] = ()
+    ) -> PassOutput:
+        """Run a pass over the nodes of a draft: as ``prefill``, with the logits of all rows."""
+        if not self._records:
+            return self._forward(token_ids, plan, 0, points)
+        kinds = frozenset(point.kind for point in points)
+        outputs: PassOutput = self._recorded(kinds)(token_ids, plan)
         return outputs
 
     def close(self) -> None:
@@ -170,6 +181,7 @@ class ModelRunner:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
+        self._buffers.clear()
         drop_tensors(self.cache)
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             tensor.data = tensor.data.new_empty(0)
@@ -179,9 +191,9 @@ class ModelRunner:
         token_ids: Tensor,
         plan: PagedPlan | JoinedPlan,
         logits_rows: Tensor | int,
-        routed_experts: bool,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        self.capture.begin()
+        points: tuple[Point, ...] = (),
+    ) -> PassOutput:
+        self.capture.begin(points)
         self.rotary.begin(plan.lengths)
         if self._ranks is not None:
             self.capture.routed_rows = self._ranks.own
@@ -195,7 +207,21 @@ class ModelRunner:
             )
         finally:
             TARGET_PASS.reset(running)
-        return out.logits.squeeze(0), self.capture.collect(routed_experts)
+        kept = self.capture.collect_points() if points else {}
+        return out.logits.squeeze(0), self.capture.collect(), kept
+
+    def _keeping_forward(
+        self, token_ids: Tensor, plan: PagedPlan, points: tuple[Point, ...]
+    ) -> PassOutput:
+        """A pass as it is recorded. What stood at the points goes to buffers that all recordings
+        share: a recording of each shape would else keep that memory for itself."""
+        logits, captured, kept = self._forward(token_ids, plan, 0, points)
+        for point, tensor in kept.items():
+            buffer = self._buffers.get(point)
+            if buffer is None or len(buffer) < len(tensor):
+                buffer = self._buffers[point] = torch.empty_like(tensor)
+            kept[point] = buffer[: len(tensor)].copy_(tensor)
+        return logits, captured, kept
 
 
 def _kv_shape_of(config: Any) -> KVShape:

@@ -119,7 +119,7 @@ class Sampler:
         Returns:
             [T] int64.
         """
-        if not needs & ~(Needs.LOGPROBS | Needs.EXPERTS):
+        if not needs & ~Needs.OUTPUTS:
             return logits.argmax(-1)
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if masks is not None:

@@ -87,7 +87,7 @@ def part(job: Any, start: Any, end: Any, tensors: dict[str, Any], **fields: Any)
 def last(job: str, size: int, site: Site, **changes: Any) -> list[Frames]:
     """The one part that a prompt of ``size`` tokens could come in, but for the changes."""
     tensors = caches(site, size) | changes.pop("tensors", {})
-    fields = {"token": 3, "logprobs": None, **changes}
+    fields = {"token": 3, **changes}
     return [part(job, fields.pop("start", 0), fields.pop("end", size), tensors, **fields)]
 
 
@@ -132,7 +132,7 @@ def wrong_dtype(job: str, size: int, site: Site) -> list[Frames]:
 
 def no_draft_cache(job: str, size: int, site: Site) -> list[Frames]:
     tensors = {"cache0": caches(site, size)["cache0"]}
-    return [part(job, 0, size, tensors, token=3, logprobs=None)]
+    return [part(job, 0, size, tensors, token=3)]
 
 
 def out_of_order(job: str, size: int, site: Site) -> list[Frames]:
@@ -140,7 +140,7 @@ def out_of_order(job: str, size: int, site: Site) -> list[Frames]:
     ends = {name: tensor[:, :, size // 2 :] for name, tensor in whole.items()}
     starts = {name: tensor[:, :, : size // 2] for name, tensor in whole.items()}
     return [
-        part(job, size // 2, size, ends, token=3, logprobs=None),
+        part(job, size // 2, size, ends, token=3),
         part(job, 0, size // 2, starts),
     ]
 
@@ -161,8 +161,8 @@ def wrong_token(token: Any) -> Callable[..., list[Frames]]:
     return answer
 
 
-def wrong_logprobs(job: str, size: int, site: Site) -> list[Frames]:
-    return last(job, size, site, logprobs=[[3, {"colour": "red"}]])
+def output_of_nobody(job: str, size: int, site: Site) -> list[Frames]:
+    return last(job, size, site, tensors={"output.colours": torch.zeros(size, 3)})
 
 
 def failed(job: str, size: int, site: Site) -> list[Frames]:
@@ -188,7 +188,7 @@ SPOILS: list[tuple[Callable[..., list[Frames]], str]] = [
     (wrong_token("3"), "token '3'; expected"),
     (wrong_token(True), "token True; expected"),
     (wrong_token(None), "token None; expected"),
-    (wrong_logprobs, "makes no sense: TypeError"),
+    (output_of_nobody, r"the last part brings \['colours'\]; expected \[\]"),
     (failed, "the prefill instance said: no will"),
 ]
 

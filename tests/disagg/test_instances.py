@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -150,17 +151,39 @@ def test_an_instance_that_one_refuses_serves_the_others(plain: Plain, caplog: An
     assert "page_size is 8 at the decode instance and 16 at the prefill instance" in caplog.text
 
 
+def logprobs(*ids: int) -> dict[str, torch.Tensor]:
+    return {
+        "output.logprobs": torch.zeros(1, len(ids), dtype=torch.float64),
+        "output.logprob_ids": torch.tensor([ids]),
+        "output.logprob_ranks": torch.ones(1, len(ids), dtype=torch.int64),
+    }
+
+
 @pytest.mark.parametrize(
-    "logprobs", [None, [], [[4, {"logprob": -1.0, "rank": 1}]], [[3, {"logprob": 1, "rank": 1}]]]
+    ("tensors", "why"),
+    [
+        ({}, r"brings \[\]; expected \['logprob_ids', 'logprob_ranks', 'logprobs'\]"),
+        ({"output.logprobs": logprobs(3, 4)["output.logprobs"]}, r"brings \['logprobs'\]; exp"),
+        (logprobs(3), r"output logprobs is \(1, 1\) torch.float64; expected \(1, 2\) torch.float"),
+        (logprobs(3, 4, 5), r"output logprobs is \(1, 3\) torch.float64; expected \(1, 2\)"),
+        (logprobs(3, 4) | {"output.logprobs": torch.zeros(1, 2)}, r"\) torch.float32; expected"),
+        (logprobs(4, 3), "the logprobs cannot be those of token 3"),
+        (logprobs(3, -1), "the logprobs cannot be those of token 3"),
+        (logprobs(3, 1 << 40), "the logprobs cannot be those of token 3"),
+    ],
+    ids=["none", "some", "fewer", "more", "dtype", "other token", "negative", "out of vocabulary"],
 )
-def test_log_probabilities_that_are_not_whole_end_the_request_alone(
-    lonely: Site, plain: Plain, logprobs: Any
+def test_outputs_of_a_false_form_end_the_request_alone(
+    lonely: Site, plain: Plain, tensors: dict[str, torch.Tensor], why: str
 ) -> None:
-    peer = FalsePeer(lonely, lambda job, size, site: last(job, size, site, logprobs=logprobs))
+    def answer(job: str, size: int, site: Site) -> list[Any]:
+        return last(job, size, site, tensors=caches(site, size) | tensors)
+
+    peer = FalsePeer(lonely, answer)
     wanted = SamplingParams(max_tokens=4, logprobs=1)
     lonely.llm.add_request(plain.ids("import os\n"), wanted)
     (output,) = finish_with(lonely, peer).values()
-    assert "the log-probabilities of token 3 are" in (output.error or "")
+    assert re.search(why, output.error or ""), output.error
     part_with(lonely, peer)
 
 

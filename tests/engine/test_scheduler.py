@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specplug import SamplingParams
+from specplug.engine.collected_output import collect
+from specplug.engine.per_token_outputs import RoutedExperts
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.scheduler import Decode, Prefill, Scheduler, SchedulerConfig, Step
 from specplug.kv.cached_page import CachedPage
@@ -1001,10 +1003,11 @@ def test_who_wants_its_experts_computes_what_has_none_yet() -> None:
     _turn(scheduler)
     params = SamplingParams(return_routed_experts=True)
     request = _add(scheduler, 1, 0, prompt=range(12), params=params)
+    request.outputs = collect([RoutedExperts(num_routers=1)], params, 12)
     step = _turn(scheduler)
     assert step.prefill
     assert step.prefill.chunks[0].start == 0
-    request.append_experts(torch.zeros(9, 1, 1), 0)
+    request.outputs["routed_experts"].take(0, {"routed_experts": torch.zeros(9, 1, 1)})
     scheduler._retract(request)
     step = _turn(scheduler)
     assert step.prefill
