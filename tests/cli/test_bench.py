@@ -6,10 +6,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 from click.testing import CliRunner, Result
+from warm_process import written_to_terminal
 
 from specplug.cli import bench as command
 from specplug.cli import main
@@ -404,26 +404,9 @@ def test_options_that_are_shared_are_those_of_generate():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_on_a_terminal():
-    import pty
-
-    ours, theirs = pty.openpty()
-    call = [sys.executable, "-m", "specplug", "bench", "--speculative-algorithms", "NGRAM", *QUICK]
     environment = {k: v for k, v in os.environ.items() if k != "SPECPLUG_DEBUG"}
     environment |= {"TERM": "xterm-256color", "COLUMNS": "100"}
-    process = subprocess.Popen(call, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    written, until = b"", time.monotonic() + 60
-    while time.monotonic() < until:
-        try:
-            chunk = os.read(ours, 65536)
-        except OSError:  # Linux says so that the other end is closed
-            break
-        if not chunk:
-            break
-        written += chunk
-    assert process.wait(timeout=10) == 0
-    os.close(ours)
-    said = written.decode()
+    said = written_to_terminal(["bench", "--speculative-algorithms", "NGRAM", *QUICK], environment)
     assert "round 1 of 1: NGRAM, batch 1" in said
     assert "━" in said, "a progress bar"
     assert "0:00:00" in said, "the remaining time"

@@ -7,13 +7,14 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import BinaryIO
 
+import attrs
 import pytest
 from click.testing import CliRunner, Result
+from warm_process import WarmProcess, start_command, written_to_terminal
 
 from specplug import LLM, RequestOutput, SamplingParams, UsageError
 from specplug.cli import generate as command
@@ -408,26 +409,42 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "SPECPLUG_DEBUG"}
 
 
-def start(*arguments: str, **more: object) -> subprocess.Popen[bytes]:
-    """The command as a process of its own."""
-    call = [sys.executable, "-m", "specplug", "generate", "--ignore-eos", *arguments]
-    return subprocess.Popen(call, env=environment(), stderr=subprocess.PIPE, **more)  # type: ignore[call-overload,no-any-return]
+@attrs.define
+class Command:
+    """``specplug generate`` as a process of its own, and what it writes."""
+
+    process: WarmProcess
+    stdout: BinaryIO
+    stderr: BinaryIO
+
+    @classmethod
+    def start(cls, *arguments: str) -> Command:
+        """Start it, with pipes."""
+        (out, its_out), (err, its_err) = os.pipe(), os.pipe()
+        process = start_command(
+            ["generate", "--ignore-eos", *arguments],
+            stdout=its_out,
+            stderr=its_err,
+            environment=environment(),
+        )
+        os.close(its_out)
+        os.close(its_err)
+        return cls(process, os.fdopen(out, "rb", 0), os.fdopen(err, "rb"))
 
 
 def test_control_c_ends_it_cleanly():
-    process = start("--max-new-tokens", "2000", PROMPT, stdout=subprocess.PIPE)
-    assert process.stdout.read(10), "it streams, also into a pipe"
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors.strip()) == (130, b"")
+    command = Command.start("--max-new-tokens", "2000", PROMPT)
+    assert command.stdout.read(10), "it streams, also into a pipe"
+    command.process.send_signal(signal.SIGINT)
+    assert command.stdout.readall() is not None
+    assert (command.process.wait(), command.stderr.read().strip()) == (130, b"")
 
 
 def test_reader_that_goes_away():
-    process = start("--max-new-tokens", "2000", PROMPT, stdout=subprocess.PIPE)
-    process.stdout.read(10)
-    process.stdout.close()
-    errors = process.stderr.read()
-    assert (process.wait(timeout=60), errors) == (1, b"")
+    command = Command.start("--max-new-tokens", "2000", PROMPT)
+    command.stdout.read(10)
+    command.stdout.close()
+    assert (command.stderr.read(), command.process.wait()) == (b"", 1)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
@@ -443,25 +460,9 @@ def test_on_a_terminal():
 
 def on_terminal(*arguments: str) -> str:
     """What the command writes to a terminal."""
-    import pty
-
-    ours, theirs = pty.openpty()
-    call = [sys.executable, "-m", "specplug", "generate", *arguments]
-    env = {**environment(), "TERM": "xterm-256color"}
-    process = subprocess.Popen(call, stdout=theirs, stderr=theirs, env=env)
-    os.close(theirs)
-    written, until = b"", time.monotonic() + 60
-    while time.monotonic() < until:
-        try:
-            chunk = os.read(ours, 65536)
-        except OSError:  # Linux says so that the other end is closed
-            break
-        if not chunk:
-            break
-        written += chunk
-    assert process.wait(timeout=10) == 0
-    os.close(ours)
-    return written.decode()
+    return written_to_terminal(
+        ["generate", *arguments], {**environment(), "TERM": "xterm-256color"}
+    )
 
 
 def test_a_grammar_holds_the_output(tmp_path):

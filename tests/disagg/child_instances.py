@@ -1,22 +1,18 @@
 """Instances as processes of their own, which tests stop, kill and start again.
 
-They are forked from a process that has imported torch and transformers already, so one is there as
-soon as its model is loaded.
+They are forked from a process that has imported torch and transformers already (``warm_process``),
+so one is there as soon as its model is loaded.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["specplug.llm", "transformers.models.llama.modeling_llama", "zmq"])
-DEADLINE = 60.0
-"""Seconds after which something will not happen any more."""
+from warm_process import CONTEXT, DEADLINE
 
 
 class Instance:

@@ -1,7 +1,5 @@
 """A rank process for the tests of data-parallel attention: does what it is told over a line.
 
-    python rank_worker.py HOST PORT KEY
-
 Started by ``Ranks`` in ``test_dp_attention.py``. Each message is a method's name and its arguments;
 each answer is what it returned, or the error's type and text.
 """
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client
@@ -206,9 +203,11 @@ class RankWorker:
         return "closed"
 
 
-def main(host: str, port: str, key: str) -> None:
+def main(host: str, port: int, key: str) -> None:
+    """Do what comes over the line at this address, until it is told to end."""
+    torch.set_num_threads(1)
     worker = RankWorker()
-    with Client((host, int(port)), authkey=key.encode()) as line:
+    with Client((host, port), authkey=key.encode()) as line:
         line.send("ready")
         while True:
             try:
@@ -221,8 +220,3 @@ def main(host: str, port: str, key: str) -> None:
                 line.send(("returned", getattr(worker, name)(*arguments, **settings)))
             except Exception as error:
                 line.send(("raised", (type(error).__name__, str(error))))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(*sys.argv[1:])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from shallow_target import ShallowTarget
+from warm_process import WarmProcess
 
 from specplug import LLM, SamplingParams, UsageError
 
-WORKER = Path(__file__).parent / "rank_worker.py"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import rank_worker
+
 DEADLINE = 60.0
 """Seconds for whatever a rank is asked to do, on a busy machine."""
 
@@ -32,7 +36,7 @@ class Process:
         key = secrets.token_hex(8)
         with Listener(("127.0.0.1", 0), authkey=key.encode()) as listener:
             host, port = listener.address
-            self.process = subprocess.Popen([sys.executable, WORKER, host, str(port), key])
+            self.process = WarmProcess(rank_worker.main, host, port, key)
             self.line: Connection[Any, Any] = listener.accept()
 
     def ask(self, name: str, *arguments: Any, **settings: Any) -> None:
@@ -156,12 +160,21 @@ def sampling(number: int) -> SamplingParams:
 class Target:
     """A model, prompts for it, and what plain decoding in one process gives for each."""
 
-    def __init__(self, model: Path | None, prompts: Sequence[Any]) -> None:
+    def __init__(
+        self, model: Path, prompts: Sequence[Any], shallow: ShallowTarget | None = None
+    ) -> None:
         self.model = model
         self.prompts = prompts
+        self._shallow = shallow
         params = [sampling(i) for i in range(len(prompts))]
         with LLM(model, dtype="float64", device="cpu", disable_overlap_schedule=True) as llm:
             self.tokens = [o.token_ids for o in llm.generate(prompts, params)]
+
+    def options(self, algorithm: str) -> dict[str, Any]:
+        """The arguments of an ``LLM`` of this model under an algorithm."""
+        if self._shallow is not None:
+            return self._shallow.options(algorithm)
+        return {"model": self.model, "speculative_algorithm": algorithm}
 
     def jobs(self, numbers: Sequence[int], stagger: int = 0) -> list[Job]:
         """Requests for these prompts, ``stagger`` steps one after the other."""
@@ -172,8 +185,8 @@ class Target:
 
 
 @pytest.fixture(scope="module")
-def tiny_code() -> Target:
-    return Target(None, TEXTS)
+def with_drafts(shallow: ShallowTarget) -> Target:
+    return Target(shallow.path, TEXTS, shallow)
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +222,9 @@ def test_tokens_are_those_of_one_process(
     ranks: Ranks, request: pytest.FixtureRequest, setting: tuple[str, dict[str, Any]]
 ) -> None:
     algorithm, options = setting[0].split()[0], setting[1]
-    name = "tiny" if algorithm in WITHOUT_WEIGHTS else "tiny_code"
+    name = "tiny" if algorithm in WITHOUT_WEIGHTS else "with_drafts"
     target: Target = request.getfixturevalue(name)
-    ranks.open(model=target.model, dtype="float64", speculative_algorithm=algorithm, **options)
+    ranks.open(**target.options(algorithm), dtype="float64", **options)
     # One rank is idle from start to end: the first thing its relay ever sees is an idle step.
     done, (nothing, steps) = ranks.run(target.jobs((0, 1)), [])
     assert tokens(done) == target.of((0, 1))
@@ -435,17 +448,17 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 @needs_two_gpus
 @pytest.mark.parametrize("algorithm", ["NONE", "EAGLE3", "NGRAM"])
 def test_gpus_give_the_tokens_of_one_process(
-    ranks: Ranks, tiny_code: Target, algorithm: str
+    ranks: Ranks, with_drafts: Target, algorithm: str
 ) -> None:
-    ranks.begin(*ON_EACH_GPU, dtype="float64", speculative_algorithm=algorithm)
+    ranks.begin(*ON_EACH_GPU, **with_drafts.options(algorithm), dtype="float64")
     for process in ranks[:]:
         assert process.answer(180.0)["cuda_graph"] == "off: data-parallel attention"
-    done, (_, steps) = ranks.run(tiny_code.jobs((0, 1)), [])
-    assert tokens(done) == tiny_code.of((0, 1))
+    done, (_, steps) = ranks.run(with_drafts.jobs((0, 1)), [])
+    assert tokens(done) == with_drafts.of((0, 1))
     assert set(steps) == {"idle"}
-    many, few = ranks.run(tiny_code.jobs((0, 1, 2, 3, 4), stagger=2), tiny_code.jobs((2,)))
-    assert tokens(many) == tiny_code.tokens
-    assert tokens(few) == tiny_code.of((2,))
+    many, few = ranks.run(with_drafts.jobs((0, 1, 2, 3, 4), stagger=2), with_drafts.jobs((2,)))
+    assert tokens(many) == with_drafts.tokens
+    assert tokens(few) == with_drafts.of((2,))
 
 
 @needs_two_gpus

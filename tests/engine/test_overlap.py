@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from shallow_target import ShallowTarget
 from torch.overrides import TorchFunctionMode
 
 from specplug import LLM, SamplingParams
@@ -26,6 +27,13 @@ READS = {
 PROMPTS = ["def f(x):\n    return ", "class Queue:\n    ", "import ", "x = [1, 2, 3]\ny = "]
 NAMES = [name for name in Registry().names() if name != "NGRAM"]
 """NGRAM drafts on the host: its future map waits, as it must, in resolve."""
+
+SHAPES = [("SUCCESSORS", None)] + [
+    (name, topk)
+    for name in NAMES
+    for topk in ((1, 4) if Registry().select(name).info.capabilities.branching else (None,))
+]
+"""Each algorithm with chains, and with trees where it branches."""
 
 
 class HostReads(TorchFunctionMode):
@@ -70,16 +78,19 @@ def settings() -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize(("name", "topk"), SHAPES)
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("name", [*NAMES, "SUCCESSORS"])
 def test_no_step_reads_a_tensor(
-    name: str, mixed: bool, topk: int, reads: HostReads, successors: Any
+    name: str,
+    topk: int | None,
+    mixed: bool,
+    reads: HostReads,
+    successors: Any,
+    shallow: ShallowTarget,
 ) -> None:
-    branches = name in NAMES and Registry().select(name).info.capabilities.branching
     with LLM(
-        speculative_algorithm=successors() if name == "SUCCESSORS" else name,
-        speculative_eagle_topk=topk if branches else None,
+        **shallow.options(successors() if name == "SUCCESSORS" else name),
+        speculative_eagle_topk=topk,
         enable_mixed_chunk=mixed,
         chunked_prefill_size=8,
         max_total_tokens=120,
@@ -111,15 +122,14 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize(("name", "topk"), SHAPES)
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("name", [*NAMES, "SUCCESSORS"])
 def test_no_step_waits_for_a_gpu(
     name: str,
+    topk: int | None,
     graphs: bool,
     mixed: bool,
-    topk: int,
     monkeypatch: pytest.MonkeyPatch,
     successors: Callable[[], Any],
 ) -> None:
@@ -132,11 +142,10 @@ def test_no_step_waits_for_a_gpu(
             return launch(self, step)
 
     monkeypatch.setattr(StepRunner, "_run", run)
-    branches = name in NAMES and Registry().select(name).info.capabilities.branching
     with LLM(
         dtype="float32",
         speculative_algorithm=successors() if name == "SUCCESSORS" else name,
-        speculative_eagle_topk=topk if branches else None,
+        speculative_eagle_topk=topk,
         enable_mixed_chunk=mixed,
         disable_cuda_graph=not graphs,
         chunked_prefill_size=8,

@@ -132,8 +132,7 @@ def test_requests_outlive_a_prefill_server(expected: list[str]) -> None:
 
 
 def test_without_a_prefill_server_a_request_ends_with_the_reason() -> None:
-    with instances("NONE", 1, "--disaggregation-timeout", "1") as (decode, prefill):
-        prefill.kill()
+    with instances("NONE", 0, "--disaggregation-timeout", "1") as (decode,):
         answer = decode.complete(max_tokens=4)
         assert answer.status_code == 500
         assert "prefill" in answer.json()["error"]["message"]

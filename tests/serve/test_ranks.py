@@ -27,13 +27,11 @@ def expected() -> list[str]:
         return [output.text or "" for output in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize(
-    "options", [("--dp-size", "2"), (*SHARED, "--speculative-algorithm", "EAGLE3")]
-)
 def test_ranks_share_the_load_and_change_no_text(
-    serve: Callable[..., ServerProcess], options: tuple[str, ...], expected: list[str]
+    serve: Callable[..., ServerProcess], expected: list[str]
 ) -> None:
-    server = serve(*options, "--dtype", "float64")
+    """Replicas do so in ``test_lifecycle.py``."""
+    server = serve(*SHARED, "--speculative-algorithm", "EAGLE3", "--dtype", "float64")
 
     def text(prompt: str) -> str:
         answer = server.complete(prompt, temperature=0, max_tokens=24)
