@@ -23,13 +23,13 @@ LENGTH_STEP = 32
 
 
 def round_up(length: int, step: int = LENGTH_STEP) -> int:
-    """``length`` as a multiple of ``step``."""
+    """Round ``length`` up to a multiple of ``step``."""
     return -(-length // step) * step
 
 
 @attrs.define(eq=False, kw_only=True)
 class PagedPlan:
-    """Where the R rows of a pass stand, and what each sees. Implements ``AttentionPlan``.
+    """Positions, slots and masks of the R rows of a pass. Implements ``AttentionPlan``.
 
     Rows are padded to [bs, Q] for the attention itself when the requests differ in width.
 
@@ -38,12 +38,12 @@ class PagedPlan:
         slots: [R] int64, where each row's key and value go.
         table: [bs * L] int64, the slots that each request's queries may see.
         starts: [bs] int64 committed lengths.
-        offset: of the first row behind ``starts``.
+        offset: of the first row after ``starts``.
         bs, width, length: bs, Q and L.
         mask: [bs or 1, Q, W] bool over the slots from ``starts`` on; None: causal.
         padding: from and to [bs, Q]; None if all requests are Q wide.
-        lengths: [R] int64, the sequence length by which each row is rotated; None: its position
-            says it. See ``rotary``.
+        lengths: [R] int64, the sequence length that sets each row's rotary frequencies; None: they
+            follow from its position. See ``RotaryByLength``.
     """
 
     positions: Tensor
@@ -61,12 +61,12 @@ class PagedPlan:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that a plan without padding consists of on the device."""
+        """The device tensors of a plan without padding."""
         optional = [t for t in (self.mask, self.lengths) if t is not None]
         return [self.positions, self.slots, self.table, self.starts, *optional]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> PagedPlan:
-        """The same plan with other ``tensors`` of the same shapes."""
+        """Return the same plan with other ``tensors`` of the same shapes."""
         positions, slots, table, starts, *optional = tensors
         left = iter(optional)
         return attrs.evolve(
@@ -91,7 +91,7 @@ class PagedPlan:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``AttentionPlan.attend``.
+        """Write keys and values, then attend, as ``AttentionPlan.attend`` says.
 
         Args:
             window: a sliding window's length in tokens.
@@ -106,7 +106,7 @@ class PagedPlan:
         return flat if self.padding is None else flat[self.padding.flat_index]
 
     def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
-        """See ``AttentionPlan.write``."""
+        """Write the rows' keys and values, as ``AttentionPlan.write`` says."""
         cache.keys[layer].index_copy_(0, self.slots, k)
         cache.values[layer].index_copy_(0, self.slots, v)
 
@@ -122,7 +122,7 @@ class PagedPlan:
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """As ``attend``, with queries and result [bs, H, Q, D]."""
+        """Attend with queries and result [bs, H, Q, D]; else as ``attend``."""
         self.write(cache, layer, k, v)
         keys, values = cache.keys[layer], cache.values[layer]
         return paged_attention_reference(
@@ -137,7 +137,7 @@ class PagedPlan:
         )
 
     def _bias_for(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
-        """[bs, 1, group * Q, L] additive mask; made once a pass for each kind of layer."""
+        """Return the additive mask [bs, 1, group * Q, L]; made once a pass for a kind of layer."""
         bias = self._bias.get((window, group))
         if bias is None:
             hidden = self.visible(window).logical_not_()
@@ -154,27 +154,27 @@ class PagedPlan:
         return self.positions[self.padding.padded_rows].view(self.bs, self.width)
 
     def visible(self, window: int | None) -> Tensor:
-        """[bs, Q, L] bool: which keys each query sees."""
+        """Return which keys each query sees, [bs, Q, L] bool."""
         order = torch.arange(self.length, device=self.starts.device)
-        behind = order - self.starts.unsqueeze(1)  # [bs, L], slots from the committed length on
+        ahead = order - self.starts.unsqueeze(1)  # [bs, L], counted from the committed length
         if self.mask is None:
             query = torch.arange(self.offset, self.offset + self.width, device=order.device)
-            depth = behind
-            visible = behind.unsqueeze(1) <= query.unsqueeze(1)
+            depth = ahead
+            visible = ahead.unsqueeze(1) <= query.unsqueeze(1)
         else:
             span = self.mask.shape[-1]
-            node = behind.clamp(0, span - 1)
-            inside = ((behind >= 0) & (behind < span)).unsqueeze(1)
+            node = ahead.clamp(0, span - 1)
+            inside = ((ahead >= 0) & (ahead < span)).unsqueeze(1)
             mask = self.mask.expand(self.bs, -1, -1)
             seen = mask.gather(2, node.unsqueeze(1).expand(-1, self.width, -1))
-            # Nodes without a slot of their own share slot 0: whose key lies there is chance.
+            # Nodes without a slot of their own share slot 0, whose content is arbitrary.
             inside &= (self.table.view(self.bs, -1) > 0).unsqueeze(1)
-            visible = (behind < 0).unsqueeze(1) | (seen & inside)
-            depth = behind
+            visible = (ahead < 0).unsqueeze(1) | (seen & inside)
+            depth = ahead
             if window is not None:
                 assert self.offset == 0, "a slot's depth is its row's: the mask must be square"
                 query = self._padded_positions() - self.starts.unsqueeze(1)
-                depth = torch.where(behind < 0, behind, query.gather(1, node))
+                depth = torch.where(ahead < 0, ahead, query.gather(1, node))
         if window is not None:
             visible = visible & (query.unsqueeze(-1) - depth.unsqueeze(1) < window)
         return visible
@@ -182,8 +182,10 @@ class PagedPlan:
 
 @attrs.frozen(eq=False)
 class JoinedPlan:
-    """Two plans in one pass, the rows of one behind those of the other: a prefill and a decode
-    step, whose requests are so differently wide that each has its own padding."""
+    """Two plans in one pass, first the prefill's rows, then the decode step's.
+
+    The widths of their requests differ so much that each half has its own padding.
+    """
 
     parts: tuple[PagedPlan, PagedPlan]
 
@@ -201,12 +203,12 @@ class JoinedPlan:
     def attend(
         self, cache: KVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any
     ) -> Tensor:
-        """See ``PagedPlan.attend``."""
+        """Attend in both halves, as ``PagedPlan.attend`` does."""
         first, second = self.parts
         rows = len(first.positions)
-        before = first.attend(cache, layer, q[:rows], k[:rows], v[:rows], *how)
-        behind = second.attend(cache, layer, q[rows:], k[rows:], v[rows:], *how)
-        return torch.cat((before, behind))
+        first_out = first.attend(cache, layer, q[:rows], k[:rows], v[:rows], *how)
+        second_out = second.attend(cache, layer, q[rows:], k[rows:], v[rows:], *how)
+        return torch.cat((first_out, second_out))
 
 
 def make_plan(
@@ -232,11 +234,11 @@ def make_plan(
         starts: [bs] int64 committed lengths.
         width: Q.
         length: L, at least every request's length after the pass.
-        last_position: positions are clamped to it; a node behind the context's end is never used,
+        last_position: positions are clamped to it. A node after the context's end is never used,
             but must not read past a rotary table.
-        floors: [rows] int64, by request row the position from which on a request may write; needed
+        floors: [rows] int64, by request row the first position that a request may write; needed
             with a negative ``offset``.
-        lengths: [rows] int64, by request row the least length by which its rows are rotated.
+        lengths: [rows] int64, by request row the least length that sets its rotary frequencies.
         offset, positions [bs or 1, Q], mask, padding: see ``PagedPlan``.
     """
     bs = rows.shape[0]
@@ -244,7 +246,7 @@ def make_plan(
     if padding is not None:
         index = index.clamp(max=request_table.shape[1] - 1)  # padding of a shorter request
     slots = request_table[rows.unsqueeze(1), index.clamp(min=0) if offset < 0 else index]
-    if offset < 0:  # before its floor nothing is a request's own: these rows go to the padding slot
+    if offset < 0:  # before its floor a request owns nothing: these rows write to the padding slot
         assert floors is not None
         slots = torch.where(index >= floors[rows].unsqueeze(1), slots, 0)
         index = index.clamp(min=0)
@@ -273,14 +275,14 @@ def make_plan(
 
 @attrs.frozen(eq=False)
 class TargetPass:
-    """What our attention needs to know of the pass that runs: the plan, and the target's cache."""
+    """The running pass, as our attention needs it: the plan and the target's cache."""
 
     plan: PagedPlan | JoinedPlan
     cache: KVCache
 
 
 TARGET_PASS: ContextVar[TargetPass] = ContextVar("target_pass")
-"""The pass that runs in this thread. Not a keyword to the model: not all hand theirs on."""
+"""The pass that runs in this thread. Not a keyword: some models drop keywords."""
 
 
 def attention(
@@ -295,23 +297,23 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: [1, H, T, D] in, [1, T, H, D] out."""
+    """Attend as transformers' attention functions do: [1, H, T, D] in, [1, T, H, D] out."""
     target_pass = TARGET_PASS.get()
     plan, cache = target_pass.plan, target_pass.cache
     layer: int = module.layer_idx  # type: ignore[assignment]
     width = value.shape[3]
-    if width < key.shape[3]:  # latent attention; the cache has one width
+    if width < key.shape[3]:  # latent attention: the cache has one width for both
         value = F.pad(value, (0, key.shape[3] - width))
     k, v = key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
     how = scaling, sliding_window, softcap, s_aux
     if isinstance(plan, PagedPlan) and plan.bs == 1 and plan.padding is None:
-        # transformers' layout is ours already.
+        # transformers' layout is already ours
         out = plan.attend_padded(cache, layer, query, k, v, *how).transpose(1, 2)
     else:
         q = query.squeeze(0).transpose(0, 1)
         flat = plan.attend(cache, layer, q, k, v, *how)
         out = flat.view(1, flat.shape[0], query.shape[1], -1)
-    return out[..., :width].contiguous(), None  # some models view it
+    return out[..., :width].contiguous(), None  # some models call view() on it
 
 
 def register() -> None:

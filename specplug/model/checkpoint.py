@@ -1,4 +1,4 @@
-"""A target's checkpoint: looked over before it is loaded, and refused if anything is missing."""
+"""Load a target's checkpoint; refuse one that is damaged or incomplete."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from specplug.model.foreign_code import DATA_ONLY, refuse_code
 
 _KINDS = {"full_attention", "sliding_attention"}
 _NAMED = 5
-"""Most tensors that a message names."""
+"""The most tensors that a message names."""
 
 
 def load_checkpoint(path: str, dtype: torch.dtype | None) -> Any:
-    """The causal LM of transformers in a folder or under a hub id, with our attention.
+    """Load a causal LM of transformers from a folder or hub id, with our attention.
 
     Raises:
-        CheckpointError: there is no such model, transformers cannot load it, its files are damaged,
-            tensors are missing or of another shape than its config says, or its class does not let
-            others compute its attention.
+        CheckpointError: there is no such model; transformers cannot load it; its files are damaged;
+            tensors are missing or have another shape than its config says; or its class has
+            attention that cannot be replaced.
     """
     from transformers import AutoModelForCausalLM
 
@@ -46,7 +46,7 @@ def load_checkpoint(path: str, dtype: torch.dtype | None) -> Any:
                 attn_implementation=IMPLEMENTATION,
                 weights_only=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are told of, and refused, below
+                ignore_mismatched_sizes=True,  # ``_check_tensors`` refuses them
                 **DATA_ONLY,
             )
     except UnpicklingError as error:
@@ -63,7 +63,7 @@ def load_checkpoint(path: str, dtype: torch.dtype | None) -> Any:
 
 
 def check_model_path(path: str) -> None:
-    """Refuse what can only be a folder, and is none.
+    """Refuse a path that is not the folder of a model.
 
     Raises:
         CheckpointError: it looks like a path and there is no such folder, or no ``config.json``.
@@ -80,7 +80,7 @@ def check_model_path(path: str) -> None:
 
 
 def _check_attention(path: str) -> None:
-    """Refuse a class whose attention nobody else can compute."""
+    """Refuse a class whose attention cannot be replaced by ours."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     try:
@@ -91,7 +91,7 @@ def _check_attention(path: str) -> None:
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     cls = found[0] if isinstance(found, tuple) else found
     if cls is None:
-        return  # what it is, transformers says when it is asked to load it
+        return  # transformers says what it is when it loads it
     strange = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _KINDS)
     if strange or not cls._supports_attention_backend:
         what = ", ".join(strange) or "attention of its own"
@@ -102,7 +102,7 @@ def _check_attention(path: str) -> None:
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
-    """The safetensors files that transformers will read; none of a hub id."""
+    """Yield the safetensors files that transformers will read; none for a hub id."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").exists():
         yield folder / "model.safetensors"
@@ -117,7 +117,7 @@ def _weight_files(folder: Path) -> Iterator[Path]:
 
 
 def _check_file(path: str, file: Path) -> None:
-    """See that a file's header is whole, and that the file is as long as it says."""
+    """Check that a file's header is complete and that the file has the length it gives."""
     if not file.is_file():
         raise CheckpointError(
             f"model {path!r}: {file.name} is not there, and model.safetensors.index.json names it; "
@@ -134,7 +134,7 @@ def _check_file(path: str, file: Path) -> None:
 
 
 def _check_tensors(path: str, model: Any, info: Mapping[str, Any]) -> None:
-    """Refuse a model some of whose weights would be random, or whose last layers are left out."""
+    """Refuse a model with random weights for missing tensors, or with layers left out."""
     if info["mismatched_keys"]:
         shapes = (
             f"{name} {list(found)} instead of {list(expected)}"
@@ -167,7 +167,7 @@ def _check_tensors(path: str, model: Any, info: Mapping[str, Any]) -> None:
 
 
 def _is_of_a_layer_too_many(name: str, model: Any) -> bool:
-    """Whether a tensor is of a layer after the last, and not of one that drafts (as DeepSeek's)."""
+    """Whether a tensor is of a layer after the last; MTP layers (as DeepSeek's) do not count."""
     config = model.config.get_text_config()
     found = re.search(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.", name)
     drafting = getattr(config, "num_nextn_predict_layers", None) or 0
@@ -175,7 +175,7 @@ def _is_of_a_layer_too_many(name: str, model: Any) -> bool:
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first of them, and how many there are more."""
+    """Join the first names, and say how many more there are."""
     named = list(names)
     more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
     return ", ".join(named[:_NAMED]) + more

@@ -1,4 +1,4 @@
-"""What tells one model's weights from another's."""
+"""A fingerprint of a model's weights, by which instances compare their targets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SAMPLES = 32
 
 @torch.inference_mode()
 def weights_fingerprint(model: nn.Module) -> str:
-    """The class of a model, and a hash of its parameters' names, shapes and some of their values.
+    """Return a model's class and a hash of its parameters' names, shapes and some of their values.
 
-    Of a model that is whole and as it was loaded: what the engine makes of it depends on the run.
+    Call it before the engine shards or changes the model, which depends on the run.
     """
     digest = hashlib.blake2b(digest_size=8)
     for name, parameter in sorted(model.named_parameters()):

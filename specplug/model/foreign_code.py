@@ -1,4 +1,4 @@
-"""A model's repository is data: no code in it runs, and nobody is asked whether it may."""
+"""A model's repository is data: no code in it runs, and no prompt asks whether it may."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from specplug.errors import CheckpointError
 
 DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
-"""What every ``from_pretrained`` is called with. Without it transformers asks on standard input."""
+"""Arguments of every ``from_pretrained``. Without them transformers asks on standard input."""
 
 
 def needs_code(error: Exception) -> bool:
@@ -16,7 +16,7 @@ def needs_code(error: Exception) -> bool:
 
 
 def refuse_code(what: str, error: Exception) -> None:
-    """Raise if ``error`` says that ``what`` is code.
+    """Raise if ``error`` says that ``what`` needs code of its repository.
 
     Raises:
         CheckpointError: it does.

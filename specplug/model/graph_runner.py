@@ -1,4 +1,4 @@
-"""Passes recorded as CUDA graphs and replayed: one launch instead of hundreds."""
+"""Record passes as CUDA graphs and replay them: one launch instead of hundreds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specplug.errors import FallbackWarning
 from specplug.model.attention import PagedPlan
 
 _MOST_GRAPHS = 64
-"""Shapes that one pass is recorded for; further ones run as they are."""
+"""The most shapes that one pass is recorded for; others run eagerly."""
 
 
 @attrs.frozen(eq=False)
@@ -25,7 +25,7 @@ class _Recording:
 
 
 class PassRunner:
-    """A pass that runs as it is, until it is closed.
+    """A pass that runs eagerly, until it is closed.
 
     Args:
         forward: the pass.
@@ -37,20 +37,20 @@ class PassRunner:
         self._forward = forward
 
     def __call__(self, *arguments: Any) -> Any:
-        """What ``forward`` returns for these arguments."""
+        """Run the pass and return its result."""
         return self._forward(*arguments)
 
     def close(self) -> None:
-        """Let go of the pass, which often is a method of whoever keeps this."""
+        """Drop the pass, which is often a method of the object that owns this runner."""
         del self._forward
 
 
 class GraphRunner(PassRunner):
-    """A pass that is recorded for every shape it is called with, and then replayed.
+    """A pass that is recorded once for each shape of its arguments, then replayed.
 
-    A decode step's passes have few shapes: the target verifies N nodes of each of bs requests, and
-    a draft model whose pass has that shape too (``supports_target_verify_for_draft``) is recorded
-    in the same way. What a replay returns is overwritten by the next one, so a step uses it up
+    A decode step's passes have few shapes: the target verifies N nodes of each of bs requests. A
+    draft model whose pass has that shape too (``supports_target_verify_for_draft``) is recorded in
+    the same way. The next replay overwrites what a replay returned, so a step uses the result
     before it launches another.
 
     Args:
@@ -68,7 +68,7 @@ class GraphRunner(PassRunner):
         super().close()
 
     def __call__(self, *arguments: Tensor | PagedPlan) -> Any:
-        """What ``forward`` returns for these arguments."""
+        """Replay the pass, or run it if it is not recorded, and return its result."""
         ragged = any(isinstance(a, PagedPlan) and a.padding is not None for a in arguments)
         if ragged or self.failure is not None:
             return self._forward(*arguments)
@@ -90,11 +90,10 @@ class GraphRunner(PassRunner):
     def _record(
         self, arguments: tuple[Tensor | PagedPlan, ...], tensors: list[Tensor]
     ) -> _Recording | None:
-        """Record the pass, after a run that lets libraries make their workspaces; None if it
-        cannot be recorded, which is remembered."""
+        """Record the pass after a warm-up run. None if that fails; it is not tried again then."""
         inputs = tuple(tensor.clone() for tensor in tensors)
         stream, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
-        if mode:  # recording waits, once a shape; torch warns of every call of this
+        if mode:  # recording synchronizes, once a shape; each call of this warns
             torch.cuda.set_sync_debug_mode("default")
         try:
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -106,12 +105,12 @@ class GraphRunner(PassRunner):
             with torch.cuda.graph(graph, pool=self._pool):
                 output = self._forward(*_with_tensors(arguments, inputs))
         except RuntimeError as error:
-            cause = error.__context__ or error  # what went wrong, not that recording then ended
+            cause = error.__context__ or error  # the cause, not the end of the recording
             self.failure = (str(cause).strip() or type(cause).__name__).splitlines()[0]
             warnings.warn(f"cuda_graph is off: {self.failure}", FallbackWarning, stacklevel=2)
             return None
         finally:
-            torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind
+            torch.cuda.set_stream(stream)  # a failed recording leaves its own stream current
             if mode:
                 torch.cuda.set_sync_debug_mode(mode)
         return _Recording(graph, inputs, output)
@@ -127,7 +126,7 @@ def _tensors(arguments: tuple[Tensor | PagedPlan, ...]) -> list[Tensor]:
 def _with_tensors(
     arguments: tuple[Tensor | PagedPlan, ...], tensors: tuple[Tensor, ...]
 ) -> list[Tensor | PagedPlan]:
-    """The arguments with other tensors in them, in the order of ``_tensors``."""
+    """Return the arguments with other tensors, in the order of ``_tensors``."""
     left = iter(tensors)
     return [
         argument.with_tensors([next(left) for _ in argument.tensors])

@@ -1,7 +1,7 @@
-"""The proof that a target runs rightly here: our passes give the model's own logits.
+"""Check that our passes give a model's own logits, when it is loaded.
 
-transformers' models differ in more than a list of architectures can hold. So when a model has been
-loaded, a short sequence runs through its own attention and masks, and then through ours.
+transformers' models differ in more than a list of architectures can hold. So each loaded model runs
+a short sequence through its own attention and masks, and then through ours.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _LENGTH = 20
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.2
 _SHARE_OF_ROWS = 0.25
-"""In half precision a row whose two best experts tie may be routed otherwise, and differ."""
+"""Rows that may differ in half precision: where two experts tie, a row may be routed otherwise."""
 _ATTENTION_TOLERANCE = 1e-3
-"""Of one attention, which is compared in float32 at least."""
+"""For a single attention call, which is compared in float32 or better."""
 _CHECK: ContextVar[ModelCheck] = ContextVar("model_check")
 
 RunPass = Callable[[Tensor, PagedPlan, Tensor | int], Tensor]
@@ -45,7 +45,7 @@ RunPass = Callable[[Tensor, PagedPlan, Tensor | int], Tensor]
 
 @attrs.frozen(eq=False)
 class _Pass:
-    """A pass of ours, and which of the own logits' rows it must give."""
+    """One of our passes, and the rows of the model's own logits that it must reproduce."""
 
     name: str
     tokens: Tensor
@@ -54,25 +54,25 @@ class _Pass:
 
 
 class ModelCheck:
-    """Runs two short sequences through a model's own attention, and keeps what came out.
+    """Runs two short sequences through a model's own attention and keeps the logits.
 
-    The two begin alike and then part, so that they are also two branches of a tree. On the way
-    every call of the attention is compared with ours for the same queries, keys and values, and
-    every mask with what our plans hide: also at positions that the sequences do not reach.
+    The two share a prefix, so that they are also two branches of a tree. Every call of the
+    attention is compared with ours for the same queries, keys and values, and every mask with those
+    of our plans, also at positions that the sequences do not reach.
 
     Args:
         path: of the model, for messages.
-        model: of transformers, loaded with our attention, on its device, not yet changed.
+        model: of transformers, loaded with our attention, on its device, not changed yet.
         layers: its decoder layers.
         context_len: of the model.
-        begin_pass: called before each pass with the number of its rows, and the lengths [T] by
-            which those of a sequence are rotated.
+        begin_pass: called before each pass with the number of its rows and the lengths [T] that
+            set the rotary frequencies of a sequence.
 
     Attributes:
-        kv_shape: of the cache, as the attention is really called.
+        kv_shape: of the cache, as observed in the attention calls.
 
     Raises:
-        CheckpointError: the model's attention is not ours to compute.
+        CheckpointError: our attention cannot replace the model's.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ModelCheck:
         self._shapes: dict[int, tuple[int, int]] = {}
         self._states: list[Tensor] = []
         self._hooks = [layer.register_forward_hook(self._keep_state) for layer in layers]
-        # A tree needs more slots than a sequence. Those of the two requests lie among each other.
+        # A tree needs more slots than a sequence. The slots of the two requests are interleaved.
         slots = torch.arange(1, 4 * self._length + 1).view(-1, 2).t().flip(1)
         self._table = torch.cat((torch.zeros_like(slots[:1]), slots)).to(self._device)
         self._kept = _windows_of_cache(model.config.get_text_config())
@@ -108,7 +108,7 @@ class ModelCheck:
     def _make_tokens(self, vocab_size: int) -> Tensor:
         """[2, T] int64."""
         generator = torch.Generator().manual_seed(0)
-        most = min(vocab_size, 4096)  # special tokens are behind
+        most = min(vocab_size, 4096)  # special tokens come after these
         tokens = torch.randint(most // 8, most, (2, self._length), generator=generator)
         tokens[1, : self._fork] = tokens[0, : self._fork]
         tokens[1, self._fork :] += tokens[0, self._fork :] == tokens[1, self._fork :]
@@ -141,7 +141,7 @@ class ModelCheck:
         return _scores(logits.flatten(0, 1))
 
     def keep_mask(self, mask: Tensor, function: Callable[..., Tensor]) -> None:
-        """A mask that transformers has made, and what says which key a query sees."""
+        """Keep a mask that transformers made, and the function that says which key a query sees."""
         self._masks[mask.untyped_storage().data_ptr()] = mask, function
 
     def watch(
@@ -153,13 +153,13 @@ class ModelCheck:
         mask: Tensor | None,
         arguments: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """The model's own attention, compared with ours on the way."""
+        """Run the model's own attention and compare ours with it."""
         what = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             raise self._refusal(f"{what}: the attention has no layer_idx to find its cache by")
         if key.shape[2] != query.shape[2] or len(query) != 2:
-            raise self._refusal(f"{what}: keys are not those of the sequence itself")
+            raise self._refusal(f"{what}: its keys are not those of the sequence")
         window = arguments.get("sliding_window")
         self._check_mask(what, mask, window)
         kept = self._kept.get(layer, self._context_len)
@@ -183,13 +183,13 @@ class ModelCheck:
             known = "s_aux", "position_ids"
             given = [k for k, v in arguments.items() if isinstance(v, Tensor) and k not in known]
             told = f"; it is also given {', '.join(given)}" if given else ""
-            raise self._refusal(f"{what} gives something else than ours, by {gap:.2g}{told}")
+            raise self._refusal(f"{what} differs from ours by {gap:.2g}{told}")
         return own[0], own[1]
 
     def _ours(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, arguments: Any
     ) -> Tensor:
-        """[2, T, H, D]: our attention for the same queries, keys and values."""
+        """Compute our attention for the same queries, keys and values: [2, T, H, D]."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         shape = KVShape(1, *self._shapes[layer])
         one = KVCache([], [])
@@ -204,38 +204,42 @@ class ModelCheck:
         return found.view(2, self._length, *found.shape[2:])
 
     def _check_mask(self, what: str, mask: Tensor | None, window: int | None) -> None:
-        """Compare a mask of the own pass with what our plans hide."""
+        """Compare a mask of the model's own pass with that of our plans."""
         if mask is None:
-            raise self._refusal(f"{what} sees the tokens after each token, too")
+            raise self._refusal(f"{what} also sees the tokens after each token")
         storage = mask.untyped_storage().data_ptr()
         if storage not in self._masks:
-            raise self._refusal(f"{what} has a mask of its own making")
+            raise self._refusal(f"{what} makes its own mask")
         if (storage, window) in self._checked:
             return
         self._checked.add((storage, window))
         _, function = self._masks[storage]
         visible = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
         near = self._plan((0, 0), (self._length,) * 2).visible(window)
-        ours = f"a window of {window}" if window else "all tokens before it"
+        ours = f"with a window of {window}" if window else "without a window"
         if not torch.equal(visible.expand(2, 1, -1, -1).squeeze(1), near):
-            raise self._refusal(f"{what} is told of {ours}, and its mask shows something else")
+            raise self._refusal(f"{what} is called {ours}, but its mask differs")
         try:
             same = self._same_far_away(function, window)
         except (IndexError, RuntimeError):
             same = False
         if not same:
             raise self._refusal(
-                f"{what} is told of {ours}, and its mask shows something else at positions "
-                f"after {self._length}"
+                f"{what} is called {ours}, but its mask differs at positions after {self._length}"
             )
 
     def _same_far_away(self, function: Callable[..., Tensor], window: int | None) -> bool:
-        """Whether a mask shows what a window does, at positions up to the context's end."""
+        """Whether a mask equals that of a window, at positions up to the context's end."""
         last, pairs = self._context_len - 1, []
         near = window or 1
         for query in {last, last // 2, min(near, last), min(2 * near, last), min(near + 1, last)}:
-            behind = {1 << n for n in range(query.bit_length())} | {near - 1, near, near + 1, query}
-            pairs += [(query, query - d) for d in (-1, -near, 0, *behind) if 0 <= query - d <= last]
+            steps = {1 << n for n in range(query.bit_length())} | {
+                near - 1,
+                near,
+                near + 1,
+                query,
+            }
+            pairs += [(query, query - d) for d in (-1, -near, 0, *steps) if 0 <= query - d <= last]
         queries, keys = torch.tensor(pairs, device=self._device).unbind(1)
         zero = torch.zeros((), dtype=torch.int64, device=self._device)
         shown = function(zero, zero, queries, keys).expand(len(pairs))
@@ -261,11 +265,11 @@ class ModelCheck:
 
     @torch.inference_mode()
     def compare(self, run: RunPass, cache: KVCache) -> None:
-        """Run the same tokens in all the ways in which the engine does.
+        """Run the same tokens in all the ways that the engine does.
 
         Args:
             run: runs a pass with ``cache``.
-            cache: without tensors; for the time of the comparison it has some.
+            cache: without tensors; it has some during the comparison.
 
         Raises:
             CheckpointError: a pass gives other logits than the model's own.
@@ -287,7 +291,7 @@ class ModelCheck:
             hook.remove()
 
     def _passes(self) -> Iterator[_Pass]:
-        """In an order in which each finds in the cache what it needs."""
+        """Yield the passes, each after those that write what it reads from the cache."""
         length = self._length
         middle = length * 5 // 8
         first, second = self._tokens
@@ -309,7 +313,7 @@ class ModelCheck:
         yield self._tree()
 
     def _tree(self) -> _Pass:
-        """Both sequences as branches, from the last token that they share."""
+        """Return both sequences as branches from the last token that they share."""
         root, length = self._fork - 1, self._length
         nodes, parents = [(0, root)], [-1]
         for place in range(self._fork, length):
@@ -388,14 +392,14 @@ class ModelCheck:
 
 
 def _scores(logits: Tensor) -> Tensor:
-    """Logits as far as they matter: without what is common to all, and how low the lowest are."""
+    """Return logits without a common offset, and with the lowest clamped."""
     scores = logits.float()
     scores = (scores - scores.amax(-1, keepdim=True)).clamp(min=-50)
     return scores - scores.mean(-1, keepdim=True)
 
 
 def _gaps(found: Tensor, expected: Tensor) -> Tensor:
-    """[…] from […, n]: how far rows are apart, in relation to the size of all."""
+    """Return the distance of rows, relative to their size: […] from […, n]."""
     found, expected = found.float(), expected.float()
     size = torch.linalg.vector_norm(expected, dim=-1)
     gaps: Tensor = torch.linalg.vector_norm(found - expected, dim=-1)
@@ -403,7 +407,7 @@ def _gaps(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def _windows_of_cache(config: Any) -> dict[int, int]:
-    """By layer, tokens after which the cache that ``generate`` makes forgets; of those that do."""
+    """Return the window of ``generate``'s cache for each layer whose cache has one."""
     from transformers import DynamicCache
 
     layers = DynamicCache(config=config).layers
@@ -412,7 +416,7 @@ def _windows_of_cache(config: Any) -> dict[int, int]:
 
 
 def _own_attention(module: nn.Module) -> Any:
-    """What the module would call if no implementation had been asked for."""
+    """Return the attention that the module calls by default."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -1,13 +1,14 @@
-"""Rotary embedding whose frequencies follow from a sequence's length, chosen by row.
+"""Rotary frequencies that depend on a sequence's length, chosen for each row.
 
-With longrope and dynamic scaling, transformers takes the frequencies of a whole pass by its longest
-position: a token would depend on the batch, the chunk size and the draft. Here each row has those
-that ``generate`` gives it on its prompt alone. It reads the prompt in one pass, so a row of the
-prompt has those of the prompt's length; and then token by token, so a later row has those of the
-length that ends with it. Keys keep the rotation with which they were written.
+With longrope and dynamic scaling, transformers takes the frequencies of a whole pass from its
+longest position. A token would depend on the batch, the chunk size and the draft. Here each row
+has the frequencies that ``generate`` gives it on that prompt alone. ``generate`` reads the prompt
+in one pass, so a row of the prompt has those of the prompt's length. Then it goes token by token,
+so a later row has those of the length that ends with it. Keys keep the rotation with which they
+were written.
 
 Some models (Phi-3) compute all keys anew with the long factors as soon as a sequence outgrows the
-short ones. The scheduler does so too: see ``LengthRule.recomputes``.
+short ones. The scheduler does so too (``LengthRule.recomputes``).
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from torch import Tensor, nn
 from specplug.errors import CheckpointError
 
 NEVER = 1 << 60
-"""A length that no sequence has."""
+"""A length that no sequence reaches."""
 _ROUNDING = 1e-6
-"""Of an angle, by position: a float32 power differs in its last bit from kernel to kernel."""
+"""Tolerance of an angle, a position: kernels differ in the last bit of a float32 power."""
 
 
 @attrs.frozen(kw_only=True)
 class LengthRule:
-    """Which frequencies a sequence of a length has.
+    """The rule that gives a sequence of some length its set of frequencies.
 
     Attributes:
-        limit: tokens up to which all sequences have the first set.
-        num_sets: sets there are; each token more has the next one, all further ones the last.
+        limit: sequences of up to so many tokens have the first set.
+        num_sets: number of sets. Each token above the limit takes the next set, up to the last.
         recomputes: whether a sequence that outgrows the limit is computed anew from its start.
     """
 
@@ -43,21 +44,21 @@ class LengthRule:
     recomputes: bool = False
 
     def set_of(self, length: int) -> int:
-        """The number of the set of a sequence of this length."""
+        """Return the number of the set for a sequence of this length."""
         return min(max(length - self.limit, 0), self.num_sets - 1)
 
 
 FIXED = LengthRule()
-"""Of a model whose frequencies are always the same."""
+"""The rule of a model whose frequencies are always the same."""
 
 
 class RowwiseRotary(nn.Module):
     """A rotary embedding of transformers, with frequencies by row.
 
     Args:
-        inner: the module; what it makes of its frequencies is its own.
-        tables: [sets, D / 2] float32 by the name of the buffer they stand for.
-        rows: where the pass that runs finds the set of each of its rows.
+        inner: the module, which turns frequencies into cos and sin.
+        tables: [sets, D / 2] float32 by the name of the buffer that they replace.
+        rows: gives the set of each row of the running pass.
     """
 
     def __init__(self, inner: nn.Module, tables: Mapping[str, Tensor], rows: _Rows) -> None:
@@ -70,10 +71,10 @@ class RowwiseRotary(nn.Module):
             self.register_buffer(f"table_{name}", table, persistent=False)
 
     def forward(self, x: Tensor, position_ids: Tensor, *layer_type: Any, **named: Any) -> Any:
-        """As the module's own, for [1, R] positions."""
+        """Compute what the module does, for [1, R] positions with a set of frequencies each."""
         sets = self._rows.sets(position_ids)
         for name in self._names:
-            # In the instance's own dictionary, where it hides the buffer.
+            # The instance's own dictionary hides the buffer.
             self.inner.__dict__[name] = getattr(self, f"table_{name}")[sets]
         return self._body(self.inner, x, position_ids, *layer_type, **named)
 
@@ -84,7 +85,7 @@ class RowwiseRotary(nn.Module):
 
 
 class _Rows:
-    """The lengths by which the rows of the pass that runs are rotated; shared by all modules."""
+    """The lengths that set the frequencies of the running pass's rows; shared by all modules."""
 
     def __init__(self, rule: LengthRule) -> None:
         self.rule = rule
@@ -99,18 +100,17 @@ class _Rows:
 
 
 class RotaryByLength:
-    """What a target's rotary modules have in common.
+    """Replaces a target's rotary modules by rowwise ones, where frequencies depend on the length.
 
     Args:
-        model: a causal LM of transformers, whose rotary modules this replaces where their
-            frequencies follow from a sequence's length.
+        model: a causal LM of transformers; changed in place.
 
     Attributes:
-        rule: of all of them; ``FIXED`` if there are none.
+        rule: of all rotary modules; ``FIXED`` if none depends on the length.
         context_len: tokens of the longest sequence.
 
     Raises:
-        CheckpointError: they cannot be chosen by row.
+        CheckpointError: the frequencies cannot be chosen by row.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -148,12 +148,11 @@ class RotaryByLength:
             setattr(parent, name, rowwise)
 
     def begin(self, lengths: Tensor | None) -> None:
-        """A pass begins, whose rows are rotated by these lengths [R] int64; None: each by its
-        position alone."""
+        """Set the lengths [R] int64 of the next pass's rows; None: each by its position alone."""
         self._rows.lengths = lengths
 
     def _table(self, module: Any, part: str | None) -> Tensor:
-        """The sets of a module, as its own update makes them."""
+        """Compute the sets of a module, as its own update does."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         kind = _types(module)[part]
@@ -169,7 +168,7 @@ class RotaryByLength:
 
     @torch.inference_mode()
     def _prove(self, rowwise: RowwiseRotary, scaled: Mapping[str | None, str]) -> None:
-        """Compare with the module's own results, of one sequence a pass."""
+        """Compare with the module's own results for one sequence a pass."""
         limit, x = self.rule.limit, torch.empty(0)
         lengths = sorted({1, limit, limit + 1, self.context_len})
         positions = [torch.tensor([[n // 3, n - 1]]) for n in lengths]
@@ -193,19 +192,19 @@ class RotaryByLength:
 
 def _refusal(module: nn.Module) -> str:
     return (
-        f"{type(module).__name__} does not give its own result with frequencies by row, so tokens "
-        "would depend on the batch; choose another model, or a later version of transformers"
+        f"{type(module).__name__} gives another result with frequencies by row, so tokens would "
+        "depend on the batch; choose another model, or a later version of transformers"
     )
 
 
 def _as_real(output: Any) -> Tensor:
-    """What a rotary module gives, joined along a new first axis: cos and sin, or complex."""
+    """Stack a rotary module's output, cos and sin or complex, along a new first axis."""
     parts = output if isinstance(output, tuple) else (output.real, output.imag)
     return torch.stack([part.double() for part in parts])
 
 
 def _types(module: Any) -> Mapping[str | None, str]:
-    """The rotary type of a module by layer type; by None if all layers have the same."""
+    """Return a module's rotary type by layer type; by None if all layers have the same."""
     types = getattr(module, "rope_type", None)
     if isinstance(types, str):
         return {None: types}
@@ -213,13 +212,13 @@ def _types(module: Any) -> Mapping[str | None, str]:
 
 
 def _scaled_parts(module: Any) -> dict[str | None, str]:
-    """Those types whose frequencies follow from the length."""
+    """Return the types whose frequencies depend on the length."""
     types = _types(module).items()
     return {part: kind for part, kind in types if "dynamic" in kind or kind == "longrope"}
 
 
 def _limits(module: Any, part: str | None) -> tuple[int, int]:
-    """Tokens up to which the frequencies are the first, and of the longest sequence."""
+    """Return the length up to which the first set is used, and the longest length."""
     rope, longest = module.config.rope_parameters, module.config.max_position_embeddings
     rope = rope if part is None else rope[part]
     if "dynamic" in _types(module)[part]:

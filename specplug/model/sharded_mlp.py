@@ -1,4 +1,4 @@
-"""The MLPs of a target, each cut into one shard a rank."""
+"""The MLPs of a target, sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HALF_TOLERANCE = 5e-2
 
 
 class ShardedMLP(nn.Module):
-    """This rank's part of a layer's MLP, over the rows of all ranks.
+    """This rank's shard of a layer's MLP, applied to the rows of all ranks.
 
     Every rank must call it at the same time. A router in it sees the rows of all ranks.
 
@@ -40,20 +40,20 @@ class ShardedMLP(nn.Module):
 
 @torch.inference_mode()
 def shard_mlps(model: Any, ranks: RankGroup) -> None:
-    """Cut the MLPs of a model of transformers in place, by its own plan of tensor parallelism, and
-    see that the shards give what the whole gave.
+    """Shard the MLPs of a model of transformers in place, by its own plan of tensor parallelism.
 
-    An up or gate projection keeps some of its outputs, the down projection the same inputs. In a
-    mixture of experts each expert is cut so, and the routers stay whole.
+    Checks that the shards add up to the result of the whole. An up or gate projection keeps some of
+    its outputs, the down projection the same inputs. In a mixture of experts each expert is sharded
+    like that, and the routers stay whole.
 
     Raises:
-        UsageError: the model has no such plan, or its MLPs are not to be cut so.
+        UsageError: the model has no such plan, or its MLPs cannot be sharded by it.
     """
     name = type(model).__name__
     plan = _plan_of_mlps(model)
     if not plan:
         raise UsageError(
-            f"enable_dp_attention: transformers has no plan to cut the MLPs of {name}; expected "
+            f"enable_dp_attention: transformers has no plan to shard the MLPs of {name}; expected "
             f"entries {_PREFIX}* in its base_model_tp_plan: choose another model, or run each rank "
             "without it"
         )
@@ -62,13 +62,13 @@ def shard_mlps(model: Any, ranks: RankGroup) -> None:
         size = model.config.get_text_config().hidden_size
         sample = torch.randn(1, 2, size, generator=generator).to(model.dtype)
         expected = layer.mlp(sample)
-        _cut(layer.mlp, plan, ranks, f"{name}, layer {number}")
+        _shard(layer.mlp, plan, ranks, f"{name}, layer {number}")
         _check(ranks.sum(layer.mlp(sample)), expected, f"{name}, layer {number}")
         layer.mlp = ShardedMLP(layer.mlp, ranks)
 
 
 def _plan_of_mlps(model: Any) -> dict[str, str]:
-    """How to cut what is in an MLP, by its path there."""
+    """Return how to shard each part of an MLP, by its path there."""
     plan: Mapping[str, str] = model.config.get_text_config().base_model_tp_plan or {}
     return {
         path.removeprefix(_PREFIX): style
@@ -77,26 +77,26 @@ def _plan_of_mlps(model: Any) -> dict[str, str]:
     }
 
 
-def _cut(mlp: nn.Module, plan: Mapping[str, str], ranks: RankGroup, what: str) -> None:
-    """Cut one MLP in place."""
+def _shard(mlp: nn.Module, plan: Mapping[str, str], ranks: RankGroup, what: str) -> None:
+    """Shard one MLP in place."""
     found = False
     for path, style in plan.items():
         owner_path, _, name = path.rpartition(".")
         try:
             owner = mlp.get_submodule(owner_path)
-        except AttributeError:  # this layer's MLP is of another kind
+        except AttributeError:  # this layer has another kind of MLP
             continue
         part = getattr(owner, name, None)
-        if part is None or style == "moe_tp_experts":  # what is in the experts has its own entry
+        if part is None or style == "moe_tp_experts":  # its parameters have entries
             continue
         found = True
         if isinstance(part, nn.Linear) and style in ("colwise", "rowwise"):
-            _cut_linear(part, style, ranks)
+            _shard_linear(part, style, ranks)
         elif isinstance(part, nn.Parameter) and style in ("packed_colwise", "rowwise"):
-            part.data = _cut_experts(part.data, style, ranks)
+            part.data = _shard_experts(part.data, style, ranks)
         else:
             raise UsageError(
-                f"enable_dp_attention: {what}: {path} is a {type(part).__name__} to be cut "
+                f"enable_dp_attention: {what}: {path} is a {type(part).__name__} to be sharded "
                 f"{style!r}, which is not supported: choose another model, or run each rank "
                 "without it"
             )
@@ -107,7 +107,7 @@ def _cut(mlp: nn.Module, plan: Mapping[str, str], ranks: RankGroup, what: str) -
         )
 
 
-def _cut_linear(linear: nn.Linear, style: str, ranks: RankGroup) -> None:
+def _shard_linear(linear: nn.Linear, style: str, ranks: RankGroup) -> None:
     axis = 0 if style == "colwise" else 1
     linear.weight.data = _part(linear.weight.data, axis, ranks)
     linear.out_features, linear.in_features = linear.weight.shape
@@ -115,19 +115,19 @@ def _cut_linear(linear: nn.Linear, style: str, ranks: RankGroup) -> None:
         return
     if style == "colwise":
         linear.bias.data = _part(linear.bias.data, 0, ranks)
-    elif ranks.rank:  # it is added once
+    elif ranks.rank:  # the bias is added once, by rank 0
         linear.bias.data = torch.zeros_like(linear.bias.data)
 
 
-def _cut_experts(weights: Tensor, style: str, ranks: RankGroup) -> Tensor:
-    """[experts, outputs, inputs] of all experts; packed: the gate's outputs, then the up's."""
+def _shard_experts(weights: Tensor, style: str, ranks: RankGroup) -> Tensor:
+    """Shard [experts, outputs, inputs]. Packed outputs are the gate's, then the up's."""
     if style == "rowwise":
         return _part(weights, 2, ranks)
     return torch.cat([_part(half, 1, ranks) for half in weights.chunk(2, dim=1)], dim=1)
 
 
 def _part(weights: Tensor, axis: int, ranks: RankGroup) -> Tensor:
-    """This rank's part along an axis, in memory of its own."""
+    """Return a copy of this rank's part along an axis."""
     if weights.shape[axis] < ranks.size:
         raise UsageError(
             f"dp_size={ranks.size}: expected at most the MLPs' {weights.shape[axis]} columns"
@@ -136,7 +136,7 @@ def _part(weights: Tensor, axis: int, ranks: RankGroup) -> Tensor:
 
 
 def _check(found: Tensor, expected: Tensor, what: str) -> None:
-    """See that the shards' sum is what the whole gave."""
+    """Check that the shards add up to the result of the whole."""
     allowed = _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE)
     if not (found - expected).norm() <= allowed * expected.norm():
         raise UsageError(

@@ -541,11 +541,11 @@ def test_a_rank_that_cannot_load_ends_the_other(ranks: Ranks, tiny_model: Path) 
 @pytest.mark.parametrize(
     ("family", "shape", "message"),
     [
-        ("GPT2Config", {"n_embd": 32, "n_head": 4, "n_layer": 2}, "no plan to cut the MLPs of"),
+        ("GPT2Config", {"n_embd": 32, "n_head": 4, "n_layer": 2}, "no plan to shard the MLPs of"),
         (
             "Phi3Config",
             {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
-            "gate_up_proj is a Linear to be cut 'colwise_gather_output'",
+            "gate_up_proj is a Linear to be sharded 'colwise_gather_output'",
         ),
         (  # its shared expert is not in the plan, and would be added by every rank
             "Qwen2MoeConfig",

@@ -33,16 +33,16 @@ SHAPE: dict[str, Any] = {
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 UNSOUND = {
     "DiffLlamaConfig": ({}, "in chunks: logits differ by .* from layer 0 on"),
-    "DogeConfig": ({}, "DogeAttention of layer 0 has a mask of its own making"),
+    "DogeConfig": ({}, "DogeAttention of layer 0 makes its own mask"),
     "PhimoeConfig": (
         {"sliding_window": 6, **EXPERTS},
-        "PhimoeAttention of layer 0 is told of all tokens before it, and its mask shows something",
+        "PhimoeAttention of layer 0 is called without a window, but its mask differs",
     ),
     "Gemma3TextConfig": (
         {"use_bidirectional_attention": True},
-        "Gemma3Attention of layer 0 is told of .*, and its mask shows something else",
+        "Gemma3Attention of layer 0 is called with a window of .*, but its mask differs",
     ),
-    "BertConfig": ({}, "BertSelfAttention of layer 0 sees the tokens after each token, too"),
+    "BertConfig": ({}, "BertSelfAttention of layer 0 also sees the tokens after each token"),
 }
 UNSOUND["MoshiConfig"] = (
     {"sliding_window": 6, "ffn_dim": 64},
@@ -77,7 +77,7 @@ def test_load_of_unsound_model_is_refused(config: str, folder_of: Callable[..., 
 def test_load_sees_window_longer_than_proof(folder_of: Callable[..., Path]) -> None:
     """PhiMoE's window is in its mask alone, and here no token of the proof is out of it."""
     folder = folder_of("PhimoeConfig", sliding_window=100, **EXPERTS)
-    with pytest.raises(CheckpointError, match="shows something else at positions after"):
+    with pytest.raises(CheckpointError, match="its mask differs at positions after"):
         _load(folder)
 
 

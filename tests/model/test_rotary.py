@@ -173,5 +173,5 @@ def test_a_table_that_no_row_can_choose_is_refused(build_model: Callable[..., Pa
         "sliding_window": None,
     }
     folder = build_model(_config("PhimoeConfig", changes))
-    with pytest.raises(CheckpointError, match="PhimoeRotaryEmbedding does not give its own result"):
+    with pytest.raises(CheckpointError, match="PhimoeRotaryEmbedding gives another result"):
         LLM(folder, dtype="float64")
