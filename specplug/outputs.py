@@ -43,6 +43,8 @@ class RequestOutput:
         routed_experts: [tokens - 1, layers, experts a token] int64, the experts of every prompt and
             output token but the last, which the target never read; fewer if the request was aborted
             in its prefill. None before it has ended, and if not asked for.
+        hidden_states: [tokens - 1, layers, hidden size] in the target's dtype, of the same tokens
+            as ``routed_experts`` and None when that is; the layers in the order asked for.
         num_cached_tokens: of its prompt, how many tokens were found in the prefix cache.
         times_retracted: how often it lost its KV to others and was prefilled again.
         error: what went wrong, with ``finish_reason`` "error".
@@ -59,6 +61,7 @@ class RequestOutput:
     stop_reason: str | int | None = None
     accept_lens: tuple[int, ...] = ()
     routed_experts: Tensor | None = attrs.field(default=None, eq=False)
+    hidden_states: Tensor | None = attrs.field(default=None, eq=False)
     num_cached_tokens: int = 0
     times_retracted: int = 0
     error: str | None = None

@@ -91,6 +91,20 @@ def _flag(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         raise UsageError(f"{attribute.name}={shown(value)}: expected True or False")
 
 
+def _layers(value: Any) -> bool | tuple[int, ...]:
+    if isinstance(value, bool):
+        return value
+    try:
+        layers = tuple(map(plain_integer, value))
+    except Exception:  # it is no sequence, or one of its own
+        layers = ()
+    if not layers or any(type(layer) is not int or layer < 0 for layer in layers):
+        raise UsageError(
+            f"return_hidden_states={shown(value)}: expected True, False or a tuple of layer numbers"
+        )
+    return layers
+
+
 def _bias(value: Mapping[int, float] | None) -> dict[int, float]:
     try:
         items = [] if value is None else list(dict(value).items())
@@ -172,6 +186,9 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         return_routed_experts: give the experts that a mixture-of-experts target routed each token
             to.
+        return_hidden_states: give the hidden states of every token: True: those that the LM head
+            reads; or of these layers, numbered as in transformers' ``hidden_states``: what enters
+            layer 0, 1, …, and last what the LM head reads, after the final norm.
         json_schema: the output is JSON that this schema, its text or a dict, allows, properties in
             the schema's order. It is kept as text.
         regex: the output matches this regular expression, as a whole.
@@ -213,6 +230,7 @@ class SamplingParams:
     )
     skip_special_tokens: bool = attrs.field(default=True, validator=_flag)
     return_routed_experts: bool = attrs.field(default=False, validator=_flag)
+    return_hidden_states: bool | tuple[int, ...] = attrs.field(default=False, converter=_layers)
     json_schema: str | None = attrs.field(
         default=None,
         converter=_schema,

@@ -192,6 +192,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": BIASES,
     "stop": TEXTS | st.lists(TEXTS, max_size=3) | st.just(["a"] * 100),
     "stop_token_ids": st.lists(TOKENS, max_size=3) | NUMBERS,
+    "return_hidden_states": st.lists(TOKENS, max_size=3) | NUMBERS,
     "regex": st.sampled_from(["[a-c]+", "a|b", "", "(", None, 5]),
 }
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specplug.errors import UsageError
-from specplug.model.hidden_states import ROUTED_EXPERTS, Point
+from specplug.model.hidden_states import HIDDEN_STATES, ROUTED_EXPERTS, Point
 from specplug.model.model_runner import ModelRunner
 from specplug.model.sampler import top_logprobs
 from specplug.outputs import Logprob
@@ -29,6 +29,9 @@ def core_outputs(runner: ModelRunner, tokenizer: Any | None) -> tuple[OutputKind
     return (
         Logprobs(vocab_size=runner.vocab_size, dtype=runner.dtype, tokenizer=tokenizer),
         RoutedExperts(num_routers=runner.capture.num_routers),
+        HiddenStates(
+            num_layers=runner.num_layers, hidden_size=runner.hidden_size, dtype=runner.dtype
+        ),
     )
 
 
@@ -115,3 +118,35 @@ class RoutedExperts(OutputKind):
     def points(self, want: bool) -> tuple[Hashable, ...]:
         """All routers, in the order of their layers."""
         return tuple(Point(ROUTED_EXPERTS, number) for number in range(self.num_routers))
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class HiddenStates(OutputKind):
+    """``SamplingParams.return_hidden_states``: [tokens, layers, hidden size]."""
+
+    name = "hidden_states"
+    every_position = True
+    has_own_field = True
+    num_layers: int
+    hidden_size: int
+    dtype: torch.dtype
+
+    def asked(self, params: SamplingParams) -> tuple[int, ...] | None:
+        """Which layers."""
+        layers = params.return_hidden_states
+        if layers is True:
+            return (self.num_layers,)
+        if layers and max(layers) > self.num_layers:
+            raise UsageError(
+                f"return_hidden_states={layers}: expected layers from 0 to {self.num_layers}, "
+                "which is what the LM head reads"
+            )
+        return layers or None
+
+    def forms(self, want: tuple[int, ...]) -> Mapping[str, Form]:
+        """A column for each layer."""
+        return {self.name: ((len(want), self.hidden_size), self.dtype)}
+
+    def points(self, want: tuple[int, ...]) -> tuple[Hashable, ...]:
+        """The layers as they were asked for."""
+        return tuple(Point(HIDDEN_STATES, layer) for layer in want)

@@ -28,6 +28,7 @@ VALUES: dict[str, Any] = {
     "logprobs": 2,
     "skip_special_tokens": False,
     "return_routed_experts": True,
+    "return_hidden_states": (2, 0),
     "json_schema": '{"type":"integer"}',
     "regex": "[a-z]+",
     "ebnf": 'root ::= "a"',
