@@ -13,7 +13,7 @@ from specplug.engine.collected_output import CollectedOutput
 from specplug.engine.detokenizer import Detokenizer
 from specplug.engine.received_prefill import ReceivedPrefill
 from specplug.grammar.state import GrammarState
-from specplug.kv.cached_page import CachedPage
+from specplug.kv.prefix_cache import CachedPage
 from specplug.model.rotary import FIXED, NEVER, LengthRule
 from specplug.outputs import RequestOutput
 from specplug.sampling_params import Needs, SamplingParams

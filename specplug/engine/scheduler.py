@@ -11,8 +11,7 @@ import attrs
 from specplug.engine.received_prefill import ReceivedPrefill
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.waiting_queue import WaitingQueue
-from specplug.kv.cached_page import CachedPage
-from specplug.kv.prefix_cache import PrefixCache
+from specplug.kv.prefix_cache import CachedPage, PrefixCache
 from specplug.kv.request_table import RequestTable
 
 

@@ -1,4 +1,4 @@
-"""Where a request stands in its grammar, and which tokens that allows behind each drafted node."""
+"""A request's position in its grammar, and the tokens that it allows after each drafted node."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     import xgrammar
 
 _STEP_SECONDS = 1.0
-"""Processor time that a grammar may take of one step; what the trial did not show ends the request
-alone."""
+"""Processor time that a grammar may take in one step. Beyond it the request ends with an error."""
 
 
 class GrammarState:
-    """Where one request stands in its grammar.
+    """One request's position in its grammar.
 
-    The grammar ends by an end-of-sequence token, which is allowed where the output so far is a
-    whole match. It also ends where no token at all may follow: right at the end of a match if the
-    vocabulary has no end-of-sequence token, and in a dead end, where the vocabulary cannot spell
-    what the grammar demands. Where every token that it allows is banned by the request's
-    ``logit_bias``, it ends with an error, unless it is at the end of a whole match. Last, it ends
-    with an error before a token that it does not allow, which comes up only if masks are not
-    applied.
+    The grammar ends
+
+    - by an end-of-sequence token, which is allowed where the output is a complete match;
+    - where no token may follow: after a complete match if the vocabulary has no end-of-sequence
+      token, and in a dead end, where the vocabulary cannot spell what the grammar demands;
+    - with an error, where the request's ``logit_bias`` bans every allowed token, unless the output
+      is a complete match;
+    - with an error, before a token that it does not allow, which happens only without masks.
 
     Args:
         matcher: xgrammar's, at the start.
@@ -43,9 +43,8 @@ class GrammarState:
 
     Attributes:
         error: why the grammar was given up, or None.
-        ended_at: the number of output tokens after which the grammar ended, the end-of-sequence
-            token included if it ended by one; None while it goes on. Output behind it is not the
-            grammar's, and must be dropped.
+        ended_at: the number of output tokens at which the grammar ended, with the end-of-sequence
+            token if it ended by one; None while it goes on. Later output must be dropped.
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class GrammarState:
         return self.ended_at is None
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Take the request's next output tokens, in order, each once.
+        """Take the request's next output tokens, in order, each once, over any number of calls.
 
-        Those behind the grammar's end are ignored. How they are split over calls does not matter.
+        Tokens after the grammar's end are ignored.
         """
         if not self.goes_on or not tokens:
             return
@@ -81,10 +80,10 @@ class GrammarState:
 
     def _advance(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            # A matcher that has ended must not be asked: it writes warnings.
+            # A matcher that has ended writes warnings when it is asked.
             if not self._matcher.accept_token(token):
                 self._look_ahead()
-                if self.goes_on:  # else nothing was left to choose before it
+                if self.goes_on:  # else no token was allowed at all
                     self.error = f"token {token} was chosen, which the grammar does not allow"
                     self._end()
                 return
@@ -95,7 +94,7 @@ class GrammarState:
         self._look_ahead()
 
     def fill_next(self, mask: Tensor) -> None:
-        """Write which tokens may come next.
+        """Write the mask of the next token.
 
         Args:
             mask: [words] int32 on the CPU; bit ``t % 32`` of word ``t // 32`` is token t. All ones
@@ -106,21 +105,21 @@ class GrammarState:
     def fill_tree(
         self, tokens: Tensor, next_token: Tensor, next_sibling: Tensor, masks: Tensor
     ) -> None:
-        """Write which tokens may follow each node of a draft tree, and advance no further.
+        """Write the mask of the token after each node of a draft tree, without advancing.
 
         Args:
             tokens: [N] int64 on the CPU. Node 0 is the last token that this was advanced by.
             next_token, next_sibling: [N] int64 on the CPU, this request's ``Draft.links``.
-            masks: [N, words] int32 on the CPU, contiguous. Row i: what may follow the path from
-                the root to node i. All ones where the grammar allows no such path or ends on it,
-                so that no row bans every token: the target never gets to the first, and what it
-                gives behind the second is dropped.
+            masks: [N, words] int32 on the CPU, contiguous. Row i is for the token after the path
+                from the root to node i. It is all ones where the grammar forbids the path or ends
+                on it, so that no row bans every token: the target never chooses such a path, and
+                what follows an end is dropped.
         """
         assert masks.is_contiguous(), masks.stride()
         masks.fill_(-1)
         if not self.goes_on:
             return
-        # Rows of paths that end or are refused become 0; those behind them are not written.
+        # Rows of paths that end or are forbidden become 0; rows after them are not written.
         with self._in_time():
             self._matcher.traverse_draft_tree(next_token, next_sibling, tokens, masks)
         if self._not_banned is not None:
@@ -129,7 +128,7 @@ class GrammarState:
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
-        """Give the grammar up if what is done takes far too long: it holds up every request."""
+        """Give the grammar up if the enclosed work takes too long: every request waits for it."""
         started = time.thread_time()  # a pause of the process is not the grammar's
         yield
         if self.goes_on and time.thread_time() - started > _STEP_SECONDS:
@@ -155,7 +154,7 @@ class GrammarState:
             self._end()
 
     def _is_match(self, allowed: Tensor) -> bool:
-        """Whether the output so far is a whole match: a token that ends it is allowed."""
+        """Whether the output is a complete match: a token that ends it is allowed."""
         stops = self._matcher.stop_token_ids
         return any(bool(allowed[t // 32] >> (t % 32) & 1) for t in stops)
 
@@ -166,12 +165,12 @@ class GrammarState:
 
 @attrs.frozen(eq=False)
 class HostTree:
-    """A batch's drafts on their way to the host, where grammars follow them.
+    """A batch's drafts, being copied to the host for the grammars.
 
     Attributes:
         nodes: [3, bs, N] int64 on the host: tokens, next token, next sibling (``Draft.links``).
         widths: nodes of each request.
-        arrival: of these.
+        arrival: of ``nodes``.
     """
 
     nodes: Tensor
@@ -180,13 +179,13 @@ class HostTree:
 
     @classmethod
     def of(cls, draft: Draft) -> HostTree:
-        """Start a draft's way to the host."""
+        """Start copying a draft to the host."""
         nodes = to_host(torch.stack((draft.tokens, *draft.links)))
         widths = draft.widths or (draft.width,) * len(draft.tokens)
         return cls(nodes, widths, Arrival(draft.tokens.device))
 
     def fill_masks(self, grammar_states: Sequence[GrammarState | None], masks: Tensor) -> None:
-        """Write what may follow each node; waits for the nodes.
+        """Wait for the nodes and write the mask after each of them.
 
         Args:
             grammar_states: of the requests; None for one without a grammar.

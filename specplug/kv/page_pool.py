@@ -1,4 +1,4 @@
-"""The pages of the KV pool that nobody owns."""
+"""The free pages of the KV pool."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody owns."""
+        """The number of free pages."""
         return len(self._free)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that all pages together hold."""
+        """The tokens that all pages together hold, without page 0."""
         return (self.num_pages - 1) * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold ``num_tokens``."""
+        """Return how many pages hold ``num_tokens``."""
         return -(-num_tokens // self.page_size)
 
     def reset(self) -> None:
-        """Nobody owns any page."""
+        """Free every page."""
         self._free = deque(range(1, self.num_pages))
 
     def take(self, count: int) -> list[int]:
-        """``count`` free pages; there must be as many."""
+        """Take ``count`` free pages; there must be that many."""
         return [self._free.popleft() for _ in range(count)]
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Take pages back."""
+        """Free pages."""
         self._free.extend(pages)
 
     def check(self, owned: Iterable[int]) -> None:
-        """Assert that each page is free or stands in ``owned``, exactly once."""
+        """Assert that each page is free or in ``owned``, exactly once."""
         pages = sorted([*self._free, *owned])
         assert pages == list(range(1, self.num_pages)), "a KV page leaked or has two owners"

@@ -1,33 +1,74 @@
-"""The prefix cache: a radix tree whose nodes are pages, and whoever needs a page asks it.
+"""The prefix cache: a radix tree of KV pages, and the allocator of all pages.
 
-A page of it holds the KV of a prompt's or an output's tokens, of the target and of the draft model
-alike, which share their slots. A request that begins with the same tokens starts behind them.
+A cached page holds the KV of tokens of a prompt or an output, for the target and for the draft
+model, which share their slots. A request with the same first tokens starts after them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
-from specplug.kv.cached_page import CachedPage, Key
+import attrs
+
 from specplug.kv.page_pool import PagePool
+
+Key = tuple[int, ...]
+
+
+@attrs.define(eq=False)
+class CachedPage:
+    """A node of the tree: a page of the pool, and the pages that follow it.
+
+    Attributes:
+        page: its number in the pool; 0 at the root.
+        key: its tokens and the ``lookahead`` tokens after them. A first page's key begins with the
+            ``rotary_set``, unless that is 0.
+        parent: the page before it; None at the root.
+        depth: pages on the path to it, itself included.
+        children: by key.
+        users: running requests whose path goes through it.
+        last_used: the clock's time of the last use. An unused page's is never before its child's.
+        queued: whether it is in the order of eviction.
+    """
+
+    page: int = 0
+    key: Key = ()
+    parent: CachedPage | None = None
+    depth: int = 0
+    children: dict[Key, CachedPage] = attrs.field(factory=dict)
+    users: int = 0
+    last_used: int = 0
+    queued: bool = False
+
+    def path(self) -> Iterator[CachedPage]:
+        """Yield the page and those before it, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
 
 
 class PrefixCache:
-    """Shares the pages of equal prefixes, and hands out pages: free ones first, then those of the
-    cache that nobody uses, the least recently used first.
+    """Shares the pages of equal prefixes, and hands out pages.
 
-    A draft model's KV at a position may depend on the tokens behind it: EAGLE's layer reads the
-    next token, the k-th of several MTP layers the k-th next. So a page is found only by a request
-    which has the same ``lookahead`` tokens behind the page too, and a hit leaves the draft model
-    the very context that it would have computed. And only by one of the same ``rotary_set``: tokens
-    that are turned otherwise have other keys.
+    It hands out free pages first, then cached ones that no request uses, least recently used first.
+
+    A draft model's KV at a position may depend on later tokens: EAGLE's layer reads the next token,
+    the k-th of several MTP layers the k-th next. So a page matches only if the ``lookahead`` tokens
+    after it are equal too, and a hit gives the draft model the context that it would have computed.
+    The ``rotary_set`` must be equal too, because other frequencies give other keys.
 
     Args:
         pool: of all pages.
-        lookahead: tokens behind a position on which its KV depends.
-        enabled: False: nothing is ever found, and nothing stays.
+        lookahead: tokens after a position on which its KV depends.
+        enabled: False: nothing is cached, so nothing matches.
+
+    Attributes:
+        num_pages, num_unused: cached pages, and those of them that no request uses.
+        evicted: pages evicted so far.
+        changes: counts insertions and releases, so that a caller knows whether to match again.
     """
 
     def __init__(self, pool: PagePool, lookahead: int, *, enabled: bool = True) -> None:
@@ -45,16 +86,16 @@ class PrefixCache:
 
     @property
     def root(self) -> CachedPage:
-        """The empty prefix, which every request shares."""
+        """The root of the tree: the empty prefix, which every request shares."""
         return self._root
 
     @property
     def num_available(self) -> int:
-        """Pages that ``take`` can give."""
+        """The pages that ``take`` can give: free ones and unused cached ones."""
         return self.pool.num_free + self.num_unused
 
     def match(self, tokens: Sequence[int], most: int, rotary_set: int = 0) -> CachedPage:
-        """The longest cached prefix of ``tokens`` that is at most ``most`` tokens long."""
+        """Return the last page of the longest cached prefix, at most ``most`` tokens long."""
         node, size = self._root, self.pool.page_size
         if self.num_pages:
             for start in range(0, most - size + 1, size):
@@ -65,13 +106,13 @@ class PrefixCache:
         return node
 
     def hold(self, node: CachedPage) -> None:
-        """A request begins to use the path to ``node``."""
+        """Count a request as a user of the path to ``node``."""
         self._clock += 1
         for used in node.path():
             self._use(used)
 
     def let_go(self, node: CachedPage) -> None:
-        """A request no longer uses the path to ``node``."""
+        """End a request's use of the path to ``node``."""
         self._clock += 1
         self.changes += 1
         for used in node.path():
@@ -88,20 +129,21 @@ class PrefixCache:
         num_computed_tokens: int,
         rotary_set: int = 0,
     ) -> tuple[CachedPage, list[int]]:
-        """Insert the pages whose content is final: those whose tokens are computed, with the
-        ``lookahead`` tokens after them known. A pass that computes the last positions again, for
-        layers that read tokens further ahead, writes the same there.
+        """Insert the final pages of a sequence: computed ones whose ``lookahead`` tokens are known.
 
-        Where the same page is cached already, that one takes its place in ``pages``.
+        Layers that read further ahead compute the last positions again and write the same values.
+        If an equal page is cached already, it replaces the sequence's own in ``pages``.
 
         Args:
             pages: of the sequence, in order of position; those up to ``shared`` are cached.
-            shared: the last of them that the cache has, and that the sequence holds.
+            shared: the last page that the cache has and the sequence holds.
             token_ids: of the sequence.
+            num_computed_tokens: of the sequence.
+            rotary_set: of its first rows.
 
         Returns:
             The last page that the cache has now, which the sequence holds with all before it, and
-            the indices of pages that were replaced.
+            the indices of the pages that were replaced.
         """
         if not self.enabled:
             return shared, []
@@ -125,7 +167,7 @@ class PrefixCache:
         return node, replaced
 
     def take(self, num_pages: int) -> list[int]:
-        """``num_pages`` pages, at most ``num_available``."""
+        """Take pages, at most ``num_available``; evict cached ones if too few are free."""
         missing = num_pages - self.pool.num_free
         if missing > 0:
             self._evict(missing)
@@ -133,17 +175,17 @@ class PrefixCache:
         return self.pool.take(num_pages)
 
     def release(self, pages: Sequence[int], shared: CachedPage) -> None:
-        """Give up a sequence's pages: its own are free, those up to ``shared`` stay cached."""
+        """Free a sequence's own pages and end its use of those up to ``shared``."""
         self.pool.give_back(pages[shared.depth :])
         self.let_go(shared)
 
     def clear(self) -> None:
-        """Forget all pages; no request may be running."""
+        """Evict all pages. No request may be running."""
         assert self.num_unused == self.num_pages, "a request still uses the cache"
         self._evict(self.num_pages)
 
     def reset(self) -> None:
-        """Begin anew: every page is free, whoever had it."""
+        """Free every page, whoever owns it, and empty the tree."""
         self.pool.reset()
         self._root = CachedPage()
         self._order.clear()
@@ -151,7 +193,7 @@ class PrefixCache:
         self.changes += 1
 
     def num_shared_with_others(self, shared: CachedPage) -> int:
-        """Tokens up to ``shared`` that another sequence holds too."""
+        """Count the tokens up to ``shared`` that another sequence uses too."""
         common = next((node for node in shared.path() if node.users > 1), self._root)
         return common.depth * self.pool.page_size
 
@@ -159,7 +201,7 @@ class PrefixCache:
         """Assert that every page is free, cached, or owned by one sequence.
 
         Args:
-            sequences: the pages of each, and the last of them that the cache has.
+            sequences: the pages of each, and the last one of them that is cached.
         """
         owned, users = list[int](), dict[CachedPage, int]()
         for pages, shared in sequences:
@@ -197,18 +239,18 @@ class PrefixCache:
         node.last_used = self._clock
 
     def _queue(self, node: CachedPage) -> None:
-        """Enter a page that nobody uses and nothing stands behind into the order of eviction."""
+        """Enter an unused leaf into the order of eviction."""
         if node.parent is not None and not (node.users or node.children or node.queued):
             heappush(self._order, (node.last_used, next(self._entries), node))
             node.queued = True
 
     def _evict(self, num_pages: int) -> None:
-        """Free the least recently used of the unused pages, each path from its end."""
+        """Free the least recently used of the unused pages, leaves first."""
         while num_pages:
             when, _, node = heappop(self._order)
             node.queued = False
             if node.last_used != when or node.users or node.children:
-                self._queue(node)  # used since it was entered: later, if at all
+                self._queue(node)  # used since it was entered
                 continue
             assert node.parent is not None
             del node.parent.children[node.key]

@@ -1,4 +1,4 @@
-"""``req_to_token``: request row and position -> slot of the KV pool."""
+"""``req_to_token``: maps request row and position to a slot of the KV pool."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 
 
 class RequestTable:
-    """Rows of slots, on the device. Row 0 is padding, all of whose slots are slot 0.
+    """Rows of slots, on the device. Row 0 is padding; all its slots are slot 0.
 
-    A position for which a request has no page has slot 0 too: a draft model may write and read
-    there, and what it makes of it is a worse draft, never another request's. Changes are collected
-    and go to the device together (``flush``), before the step that needs them.
+    A position for which a request has no page has slot 0 too. A draft model may write and read
+    there: its drafts get worse, and no other request is touched. Changes are collected and go to
+    the device together (``flush``) before the step that needs them.
 
     Attributes:
         slots: [rows, positions] int64.
-        floors: [rows] int64, the positions of each request, from its first on, where it must not
-            write: it found them in the prefix cache, and others read them too, or what is needed
-            to compute them again is not here.
+        floors: [rows] int64, each request's first position that it may write. Those before it are
+            shared pages of the prefix cache, or came from another instance and cannot be computed
+            again here.
         lengths: [rows] int64, each request's ``rotary_len``.
 
     Args:
         req_table_size: rows, row 0 included.
-        width: most positions a request may need, slots of drafts behind its end included.
+        width: the most positions of a request, with the draft slots after its end.
         page_size: tokens a page.
     """
 
@@ -48,23 +48,23 @@ class RequestTable:
 
     @property
     def num_free(self) -> int:
-        """Rows that no request has."""
+        """The number of free rows."""
         return len(self._free)
 
     def reset(self) -> None:
-        """No request has a row."""
+        """Free all rows."""
         self._free = list(range(self.req_table_size - 1, 0, -1))
         self._taken, self._changes = {}, {}
 
     def take(self, *, floor: int, rotary_len: int) -> int:
-        """Take a row, whose first ``floor`` positions are shared; its index."""
+        """Take a row whose first ``floor`` positions are shared; return its index."""
         req_index = self._free.pop()
         self._taken[req_index] = floor, rotary_len
         self._changes[req_index] = {}
         return req_index
 
     def raise_floors(self, rows: torch.Tensor, floors: list[int]) -> None:
-        """Have the requests in ``rows`` [bs] write nothing before these positions either."""
+        """Raise the floors of ``rows`` [bs] to these positions, where they are lower."""
         raised = self._upload(floors)
         self.floors.index_copy_(0, rows, torch.maximum(self.floors[rows], raised))
 
@@ -73,14 +73,14 @@ class RequestTable:
         self._free.append(req_index)
 
     def write(self, req_index: int, pages: Sequence[int], indices: Iterable[int]) -> None:
-        """Enter these of a row's pages; an index past the last of them becomes padding."""
+        """Enter a row's pages at ``indices``; an index past the last page becomes padding."""
         changes = self._changes.setdefault(req_index, {})
         for index in indices:
             if index < self._pages_a_row:
                 changes[index] = pages[index] if index < len(pages) else 0
 
     def flush(self) -> None:
-        """Bring all changes to the device."""
+        """Copy all changes to the device."""
         if self._taken:
             columns = [list(self._taken), *map(list, zip(*self._taken.values(), strict=True))]
             rows, floors, lengths = self._upload(columns)

@@ -1,4 +1,4 @@
-"""The tensors of the KV pool: the target's and, in the same slots, the draft models'."""
+"""The tensors of the KV pool: the target's and the draft models', which share their slots."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from specplug.speculative.runtime import KVCache
 
 @attrs.frozen
 class KVShape:
-    """Layers, key/value heads and head size of a cache."""
+    """The layers, key/value heads and head size of a cache."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
 
     def bytes_per_slot(self, dtype: torch.dtype) -> int:
-        """Of one token, keys and values of all layers."""
+        """Return the bytes of a token's keys and values in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 def fill_cache(
     cache: KVCache, shape: KVShape, num_slots: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Allocate a cache's tensors, all in one: [layers, 2, slots, Hkv, D].
+    """Allocate a cache's tensors as one, [layers, 2, slots, Hkv, D], and return it.
 
-    Zeroed, because a masked slot still enters the products, and 0 times an old NaN is NaN. On the
-    CPU the system gives zeroed memory when a page is first touched: a pool costs what is used.
+    It is zeroed, because masked slots enter the products too, and 0 times NaN is NaN. On the CPU
+    the system provides zeroed memory when it is first touched, so a pool costs only what is used.
     """
     size = (shape.num_layers, 2, num_slots, shape.num_kv_heads, shape.head_dim)
     if device.type == "cpu" and shape.num_layers:  # an algorithm may draft without a layer
@@ -45,7 +45,7 @@ def fill_cache(
 
 
 def _untouched(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in fresh pages of the system, none of which is there yet."""
+    """Map zeroed memory that the system provides page by page when it is touched."""
     count = math.prod(size)
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
     memory = mmap.mmap(-1, count * dtype.itemsize, **private)
@@ -53,7 +53,7 @@ def _untouched(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def drop_tensors(cache: KVCache) -> None:
-    """Empty a cache, whoever still holds it."""
+    """Drop a cache's tensors, even if a plugin still holds the cache."""
     cache.keys.clear()
     cache.values.clear()
 
@@ -61,6 +61,6 @@ def drop_tensors(cache: KVCache) -> None:
 def move_slots(pool: Tensor, source: Tensor, target: Tensor) -> None:
     """Copy tokens between slots, all layers at once: ``source`` and ``target`` [M] int64.
 
-    Reads everything before it writes, so the two may overlap.
+    All is read before anything is written, so the two may overlap.
     """
     pool[:, :, target] = pool[:, :, source]

@@ -24,9 +24,8 @@ from specplug.engine.collected_output import collect
 from specplug.engine.per_token_outputs import RoutedExperts
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.scheduler import Decode, Prefill, Scheduler, SchedulerConfig, Step
-from specplug.kv.cached_page import CachedPage
 from specplug.kv.page_pool import PagePool
-from specplug.kv.prefix_cache import PrefixCache
+from specplug.kv.prefix_cache import CachedPage, PrefixCache
 from specplug.kv.request_table import RequestTable
 
 Tokens = tuple[int, ...]

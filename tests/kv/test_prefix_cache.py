@@ -10,9 +10,8 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from specplug.kv.cached_page import CachedPage
 from specplug.kv.page_pool import PagePool
-from specplug.kv.prefix_cache import PrefixCache
+from specplug.kv.prefix_cache import CachedPage, PrefixCache
 
 Tokens = tuple[int, ...]
 
