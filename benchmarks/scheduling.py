@@ -47,8 +47,9 @@ from specplug import SamplingParams
 from specplug.engine.engine import Engine
 from specplug.engine.request import Request, make_detokenizer
 from specplug.engine.scheduler import Scheduler, SchedulerConfig, Step
-from specplug.engine.step import DecodeResult, PrefillResult, StepResult, StepRunner
+from specplug.engine.step import StepRunner
 from specplug.engine.step_clock import StepClock
+from specplug.engine.step_result import DecodeResult, PrefillResult, StepResult
 from specplug.kv.page_pool import PagePool
 from specplug.kv.prefix_cache import PrefixCache
 from specplug.kv.request_table import RequestTable
@@ -230,13 +231,15 @@ class Bench:
         )
         scheduler = Scheduler(config, PrefixCache(pool, 0), table)
         sampler = Sampler(case.running + 1, VOCAB, CPU)
-        runtime: Any = SimpleNamespace(device=CPU, table=table, sampler=sampler, worker=None)
+        runtime: Any = SimpleNamespace(
+            device=CPU, table=table, sampler=sampler, worker=None, req_table_size=case.running + 1
+        )
         plain = Registry().select("NONE")
         hooks = HookCalls(build_plugin_manager(plain, (), CoreDefaults()), plain)
         unused: Any = None
         self.engine = Engine(
             scheduler=scheduler,
-            steps=ReadySteps(runtime, unused, hooks, unused, unused, unused),
+            steps=ReadySteps(runtime, unused, hooks, unused, unused),
             runtime=runtime,
             hooks=hooks,
             overlap=True,

@@ -57,7 +57,6 @@ from specplug.outputs import RequestOutput
 from specplug.registry import Registry, build_plugin_manager
 from specplug.sampling_params import SamplingParams
 from specplug.speculative.defaults import CoreDefaults
-from specplug.speculative.future_map import FutureMap
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.runtime import RankInfo
 
@@ -657,13 +656,11 @@ class LLM:
     def _make_engine(
         self, runtime: EngineRuntime, cache: PrefixCache, table: RequestTable
     ) -> Engine:
-        committed = FutureMap(runtime.req_table_size, runtime.device)
         future_map = self._hooks.create_future_map(runtime)
-        relays = committed, future_map
-        kv_transfer = KVTransfer(runtime, self._hooks, *relays, cache.lookahead)
+        transfer = KVTransfer(runtime, cache.lookahead)
         return Engine(
             scheduler=Scheduler(self._limits, cache, table),
-            steps=StepRunner(runtime, self._runner, self._hooks, *relays, kv_transfer, self._ranks),
+            steps=StepRunner(runtime, self._runner, self._hooks, future_map, transfer, self._ranks),
             runtime=runtime,
             hooks=self._hooks,
             overlap=self._limits.steps_in_flight > 1,

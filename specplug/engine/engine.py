@@ -16,7 +16,8 @@ from specplug.engine.remote_prefill import RemotePrefill
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.scheduler import Scheduler, Step
 from specplug.engine.statistics import Statistics
-from specplug.engine.step import StepResult, StepRunner
+from specplug.engine.step import StepRunner
+from specplug.engine.step_result import StepResult
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.report import RequestReport, StepReport
 from specplug.speculative.state import state_spec

@@ -10,15 +10,9 @@ from torch import Tensor
 
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.request import Request
-from specplug.engine.request_view import ReadOnlyRequest
 from specplug.engine.scheduler import PlacedPrefill, PrefillChunk
-from specplug.sampling_params import Needs
-from specplug.speculative.batch import Batch, ForwardMode
-from specplug.speculative.future_map import FutureMap
-from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.host_copy import to_host, upload
+from specplug.speculative.host_copy import to_host
 from specplug.speculative.state import state_spec
-from specplug.speculative.target_output import CommittedOutput
 
 _SLICE_BYTES = 4 << 20
 """About the most of one slice: what follows it on the wire, signs of life too, waits for it."""
@@ -63,34 +57,29 @@ class KVTransfer:
 
     Args:
         runtime: of the run; its pools are those of the target and of all draft models.
-        hooks: of the run's plugins.
-        committed: where the engine notes how far each request is.
-        future_map: where the draft state of a prefilled request stands, and of a received one goes.
         lookahead: positions behind which a prefill's KV may still change: the last of the layers
             that read further ahead compute theirs again when those tokens are known.
     """
 
-    def __init__(
-        self,
-        runtime: EngineRuntime,
-        hooks: HookCalls,
-        committed: FutureMap,
-        future_map: FutureMap,
-        lookahead: int,
-    ) -> None:
+    def __init__(self, runtime: EngineRuntime, lookahead: int) -> None:
         self._runtime = runtime
-        self._hooks = hooks
-        self._committed = committed
-        self._future_map = future_map
         self._lookahead = lookahead
         self._spec = state_spec(runtime.worker)
 
-    def read(self, chunks: Sequence[PrefillChunk], batch: Batch) -> tuple[KVSlice, ...]:
+    def exports_state(self, chunks: Sequence[PrefillChunk]) -> bool:
+        """Return whether ``read`` needs the draft state: the last chunk of a request that another
+        instance waits for is among these."""
+        return any(chunk.is_last and chunk.request.export_from is not None for chunk in chunks)
+
+    def read(
+        self, chunks: Sequence[PrefillChunk], state: Mapping[str, Tensor | None]
+    ) -> tuple[KVSlice, ...]:
         """Start the way of what these chunks have made final, of requests that another instance
-        waits for; with the last chunk of each, of all the rest and of its draft state."""
-        state: Mapping[str, Tensor | None] = {}
-        if any(chunk.is_last and chunk.request.export_from is not None for chunk in chunks):
-            state = self._hooks.export_draft_state(self._runtime, batch, self._future_map)
+        waits for; with the last chunk of each, of all the rest and of its draft state.
+
+        Args:
+            state: what ``export_draft_state`` gave, named tensors with an entry for each chunk.
+        """
         slices: list[KVSlice] = []
         for i, chunk in enumerate(chunks):
             request, start = chunk.request, chunk.request.export_from
@@ -114,38 +103,12 @@ class KVTransfer:
         caches = tuple(to_host(pool[:, :, slots]) for pool in self._runtime.pools)
         return KVSlice(request=request, start=start, end=end, caches=caches)
 
-    def write(self, prefills: Sequence[PlacedPrefill]) -> None:
-        """Write received prefills to the pool, and leave the draft input of their first step."""
+    def write(self, prefills: Sequence[PlacedPrefill]) -> list[PlacedPrefill]:
+        """Write received prefills to the pool, and return those whose requests run on: whoever was
+        retracted since has given its row away, and will be prefilled here."""
         for placed in prefills:
             self._write(placed)
-        # Whoever was retracted since has given its row away, and will be prefilled here.
-        live = [u for u in prefills if u.request.req_index]
-        requests, device = [u.request for u in live], self._runtime.device
-        req_indices = upload([request.req_index for request in requests], device)
-        seq_lens = upload([u.received.end for u in live], device)
-        roots = upload([u.request.token_ids[u.received.end] for u in live], device)
-        order = torch.arange(len(live), device=device)
-        output = CommittedOutput(
-            next_tokens=roots,
-            last_rows=order,
-            accept_lens=torch.ones_like(order),
-            bonus_tokens=roots,
-        )
-        self._committed.publish(req_indices, seq_lens, output)
-        batch = Batch(
-            mode=ForwardMode.DECODE,
-            requests=tuple(map(ReadOnlyRequest, requests)),
-            req_indices=req_indices.clone(),
-            seq_lens=seq_lens.clone(),
-            greedy=not any(request.needs & Needs.NOISE for request in requests),
-        )
-        draft_input = self._hooks.build_disagg_draft_input(
-            self._runtime, batch, roots.clone(), self._future_map
-        )
-        self._protect(live, req_indices)
-        self._hooks.relay(self._future_map, req_indices, seq_lens, output, draft_input)
-        for request in requests:
-            request.draft_state = {}
+        return [placed for placed in prefills if placed.request.req_index]
 
     def _write(self, placed: PlacedPrefill) -> None:
         received, start = placed.received, placed.start
@@ -165,7 +128,7 @@ class KVTransfer:
             if layers < len(pool):  # what lay there is another request's
                 pool[layers:].index_fill_(2, slots, 0)
 
-    def _protect(self, live: Sequence[PlacedPrefill], req_indices: Tensor) -> None:
+    def protect(self, live: Sequence[PlacedPrefill], req_indices: Tensor) -> None:
         """Let no pass of the draft write again to positions whose state has not come: a peer with
         fewer steps sends that of fewer positions. Their KV is there, as far as it ever will be."""
         of_positions = {n: t for n, t in self._spec.items() if t.kept == "last"}

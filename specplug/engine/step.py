@@ -2,159 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, count
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import attrs
 import torch
 from torch import Tensor
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine_runtime import EngineRuntime
-from specplug.engine.kv_transfer import KVSlice, KVTransfer
+from specplug.engine.hook_host import EngineHalf, EngineHost
+from specplug.engine.kv_transfer import KVTransfer
 from specplug.engine.request import Request
 from specplug.engine.request_view import ReadOnlyRequest
-from specplug.engine.scheduler import Decode, Prefill, Step
+from specplug.engine.scheduler import Decode, PlacedPrefill, Prefill, Step
 from specplug.engine.step_clock import StepClock
-from specplug.engine.step_outputs import HostOutputs, WantedOutputs
+from specplug.engine.step_outputs import WantedOutputs
+from specplug.engine.step_result import StepResult
 from specplug.grammar.masks import allocate_masks
 from specplug.grammar.state import HostTree
-from specplug.kv.tensors import move_slots
-from specplug.model.attention import JoinedPlan, PagedPlan
+from specplug.model.attention import JoinedPlan
 from specplug.model.model_runner import ModelRunner, PassOutput
 from specplug.sampling_params import Needs
 from specplug.speculative.batch import Batch, ForwardMode
-from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.future_map import FutureMap
 from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.host_copy import Arrival, host_copy, upload
+from specplug.speculative.hook_order import HookOrder
+from specplug.speculative.host_copy import Arrival, upload
 from specplug.speculative.padding import Padding
-from specplug.speculative.rotation import chunk_tails, rotate_chunks
-from specplug.speculative.target_output import CommittedOutput, TargetOutput, compact
-from specplug.speculative.verify import VerifyOutput
 
 Key = TypeVar("Key")
-
-
-@attrs.define(eq=False, kw_only=True)
-class PrefillResult:
-    """What a launched prefill leaves for the host.
-
-    Attributes:
-        tokens: [bs] int64, the target's token behind each chunk.
-        outputs: what requests asked for, of these tokens and of all rows; None if nothing.
-        slices: of the requests that other instances wait for.
-    """
-
-    tokens: Tensor
-    outputs: HostOutputs | None
-    slices: tuple[KVSlice, ...] = ()
-
-
-@attrs.define(eq=False, kw_only=True)
-class DecodeResult:
-    """What a launched decode step leaves for the host.
-
-    Attributes:
-        tokens: [bs, C] int64, the target's tokens along each accepted path.
-        accept_lens: [bs] int64.
-        outputs: what requests asked for, of these bs·C rows; None if nothing.
-        widths: nodes verified for each request.
-    """
-
-    tokens: Tensor
-    accept_lens: Tensor
-    outputs: HostOutputs | None
-    widths: tuple[int, ...]
-
-
-@attrs.define(eq=False, kw_only=True)
-class StepResult:
-    """A launched step, on its way to the host.
-
-    Attributes:
-        number: of the step.
-        step: what was launched.
-        prefill, decode: what its halves leave.
-        clock: when its parts began and ended.
-        host_seconds: time of scheduling and of processing it.
-        grammars_advanced: whether the requests' grammar_states have been advanced by it.
-        arrival: of these tensors.
-    """
-
-    number: int
-    step: Step
-    prefill: PrefillResult | None
-    decode: DecodeResult | None
-    clock: StepClock
-    host_seconds: float = 0.0
-    arrival: Arrival
-    grammars_advanced: bool = False
-
-    def wait(self) -> None:
-        """Block until the tensors are there."""
-        self.arrival.wait()
-
-    def advance_grammars(self) -> None:
-        """Tell the grammars of its requests what they have generated: once, as soon as it is
-        there, since the next step's masks follow from it."""
-        if self.grammars_advanced:
-            return
-        self.grammars_advanced = True
-        if self.prefill is not None and self.step.prefill is not None:
-            for i, chunk in enumerate(self.step.prefill.chunks):
-                if chunk.request.grammar_state is not None and chunk.is_last:
-                    chunk.request.grammar_state.advance([int(self.prefill.tokens[i])])
-        if self.decode is not None and self.step.decode is not None:
-            for i, request in enumerate(self.step.decode.requests):
-                if request.grammar_state is not None:
-                    count = int(self.decode.accept_lens[i])
-                    request.grammar_state.advance(self.decode.tokens[i, :count].tolist())
-
-
-@attrs.define(eq=False, kw_only=True)
-class _Half:
-    """The prefill or the decode step of a step, before the target's pass.
-
-    Attributes:
-        batch: what the algorithm sees of it; its tensors are lent, and not the engine's own.
-        requests: of the half.
-        req_indices: [bs] int64, of each request.
-        seq_lens: [bs] int64, committed tokens of each request.
-        tokens: [R] int64 rows of the pass.
-        plan: where they stand.
-        logits_rows: rows whose logits are wanted, on a prefill.
-        draft: whose nodes the rows are; None on a prefill.
-        tree: of the draft, on its way to the host, if a request has a grammar.
-        wanted: what requests want for each token besides the token; None: nothing.
-        points: where the target's pass is to be read for it.
-    """
-
-    batch: Batch
-    requests: tuple[Request, ...]
-    req_indices: Tensor
-    seq_lens: Tensor
-    needs: Needs
-    tokens: Tensor
-    plan: PagedPlan
-    logits_rows: Tensor | None = None
-    draft: Draft | None = None
-    tree: HostTree | None = None
-    wanted: WantedOutputs | None = None
-    points: tuple[Any, ...] = ()
 
 
 class StepRunner:
     """Runs scheduled steps; nothing in a step reads device data on the host.
 
+    The order of the hooks is ``HookOrder``'s. Here are the engine's rows and plans, the target's
+    pass and sampling; ``EngineHost`` keeps accepted KV and delivers outputs.
+
     Args:
         runtime: of the run.
         runner: the target.
         hooks: of the run's plugins.
-        committed: the engine's own relay between steps: lengths and roots, and no draft state.
-        future_map: the algorithm's, which may do to its own as it likes.
+        future_map: the algorithm's relay between steps.
         kv_transfer: to other instances and from them.
         ranks: that run each pass of the target together with this one; None: it is alone.
     """
@@ -164,16 +55,15 @@ class StepRunner:
         runtime: EngineRuntime,
         runner: ModelRunner,
         hooks: HookCalls,
-        committed: FutureMap,
         future_map: FutureMap,
         kv_transfer: KVTransfer,
         ranks: RankGroup | None = None,
     ) -> None:
         self._runtime = runtime
         self._runner = runner
-        self._hooks = hooks
-        self._committed = committed
-        self._future_map = future_map
+        self._order: HookOrder[EngineHalf] = HookOrder(
+            runtime, hooks, future_map, EngineHost(runtime)
+        )
         self._kv_transfer = kv_transfer
         self._ranks = ranks
         self._numbers = count(1)
@@ -190,27 +80,15 @@ class StepRunner:
     def idle(self) -> None:
         """Take part in a step of other ranks, without a request.
 
-        The target's pass has one row, of the padding row's request: no model of transformers runs
-        without any. What it gives is nobody's, so verify gets an empty batch, without hidden
-        states, and the draft extend has no token.
+        The target's pass has one row, of the padding row's request, because no model of
+        transformers runs without any. Nobody reads its result.
         """
         with self._current_device():
-            nothing = self._upload(())
-            batch = _lent(ForwardMode.IDLE, (), nothing, nothing, Needs.NOTHING)
             self._runtime.max_slots = 1
             row = self._upload([0])
             self._agree(row)
             logits, *_ = self._runner.verify(row, self._runtime.make_plan(row, row, 1))
-            verified = self._hooks.verify(
-                self._runtime,
-                batch,
-                Draft.chain(nothing.unsqueeze(1)),
-                TargetOutput(predict=nothing, logits=logits[:0], per_node={}),
-            )
-            output = compact(verified, {})
-            empty = DraftInput(bonus_tokens=output.bonus_tokens)
-            draft_input = self._hooks.fixup_idle(self._runtime, batch, empty)
-            self._hooks.relay(self._future_map, nothing, nothing, output, draft_input)
+            self._order.idle(logits[:0])
 
     def _agree(self, *rows: Tensor) -> None:
         """Wait until the other ranks, too, are ready for a pass of the target."""
@@ -228,96 +106,99 @@ class StepRunner:
         slots += [placed.received.end for placed in step.placed]
         self._runtime.max_slots = max([*slots, step.decode.max_slots if step.decode else 0])
         if step.placed:
-            self._kv_transfer.write(step.placed)
-            clock.lap("receive")
-        prefill = self._chunks(step.prefill) if step.prefill else None
-        decode = self._nodes(step.decode) if step.decode else None
+            self._receive(step.placed, clock)
+        prefill = self._chunks(step.prefill, clock) if step.prefill else None
+        decode = self._nodes(step.decode, clock) if step.decode else None
         clock.lap("propose")
         if prefill or decode:
             self._agree(*(half.tokens for half in (prefill, decode) if half))
         of_prefill, of_decode = self._target_pass(prefill, decode)
         clock.lap("target")
+        if step.prefill and prefill and of_prefill:
+            self._finish_prefill(step.prefill, prefill, of_prefill)
+        if decode and of_decode:
+            self._finish_decode(decode, of_decode)
         result = StepResult(
             number=next(self._numbers),
             step=step,
-            prefill=self._finish_prefill(step.prefill, prefill, of_prefill, clock),
-            decode=self._finish_decode(decode, of_decode, clock),
+            prefill=prefill.prefilled if prefill else None,
+            decode=decode.decoded if decode else None,
             clock=clock,
-            arrival=Arrival(self._runtime.device),  # behind all that was sent
+            arrival=Arrival(self._runtime.device),  # after all that was sent
         )
         if any(request.grammar_state is not None for request in step.requests):
             self._unread = [*(r for r in self._unread if not r.grammars_advanced), result]
         return result
 
-    # The rows of the target's pass
+    # What is received, and the rows of the target's pass
 
-    def _chunks(self, scheduled: Prefill) -> _Half:
+    def _receive(self, placed: Sequence[PlacedPrefill], clock: StepClock) -> None:
+        """Write received prefills to the pool, and leave the draft input of their first step."""
+        live = self._kv_transfer.write(placed)
+        half = self._half([p.request for p in live], clock)
+        half.seq_lens = self._upload([p.received.end for p in live])
+        half.batch = _lent(half, ForwardMode.DECODE)
+        roots = self._upload([p.request.token_ids[p.received.end] for p in live])
+        self._order.receive(half, roots)
+        self._kv_transfer.protect(live, half.req_indices)
+        for request in half.requests:
+            request.draft_state = {}
+        clock.lap("receive")
+
+    def _chunks(self, scheduled: Prefill, clock: StepClock) -> EngineHalf:
         """The prompt tokens of a prefill."""
         chunks, runtime = scheduled.chunks, self._runtime
         widths = tuple(chunk.end - chunk.start for chunk in chunks)
-        requests = scheduled.requests
-        needs = _needs(requests)
-        wanted = WantedOutputs(requests) if needs & Needs.OUTPUTS else None
-        req_indices = self._upload([request.req_index for request in requests])
-        seq_lens = self._upload([chunk.start for chunk in chunks])
+        half = self._half(scheduled.requests, clock)
+        half.seq_lens = self._upload([chunk.start for chunk in chunks])
+        half.tokens = self._upload([token for chunk in chunks for token in chunk.tokens])
+        half.last_rows = self._upload([end - 1 for end in accumulate(widths)])
         padding = Padding.of(widths, max(widths), runtime.device)
-        plan = runtime.make_plan(req_indices, seq_lens, max(widths), padding=padding)
-        batch = _lent(ForwardMode.PREFILL, requests, req_indices, seq_lens.clone(), needs)
+        half.plan = runtime.make_plan(half.req_indices, half.seq_lens, max(widths), padding=padding)
+        half.batch = batch = _lent(half, ForwardMode.PREFILL)
         batch.chunk_widths = widths
         batch.chunk_ends = tuple(chunk.end for chunk in chunks)
         batch.first_chunk = tuple(chunk.is_first for chunk in chunks)
         batch.last_chunk = tuple(chunk.is_last for chunk in chunks)
-        return _Half(
-            batch=batch,
-            requests=requests,
-            req_indices=req_indices,
-            seq_lens=seq_lens,
-            needs=needs,
-            tokens=self._upload([token for chunk in chunks for token in chunk.tokens]),
-            plan=plan,
-            logits_rows=self._upload([end - 1 for end in accumulate(widths)]),
-            wanted=wanted,
-            points=wanted.points if wanted else (),
-        )
+        return half
 
-    def _nodes(self, scheduled: Decode) -> _Half:
+    def _nodes(self, scheduled: Decode, clock: StepClock) -> EngineHalf:
         """What the algorithm proposes for a decode step."""
-        requests, runtime = scheduled.requests, self._runtime
-        needs = _needs(requests)
-        wanted = WantedOutputs(requests) if needs & Needs.OUTPUTS else None
-        req_indices = self._upload([request.req_index for request in requests])
-        seq_lens, known = self._committed.resolve(req_indices)
-        batch = _lent(ForwardMode.DECODE, requests, req_indices, seq_lens, needs)
-        batch.max_draft_nodes = scheduled.max_draft_nodes
-        batch.seq_lens, draft_input = self._hooks.resolve(self._future_map, batch.req_indices)
-        draft = self._hooks.propose(runtime, batch, draft_input, roots=known.bonus_tokens)
-        draft = draft.narrow(scheduled.max_draft_nodes)
-        plan = runtime.make_plan(
-            req_indices,
-            seq_lens,
+        half = self._half(scheduled.requests, clock)
+        draft = self._order.begin_decode(
+            half,
+            tuple(map(ReadOnlyRequest, half.requests)),
+            scheduled.max_draft_nodes,
+            greedy=not half.needs & Needs.NOISE,
+        )
+        half.plan = self._runtime.make_plan(
+            half.req_indices,
+            half.seq_lens,
             draft.width,
-            positions=None if draft.is_chain else seq_lens.unsqueeze(1) + draft.depths,
+            positions=None if draft.is_chain else half.seq_lens.unsqueeze(1) + draft.depths,
             mask=None if draft.is_chain else draft.mask,
             padding=draft.padding,
         )
-        half = _Half(
-            batch=batch,
-            requests=requests,
-            req_indices=req_indices,
-            seq_lens=seq_lens,
-            needs=needs,
-            tokens=draft.flatten(draft.tokens),
-            plan=plan,
-            draft=draft,
-            wanted=wanted,
-            points=wanted.points if wanted else (),
-        )
-        if needs & Needs.GRAMMAR:
+        if half.needs & Needs.GRAMMAR:
             half.tree = HostTree.of(draft)
         return half
 
+    def _half(self, requests: Sequence[Request], clock: StepClock) -> EngineHalf:
+        needs = Needs.NOTHING
+        for request in requests:
+            needs |= request.needs
+        wanted = WantedOutputs(requests) if needs & Needs.OUTPUTS else None
+        return EngineHalf(
+            requests=tuple(requests),
+            req_indices=self._upload([request.req_index for request in requests]),
+            needs=needs,
+            clock=clock,
+            wanted=wanted,
+            points=wanted.points if wanted else (),
+        )
+
     def _target_pass(
-        self, prefill: _Half | None, decode: _Half | None
+        self, prefill: EngineHalf | None, decode: EngineHalf | None
     ) -> tuple[PassOutput | None, PassOutput | None]:
         """The target's forward over the rows of both halves, together if there are two: the logits
         that each wants, and what was captured."""
@@ -325,11 +206,11 @@ class StepRunner:
             if decode is None:
                 return None, None
             return None, self._runner.verify(decode.tokens, decode.plan, decode.points)
-        assert prefill.logits_rows is not None
+        assert prefill.last_rows is not None
         if decode is None:
-            rows = prefill.logits_rows
+            rows = prefill.last_rows
             return self._runner.prefill(prefill.tokens, prefill.plan, rows, prefill.points), None
-        width, ends = len(prefill.tokens), prefill.logits_rows
+        width, ends = len(prefill.tokens), prefill.last_rows
         nodes = torch.arange(width, width + len(decode.tokens), device=ends.device)
         logits, captured, points = self._runner.prefill(
             torch.cat((prefill.tokens, decode.tokens)),
@@ -344,102 +225,42 @@ class StepRunner:
 
     # What each half makes of it
 
-    def _finish_prefill(
-        self,
-        scheduled: Prefill | None,
-        half: _Half | None,
-        outputs: PassOutput | None,
-        clock: StepClock,
-    ) -> PrefillResult | None:
-        """Sample behind each chunk, feed the draft model, and cut out what others wait for."""
-        if scheduled is None or half is None or outputs is None:
-            return None
-        logits, captured, points = outputs
-        assert half.logits_rows is not None
-        widths = self._upload(list(half.batch.chunk_widths))
-        ends = half.seq_lens + widths
+    def _finish_prefill(self, scheduled: Prefill, half: EngineHalf, passed: PassOutput) -> None:
+        """Sample after each chunk, feed the draft model, and cut out what others wait for."""
+        (logits, per_node, points), wanted = passed, half.wanted
+        assert half.last_rows is not None
+        ends = half.plan.positions[half.last_rows] + 1
         predict = self._sample(half, half.req_indices, ends, logits)
-        wanted, per_node, for_host = half.wanted, captured, None
-        # All that the engine needs of it is out before the algorithm gets it.
-        tokens = host_copy(predict)
         if wanted is not None:
-            per_node = {**captured, **wanted.read(points)}
-            for_host = wanted.send({**per_node, **wanted.sample(logits, predict)})
-        tails = chunk_tails(half.batch, 1, predict)
-        output = CommittedOutput(
-            next_tokens=rotate_chunks(half.tokens, half.logits_rows, tails),
-            per_node=per_node,
-            last_rows=half.logits_rows,
-            accept_lens=widths,
-            bonus_tokens=predict,
-        )
-        clock.lap("verify")
-        self._extend(half, ends, output)
-        slices = self._kv_transfer.read(scheduled.chunks, half.batch)
-        clock.lap("extend")
-        return PrefillResult(tokens=tokens, outputs=for_host, slices=slices)
+            per_node = {**per_node, **wanted.read(points)}
+            half.sampled = wanted.sample(logits, predict)
+        self._order.finish_prefill(half, half.last_rows, predict, per_node)
+        assert half.prefilled is not None
+        state: Mapping[str, Tensor | None] = {}
+        if self._kv_transfer.exports_state(scheduled.chunks):
+            state = self._order.export_draft_state(half)
+        half.prefilled.slices = self._kv_transfer.read(scheduled.chunks, state)
+        half.clock.lap("extend")
 
-    def _finish_decode(
-        self, half: _Half | None, outputs: PassOutput | None, clock: StepClock
-    ) -> DecodeResult | None:
+    def _finish_decode(self, half: EngineHalf, passed: PassOutput) -> None:
         """Sample at each node, verify, compact, and feed the draft model."""
-        if half is None or outputs is None:
-            return None
-        (logits, captured, points), draft, wanted = outputs, half.draft, half.wanted
-        assert draft is not None
-        rows = half.req_indices[draft.batch_index]
+        (logits, per_node, points), wanted = passed, half.wanted
+        assert half.draft is not None
+        rows = half.req_indices[half.draft.batch_index]
         predict = self._sample(half, rows, half.plan.positions + 1, logits)
-        own = {} if wanted is None else wanted.read(points) | wanted.sample(logits, predict)
-        # A recorded pass gives the same dictionary every time: nothing is added to it.
-        output = TargetOutput(predict=predict, logits=logits, per_node={**captured, **own})
-        verified = self._hooks.verify(self._runtime, half.batch, draft, output)
-        self._commit(half, draft, verified)
-        committed = compact(verified, {**output.per_node, **own})
-        clock.lap("verify")
-        # All that the engine needs of it is out before the algorithm gets it.
-        result = DecodeResult(
-            tokens=host_copy(committed.next_tokens.view(len(half.requests), -1)),
-            accept_lens=host_copy(verified.accept_lens),
-            outputs=None if wanted is None else wanted.send(committed.per_node),
-            widths=draft.widths or (draft.width,) * len(half.requests),
-        )
-        self._extend(half, half.seq_lens + verified.accept_lens, committed)
-        clock.lap("extend")
-        return result
+        if wanted is not None:
+            per_node = {**per_node, **wanted.read(points), **wanted.sample(logits, predict)}
+        self._order.finish_decode(half, predict, logits, per_node)
+        half.clock.lap("extend")
 
-    def _commit(self, half: _Half, draft: Draft, verified: VerifyOutput) -> None:
-        """Bring the accepted path's KV to consecutive slots, and count its tokens."""
-        index = verified.accept_index
-        valid = index >= 0
-        if not draft.is_chain:
-            local = (index - draft.offsets.unsqueeze(1)).clamp(min=0)
-            row, start = half.req_indices.unsqueeze(1), half.seq_lens.unsqueeze(1)
-            columns = torch.arange(index.shape[1], device=index.device)
-            slots = self._runtime.table.slots
-            source = torch.where(valid, slots[row, start + local], 0)
-            target = torch.where(valid, slots[row, start + columns], 0)
-            move_slots(self._runtime.pools[0], source.view(-1), target.view(-1))
-        if half.needs & Needs.PENALTIES:
-            nodes = half.tokens[index.clamp(min=0)]
-            self._runtime.sampler.count(half.req_indices, nodes, valid)
-
-    def _extend(self, half: _Half, seq_lens: Tensor, output: CommittedOutput) -> None:
-        """Note how far the requests are, then feed the draft model."""
-        self._committed.publish(half.req_indices, seq_lens, output)
-        half.batch.attention = half.plan
-        draft_input = self._hooks.build_draft_input(
-            self._runtime, half.batch, output, self._future_map
-        )
-        self._hooks.relay(self._future_map, half.req_indices, seq_lens, output, draft_input)
-
-    def _sample(self, half: _Half, rows: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
+    def _sample(self, half: EngineHalf, rows: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
         sampler, needs = self._runtime.sampler, half.needs
         random = sampler.is_random(rows) if needs & Needs.NOISE else None
         masks = self._masks(half, len(logits)) if needs & Needs.GRAMMAR else None
         return sampler.sample(logits, needs, random, rows, positions, half.draft, masks)
 
-    def _masks(self, half: _Half, num_rows: int) -> Tensor:
-        """What the requests' grammars allow behind each row, [num_rows, words] int32.
+    def _masks(self, half: EngineHalf, num_rows: int) -> Tensor:
+        """What the requests' grammars allow after each row, [num_rows, words] int32.
 
         The one wait between resolve and publish: for what was accepted and drafted, while the
         target's pass runs.
@@ -463,28 +284,15 @@ class StepRunner:
         return upload(values, self._runtime.device)
 
 
-def _lent(
-    mode: ForwardMode,
-    requests: Sequence[Request],
-    req_indices: Tensor,
-    seq_lens: Tensor,
-    needs: Needs,
-) -> Batch:
-    """A batch as an algorithm gets it: what it writes there is nobody else's."""
+def _lent(half: EngineHalf, mode: ForwardMode) -> Batch:
+    """The batch of a half as hooks get it: what they write there is nobody else's."""
     return Batch(
         mode=mode,
-        requests=tuple(map(ReadOnlyRequest, requests)),
-        req_indices=req_indices.clone(),
-        seq_lens=seq_lens,
-        greedy=not needs & Needs.NOISE,
+        requests=tuple(map(ReadOnlyRequest, half.requests)),
+        req_indices=half.req_indices.clone(),
+        seq_lens=half.seq_lens.clone(),
+        greedy=not half.needs & Needs.NOISE,
     )
-
-
-def _needs(requests: Sequence[Any]) -> Needs:
-    needs = Needs.NOTHING
-    for request in requests:
-        needs |= request.needs
-    return needs
 
 
 def _rows(tensors: dict[Key, Tensor], start: int | None, end: int | None) -> dict[Key, Tensor]:

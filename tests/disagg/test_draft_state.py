@@ -329,7 +329,7 @@ def test_an_empty_batch_and_one_without_states_have_the_same_form(
                     runtime=llm._engine._runtime,
                     batch=batch,
                     last_tokens=torch.full_like(batch.req_indices, 7),
-                    future_map=llm._engine._steps._future_map,
+                    future_map=llm._hooks.create_future_map(llm._engine._runtime),
                 )
             assert draft_input.bonus_tokens.shape == (size,)
             state = {n: t for n, t in draft_input.state.items() if t is not None}

@@ -1,0 +1,224 @@
+"""The order of the hooks in a step, written once for whoever hosts an algorithm.
+
+The embedded engine drives it, and so can any other engine. What the core does itself stands
+between the arrows; *italics* are the host's part::
+
+    a decode step        begin_decode      resolve -> propose -> narrow
+                         *host*            the target's pass over the nodes, sampling at each
+                         finish_decode     verify -> *keep_accepted* -> compact -> extend
+    a prefill chunk      *host*            the target's pass over the prompt, sampling at its end
+                         finish_prefill    rotate -> extend
+    both                 extend            *deliver* -> publish -> build_draft_input -> stash
+    received prefills    receive           publish -> build_disagg_draft_input -> stash
+    no request (a rank   idle              verify -> fixup_idle -> stash
+    of several)
+
+Nothing here reads device data on the host. All of it runs on the current stream, without
+gradients: the host enters ``torch.inference_mode``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.speculative.batch import Batch, ForwardMode, RequestView
+from specplug.speculative.draft import Draft, DraftInput
+from specplug.speculative.future_map import FutureMap
+from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.host_copy import upload
+from specplug.speculative.rotation import chunk_tails, rotate_chunks
+from specplug.speculative.runtime import Runtime
+from specplug.speculative.target_output import CommittedOutput, TargetOutput, compact
+from specplug.speculative.verify import VerifyOutput
+
+
+@attrs.define(eq=False, kw_only=True)
+class Half:
+    """The requests of a step that decode, or those that prefill. A host may subclass it, to keep
+    more with it.
+
+    Its tensors are the host's own. Hooks get those of ``batch``, which are copies: what a hook
+    writes to them reaches nobody else.
+
+    Attributes:
+        req_indices: [bs] int64, each request's row in the request table.
+        seq_lens: [bs] int64, committed tokens of each request before this step. ``begin_decode``
+            sets it for a decode step, the host for all else.
+        tokens: [R] int64, the rows of the target's pass: a draft's nodes, set by
+            ``begin_decode``, or a prefill's prompt tokens, set by the host.
+        batch: what hooks see. ``begin_decode`` makes it for a decode step, the host for all else.
+        draft: what the target verifies; None on a prefill.
+    """
+
+    req_indices: Tensor
+    seq_lens: Tensor = attrs.field(init=False)
+    tokens: Tensor = attrs.field(init=False)
+    batch: Batch = attrs.field(init=False)
+    draft: Draft | None = None
+
+
+H = TypeVar("H", bound=Half)
+H_contra = TypeVar("H_contra", bound=Half, contravariant=True)
+
+
+class Host(Protocol[H_contra]):
+    """What a host does its own way in the middle of a step."""
+
+    def keep_accepted(self, half: H_contra, verified: VerifyOutput) -> None:
+        """Make the accepted path the request's: move its KV to the slots after the committed
+        length, as a chain's already is, and count its tokens where penalties need that."""
+
+    def deliver(self, half: H_contra, output: CommittedOutput) -> None:
+        """Start the way of this step's outputs to the host, and set ``half.batch.attention``. From
+        here on the tensors of ``output`` and of the plan are the algorithm's, to write to too."""
+
+
+class HookOrder(Generic[H]):
+    """Calls the hooks of a step in their order.
+
+    Args:
+        runtime: of the run.
+        hooks: of the run's plugins.
+        future_map: the algorithm's relay between steps, which may do to its own as it likes.
+        host: what the host does its own way.
+    """
+
+    def __init__(
+        self, runtime: Runtime, hooks: HookCalls, future_map: FutureMap, host: Host[H]
+    ) -> None:
+        self._runtime = runtime
+        self._hooks = hooks
+        self._future_map = future_map
+        self._host = host
+        # The core's own relay: lengths and roots alone, out of every plugin's reach.
+        self._committed = FutureMap(runtime.req_table_size, runtime.device)
+
+    def begin_decode(
+        self,
+        half: H,
+        requests: Sequence[RequestView],
+        max_draft_nodes: tuple[int, ...],
+        *,
+        greedy: bool,
+    ) -> Draft:
+        """Return what the target is to verify for each request; ``half`` holds it too.
+
+        Args:
+            requests: bs views of the batch's requests.
+            max_draft_nodes: nodes of each request that can be verified, at least 1.
+            greedy: whether every request takes its most likely token.
+        """
+        req_indices = half.req_indices.clone()
+        half.seq_lens, known = self._committed.resolve(half.req_indices)
+        seq_lens, draft_input = self._hooks.resolve(self._future_map, req_indices)
+        half.batch = Batch(
+            mode=ForwardMode.DECODE,
+            requests=requests,
+            req_indices=req_indices,
+            seq_lens=seq_lens,
+            max_draft_nodes=max_draft_nodes,
+            greedy=greedy,
+        )
+        draft = self._hooks.propose(
+            self._runtime, half.batch, draft_input, roots=known.bonus_tokens
+        )
+        half.draft = draft = draft.narrow(max_draft_nodes)
+        half.tokens = draft.flatten(draft.tokens)
+        return draft
+
+    def finish_decode(
+        self, half: H, predict: Tensor, logits: Tensor, per_node: Mapping[str, Tensor]
+    ) -> None:
+        """Accept what the target agrees with, and feed the draft model.
+
+        Args:
+            predict: [T] int64, the token that the host sampled at each node.
+            logits: [T, V] of the target's pass.
+            per_node: named tensors of leading size T. Plugins may add to them, and replace none.
+        """
+        assert half.draft is not None
+        output = TargetOutput(predict=predict, logits=logits, per_node=dict(per_node))
+        verified = self._hooks.verify(self._runtime, half.batch, half.draft, output)
+        self._host.keep_accepted(half, verified)
+        committed = compact(verified, {**output.per_node, **per_node})
+        self.extend(half, half.seq_lens + verified.accept_lens, committed)
+
+    def finish_prefill(
+        self, half: H, last_rows: Tensor, predict: Tensor, per_node: Mapping[str, Tensor]
+    ) -> None:
+        """Feed the draft model a prefill's chunks.
+
+        Args:
+            last_rows: [bs] int64, the row of each chunk's last token.
+            predict: [bs] int64, the token that the host sampled after each chunk.
+            per_node: named tensors of leading size R.
+        """
+        widths = upload(half.batch.chunk_widths, last_rows.device)
+        output = CommittedOutput(
+            next_tokens=rotate_chunks(half.tokens, last_rows, chunk_tails(half.batch, 1, predict)),
+            per_node=per_node,
+            last_rows=last_rows,
+            accept_lens=widths,
+            bonus_tokens=predict,
+        )
+        self.extend(half, half.seq_lens + widths, output)
+
+    def extend(self, half: H, seq_lens: Tensor, output: CommittedOutput) -> None:
+        """Feed the draft model committed tokens, and leave the next step what it starts from.
+
+        A host that verifies by itself calls this in the place of ``finish_decode``.
+
+        Args:
+            seq_lens: [bs] int64, committed tokens of each request after this step.
+        """
+        self._host.deliver(half, output)
+        self._committed.publish(half.req_indices, seq_lens, output)
+        made = self._hooks.build_draft_input(self._runtime, half.batch, output, self._future_map)
+        self._hooks.relay(self._future_map, half.req_indices, seq_lens, output, made)
+
+    def export_draft_state(self, half: H) -> Mapping[str, Tensor | None]:
+        """Return the draft state of prefilled requests, after ``finish_prefill``: named tensors of
+        leading size bs, for the instance that decodes them."""
+        return self._hooks.export_draft_state(self._runtime, half.batch, self._future_map)
+
+    def receive(self, half: H, roots: Tensor) -> None:
+        """Make the draft input of requests that another instance has prefilled, once their KV is
+        in the pool.
+
+        Args:
+            roots: [bs] int64, the token after each prompt.
+        """
+        order = torch.arange(len(roots), device=roots.device)
+        output = CommittedOutput(
+            next_tokens=roots,
+            last_rows=order,
+            accept_lens=torch.ones_like(order),
+            bonus_tokens=roots,
+        )
+        self._committed.publish(half.req_indices, half.seq_lens, output)
+        made = self._hooks.build_disagg_draft_input(
+            self._runtime, half.batch, roots.clone(), self._future_map
+        )
+        self._hooks.relay(self._future_map, half.req_indices, half.seq_lens, output, made)
+
+    def idle(self, logits: Tensor) -> None:
+        """Take part in a step without a request: verify gets an empty batch, nothing captured.
+
+        Args:
+            logits: [0, V].
+        """
+        nothing = torch.empty(0, dtype=torch.int64, device=logits.device)
+        batch = Batch(
+            mode=ForwardMode.IDLE, requests=(), req_indices=nothing.clone(), seq_lens=nothing
+        )
+        draft = Draft.chain(nothing.unsqueeze(1))
+        output = TargetOutput(predict=nothing, logits=logits)
+        committed = compact(self._hooks.verify(self._runtime, batch, draft, output), {})
+        empty = DraftInput(bonus_tokens=committed.bonus_tokens)
+        made = self._hooks.fixup_idle(self._runtime, batch, empty)
+        self._hooks.relay(self._future_map, nothing, nothing, committed, made)
