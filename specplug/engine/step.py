@@ -137,6 +137,7 @@ class StepRunner:
         live = self._kv_transfer.write(placed)
         half = self._half([p.request for p in live], clock)
         half.seq_lens = self._upload([p.received.end for p in live])
+        half.tokens = self._upload([p.request.token_ids[p.received.end - 1] for p in live])
         half.batch = _lent(half, ForwardMode.DECODE)
         roots = self._upload([p.request.token_ids[p.received.end] for p in live])
         self._order.receive(half, roots)

@@ -145,7 +145,7 @@ class HookOrder(Generic[H]):
         output = TargetOutput(predict=predict, logits=logits, per_node=dict(per_node))
         verified = self._hooks.verify(self._runtime, half.batch, half.draft, output)
         self._host.keep_accepted(half, verified)
-        committed = compact(verified, {**output.per_node, **per_node})
+        committed = compact(verified, half.tokens, {**output.per_node, **per_node})
         self.extend(half, half.seq_lens + verified.accept_lens, committed)
 
     def finish_prefill(
@@ -161,6 +161,7 @@ class HookOrder(Generic[H]):
         widths = upload(half.batch.chunk_widths, last_rows.device)
         output = CommittedOutput(
             next_tokens=rotate_chunks(half.tokens, last_rows, chunk_tails(half.batch, 1, predict)),
+            own_tokens=half.tokens,
             per_node=per_node,
             last_rows=last_rows,
             accept_lens=widths,
@@ -188,7 +189,7 @@ class HookOrder(Generic[H]):
 
     def receive(self, half: H, roots: Tensor) -> None:
         """Make the draft input of requests that another instance has prefilled, once their KV is
-        in the pool.
+        in the pool. ``half.tokens`` [bs] are the last tokens of their prompts.
 
         Args:
             roots: [bs] int64, the token after each prompt.
@@ -196,6 +197,7 @@ class HookOrder(Generic[H]):
         order = torch.arange(len(roots), device=roots.device)
         output = CommittedOutput(
             next_tokens=roots,
+            own_tokens=half.tokens,
             last_rows=order,
             accept_lens=torch.ones_like(order),
             bonus_tokens=roots,
@@ -218,7 +220,7 @@ class HookOrder(Generic[H]):
         )
         draft = Draft.chain(nothing.unsqueeze(1))
         output = TargetOutput(predict=nothing, logits=logits)
-        committed = compact(self._hooks.verify(self._runtime, batch, draft, output), {})
+        committed = compact(self._hooks.verify(self._runtime, batch, draft, output), nothing, {})
         empty = DraftInput(bonus_tokens=committed.bonus_tokens)
         made = self._hooks.fixup_idle(self._runtime, batch, empty)
         self._hooks.relay(self._future_map, nothing, nothing, committed, made)

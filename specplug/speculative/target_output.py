@@ -33,7 +33,9 @@ class CommittedOutput:
     """What the target computed about committed tokens: a prefill chunk, or an accepted path.
 
     Attributes:
-        next_tokens: [R] int64, the token after each row's position.
+        next_tokens: [R] int64, the token **after** each row's position.
+        own_tokens: [R] int64, the token **at** each row's position: a prefill's prompt tokens, or
+            the accepted nodes, the root first.
         per_node: named tensors of leading size R.
         last_rows: [bs] int64, each request's last row that counts.
         accept_lens: [bs] int64, rows of each request that count.
@@ -41,17 +43,24 @@ class CommittedOutput:
     """
 
     next_tokens: Tensor
+    own_tokens: Tensor
     per_node: Mapping[str, Tensor] = attrs.field(factory=dict)
     last_rows: Tensor
     accept_lens: Tensor
     bonus_tokens: Tensor
 
 
-def compact(verified: VerifyOutput, per_node: Mapping[str, Tensor]) -> CommittedOutput:
+def compact(
+    verified: VerifyOutput, tokens: Tensor, per_node: Mapping[str, Tensor]
+) -> CommittedOutput:
     """Keep the rows of the accepted path, R = bs·C of them, in order of position.
 
-    Columns behind a request's ``accept_lens`` repeat its root, so every row is a real one and no
+    Columns after a request's ``accept_lens`` repeat its root, so every row is a real one and no
     shape depends on what was accepted.
+
+    Args:
+        tokens: [T] int64, the verified nodes.
+        per_node: named tensors of leading size T.
     """
     index = verified.accept_index
     bs, columns = index.shape
@@ -59,8 +68,9 @@ def compact(verified: VerifyOutput, per_node: Mapping[str, Tensor]) -> Committed
     rows = torch.where(index >= 0, index, root).reshape(-1)
     starts = torch.arange(bs, device=index.device) * columns
     return CommittedOutput(
-        per_node={name: tensor[rows] for name, tensor in per_node.items()},
         next_tokens=verified.predict[rows],
+        own_tokens=tokens[rows],
+        per_node={name: tensor[rows] for name, tensor in per_node.items()},
         last_rows=starts + verified.accept_lens - 1,
         accept_lens=verified.accept_lens,
         bonus_tokens=verified.bonus_tokens,

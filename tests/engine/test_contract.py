@@ -295,6 +295,45 @@ def test_temperatures_and_noise_are_those_of_the_requests(
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_own_tokens_are_those_at_the_rows(
+    tree: bool, tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    """A request's own tokens, row by row over chunks and steps, are its prompt and its output."""
+    own: dict[str, list[int]] = {}
+
+    class Reads(scripted):  # type: ignore[misc]
+        @hookimpl
+        def build_draft_input(
+            self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+        ) -> DraftInput:
+            widths = batch.chunk_widths
+            if not batch.is_prefill:
+                widths = (len(target_output.own_tokens) // batch.size,) * batch.size
+            rows = target_output.own_tokens.split(widths)
+            counts = target_output.accept_lens.tolist()
+            for request, tokens, count in zip(batch.requests, rows, counts, strict=True):
+                own.setdefault(request.request_id, []).extend(tokens[:count].tolist())
+                assert batch.is_prefill or set(tokens[count:].tolist()) <= {int(tokens[0])}
+            made: DraftInput = super().build_draft_input(runtime, batch, target_output)
+            return made
+
+    algorithm = Reads(reference.tokens(["seeded"] * 7), tree=tree, right=0.8, ragged=True)
+    with LLM(
+        tiny_model,
+        dtype="float64",
+        chunked_prefill_size=5,
+        enable_mixed_chunk=True,
+        speculative_algorithm=algorithm,
+    ) as llm:
+        outputs = llm.generate(reference.prompts, reference.params["seeded"])
+    for output in outputs:
+        known = [*output.prompt_token_ids, *output.token_ids]
+        read = own[output.request_id]
+        assert len(read) >= len(known) - 1  # the last token is nobody's root
+        assert read[: len(known)] == known[: len(read)]
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_what_a_plugin_adds_to_the_nodes_is_compacted(
     tree: bool, tiny_model: Path, reference: Any, scripted: Any
 ) -> None:

@@ -29,6 +29,7 @@ def _publish(
     tokens = torch.tensor(bonus, dtype=torch.int64)
     output = CommittedOutput(
         next_tokens=tokens,
+        own_tokens=tokens - 1,
         last_rows=torch.arange(len(bonus)),
         accept_lens=torch.ones(len(bonus), dtype=torch.int64),
         bonus_tokens=tokens,

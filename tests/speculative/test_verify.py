@@ -154,7 +154,8 @@ def test_compaction_walks_every_output(case: Case) -> None:
         "routed_experts": torch.arange(total * 4).view(total, 2, 2),
         "score": torch.arange(total, dtype=torch.float64),
     }
-    kept = compact(verified, per_node)
+    nodes = draft.flatten(draft.tokens)
+    kept = compact(verified, nodes, per_node)
     columns = draft.columns
     assert list(kept.per_node) == list(per_node)
     assert kept.next_tokens.shape == (case.size * columns,)
@@ -166,9 +167,10 @@ def test_compaction_walks_every_output(case: Case) -> None:
         first = b * columns
         assert int(kept.last_rows[b]) == first + len(path) - 1
         for column in range(columns):
-            # Behind the accepted path the root is repeated, so that every row is a real one.
+            # After the accepted path the root is repeated, so that every row is a real one.
             node = root + (path[column] if column < len(path) else 0)
             assert int(kept.next_tokens[first + column]) == int(case.flat()[node])
+            assert int(kept.own_tokens[first + column]) == int(nodes[node])
             for name, tensor in kept.per_node.items():
                 assert torch.equal(tensor[first + column], per_node[name][node])
         root += case.widths[b]
