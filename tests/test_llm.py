@@ -56,13 +56,11 @@ def _serves(llm: LLM, reference: Any, kind: str = "greedy") -> None:
     _check_idle(llm)
 
 
-def test_a_thousand_requests_with_aborts_leave_the_pool_whole(
-    open_llm: OpenLLM, reference: Any
-) -> None:
+def test_many_requests_with_aborts_leave_the_pool_whole(open_llm: OpenLLM, reference: Any) -> None:
     draw = random.Random(3)
     llm = open_llm(chunked_prefill_size=16, max_total_tokens=300)
     ended: dict[str, int] = {"abort": 0, "length": 0}
-    for batch in range(20):
+    for batch in range(10):
         which = [draw.randrange(7) for _ in range(50)]
         counts = [draw.randint(1, 12) for _ in which]
         params = [SamplingParams(max_tokens=n) for n in counts]
@@ -82,8 +80,8 @@ def test_a_thousand_requests_with_aborts_leave_the_pool_whole(
             assert got == expected[: len(got)]
             assert output.finish_reason == "abort" or len(got) == most
         _check_idle(llm)
-    assert sum(ended.values()) == 1000
-    assert min(ended.values()) > 100
+    assert sum(ended.values()) == 500
+    assert min(ended.values()) > 50
     assert llm.stats()["requests"] == ended
     _serves(llm, reference)
 

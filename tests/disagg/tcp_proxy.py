@@ -19,6 +19,7 @@ class Proxy:
         self._changed = Condition()
         self._left = math.inf
         self._cuts = 0
+        self._cuts_there = False
         self._open: list[socket.socket] = []
         Thread(target=self._accept, daemon=True).start()
 
@@ -36,6 +37,16 @@ class Proxy:
         with self._changed:
             self._left = after
 
+    def cut_after(self, count: int) -> None:
+        """Let so many more bytes through from those that connect, and cut all connections there."""
+        with self._changed:
+            self._left, self._cuts_there = count, True
+
+    def wait_until_cut(self, timeout: float) -> None:
+        """Until so many bytes have gone through, and no more."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._cuts_there, timeout), self._left
+
     def wait_until_held(self, timeout: float) -> None:
         """Until so many bytes have gone through."""
         with self._changed:
@@ -45,7 +56,7 @@ class Proxy:
         """Cut all connections, with what is held back; new ones are carried."""
         with self._changed:
             self._cuts += 1
-            self._left = math.inf
+            self._left, self._cuts_there = math.inf, False
             ends, self._open = self._open, []
             for end in ends:
                 with suppress(OSError):
@@ -76,6 +87,8 @@ class Proxy:
                     part = self._let(len(data), cuts, counted=source is near)
                     sink.sendall(data[:part])
                     data = data[part:]
+                    if self._cuts_there and not self._left:
+                        self.cut()
         with suppress(OSError):
             sink.shutdown(socket.SHUT_RDWR)
 

@@ -20,11 +20,16 @@ EOS_BIAS = {EOS: 12.0}  # a random model says it rarely
 
 @attrs.frozen
 class Plain:
-    """Prompts, what NONE generates after them, and its text token by token."""
+    """Prompts, what NONE generates after them, and its text token by token.
+
+    Attributes:
+        outputs, with_eos, endless: after each prompt; the last ones to the end of the context.
+    """
 
     tokenizer: Any
     outputs: dict[Tokens, Tokens]
     with_eos: dict[Tokens, Tokens]
+    endless: dict[Tokens, Tokens]
 
     def text(self, tokens: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -46,11 +51,11 @@ def plain(text_model: Path, tiny_tokenizer: Any) -> Plain:
     prompts = [tuple(draw.randrange(EOS) for _ in range(n)) for n in (2, 7, 18, 20)]
     with LLM(text_model, dtype="float64", disable_overlap_schedule=True) as llm:
 
-        def run(**changes: Any) -> dict[Tokens, Tokens]:
-            params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **changes)
+        def run(max_tokens: int | None = MAX_TOKENS, **changes: Any) -> dict[Tokens, Tokens]:
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **changes)
             return {prompt: llm.generate(prompt, params)[0].token_ids for prompt in prompts}
 
-        return Plain(tiny_tokenizer, run(), run(logit_bias=EOS_BIAS))
+        return Plain(tiny_tokenizer, run(), run(logit_bias=EOS_BIAS), run(None))
 
 
 @pytest.fixture(params=["chain", "tree"])
@@ -183,12 +188,10 @@ def test_ends_at_the_end_of_the_context(
 
 def test_ends_at_the_end_of_the_rotary_table(open_llm: Callable[..., LLM], plain: Plain) -> None:
     llm = open_llm(plain.outputs)
-    with LLM(llm._runner.model.name_or_path, dtype="float64") as none:
-        for prompt in plain.outputs:
-            params = SamplingParams(max_tokens=None, ignore_eos=True)
-            expected = none.generate(prompt, params)[0].token_ids
-            assert len(expected) == llm.context_len - len(prompt)
-            assert llm.generate(prompt, params)[0].token_ids == expected
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    for prompt, expected in plain.endless.items():
+        assert len(expected) == llm.context_len - len(prompt)
+        assert llm.generate(prompt, params)[0].token_ids == expected
 
 
 def test_a_stream_never_takes_text_back(open_llm: Callable[..., LLM], plain: Plain) -> None:

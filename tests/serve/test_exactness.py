@@ -11,8 +11,9 @@ from server_process import ServerProcess
 
 from specplug import LLM, RequestOutput, SamplingParams
 
-ALGORITHMS = ("NONE", "EAGLE3", "NGRAM")
-"""Without a draft, with a draft model, with a history; the others are as exact as ``LLM`` is."""
+ALGORITHMS = ("EAGLE3", "NGRAM")
+"""With a draft model, with a history; the others are as exact as ``LLM`` is. Texts without a draft
+are compared in ``test_lifecycle.py``."""
 
 PROMPTS = ["def mean(values):\n    ", "class Stack:\n    def __init__(", "for i in range(10):\n"]
 SETTINGS: list[dict[str, Any]] = [
@@ -26,6 +27,9 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module", params=ALGORITHMS)
 def any_server(request: pytest.FixtureRequest, serve: Any) -> Iterator[ServerProcess]:
     """A server under an algorithm."""
+    if request.param == "NGRAM":
+        yield request.getfixturevalue("server")
+        return
     server = serve("--speculative-algorithm", request.param)
     yield server
     server.kill()
