@@ -59,7 +59,7 @@ def test_a_chain_only_algorithm_refuses_branches() -> None:
         SpecConfig.resolve(chain, topk=2)
 
 
-def test_draft_weights_are_the_typed_ones_or_those_shipped_for_the_model() -> None:
+def test_draft_weights_are_the_typed_or_the_shipped_ones() -> None:
     model = info(capabilities=Capabilities(draft_model=True), defaults=Defaults(),
                  weights={"tiny-code": Path("shipped")})  # fmt: skip
     resolve = SpecConfig.resolve

@@ -378,7 +378,7 @@ def test_properties_of_a_plugin_are_not_run():
     assert Registry([]).select(Careful()).name == "HANDMADE"
 
 
-def test_implemented_hooks_are_in_the_order_of_the_specifications():
+def test_implemented_hooks_are_in_hookspecs_order():
     assert implemented_hooks(Handmade()) == [
         "describe",
         "create_worker",

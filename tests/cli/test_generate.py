@@ -42,7 +42,7 @@ def completion(prompt: str, **settings: object) -> RequestOutput:
         return llm.generate(prompt, SamplingParams(**settings))[0]  # type: ignore[arg-type]
 
 
-def test_text_on_standard_output_and_statistics_on_standard_error():
+def test_text_goes_to_stdout_and_statistics_to_stderr():
     done = generate("--max-new-tokens", "8", PROMPT)
     assert done.exit_code == 0
     text = completion(PROMPT, max_tokens=8).text

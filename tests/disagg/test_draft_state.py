@@ -313,9 +313,7 @@ def received(llm: LLM, num_requests: int) -> Batch:
     ("name", "topk"),
     [(name, None) for name in [*NAMES, "NONE"]] + [(name, 3) for name in NAMES if branches(name)],
 )
-def test_an_empty_batch_and_one_without_states_have_the_same_form(
-    name: str, topk: int | None
-) -> None:
+def test_empty_and_stateless_batches_have_the_same_form(name: str, topk: int | None) -> None:
     """K states a request where the draft branches, S of them where there is one layer a step."""
     target = shallow_target().options(name)
     with LLM(**target, dtype="float64", speculative_eagle_topk=topk) as llm:

@@ -121,7 +121,7 @@ def test_a_lost_prefill_that_nobody_does_ends_with_the_reason(
     check_whole(site.llm)
 
 
-def test_a_request_that_no_instance_ever_came_for_ends_with_the_reason(
+def test_request_without_an_instance_ends_with_the_reason(
     open_site: OpenSite,
 ) -> None:
     site = open_site(timeout=0.3)
@@ -131,7 +131,7 @@ def test_a_request_that_no_instance_ever_came_for_ends_with_the_reason(
     assert "no prefill instance has registered" in output.error
 
 
-def test_an_instance_that_is_gone_after_the_transfer_is_not_missed(
+def test_instance_gone_after_the_transfer_is_not_missed(
     open_site: OpenSite, plain: Plain, long_prompt: tuple[int, ...]
 ) -> None:
     site = open_site()
@@ -360,7 +360,7 @@ def test_delays_grow_and_jitter() -> None:
     assert backoff.next() <= 0.1
 
 
-def test_an_instance_that_is_not_answered_registers_more_and_more_seldom() -> None:
+def test_unanswered_instance_registers_ever_more_seldom() -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)

@@ -106,9 +106,7 @@ def test_a_hook_that_fails_loses_no_request_that_came_with_it(plain: Plain) -> N
         check_whole(pair.decode)
 
 
-def test_a_job_that_an_instance_does_not_know_of_is_given_away_again(
-    lonely: Site, plain: Plain
-) -> None:
+def test_job_unknown_to_its_instance_is_sent_again(lonely: Site, plain: Plain) -> None:
     lonely.llm._remote._timeout = 0.3
     peer = FalsePeer(lonely, lambda job, size, site: [])
     prompt = plain.ids("import os\n")

@@ -41,7 +41,7 @@ from specplug import (
     ],
     ids=["too deep", "too many nodes", "too few requests"],
 )
-def test_a_draft_that_does_not_fit_is_told_and_the_engine_goes_on(
+def test_draft_that_does_not_fit_is_told_and_engine_goes_on(
     make: Any, told: str, tiny_model: Path, reference: Any, scripted: Any
 ) -> None:
     class Misfit(scripted):  # type: ignore[misc]

@@ -679,7 +679,7 @@ def _end(scheduler: Scheduler, request: Request) -> None:
     scheduler.release(request)
 
 
-def test_who_has_the_lower_priority_number_is_admitted_first_then_who_came_first() -> None:
+def test_admission_is_by_priority_then_arrival() -> None:
     scheduler = _scheduler(64, max_running_requests=3)
     requests = [_add(scheduler, i, 4, priority=p) for i, p in enumerate((2, 0, 1, 0, -1))]
     assert _turn(scheduler).admitted == tuple(requests[i] for i in (4, 1, 3))
@@ -751,7 +751,7 @@ def _until_retraction(scheduler: Scheduler, fast: Request) -> Step:
 
 
 @pytest.mark.parametrize(("priorities", "victim"), [((0, 0, 0, 0), 2), ((0, 2, 1, 1), 1)])
-def test_the_lowest_priority_gives_way_and_of_it_who_loses_the_fewest_tokens(
+def test_retraction_takes_least_priority_then_fewest_tokens(
     priorities: Tokens, victim: int
 ) -> None:
     scheduler = _scheduler(12, columns=4)
@@ -782,7 +782,7 @@ def test_what_another_running_request_has_too_is_no_loss() -> None:
     )
 
 
-def test_who_is_retracted_keeps_its_place_and_computes_again_what_is_no_longer_cached() -> None:
+def test_retracted_request_keeps_its_place_in_the_queue() -> None:
     scheduler = _scheduler(12, columns=4, max_running_requests=4)
     requests = [_add(scheduler, i, size, max_tokens=17) for i, size in enumerate((4, 8, 5, 8, 4))]
     _turn(scheduler)
@@ -825,7 +825,7 @@ def test_of_those_who_lose_the_same_who_came_last_gives_way() -> None:
     assert _until_retraction(scheduler, requests[0]).retracted == (requests[3],)
 
 
-def test_a_retracted_request_waits_for_its_steps_in_flight_and_holds_up_who_is_behind() -> None:
+def test_retracted_request_waits_for_its_steps_in_flight() -> None:
     scheduler = _scheduler(8, steps_in_flight=2)
     lost, other = _add(scheduler, 0, 4), _add(scheduler, 1, 4)
     for _ in range(3):
@@ -903,7 +903,7 @@ def test_cached_pages_that_nobody_uses_go_before_drafts_do() -> None:
 
 
 @pytest.mark.parametrize("caches", [True, False])
-def test_a_refused_request_is_looked_at_again_when_something_has_come_back(
+def test_refused_request_is_retried_when_the_cache_changes(
     caches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = _scheduler(4, caches=caches, lookahead=1)
@@ -952,7 +952,7 @@ def test_an_aborted_waiting_request_leaves_the_queue_at_once() -> None:
     assert scheduler.schedule() is None
 
 
-def test_a_request_leaves_room_for_those_who_run_and_more_if_it_was_retracted() -> None:
+def test_admission_leaves_room_for_running_requests() -> None:
     """One page for each of them, two after a retraction; none where nothing runs."""
     for retractions, needed in ((0, 6), (1, 8), (2, 10)):
         for num_pages in (needed - 1, needed):
@@ -970,7 +970,7 @@ def test_a_request_leaves_room_for_those_who_run_and_more_if_it_was_retracted() 
     assert _turn(alone).admitted == (request,)
 
 
-def test_what_is_cached_needs_no_page_but_is_no_room_for_others_either() -> None:
+def test_cached_prefix_needs_no_page_and_gives_no_room() -> None:
     scheduler = _scheduler(4)
     first = _add(scheduler, 0, 0, prompt=range(13), max_tokens=1)
     _turn(scheduler)
@@ -1030,7 +1030,7 @@ def test_a_prompt_keeps_the_pages_that_it_has_not_come_to_yet() -> None:
     assert retracted == [1]
 
 
-def test_what_was_computed_before_two_retractions_is_computed_again() -> None:
+def test_tokens_lost_by_two_retractions_count_as_recomputed() -> None:
     scheduler = _scheduler(16, chunked_prefill_size=4, caches=False)
     request = _add(scheduler, 0, 12)
     for _ in range(3):
@@ -1054,7 +1054,7 @@ def test_requests_are_found_by_name_wherever_they_are() -> None:
     assert scheduler.find(["2"]) == []
 
 
-def test_a_request_that_shares_a_page_with_nobody_leaves_none_to_a_disabled_cache() -> None:
+def test_disabled_cache_keeps_no_page() -> None:
     scheduler = _scheduler(16, caches=False)
     request = _add(scheduler, 0, 12)
     for _ in range(5):

@@ -111,7 +111,7 @@ def test_prefills() -> None:
     assert statistics.seconds == {}
 
 
-def test_a_mixed_step_is_both_and_its_time_is_that_of_the_decode_half() -> None:
+def test_mixed_step_takes_the_time_of_its_decode_half() -> None:
     prefill, decode = _prefill([5], sampled=(True,)), _decode([4], [2])
     ours = ("mode", "decode_ids", "widths", "depth", "accept_lens", "kept")
     mixed = attrs.evolve(prefill, **{n: getattr(decode, n) for n in ours} | {"mode": "mixed"})

@@ -57,7 +57,7 @@ def test_it_is_as_a_sorted_list(priorities: list[int], moves: list[tuple[str, in
         assert all(queue.get(request.request_id) is None for request in running)
 
 
-def test_a_lower_number_of_priority_comes_first_then_who_came_first() -> None:
+def test_queue_is_by_priority_then_arrival() -> None:
     queue = WaitingQueue()
     requests = [_request(i, priority) for i, priority in enumerate((1, 0, 1, 0, -1))]
     for request in requests:

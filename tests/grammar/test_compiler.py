@@ -240,7 +240,7 @@ def test_where_a_grammar_ends(regex: str, eos: bool, text: str, ended_at: int | 
             assert bool((masks == -1).all())
 
 
-def test_the_tokenizers_own_end_of_sequence_is_used_if_the_model_names_none() -> None:
+def test_eos_of_the_tokenizer_serves_if_the_model_has_none() -> None:
     own = GrammarCompiler(make_tokenizer(True), VOCAB_SIZE, frozenset())
     state = own.start(SamplingParams(regex="ab"))
     state.advance(ids("ab"))
@@ -396,7 +396,7 @@ def test_garbage_gives_a_usage_error_or_a_grammar(data: st.DataObject, kind: str
         state.advance([data.draw(st.sampled_from(sorted(choices)))])
 
 
-def test_a_grammar_that_takes_too_long_is_given_up_and_remembered(
+def test_slow_grammar_is_given_up_and_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "_COMPILE_SECONDS", 0.1)

@@ -331,7 +331,7 @@ def test_a_page_stands_in_the_cache_once_for_each_continuation() -> None:
     assert _cached(cache) == {(1, 2, 3), (1, 2, 3, 4, 5), (1, 2, 9), (1, 2, 9, 4, 5)}
 
 
-def test_a_page_that_another_brought_before_takes_the_place_of_ones_own() -> None:
+def test_keep_replaces_a_page_that_is_cached_already() -> None:
     cache = _cache()
     first, second = _begin(cache, [1, 2, 3, 4, 5]), _begin(cache, [1, 2, 3, 4, 6])
     own = list(second.pages)
@@ -362,7 +362,7 @@ def test_pages_that_are_still_written_to_are_not_kept() -> None:
     assert request.shared.depth == 2
 
 
-def test_the_least_recently_used_goes_first_and_each_path_from_its_end() -> None:
+def test_eviction_is_least_recent_first_from_path_ends() -> None:
     cache = _cache(pages=6)
     _leave(cache, [1, 1, 2, 2])
     _leave(cache, [3, 3, 4, 4])
@@ -420,7 +420,7 @@ def test_a_disabled_cache_finds_and_keeps_nothing() -> None:
     assert (cache.num_pages, cache.pool.num_free, _found(cache, [1, 2, 3, 4])) == (0, 16, 0)
 
 
-def test_something_has_come_back_when_a_request_goes_or_its_pages_are_kept() -> None:
+def test_cache_changes_when_pages_are_kept_or_let_go() -> None:
     cache = _cache()
     request = _begin(cache, [1, 2, 3, 4])
     before = cache.changes

@@ -160,7 +160,7 @@ def test_all_changes_go_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert uploads == [8], "each page once, and no row"
 
 
-def test_a_row_that_is_used_again_keeps_nothing_of_the_request_before() -> None:
+def test_reused_row_keeps_nothing_of_the_request_before() -> None:
     table = RequestTable(2, 8, 2, CPU)
     before = _entered(table, 1, 2, 3, 4, floor=4)
     table.flush()
@@ -175,7 +175,7 @@ def test_a_row_that_is_used_again_keeps_nothing_of_the_request_before() -> None:
     assert table.floors[row] == 0
 
 
-def test_a_row_that_changes_hands_between_two_flushes_is_the_last_ones() -> None:
+def test_row_taken_twice_between_flushes_is_the_last_ones() -> None:
     table = RequestTable(2, 8, 2, CPU)
     table.give_back(_entered(table, 1, 2, 3, floor=6).req_index)
     last = _entered(table, 4, floor=2)

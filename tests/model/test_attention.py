@@ -148,7 +148,7 @@ def test_attention_is_that_of_plain_loops(case: Case) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 2, 5])
-def test_rows_behind_an_offset_see_the_slots_that_their_mask_says(offset: int) -> None:
+def test_rows_after_an_offset_see_what_their_mask_says(offset: int) -> None:
     """As a draft model plans its second, third, … step of a tree."""
     generator = torch.Generator().manual_seed(offset)
     width, start, slots = 2, 4, torch.randperm(30)[:20] + 1

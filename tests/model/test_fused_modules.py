@@ -56,7 +56,7 @@ def test_norms_in_half_precision_stay() -> None:
     assert fuse_norms(model) == 0
 
 
-def test_shortened_calls_give_the_same_and_keep_the_hooks_of_what_is_kept() -> None:
+def test_shortened_calls_give_the_same_and_keep_hooks() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU()))
     x = torch.randn(2, 4)
     before = model(x)

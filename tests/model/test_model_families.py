@@ -215,7 +215,7 @@ def _logprobs(output: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("chunk", "page_size"), [(None, 16), (6, 3), (1, 1)])
-def test_greedy_tokens_and_their_distributions_are_those_of_a_plain_forward(
+def test_greedy_tokens_are_those_of_a_plain_forward(
     target: Target, chunk: int | None, page_size: int
 ) -> None:
     expected = target.greedy(PROMPT, 12)

@@ -107,7 +107,7 @@ def test_each_row_is_truncated_by_its_own_settings() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("seed", [1, -(2**40)])
-def test_sampled_tokens_have_the_distribution_that_was_asked_for(
+def test_sampled_tokens_have_the_wanted_distribution(
     seed: int, params: dict[str, Any], kept: int
 ) -> None:
     count = 20_000

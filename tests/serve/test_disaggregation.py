@@ -131,7 +131,7 @@ def test_requests_outlive_a_prefill_server(expected: list[str]) -> None:
         wait_until(lambda: decode.is_whole and second.is_whole)
 
 
-def test_without_a_prefill_server_a_request_ends_with_the_reason() -> None:
+def test_request_without_a_prefill_server_ends_with_why() -> None:
     with instances("NONE", 0, "--disaggregation-timeout", "1") as (decode,):
         answer = decode.complete(max_tokens=4)
         assert answer.status_code == 500

@@ -71,7 +71,7 @@ def test_speculators_layout_loads(
     assert_loaded(llm, tensors)
 
 
-def test_speculators_layout_of_the_whole_vocabulary_uses_the_head_of_the_target(
+def test_speculators_whole_vocabulary_uses_the_target_head(
     target: Path, write_draft: Write, speculators: Speculators, tensors: dict[str, Tensor]
 ) -> None:
     _, layout = speculators(32)
@@ -121,7 +121,7 @@ def test_a_reduced_vocabulary_needs_its_head_and_its_map(
         load(target, write_draft(tensors, layout))
 
 
-def test_a_draft_of_another_width_needs_an_embedding_and_a_head_of_its_own(
+def test_draft_of_another_width_needs_its_own_embedding(
     target: Path, write_draft: Write, speculators: Speculators
 ) -> None:
     tensors, layout = speculators(24)

@@ -189,7 +189,7 @@ def test_a_speculator_is_that_of_the_plain_network(
         assert drafted[1:] == reference.chain(tokens[: root + 1], 3)
 
 
-def test_safeailab_head_of_another_width_is_that_of_the_plain_network(
+def test_safeailab_head_of_another_width_is_the_plain_one(
     target: Path, prompts: list[list[int]], write_draft: Callable[..., Path]
 ) -> None:
     """24 wide under a target of 32: it brings an embedding of its own width, which its attention

@@ -123,7 +123,7 @@ def test_branches_are_ordered_by_frequency_then_by_time() -> None:
     assert not tree.is_chain
 
 
-def test_a_rare_token_stands_before_the_far_end_of_a_frequent_branch() -> None:
+def test_rare_token_precedes_the_end_of_a_frequent_branch() -> None:
     often = [1, 2, *range(10, 17)]
     text = [*often, 30, 1, 2, 20, 31, *often, 32, 1, 2]
     tree = _draft(text, Shape(2, 7, 9), novelty=Novelty(math.log(4)))
@@ -141,7 +141,7 @@ def test_only_what_is_more_probable_than_the_least_is_drafted() -> None:
         assert tree.gain == pytest.approx(sum(n.probability for n in tree.nodes) - 1)
 
 
-def test_every_token_that_was_foreseen_is_learned_from_and_the_first_that_was_not() -> None:
+def test_tree_learns_up_to_the_first_unforeseen_token() -> None:
     logs = []
     for came in ([5, 6], [5, 99], [5, 6, 7], [5, 6, 99, 8], [5, 6, 99, 9]):
         novelty = Novelty()
@@ -151,7 +151,7 @@ def test_every_token_that_was_foreseen_is_learned_from_and_the_first_that_was_no
     assert logs[3] == logs[4] > logs[0]
 
 
-def test_it_is_unsure_where_nothing_repeats_and_sure_again_where_it_does() -> None:
+def test_novelty_follows_whether_the_text_repeats() -> None:
     history, stream, novelty = History(1 << 14), Stream(), Novelty()
     shape = Shape(1, 7, 8)
 

@@ -130,7 +130,7 @@ def test_requests_that_take_turns_keep_their_own_order() -> None:
     assert list(history.continuations(history.behind(places))) == [4]
 
 
-def test_a_long_match_is_found_behind_many_later_places_of_its_pair() -> None:
+def test_long_match_is_found_among_many_later_pairs() -> None:
     history = History(1 << 10)
     passage = [*range(10, 20), 1, 2]
     history.extend(Stream(), [*passage, 3])
@@ -164,7 +164,7 @@ def test_a_request_longer_than_the_history_keeps_its_end() -> None:
     assert list(history.continuations(history.behind(places))) == [95]
 
 
-def test_a_request_that_is_forgotten_while_it_waits_begins_again() -> None:
+def test_request_forgotten_while_it_waits_begins_again() -> None:
     history, waiting = History(8), Stream()
     history.extend(waiting, [1, 2, 3])
     history.extend(Stream(), range(20, 40))

@@ -26,7 +26,7 @@ def test_longer_and_more_frequent_matches_are_surer() -> None:
     assert novelty.known(1, int(FIRST_NOVELTY)) == pytest.approx(0.5)
 
 
-def test_what_was_known_makes_it_surer_and_what_was_new_less_sure() -> None:
+def test_novelty_learns_from_known_and_new_tokens() -> None:
     novelty = Novelty()
     before = novelty.known(3, 2)
     novelty.learn(before, True)
@@ -56,7 +56,7 @@ def test_it_can_always_turn_round(was_known: bool) -> None:
     assert (novelty.known(2, 1) < 0.5) is was_known
 
 
-def test_a_node_weighs_more_in_a_batch_whose_requests_share_the_pass() -> None:
+def test_node_costs_more_in_a_batch_that_shares_the_pass() -> None:
     least = [StepCost(bs).least for bs in (1, 2, 8, 64)]
     assert least == sorted(set(least))
     assert least[-1] < 1

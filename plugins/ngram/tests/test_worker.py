@@ -121,7 +121,7 @@ def test_a_tree_without_a_branch_is_given_as_a_chain() -> None:
     assert draft.widths == (5, 1)
 
 
-def test_requests_learn_from_one_another_while_they_run_and_after() -> None:
+def test_requests_learn_from_one_another() -> None:
     other = Request("other", (22, 23, 24))
     worker = _worker(KNOWS_NOTHING, other)
     worker.observe("knows nothing", [27, 28])
