@@ -214,9 +214,8 @@ class DecodeInstance:
     def _send(self, request: Request, name: str) -> None:
         peer, self._jobs = self._peers[name], self._jobs + 1
         tokens = request.prompt_token_ids
-        every_position = any(o.output.every_position for o in request.outputs.values())
-        most = 0 if every_position else len(tokens)
-        found = self._cache.match(tokens, most, request.rotary_set)
+        # Per-token outputs come for the whole prompt, wherever the KV begins.
+        found = self._cache.match(tokens, len(tokens), request.rotary_set)
         start = found.depth * self._cache.pool.page_size
         away = IncomingPrefill(
             request=request,

@@ -163,6 +163,17 @@ def test_hidden_states_come_from_a_prefill_instance(
         assert llm.stats()["received"] == 3 * len(PROMPTS)
 
 
+def test_cached_kv_does_not_travel_again_with_outputs(
+    layernorm_model: Path, expected: Known
+) -> None:
+    with LLM(layernorm_model, dtype="float64", page_size=4, disaggregation="both") as llm:
+        sizes = []
+        for _ in range(2):
+            check(llm.generate(PROMPTS[3:], PARAMS[3:]), expected[3:])
+            sizes.append(llm.stats()["received_bytes"] - sum(sizes))
+        assert sizes[1] <= sizes[0] * 3 // 23 + 1, "more than the last page came"
+
+
 TEXTS = ["def total(values):\n    result = 0\n    for", "import ", "class Stack:\n    def "]
 LAYERS_OF_TEXTS: list[tuple[int, ...]] = [(0, 3, 5), (5, 1), (2,)]
 
