@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from specplug.speculative.draft_checkpoint import Checkpoint
     from specplug.speculative.feature_drafter import FeatureDrafter
     from specplug.speculative.future_map import FutureMap
+    from specplug.speculative.per_token_output import PerTokenOutput
     from specplug.speculative.received import ReceivedState, received_state
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.rotation import chunk_tails, rotate_chunks
@@ -63,6 +64,7 @@ _LAZY = {
     "DraftInput": "specplug.speculative.draft",
     "FeatureDrafter": "specplug.speculative.feature_drafter",
     "FutureMap": "specplug.speculative.future_map",
+    "PerTokenOutput": "specplug.speculative.per_token_output",
     "ReceivedState": "specplug.speculative.received",
     "received_state": "specplug.speculative.received",
     "RequestReport": "specplug.speculative.report",
@@ -99,6 +101,7 @@ __all__ = [
     "FutureMap",
     "KVCache",
     "Logprob",
+    "PerTokenOutput",
     "PluginError",
     "RankError",
     "ReceivedState",

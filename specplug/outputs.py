@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import attrs
@@ -45,6 +46,8 @@ class RequestOutput:
             in its prefill. None before it has ended, and if not asked for.
         hidden_states: [tokens - 1, layers, hidden size] in the target's dtype, of the same tokens
             as ``routed_experts`` and None when that is; the layers in the order asked for.
+        outputs: name -> values, of the outputs that plugins add: see ``specplug.PerTokenOutput``.
+            Each is None before the request has ended.
         num_cached_tokens: of its prompt, how many tokens were found in the prefix cache.
         times_retracted: how often it lost its KV to others and was prefilled again.
         error: what went wrong, with ``finish_reason`` "error".
@@ -62,6 +65,7 @@ class RequestOutput:
     accept_lens: tuple[int, ...] = ()
     routed_experts: Tensor | None = attrs.field(default=None, eq=False)
     hidden_states: Tensor | None = attrs.field(default=None, eq=False)
+    outputs: Mapping[str, Tensor | None] = attrs.field(factory=dict, eq=False)
     num_cached_tokens: int = 0
     times_retracted: int = 0
     error: str | None = None

@@ -113,6 +113,16 @@ def _bias(value: Mapping[int, float] | None) -> dict[int, float]:
         raise UsageError(f"logit_bias={shown(value)}: expected token id -> number") from error
 
 
+def _names(value: Sequence[str] | None) -> tuple[str, ...]:
+    try:
+        found = () if value is None else tuple(map(_plain_text, value))
+    except Exception:  # it is no sequence, or one of its own
+        found = (None,)
+    if isinstance(value, str) or not all(isinstance(name, str) and name for name in found):
+        raise UsageError(f"outputs={shown(value)}: expected a tuple of names")
+    return found
+
+
 def _tokens(value: Sequence[int] | None) -> tuple[int, ...]:
     try:
         return () if value is None else tuple(map(plain_integer, value))
@@ -189,6 +199,8 @@ class SamplingParams:
         return_hidden_states: give the hidden states of every token: True: those that the LM head
             reads; or of these layers, numbered as in transformers' ``hidden_states``: what enters
             layer 0, 1, …, and last what the LM head reads, after the final norm.
+        outputs: names of the outputs to give for each token, of those that plugins and extensions
+            add: see ``specplug.PerTokenOutput``.
         json_schema: the output is JSON that this schema, its text or a dict, allows, properties in
             the schema's order. It is kept as text.
         regex: the output matches this regular expression, as a whole.
@@ -231,6 +243,7 @@ class SamplingParams:
     skip_special_tokens: bool = attrs.field(default=True, validator=_flag)
     return_routed_experts: bool = attrs.field(default=False, validator=_flag)
     return_hidden_states: bool | tuple[int, ...] = attrs.field(default=False, converter=_layers)
+    outputs: tuple[str, ...] = attrs.field(default=(), converter=_names)
     json_schema: str | None = attrs.field(
         default=None,
         converter=_schema,

@@ -192,7 +192,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": BIASES,
     "stop": TEXTS | st.lists(TEXTS, max_size=3) | st.just(["a"] * 100),
     "stop_token_ids": st.lists(TOKENS, max_size=3) | NUMBERS,
-    "return_hidden_states": st.lists(TOKENS, max_size=3) | NUMBERS,
+    "return_hidden_states": st.sampled_from([True, (0, 2), [np.int64(1)], (), (-1,), 5, None, "0"]),
     "regex": st.sampled_from(["[a-c]+", "a|b", "", "(", None, 5]),
 }
 

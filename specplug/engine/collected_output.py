@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.errors import UsageError
 from specplug.sampling_params import SamplingParams
 from specplug.speculative.per_token_output import OutputKind
 
@@ -90,10 +91,17 @@ def collect(
     """What a request asks for, by name, with nothing in it yet.
 
     Raises:
-        UsageError: the target cannot give it.
+        UsageError: the target cannot give it, or there is no output of that name.
     """
     collected = {}
-    for output in table:
+    kinds = tuple(table)
+    added = {output.name for output in kinds if not output.has_own_field}
+    if not added.issuperset(params.outputs):
+        raise UsageError(
+            f"outputs={params.outputs}: expected names that plugins of this run add, which are "
+            f"{', '.join(sorted(added)) or 'none'}; install the plugin, or leave it out"
+        )
+    for output in kinds:
         want = output.asked(params)
         if want is not None:
             collected[output.name] = CollectedOutput(

@@ -20,7 +20,7 @@ from specplug.model.sampler import Sampler
 from specplug.speculative.batch import Batch
 from specplug.speculative.draft import described
 from specplug.speculative.padding import Padding
-from specplug.speculative.per_token_output import OutputKind
+from specplug.speculative.per_token_output import OutputKind, PerTokenOutput
 from specplug.speculative.runtime import KVCache, RankInfo
 
 _SHORTEST_GRAPH = 256
@@ -75,7 +75,7 @@ class EngineRuntime:
         self.overlap = overlap
         self.rank = rank or RankInfo()
         self.worker: Any = None
-        self.outputs = {output.name: output for output in outputs}
+        self.outputs: dict[str, OutputKind] = {output.name: output for output in outputs}
         self.sampler = Sampler(self.req_table_size, self.vocab_size, self.device)
         self.table: RequestTable
         self.max_slots = LENGTH_STEP
@@ -111,6 +111,19 @@ class EngineRuntime:
         """See ``Runtime``."""
         self._check_open("capture_lm_head_input")
         return self._runner.capture.keep_lm_head_input()
+
+    def add_output(self, output: PerTokenOutput) -> None:
+        """See ``Runtime``."""
+        self._check_open("add_output")
+        if not isinstance(output, PerTokenOutput):
+            raise PluginError(
+                f"add_output: {described(output)}; expected a specplug.PerTokenOutput"
+            )
+        if output.name in self.outputs:
+            raise PluginError(
+                f"add_output: there is an output {output.name!r} already; expected another name"
+            )
+        self.outputs[output.name] = output
 
     def seal(self) -> None:
         """The worker is made: what it has not asked for by now comes too late."""

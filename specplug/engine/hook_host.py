@@ -85,17 +85,18 @@ class EngineHost:
         """See ``Host``."""
         half.clock.lap("verify")
         half.batch.attention = half.plan
-        wanted = half.wanted
+        wanted, rows = half.wanted, len(output.next_tokens)
         if half.draft is None:
+            per_row = {**output.per_node, **half.sampled}
             half.prefilled = PrefillResult(
                 tokens=host_copy(output.bonus_tokens),
-                outputs=wanted.send({**output.per_node, **half.sampled}) if wanted else None,
+                outputs=wanted.send(per_row, rows) if wanted else None,
             )
             return
         bs = len(half.requests)
         half.decoded = DecodeResult(
             tokens=host_copy(output.next_tokens.view(bs, -1)),
             accept_lens=host_copy(output.accept_lens),
-            outputs=wanted.send(output.per_node) if wanted else None,
+            outputs=wanted.send(output.per_node, rows) if wanted else None,
             widths=half.draft.widths or (half.draft.width,) * bs,
         )

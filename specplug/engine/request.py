@@ -195,6 +195,11 @@ class Request:
             text = self.detokenizer.text
             sure = len(text) if self.finished else self.detokenizer.sure
             delta, self.sent = text[self.sent : sure], max(self.sent, sure)
+        own: dict[str, Any] = {}
+        added: dict[str, Any] = {}
+        for name, collected in self.outputs.items():
+            value = collected.hand_out(len(self.output_token_ids), finished=self.finished)
+            (own if collected.output.has_own_field else added)[name] = value
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -208,11 +213,9 @@ class Request:
             times_retracted=self.times_retracted,
             error=self.error,
             delta=delta,
-            **{name: self._hand_out(collected) for name, collected in self.outputs.items()},
+            outputs=added,
+            **own,
         )
-
-    def _hand_out(self, collected: CollectedOutput) -> Any:
-        return collected.hand_out(len(self.output_token_ids), finished=self.finished)
 
 
 def make_detokenizer(tokenizer: Any | None, params: SamplingParams) -> Detokenizer | None:

@@ -57,13 +57,19 @@ class WantedOutputs:
                 found |= output.sample(logits, predict, wants)
         return found
 
-    def send(self, per_node: Mapping[str, Tensor]) -> HostOutputs:
-        """Start the way of what is wanted to the host."""
-        names = dict.fromkeys(
-            name for output, wants in self._wants.items() for name in output.forms(wants[0])
-        )
+    def send(self, per_node: Mapping[str, Tensor], num_rows: int) -> HostOutputs:
+        """Start the way of what is wanted to the host.
+
+        Args:
+            per_node: all outputs of the pass, by name.
+            num_rows: R, of the pass.
+        """
+        tensors: dict[str, Tensor] = {}
+        for output, wants in self._wants.items():
+            found = output.found_in(per_node, wants[0], num_rows)
+            tensors |= {name: host_copy(tensor) for name, tensor in found.items()}
         return HostOutputs(
-            tensors={name: host_copy(per_node[name]) for name in names},
+            tensors=tensors,
             columns={output.name: columns for output, columns in self._points.items()},
         )
 

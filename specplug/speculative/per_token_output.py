@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
+from specplug.errors import PluginError
 from specplug.sampling_params import SamplingParams
+from specplug.speculative.draft import described
 
 Form = tuple[tuple[int | None, ...], torch.dtype]
 """Shape of one token's tensor (None: any size) and its type."""
@@ -63,6 +66,17 @@ class OutputKind(ABC):
         """
         raise NotImplementedError
 
+    def found_in(
+        self, per_node: Mapping[str, Tensor], want: Any, num_rows: int
+    ) -> dict[str, Tensor]:
+        """Its tensors [rows, …] among the outputs of a pass.
+
+        Args:
+            want: of any request that asks.
+            num_rows: of the pass; a tensor that is sampled in a prefill has fewer.
+        """
+        return {name: per_node[name] for name in self.forms(want)}
+
     def cut(self, want: Any, tensor: Tensor) -> Tensor:
         """The part of a batch's tensor [rows, …] that a request which wants this gets."""
         return tensor
@@ -75,3 +89,98 @@ class OutputKind(ABC):
         """Whether tensors that another instance has sent with a prefill, and that have their
         ``forms``, can be those of a request whose first token is this."""
         return True
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PerTokenOutput(OutputKind):
+    """An output that a plugin or an extension adds, by ``runtime.add_output`` in ``create_worker``.
+
+    A request asks for it by ``SamplingParams(outputs=(name,))``, and finds it in
+    ``RequestOutput.outputs[name]`` when it has ended: a CPU tensor [tokens, *shape], or None if it
+    ended in its prefill. Nothing is computed in a step in which no request asks.
+
+    Attributes:
+        name: unique in a run.
+        shape: of one token's value; () is a number.
+        dtype: of it.
+        every_position: True: there is a value for each token of the prompt and the output but the
+            last, which the target never reads; the prefix cache spares no computing then. False:
+            there is one for each generated token.
+        compute: ``compute(logits [M, V], predict [M] int64) -> [M, *shape]``, from the logits as
+            they leave the target and the token that was chosen from each row; both are lent. For
+            generated tokens alone. None: the value of a row is that in
+            ``TargetOutput.per_node[name]`` [T, *shape], which ``runtime.capture_layer_inputs``,
+            ``runtime.capture_lm_head_input`` or a ``verify`` hook has left there. A row's value is
+            the value of its own token if ``every_position``, else of the token after it.
+        fill: the value where ``per_node`` has none. There is no ``verify`` in a prefill, which
+            gives the first token.
+
+    Raises:
+        PluginError: there is ``compute`` for every position.
+    """
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    every_position: bool = False
+    compute: Callable[[Tensor, Tensor], Tensor] | None = None
+    fill: float = 0.0
+    is_sampled: bool = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "is_sampled", self.compute is not None)
+        if self.is_sampled and self.every_position:
+            raise PluginError(
+                f"output {self.name!r} has compute and every_position; expected one of them, as a "
+                "prompt has logits at its last token alone; leave one out"
+            )
+
+    def asked(self, params: SamplingParams) -> bool | None:
+        """True, or None."""
+        return self.name in params.outputs or None
+
+    def forms(self, want: bool) -> Mapping[str, Form]:
+        """One tensor."""
+        return {self.name: (self.shape, self.dtype)}
+
+    def sample(self, logits: Tensor, predict: Tensor, wants: Sequence[bool]) -> dict[str, Tensor]:
+        """What ``compute`` gives.
+
+        Raises:
+            PluginError: it fails, or gives something else.
+        """
+        assert self.compute is not None
+        try:
+            found = self.compute(logits, predict.clone())
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise PluginError(
+                f"output {self.name!r}: compute() raised {type(error).__name__}: {error}; expected "
+                "a tensor; fix the plugin"
+            ) from error
+        self._check(found, len(predict))
+        return {self.name: found}
+
+    def found_in(
+        self, per_node: Mapping[str, Tensor], want: bool, num_rows: int
+    ) -> dict[str, Tensor]:
+        """The tensor, or as many times ``fill``.
+
+        Raises:
+            PluginError: it has another form.
+        """
+        found = per_node.get(self.name)
+        if found is None:
+            found = torch.full((num_rows, *self.shape), self.fill, dtype=self.dtype)
+        elif not self.is_sampled:
+            self._check(found, num_rows)
+        return {self.name: found}
+
+    def _check(self, found: object, num_rows: int) -> None:
+        expected = (num_rows, *self.shape)
+        if not isinstance(found, Tensor) or found.shape != expected or found.dtype != self.dtype:
+            raise PluginError(
+                f"output {self.name!r} is {described(found)}; expected {list(expected)} of "
+                f"{self.dtype}; fix the plugin"
+            )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specplug.algorithm import SpecConfig
 from specplug.speculative.batch import Batch
+from specplug.speculative.per_token_output import PerTokenOutput
 
 
 @attrs.define(eq=False)
@@ -123,6 +124,17 @@ class Runtime(Protocol):
 
         Call it in ``create_worker``. Returns the name under which ``TargetOutput.per_node`` will
         hold them: [R, hidden_size].
+        """
+
+    def add_output(self, output: PerTokenOutput) -> None:
+        """Add a value that requests can ask for and get for each of their tokens.
+
+        Call it in ``create_worker``; an extension does so in a wrapper around that hook. The host
+        keeps the values over chunks, over a retraction and between instances, computes nothing
+        for requests that do not ask, and hands them out as ``RequestOutput.outputs[name]``.
+
+        Raises:
+            PluginError: there is an output of that name already.
         """
 
     def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:

@@ -29,6 +29,7 @@ VALUES: dict[str, Any] = {
     "skip_special_tokens": False,
     "return_routed_experts": True,
     "return_hidden_states": (2, 0),
+    "outputs": ("entropy",),
     "json_schema": '{"type":"integer"}',
     "regex": "[a-z]+",
     "ebnf": 'root ::= "a"',

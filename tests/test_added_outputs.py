@@ -1,0 +1,227 @@
+"""Outputs that plugins and extensions add come token by token, as the core's own do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from specplug import (
+    LLM,
+    Batch,
+    Draft,
+    PerTokenOutput,
+    PluginError,
+    Runtime,
+    SamplingParams,
+    TargetOutput,
+    UsageError,
+    hookimpl,
+)
+
+EXAMPLE = Path(__file__).parents[1] / "examples/token_entropy/specplug_token_entropy.py"
+VOCAB_SIZE = 96
+MAX_TOKENS = 28
+PRESSED: dict[str, Any] = {"page_size": 2, "chunked_prefill_size": 8, "max_total_tokens": 61 + 16}
+
+
+@pytest.fixture
+def extension(plugin_folder: Any) -> None:
+    """The example, installed."""
+    plugin_folder.write(
+        "token-entropy",
+        code=EXAMPLE.read_text(),
+        distribution="specplug-token-entropy",
+        value="specplug_token_entropy:extension",
+        group="specplug.extensions",
+    )
+
+
+def asking(name: str, **settings: Any) -> list[SamplingParams]:
+    return [
+        SamplingParams(max_tokens=MAX_TOKENS, seed=100 + i, outputs=(name,), **settings)
+        for i in range(7)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"disable_overlap_schedule": True},
+        {**PRESSED, "enable_mixed_chunk": True},
+        {"disaggregation": "both", "chunked_prefill_size": 5},
+    ],
+    ids=["plain", "pressed", "both"],
+)
+def test_the_example_tells_how_sure_the_target_is(
+    extension: None, tiny_model: Path, reference: Any, successors: Any, options: dict[str, Any]
+) -> None:
+    with LLM(tiny_model, dtype="float64", speculative_algorithm=successors(), **options) as llm:
+        every = SamplingParams(max_tokens=MAX_TOKENS, logprobs=VOCAB_SIZE)
+        for _ in range(2):
+            outputs = llm.generate(reference.prompts, asking("entropy"))
+        plain = llm.generate(reference.prompts, every)
+    for output, known in zip(outputs, plain, strict=True):
+        assert output.token_ids == known.token_ids
+        logprobs = torch.tensor([[e[t].logprob for t in range(VOCAB_SIZE)] for e in known.logprobs])
+        expected = -(logprobs.exp() * logprobs).sum(-1)
+        torch.testing.assert_close(output.outputs["entropy"], expected, rtol=1e-4, atol=1e-5)
+        assert known.outputs == {}
+
+
+@pytest.fixture
+def adding(scripted: Any, reference: Any) -> Callable[..., Any]:
+    """Makes an algorithm of scripted trees that adds outputs: ``adding(*outputs)``."""
+
+    class Adding(scripted):  # type: ignore[misc]
+        @hookimpl
+        def create_worker(self, runtime: Runtime) -> Any:
+            for output in outputs:
+                runtime.add_output(output)
+            return super().create_worker(runtime)
+
+        @hookimpl
+        def verify(self, batch: Batch, draft: Draft, target_output: TargetOutput) -> None:
+            """Tell how deep each node stands, and which token."""
+            depths = draft.flatten(draft.depths.expand_as(draft.tokens))
+            target_output.per_node["depth"] = depths.clone()
+            target_output.per_node["token"] = draft.flatten(draft.tokens).to(torch.int32)
+
+    outputs: tuple[PerTokenOutput, ...] = ()
+
+    def make(*added: PerTokenOutput) -> Any:
+        nonlocal outputs
+        outputs = added
+        known = reference.tokens(["greedy"] * 7)
+        return Adding(known, tree=True, right=0.7, ragged=True)
+
+    return make
+
+
+DEPTH = PerTokenOutput(name="depth", dtype=torch.int64, fill=-1)
+TOKEN = PerTokenOutput(name="token", dtype=torch.int32, every_position=True, fill=-1)
+AUX = PerTokenOutput(
+    name="aux_hidden_states", shape=(64,), dtype=torch.float64, every_position=True
+)
+
+
+@pytest.mark.parametrize("options", [{}, {**PRESSED, "enable_mixed_chunk": True}], ids=str)
+def test_what_verify_leaves_is_handed_out(
+    tiny_model: Path, reference: Any, adding: Any, options: dict[str, Any]
+) -> None:
+    algorithm = adding(DEPTH, TOKEN, AUX)
+    with LLM(
+        tiny_model,
+        dtype="float64",
+        speculative_algorithm=algorithm,
+        speculative_num_draft_tokens=8,
+        **options,
+    ) as llm:
+        params = [
+            SamplingParams(
+                max_tokens=MAX_TOKENS,
+                seed=100 + i,
+                outputs=("token", "depth", "aux_hidden_states"),
+                return_hidden_states=(0, 1),
+            )
+            for i in range(7)
+        ]
+        outputs = llm.generate(reference.prompts, params)
+        retractions = llm.stats()["retractions"]
+    assert bool(retractions) == bool(options)
+    for output, tokens in zip(outputs, reference.tokens(["greedy"] * 7).values(), strict=True):
+        assert output.token_ids == tokens
+        assert list(output.outputs) == ["depth", "token", "aux_hidden_states"]
+        depth, token, aux = output.outputs.values()
+        steps = [list(range(length)) for length in output.accept_lens]
+        counted = [d for d in depth.tolist() if d >= 0]
+        assert counted == [d for step in steps for d in step], "each node of each accepted path"
+        assert len(depth) == len(tokens)
+        ids = [*output.prompt_token_ids, *tokens][:-1]
+        assert token.dtype is torch.int32
+        assert len(token) == len(ids)
+        assert all(found in (-1, t) for found, t in zip(token.tolist(), ids, strict=True))
+        assert (token >= 0).sum() == len(counted)
+        assert torch.equal(aux, output.hidden_states.flatten(1))
+
+
+def test_nobody_asks_and_nothing_is_computed(tiny_model: Path, reference: Any, adding: Any) -> None:
+    def never(logits: Tensor, predict: Tensor) -> Tensor:
+        raise AssertionError
+
+    prompt, params = reference.prompts[1], reference.params["greedy"][1]
+    wanting = attrs.evolve(params, outputs=("never",))
+    algorithm = adding(PerTokenOutput(name="never", compute=never))
+    with LLM(tiny_model, dtype="float64", speculative_algorithm=algorithm) as llm:
+        output = llm.generate([prompt], params)[0]
+        assert output.outputs == {}
+        with pytest.raises(PluginError, match=r"output 'never': compute\(\) raised AssertionError"):
+            llm.generate([prompt], wanting)
+        assert llm.generate([prompt], params)[0].token_ids == output.token_ids
+
+
+def test_an_output_that_is_not_there_is_told(tiny_model: Path, adding: Any) -> None:
+    with LLM(tiny_model, speculative_algorithm=adding(DEPTH, TOKEN)) as llm:
+        for names in (("entropy",), ("logprobs",)):
+            params = SamplingParams(outputs=names)
+            with pytest.raises(UsageError, match=rf"outputs=\('{names[0]}',\).*are depth, token;"):
+                llm.generate([(1, 2)], params)
+
+
+@pytest.mark.parametrize("outputs", ["entropy", (1,), ("",), 5, (None,)])
+def test_names_that_are_none_are_refused(outputs: Any) -> None:
+    with pytest.raises(UsageError, match=r"outputs=.*: expected a tuple of names"):
+        SamplingParams(outputs=outputs)
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        (PerTokenOutput(name="depth"), r"'depth' is \[\d+\] of torch.int64.*of torch.float32"),
+        (PerTokenOutput(name="token", shape=(2,), dtype=torch.int32), r"expected \[\d+, 2\]"),
+        (
+            PerTokenOutput(name="other", compute=lambda logits, predict: logits),
+            r"'other' is \[1, 96\].*expected \[1\] of torch.float32",
+        ),
+        (
+            PerTokenOutput(name="none", compute=lambda logits, predict: None),  # type: ignore[arg-type,return-value]
+            "'none' is of type NoneType; expected",
+        ),
+    ],
+    ids=["dtype", "shape", "computed", "no tensor"],
+)
+def test_an_output_of_another_form_is_told(
+    tiny_model: Path, reference: Any, adding: Any, output: PerTokenOutput, why: str
+) -> None:
+    params = attrs.evolve(reference.params["greedy"][1], outputs=(output.name,))
+    with (
+        LLM(tiny_model, dtype="float64", speculative_algorithm=adding(output)) as llm,
+        pytest.raises(PluginError, match=why),
+    ):
+        llm.generate([reference.prompts[1]], params)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "why"),
+    [
+        ((DEPTH, DEPTH), "there is an output 'depth' already"),
+        ((PerTokenOutput(name="logprobs"),), "there is an output 'logprobs' already"),
+        (("depth",), "of type str; expected a specplug.PerTokenOutput"),
+    ],
+    ids=["twice", "the core's", "no output"],
+)
+def test_an_output_that_cannot_be_added_is_told(
+    tiny_model: Path, adding: Any, outputs: Any, why: str
+) -> None:
+    with pytest.raises(PluginError, match=why):
+        LLM(tiny_model, speculative_algorithm=adding(*outputs))
+
+
+def test_logits_are_not_known_at_every_position() -> None:
+    with pytest.raises(PluginError, match="has compute and every_position; expected one of them"):
+        PerTokenOutput(name="x", every_position=True, compute=lambda logits, predict: predict)
