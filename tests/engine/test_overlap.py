@@ -155,6 +155,15 @@ def test_no_step_waits_for_a_gpu(
         assert len(llm.generate(PROMPTS, settings())) == len(PROMPTS)
 
 
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain loop"])
+def test_no_step_is_launched_after_the_last_token(tiny_model: Path, overlap: bool) -> None:
+    """The last token's step is in flight when the next one would be scheduled."""
+    with LLM(tiny_model, disable_overlap_schedule=not overlap) as llm:
+        (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=6, ignore_eos=True))
+        assert len(output.token_ids) == 6
+        assert llm.stats()["steps"]["decode"] == 5  # the prefill gives the first token
+
+
 def test_an_algorithm_may_refuse_overlap_and_the_cache(successors: Any, tiny_model: Path) -> None:
     """It is warned of once, with the reason, and can be read in the effective configuration."""
     import attrs

@@ -767,6 +767,16 @@ def test_retraction_takes_least_priority_then_fewest_tokens(
     assert scheduler.waiting.first() is lost
 
 
+def test_who_is_before_the_short_one_does_not_give_way() -> None:
+    """The second request needs the page, and would itself lose least; the third gives way."""
+    scheduler = _scheduler(12, columns=4)
+    first, fast, last = (_add(scheduler, i, size) for i, size in enumerate((5, 2, 21)))
+    _turn(scheduler)
+    assert _until_retraction(scheduler, fast).retracted == (last,)
+    assert fast.num_computed_tokens < last.peak_computed_tokens
+    assert scheduler.running == [first, fast]
+
+
 def test_what_another_running_request_has_too_is_no_loss() -> None:
     scheduler = _scheduler(12, columns=4)
     fast = _add(scheduler, 0, 9, prompt=(*range(8), 50))

@@ -36,6 +36,15 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
         yield client
 
 
+def test_stream_tells_an_end_that_brings_no_text(server: ServerProcess) -> None:
+    """The only token is the end of sequence."""
+    fields = {"max_tokens": 4, "temperature": 0, "logit_bias": {"0": 100.0}, "stream": True}
+    *chunks, done = server.complete(PROMPT, **fields).text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    (choice,) = json.loads(chunks[-1].removeprefix("data: "))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+
+
 def test_a_completion(client: openai.OpenAI, llm: LLM) -> None:
     (expected,) = llm.generate(PROMPT, SamplingParams(max_tokens=16))
     completion = client.completions.create(model="tiny-code", prompt=PROMPT, temperature=0)
