@@ -14,8 +14,8 @@ from specplug.distributed.rank_group import RankGroup
 from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
 from specplug.model.checkpoint import load_checkpoint
+from specplug.model.direct_calls import shorten_calls
 from specplug.model.fingerprint import weights_fingerprint
-from specplug.model.fused_modules import fuse_norms, pack_weights, shorten_calls
 from specplug.model.graph_runner import GraphRunner
 from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.model_check import ModelCheck
@@ -77,9 +77,6 @@ class ModelRunner:
         check = None if skip_check else self._begin_check(path)
         self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
         self.num_layers = len(self.capture.layers)
-        fuse_norms(self.model)
-        if device.type == "cpu":
-            pack_weights(self.model)
         shorten_calls(self.model, keep=self.capture.hooked)
         if check is not None:
             self._end_check(check)

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from specplug import LLM, CheckpointError, SamplingParams
-from specplug.model import fused_modules
+from specplug.model import direct_calls
 from specplug.model.attention import PagedPlan
 from specplug.model.model_runner import ModelRunner
 
@@ -170,15 +170,14 @@ def test_check_names_pass_that_differs(
 def test_check_covers_changes_of_modules(
     folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What makes modules cheap is proved with the rest."""
-    fuse = fused_modules.fuse_norms
+    """The check runs after the modules are changed."""
+    shorten = direct_calls.shorten_calls
 
-    def fuse_wrongly(model: Any) -> int:
-        count = fuse(model)
+    def shorten_wrongly(model: Any, keep: Any) -> None:
+        shorten(model, keep)
         model.model.layers[1].input_layernorm.weight.data.mul_(1.5)
-        return count
 
-    monkeypatch.setattr("specplug.model.model_runner.fuse_norms", fuse_wrongly)
+    monkeypatch.setattr("specplug.model.model_runner.shorten_calls", shorten_wrongly)
     with pytest.raises(CheckpointError, match=r"whole: logits differ by .*, from layer 1 on"):
         _load(folder_of("LlamaConfig", initializer_range=0.3))
 
