@@ -118,6 +118,22 @@ def examine_extension(plugin: object, subject: str) -> list[Problem]:
     return _class_problem(plugin, subject) or _hook_problems(plugin, subject, ())
 
 
+class _NoInfoError(Exception):
+    """``describe()`` returned something else than an ``AlgorithmInfo``: its argument."""
+
+
+def describe(*, function: Callable[[], object]) -> AlgorithmInfo:
+    """Call a plugin's ``describe()``, which is asked before the plugin is registered anywhere.
+
+    Args:
+        function: the plugin's own.
+    """
+    info = function()
+    if not isinstance(info, AlgorithmInfo):
+        raise _NoInfoError(info)
+    return info
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The one of ``known`` that ``name`` was probably meant to be, or None."""
     from difflib import get_close_matches
@@ -279,11 +295,15 @@ def _description(
     plugin: object, subject: str, name: str | None
 ) -> tuple[AlgorithmInfo | None, list[Problem]]:
     """Call ``describe()`` if it can be called, and check what it says."""
-    describe = next((found for found in implementations(plugin) if found.hook == "describe"), None)
-    if describe is None or any(_argument_problems(subject, describe)):
+    found = next((found for found in implementations(plugin) if found.hook == "describe"), None)
+    if found is None or any(_argument_problems(subject, found)):
         return None, []  # told by the checks of the hooks
     try:
-        info = describe.function()
+        info = describe(function=found.function)
+    except _NoInfoError as error:
+        what = f"describe() returned {_shortened(error.args[0])}"
+        fix = "return specplug.AlgorithmInfo(name=…, summary=…, api_version=…)"
+        return None, [Problem(subject, what, "a specplug.AlgorithmInfo", fix)]
     except BaseException as error:
         let_ctrl_c_pass(error)
         what = f"describe() raised {error_line(error)}"
@@ -291,10 +311,6 @@ def _description(
         return None, [
             Problem(subject, what, "a specplug.AlgorithmInfo", fix, plugin_traceback(error))
         ]
-    if not isinstance(info, AlgorithmInfo):
-        what = f"describe() returned {_shortened(info)}"
-        fix = "return specplug.AlgorithmInfo(name=…, summary=…, api_version=…)"
-        return None, [Problem(subject, what, "a specplug.AlgorithmInfo", fix)]
     return info, list(_declaration_problems(info, subject, name))
 
 

@@ -44,6 +44,7 @@ from specplug.entries import (
 from specplug.errors import PluginError, UnknownAlgorithm, UsageError
 
 if TYPE_CHECKING:
+    import click
     from importlib_metadata import EntryPoint
 
 __all__ = [
@@ -56,8 +57,8 @@ __all__ = [
     "Problem",
     "Registry",
     "SelectedAlgorithm",
-    "build_extension_manager",
     "build_plugin_manager",
+    "register_commands",
 ]
 
 Entry = TypeVar("Entry", AlgorithmEntry, ExtensionEntry)
@@ -262,11 +263,11 @@ def build_plugin_manager(
     return manager
 
 
-def build_extension_manager(extension: Extension) -> pluggy.PluginManager:
-    """One extension alone, to call its hooks outside a run."""
+def register_commands(cli: click.Group, *, extension: Extension) -> None:
+    """Let one extension add its commands to the command line, outside a run."""
     manager = _hook_manager()
     _register_extension(manager, extension)
-    return manager
+    manager.hook.register_commands(cli=cli)
 
 
 def _hook_manager() -> pluggy.PluginManager:

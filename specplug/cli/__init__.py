@@ -85,7 +85,7 @@ class CommandLine(click.Group):
         if self._extended:
             return
         self._extended = True
-        from specplug.registry import Registry, build_extension_manager
+        from specplug.registry import Registry, register_commands
 
         registry = Registry()
         if not registry.extension_entries():
@@ -93,7 +93,7 @@ class CommandLine(click.Group):
         with reserve_standard_output():
             for extension in registry.extensions():
                 try:
-                    build_extension_manager(extension).hook.register_commands(cli=self)
+                    register_commands(self, extension=extension)
                 except BaseException as error:
                     let_ctrl_c_pass(error)
                     subject = extension.entry.subject

@@ -19,7 +19,7 @@ from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
 from specplug.contract import Problem, error_line, let_ctrl_c_pass, plugin_traceback
 from specplug.entries import DISABLE, AlgorithmEntry, ExtensionEntry, PluginEntry, parse_value
-from specplug.registry import Extension, Registry, build_extension_manager
+from specplug.registry import Extension, Registry, register_commands
 from specplug.sources import heavy_imports, look
 
 DISTRIBUTIONS = ("specplug", "torch", "triton", "transformers", "tokenizers", "safetensors")
@@ -128,7 +128,7 @@ def _commands(extension: Extension) -> tuple[list[str], Problem | None]:
     """The names of an extension's commands, or why it has none."""
     group = click.Group("specplug")
     try:
-        build_extension_manager(extension).hook.register_commands(cli=group)
+        register_commands(group, extension=extension)
         return sorted(group.commands), None
     except BaseException as error:
         let_ctrl_c_pass(error)

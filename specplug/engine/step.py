@@ -60,6 +60,7 @@ class StepRunner:
         ranks: RankGroup | None = None,
     ) -> None:
         self._runtime = runtime
+        self._device = runtime.device
         self._runner = runner
         self._order: HookOrder[EngineHalf] = HookOrder(
             runtime, hooks, future_map, EngineHost(runtime)
@@ -85,7 +86,7 @@ class StepRunner:
         """
         with self._current_device():
             self._runtime.max_slots = 1
-            row = self._upload([0])
+            row = upload([0], self._device)
             self._agree(row)
             logits, *_ = self._runner.verify(row, self._runtime.make_plan(row, row, 1))
             self._order.idle(logits[:0])
@@ -97,11 +98,11 @@ class StepRunner:
 
     def _current_device(self) -> AbstractContextManager[None]:
         """Streams, events and graphs are those of the current device, which is a thread's own."""
-        device = self._runtime.device
+        device = self._device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _run(self, step: Step) -> StepResult:
-        clock = StepClock(self._runtime.device)
+        clock = StepClock(self._device)
         slots = [chunk.end for chunk in step.prefill.chunks] if step.prefill else []
         slots += [placed.received.end for placed in step.placed]
         self._runtime.max_slots = max([*slots, step.decode.max_slots if step.decode else 0])
@@ -124,7 +125,7 @@ class StepRunner:
             prefill=prefill.prefilled if prefill else None,
             decode=decode.decoded if decode else None,
             clock=clock,
-            arrival=Arrival(self._runtime.device),  # after all that was sent
+            arrival=Arrival(self._device),  # after all that was sent
         )
         if any(request.grammar_state is not None for request in step.requests):
             self._unread = [*(r for r in self._unread if not r.grammars_advanced), result]
@@ -136,10 +137,10 @@ class StepRunner:
         """Write received prefills to the pool, and leave the draft input of their first step."""
         live = self._kv_transfer.write(placed)
         half = self._half([p.request for p in live], clock)
-        half.seq_lens = self._upload([p.received.end for p in live])
-        half.tokens = self._upload([p.request.token_ids[p.received.end - 1] for p in live])
+        half.seq_lens = upload([p.received.end for p in live], self._device)
+        half.tokens = upload([p.request.token_ids[p.received.end - 1] for p in live], self._device)
         half.batch = _lent(half, ForwardMode.DECODE)
-        roots = self._upload([p.request.token_ids[p.received.end] for p in live])
+        roots = upload([p.request.token_ids[p.received.end] for p in live], self._device)
         self._order.receive(half, roots)
         self._kv_transfer.protect(live, half.req_indices)
         for request in half.requests:
@@ -151,10 +152,10 @@ class StepRunner:
         chunks, runtime = scheduled.chunks, self._runtime
         widths = tuple(chunk.end - chunk.start for chunk in chunks)
         half = self._half(scheduled.requests, clock)
-        half.seq_lens = self._upload([chunk.start for chunk in chunks])
-        half.tokens = self._upload([token for chunk in chunks for token in chunk.tokens])
-        half.last_rows = self._upload([end - 1 for end in accumulate(widths)])
-        padding = Padding.of(widths, max(widths), runtime.device)
+        half.seq_lens = upload([chunk.start for chunk in chunks], self._device)
+        half.tokens = upload([token for chunk in chunks for token in chunk.tokens], self._device)
+        half.last_rows = upload([end - 1 for end in accumulate(widths)], self._device)
+        padding = Padding.of(widths, max(widths), self._device)
         half.plan = runtime.make_plan(half.req_indices, half.seq_lens, max(widths), padding=padding)
         half.batch = batch = _lent(half, ForwardMode.PREFILL)
         batch.chunk_widths = widths
@@ -191,7 +192,7 @@ class StepRunner:
         wanted = WantedOutputs(requests) if needs & Needs.OUTPUTS else None
         return EngineHalf(
             requests=tuple(requests),
-            req_indices=self._upload([request.req_index for request in requests]),
+            req_indices=upload([request.req_index for request in requests], self._device),
             needs=needs,
             clock=clock,
             wanted=wanted,
@@ -270,7 +271,7 @@ class StepRunner:
             result.wait()
             result.advance_grammars()
         self._unread.clear()
-        pinned = self._runtime.device.type == "cuda"
+        pinned = self._device.type == "cuda"
         masks = allocate_masks(num_rows, self._runtime.vocab_size, pinned=pinned)
         grammar_states = [request.grammar_state for request in half.requests]
         if half.tree is not None:
@@ -279,10 +280,7 @@ class StepRunner:
             for grammar_state, mask in zip(grammar_states, masks, strict=True):
                 if grammar_state is not None:
                     grammar_state.fill_next(mask)
-        return masks.to(self._runtime.device, non_blocking=True)
-
-    def _upload(self, values: Sequence[int]) -> Tensor:
-        return upload(values, self._runtime.device)
+        return masks.to(self._device, non_blocking=True)
 
 
 def _lent(half: EngineHalf, mode: ForwardMode) -> Batch:

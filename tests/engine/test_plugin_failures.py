@@ -26,7 +26,7 @@ from specplug import (
 )
 from specplug.registry import Extension, ExtensionEntry, PluginWarning, Registry
 from specplug.speculative import draft as draft_module
-from specplug.speculative import hook_calls
+from specplug.speculative import hook_results
 
 SHORT = SamplingParams(max_tokens=6)
 PROMPT = [3, 1, 4, 1, 5]
@@ -335,7 +335,7 @@ def test_what_a_hook_returns_wrongly_bears_its_name(
 def test_values_are_bounded_where_nobody_debugs(
     engine: tuple[LLM, Plain], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook_calls, "DEBUG", False)
+    monkeypatch.setattr(hook_results, "DEBUG", False)
     monkeypatch.setattr(draft_module, "DEBUG", False)
     llm, plugin = engine
     expected = llm.generate([PROMPT], SHORT)[0].token_ids
