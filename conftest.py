@@ -15,7 +15,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded by a test
 # What one process of the suite may hold at its peak, so that two fit on a laptop beside a browser.
 MOST_MIB = 2560
 
-pytest_plugins = ["shallow_target", "tiny_targets"]  # fixtures of tests/fixtures
+pytest_plugins = [
+    "default_completion",
+    "shallow_target",
+    "tiny_targets",
+]  # fixtures of tests/fixtures
 
 _peaks: dict[str, float] = {}
 

@@ -8,6 +8,8 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,10 +38,22 @@ def report(*arguments: str, stdin: str | bytes | None = None, told: str = ""):
     return json.loads(done.stdout)
 
 
+@cache
+def plain() -> LLM:
+    return LLM(disable_radix_cache=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    if plain.cache_info().currsize:
+        plain().close()
+        plain.cache_clear()
+
+
 def completion(prompt: str, **settings: object) -> RequestOutput:
     """What ``LLM`` gives for a prompt."""
-    with LLM() as llm:
-        return llm.generate(prompt, SamplingParams(**settings))[0]  # type: ignore[arg-type]
+    return plain().generate(prompt, SamplingParams(**settings))[0]  # type: ignore[arg-type]
 
 
 def test_text_goes_to_stdout_and_statistics_to_stderr():
@@ -57,8 +71,7 @@ def test_text_goes_to_stdout_and_statistics_to_stderr():
 def test_many_prompts_in_a_pipe():
     done = generate("--max-new-tokens", "6", PROMPT, LOOP)
     assert done.exit_code == 0
-    with LLM() as llm:
-        outputs = llm.generate([PROMPT, LOOP], SamplingParams(max_tokens=6))
+    outputs = plain().generate([PROMPT, LOOP], SamplingParams(max_tokens=6))
     expected = "".join(o.text if o.text.endswith("\n") else o.text + "\n" for o in outputs)
     assert done.stdout == expected
     assert done.stderr.startswith("12 tokens in ")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from default_completion import Completion
 
 from specplug import LLM, SamplingParams
 from specplug_eagle3 import algorithm
@@ -69,12 +70,10 @@ def test_tokens_are_those_of_none(
     assert llm.stats()["mean_accept_length"] > 1.05
 
 
-def test_shipped_weights_draft_for_the_default_model() -> None:
-    prompt = "def read(path):\n    with open(path) as file:\n"
-    params = SamplingParams(max_tokens=64, ignore_eos=True)
-    plain = LLM().generate(prompt, params)[0]
-    llm = LLM(speculative_algorithm="EAGLE3")
-    drafted = llm.generate(prompt, params)[0]
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.text == plain.text
-    assert llm.stats()["mean_accept_length"] > 2
+def test_shipped_weights_draft_for_the_default_model(default_completion: Completion) -> None:
+    expected = default_completion
+    with LLM(speculative_algorithm="EAGLE3") as llm:
+        drafted = llm.generate(expected.prompt, expected.params)[0]
+        assert drafted.token_ids == expected.output.token_ids
+        assert drafted.text == expected.output.text
+        assert llm.stats()["mean_accept_length"] > 2
