@@ -23,7 +23,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 
 
 class DFlash:
-    """The hooks; the work is ``DFlashWorker``'s."""
+    """The hooks, answered by a ``DFlashWorker``."""
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:
@@ -35,13 +35,13 @@ class DFlash:
             defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
             paper="https://arxiv.org/abs/2602.06036",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
-            # The context's keys and values are made of the target's features alone.
+            # The context's keys and values depend on the target's features alone.
             draft_lookahead=0,
         )
 
     @hookimpl
     def validate_config(self, config: SpecConfig) -> SpecConfig:
-        """A block has the bonus token and at most ``block_size - 1`` drafted ones."""
+        """Limit the draft to a block: the bonus token and ``block_size - 1`` others."""
         assert config.draft_model_path is not None
         most = read_config(config.draft_model_path).block_size - 1
         if config.num_steps > most:
@@ -72,7 +72,7 @@ class DFlash:
 
     @hookimpl
     def supports_target_verify_for_draft(self) -> bool:
-        """Yes: the draft's pass is over N rows a request, as the target's verify is."""
+        """Return True: the draft's pass has N rows a request, as the target's verify has."""
         return True
 
 

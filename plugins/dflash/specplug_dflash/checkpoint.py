@@ -1,4 +1,4 @@
-"""DFlash checkpoints in z-lab's and ``speculators``' layouts, and whether they fit the target."""
+"""Load DFlash checkpoints in z-lab's and ``speculators``' layouts, and check them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,11 @@ def load_network(runtime: Runtime) -> DFlashNetwork:
 
 
 def rename(name: str) -> str | None:
-    """Some exports put ``model.`` before a name; ``speculators`` may keep copies of the target's
-    own norm and head, which only its training reads."""
+    """Return the network's name of a tensor; None for one that is not read.
+
+    Some exports put ``model.`` before a name. ``speculators`` may keep copies of the target's own
+    norm and head, which only its training reads.
+    """
     return None if name.startswith("verifier_") else name.removeprefix("model.")
 
 

@@ -1,4 +1,4 @@
-"""What a DFlash checkpoint's ``config.json`` says, in either published layout. No torch here."""
+"""Read a DFlash checkpoint's ``config.json``, in either published layout. No torch here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 
 from specplug import CheckpointError
 
-# Options of the formats under which a block means something else than here.
+# Options of the formats that are not supported: they change what a block means.
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "sample_from_anchor": (None, False),
     "shift_label": (None, False),
@@ -25,25 +25,25 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 
 @attrs.frozen(kw_only=True)
 class DFlashConfig:
-    """Sizes of a draft network, and what it was trained for.
+    """The sizes of a draft network, and the target that it was trained for.
 
     Attributes:
         hidden_size: of the draft's layers; also the width of the embedding and of the LM head.
         target_hidden_size: width of each of the target's features.
-        vocab_size, draft_vocab_size: of the target, and of the draft's LM head.
+        vocab_size, draft_vocab_size: of the target and of the draft's LM head.
         attention_bias: whether all four projections of an attention layer have biases.
         rope: the keys that ``layers.Rotary`` reads.
-        block_size: rows of a block, the bonus token's included: the most that one pass drafts is
-            one less.
+        block_size: rows of a block, with the bonus token's. A pass drafts one less.
         mask_token_id: target id whose embedding stands for "to be drafted".
-        feature_layers: the target layers whose *inputs* are fused; their number for what leaves
-            the last one.
-        normed_last: what leaves the last layer is read after the target's final norm, as
-            transformers gives it to z-lab's code; ``speculators`` trains on what enters the norm.
+        feature_layers: the target layers whose *inputs* are fused; the number of layers stands for
+            the last one's output.
+        normed_last: the last layer's output is read after the target's final norm, as transformers
+            gives it to z-lab's code; ``speculators`` trains on what enters the norm.
         causal: for each draft layer, whether the rows of a block see only those before them.
-        windows: for each draft layer, the positions that a row looks back, its own included; None:
-            all. What lies ahead in the block is seen whatever the window, unless it is causal.
-        num_target_layers: of the target that it was made for, where the checkpoint says so.
+        windows: for each draft layer, the positions that a row looks back, with its own; None: all.
+            Later rows of the block are seen whatever the window, unless the layer is causal.
+        num_target_layers: of the target that it was trained for; None if the checkpoint does not
+            say.
     """
 
     hidden_size: int
@@ -88,16 +88,16 @@ def read_config(path: Path) -> DFlashConfig:
 
 
 def parse_config(keys: Mapping[str, Any], file: Path) -> DFlashConfig:
-    """``config.json`` of z-lab's layout or of ``speculators``'.
+    """Parse ``config.json`` in z-lab's layout or in ``speculators``'.
 
     z-lab keeps the decoder's sizes at the top and what belongs to DFlash at the top or under
     ``dflash_config``; ``speculators`` keeps the sizes under ``transformer_layer_config``.
 
     Args:
-        file: where the keys are from, for messages.
+        file: of the keys, for messages.
 
     Raises:
-        CheckpointError: see ``read_config``.
+        CheckpointError: it is incomplete, or asks for what is not supported.
     """
     keys = _flatten(keys)
 
@@ -140,17 +140,18 @@ def parse_config(keys: Mapping[str, Any], file: Path) -> DFlashConfig:
 
 
 def _flatten(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """All keys side by side. The outer ones of ``speculators`` win where both say something."""
+    """Flatten nested keys. Where both levels have a key, the outer one of ``speculators`` wins."""
     decoder = keys.get("transformer_layer_config") or {}
     outer = {key: value for key, value in keys.items() if value is not None}
     return {**decoder, **outer, **(keys.get("dflash_config") or {})}
 
 
 def _feature_layers(keys: Mapping[str, Any], file: Path) -> tuple[int, ...]:
-    """The layers whose inputs are fused.
+    """Return the layers whose inputs are fused.
 
-    ``speculators`` counts them so. z-lab's ``target_layer_ids`` are layers whose *outputs* are
-    fused; without them they are spread evenly from layer 1 to the third last, one a draft layer.
+    ``speculators`` counts inputs. z-lab's ``target_layer_ids`` are layers whose *outputs* are
+    fused; by default they are spread evenly from layer 1 to the third last, one for each draft
+    layer.
     """
     inputs = keys.get("aux_hidden_state_layer_ids")
     if inputs:
@@ -166,8 +167,11 @@ def _feature_layers(keys: Mapping[str, Any], file: Path) -> tuple[int, ...]:
 
 
 def _causal(keys: Mapping[str, Any], file: Path) -> tuple[bool, ...]:
-    """For each layer: those of ``layer_types`` with a sliding window are causal, unless the
-    checkpoint says else (``is_causal``, ``dflash_config.causal``)."""
+    """Return whether each layer is causal.
+
+    Layers with a sliding window in ``layer_types`` are, unless the checkpoint says otherwise
+    (``is_causal``, ``dflash_config.causal``).
+    """
     count = keys.get("num_hidden_layers") or 0
     kinds = keys.get("layer_types") or ["full_attention"] * count
     if len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
@@ -184,8 +188,11 @@ def _causal(keys: Mapping[str, Any], file: Path) -> tuple[bool, ...]:
 
 
 def _windows(keys: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
-    """For each layer. ``dflash_config.use_swa`` gives one to every layer, unless ``layer_types``
-    says which have one; ``swa_window_size`` comes before the decoder's ``sliding_window``."""
+    """Return the window of each layer, or None.
+
+    ``dflash_config.use_swa`` gives one to every layer, unless ``layer_types`` says which have one.
+    ``swa_window_size`` has priority over the decoder's ``sliding_window``.
+    """
     count = keys.get("num_hidden_layers") or 0
     sliding = [kind == "sliding_attention" for kind in keys.get("layer_types") or ()]
     if not any(sliding):

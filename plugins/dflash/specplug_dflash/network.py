@@ -75,9 +75,9 @@ class DFlashNetwork(nn.Module):
         self._packed: tuple[Tensor, Tensor | None, Tensor] | None = None
 
     def pack(self) -> None:
-        """Ready the network for serving: join matrices that read the same input.
+        """Prepare the network for serving: join matrices that read the same input.
 
-        Those of all layers' context keys and values too. See ``specplug.layers.pack``.
+        The matrices of all layers' context keys and values are joined too.
         """
         layers.pack(self)
         attentions = [layer.self_attn for layer in self._decoder_layers()]
@@ -91,12 +91,12 @@ class DFlashNetwork(nn.Module):
         self._packed = weight, bias, torch.cat(norms).detach()
 
     def fuse(self, features: Tensor) -> Tensor:
-        """[R, len(feature_layers) * target_hidden] target features -> [R, hidden] contexts."""
+        """Fuse target features [R, len(feature_layers) * target_hidden] to contexts [R, hidden]."""
         context: Tensor = self.hidden_norm(self.fc(features))
         return context
 
     def context_kv(self, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's keys and values of committed positions.
+        """Compute each layer's keys and values of committed positions.
 
         Args:
             context: [R, hidden], from ``fuse``.
@@ -117,13 +117,13 @@ class DFlashNetwork(nn.Module):
         return list(zip(k.view(by_layer).unbind(1), v.view(by_layer).unbind(1), strict=True))
 
     def forward(self, embeds: Tensor, positions: Tensor, attend: layers.Attend) -> Tensor:
-        """One pass over blocks.
+        """Run one pass over blocks.
 
         Args:
             embeds: [R, hidden] embeddings of bonus and mask tokens.
             positions: [R] int64.
-            attend: see ``specplug.layers.Attend``; it must show each row the context of its block
-                and the rows of its block.
+            attend: a ``specplug.layers.Attend`` that shows each row the context and the rows of
+                its block.
 
         Returns:
             [R, hidden], ``logits``' input.

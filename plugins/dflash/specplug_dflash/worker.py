@@ -1,4 +1,4 @@
-"""The DFlash drafter: writes the target's features to the draft's cache, drafts blocks."""
+"""The DFlash drafter: writes the target's features to the draft's cache and drafts blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specplug_dflash.checkpoint import load_network
 
 
 class DFlashWorker:
-    """Draft weights and draft KV cache. Nothing is carried from step to step but the cache.
+    """The draft network and its KV cache. Only the cache is kept from step to step.
 
     Args:
         runtime: the engine's.
@@ -42,7 +42,7 @@ class DFlashWorker:
         self._masks = torch.full((1, width - 1), config.mask_token_id, device=device)
         self._ahead = torch.arange(1, width, device=device)
         all_seen = torch.ones(1, width, width, dtype=torch.bool, device=device)
-        # What the rows of a block see of it, for each kind of layer there is: causal or not.
+        # The masks within a block, for causal and for other layers.
         self._block_masks = {
             causal: None if causal else all_seen for causal in sorted(set(config.causal))
         }
@@ -58,7 +58,7 @@ class DFlashWorker:
         self._normed = normed
 
     def _features(self, output: CommittedOutput) -> Tensor:
-        """[R, len(feature_layers) * target_hidden], in the order of the layers."""
+        """Join the features by layer: [R, len(feature_layers) * target_hidden]."""
         if self._last is None:
             assert self._inputs is not None
             return output.per_node[self._inputs]
@@ -82,7 +82,7 @@ class DFlashWorker:
         return DraftInput(bonus_tokens=output.bonus_tokens)
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
-        """A chain for each request, of one block, in one pass; no wider than the widest room."""
+        """Draft a chain of one block for each request in one pass, within ``max_draft_nodes``."""
         root = draft_input.bonus_tokens.unsqueeze(1)
         width = min(self._width, max(batch.max_draft_nodes))
         if width == 1:
@@ -101,7 +101,11 @@ class DFlashWorker:
         return Draft.chain(torch.cat((root, drafted), dim=1))
 
     def _logits(self, block: Tensor, *plans: AttentionPlan) -> Tensor:
-        """[bs, N] token ids -> [bs * (N - 1), V_draft]; a plan for each of ``_block_masks``."""
+        """Run blocks of token ids [bs, N], with a plan for each of ``_block_masks``.
+
+        Returns:
+            Logits [bs * (N - 1), V_draft].
+        """
         kinds = dict(zip(self._block_masks, plans, strict=True))
         config = self._network.config
         of_layer = [kinds[causal] for causal in config.causal]

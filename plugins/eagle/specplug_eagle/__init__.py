@@ -27,7 +27,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 
 
 class Eagle:
-    """The hooks; the work is ``EagleWorker``'s."""
+    """The hooks, answered by an ``EagleWorker``."""
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:

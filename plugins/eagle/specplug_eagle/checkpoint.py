@@ -1,4 +1,4 @@
-"""EAGLE checkpoints in SafeAILab's layout, and whether they fit the target."""
+"""Load EAGLE checkpoints in SafeAILab's layout, and check them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ def load_network(runtime: Runtime) -> EagleNetwork:
 
 
 def rename(name: str) -> str | None:
-    """SGLang's exports may put ``model.`` before the names; an LM head is the target's own."""
+    """Return the network's name of a tensor; None for the LM head, which is the target's.
+
+    SGLang's exports may put ``model.`` before the names.
+    """
     name = name.removeprefix("model.")
     return None if name == "lm_head.weight" else name
 
 
 def network_config(checkpoint: Checkpoint, context_len: int) -> EagleConfig:
-    """The network's sizes from ``config.json``.
+    """Read the network's sizes from ``config.json``, and its biases from the tensors.
 
-    What SafeAILab's configs do not say, the tensors do: whether ``fc`` has a bias (the key
-    ``bias`` is often left out), and whether queries, keys and values have one.
+    SafeAILab's configs do not say which biases there are (the key ``bias`` is often left out).
     """
     checkpoint.check_plain_layers()
     keys = checkpoint.config

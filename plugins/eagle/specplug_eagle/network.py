@@ -20,7 +20,7 @@ from specplug import layers
 
 @attrs.frozen
 class EagleConfig:
-    """Sizes of a draft network; its features are as wide as the target's hidden states.
+    """The sizes of a draft network, whose features are as wide as the target's hidden states.
 
     Attributes:
         rope: the keys of ``config.json`` that ``layers.Rotary`` reads.
@@ -43,7 +43,7 @@ class EagleConfig:
 
 
 class EagleNetwork(nn.Module):
-    """Features of the target in, features of the target out, one position further.
+    """Predicts the target's feature at the next position from that at this one.
 
     A feature is what the target's LM head reads. At position p the input is the embedding of
     token p+1 and the feature of position p; the result, read by the target's own LM head, gives
@@ -66,7 +66,7 @@ class EagleNetwork(nn.Module):
                 config.head_dim,
                 config.rms_norm_eps,
                 bias=config.attention_bias,
-                input_norm=index > 0,  # the first layer reads what ``fc`` gives as it is
+                input_norm=index > 0,  # the first layer has no input norm
             )
             for index in range(config.num_hidden_layers)
         )
@@ -75,14 +75,14 @@ class EagleNetwork(nn.Module):
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: layers.Attend
     ) -> Tensor:
-        """One pass.
+        """Run one pass.
 
         Args:
             embeds: [R, hidden] embedding of the token after each position.
             hidden: [R, hidden] feature of each position: the target's, or this method's own
                 result of the position before.
             positions: [R] int64.
-            attend: see ``specplug.layers.Attend``.
+            attend: a ``specplug.layers.Attend``.
 
         Returns:
             [R, hidden], the feature of the next position.

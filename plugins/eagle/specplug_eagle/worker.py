@@ -31,16 +31,16 @@ class EagleWorker(FeatureDrafter):
         )
 
     def features(self, output: CommittedOutput) -> Tensor:
-        """[R, hidden]: the target's hidden states behind its final norm."""
+        """Return the target's hidden states after its final norm, [R, hidden]."""
         return output.per_node[self._captured]
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: layers.Attend
     ) -> Tensor:
-        """See ``FeatureDrafter.forward``."""
+        """Run the network on token ids [R] and features [R, hidden]."""
         output: Tensor = self._network(self._embed(tokens), hidden, positions, attend)
         return output
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``FeatureDrafter.logits``; a feature is read by the target's own LM head."""
+        """Apply the target's LM head: [R, hidden] to [R, V]."""
         return self._runtime.lm_head(hidden)

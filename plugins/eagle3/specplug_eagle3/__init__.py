@@ -24,7 +24,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 
 
 class Eagle3:
-    """The hooks; the work is ``Eagle3Worker``'s."""
+    """The hooks, answered by an ``Eagle3Worker``."""
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:

@@ -1,4 +1,4 @@
-"""EAGLE-3 checkpoints as SafeAILab, SGLang and ``speculators`` publish them, and their fit."""
+"""Load EAGLE-3 checkpoints as SafeAILab, SGLang and ``speculators`` publish them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load_network(runtime: Runtime) -> Eagle3Network:
 
 
 def rename(name: str) -> str | None:
-    """The tensors' names in SafeAILab's files, which are the network's.
+    """Return the network's name of a tensor, which is SafeAILab's; None for one of the target's.
 
     SGLang's exports may put ``model.`` before the layer's names, and ``speculators`` calls the
     layer ``layers.0`` and may save what belongs to the target (``verifier_…``).
@@ -43,12 +43,11 @@ def rename(name: str) -> str | None:
 
 
 def flatten_config(checkpoint: Checkpoint) -> Checkpoint:
-    """``config.json`` as SafeAILab has it: all keys at the top.
+    """Flatten ``config.json`` to SafeAILab's layout, with all keys at the top.
 
-    SGLang keeps some under ``eagle_config``; ``speculators`` keeps the layer's sizes under
-    ``transformer_layer_config``, counts ``eagle_aux_hidden_state_layer_ids`` by the layers'
-    *inputs*, where SGLang's count their outputs, and means ``norm_before_residual`` where it says
-    nothing.
+    SGLang keeps some under ``eagle_config``. ``speculators`` keeps the layer's sizes under
+    ``transformer_layer_config``. Its ``eagle_aux_hidden_state_layer_ids`` count the layers'
+    *inputs*, SGLang's their outputs. Its default of ``norm_before_residual`` is true.
 
     Raises:
         CheckpointError: it is a speculator of another kind, or of several layers.
@@ -73,14 +72,14 @@ def flatten_config(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) -> Eagle3Config:
-    """The network's sizes from a flat ``config.json``; the rest comes from the paper's rule.
+    """Read the network's sizes from a flat ``config.json``.
 
-    Which biases and norms there are, and how wide an embedding of its own is (SafeAILab's is as
-    wide as the draft), the tensors say.
+    The tensors say which biases and norms there are, and how wide an embedding of its own is
+    (SafeAILab's is as wide as the draft).
 
-    ``eagle_aux_hidden_state_layer_ids`` are layers whose *outputs* are fused; the network wants
-    inputs, which are those of the layer behind. Without them: a low, a middle and a high layer, the
-    inputs of 2, L // 2 and L - 3, as in SafeAILab's code.
+    ``eagle_aux_hidden_state_layer_ids`` are layers whose *outputs* are fused. The network counts
+    inputs, so each becomes the layer after it. The default is that of SafeAILab's code, a low, a
+    middle and a high layer: the inputs of 2, L // 2 and L - 3.
     """
     checkpoint.check_plain_layers()
     keys = checkpoint.config

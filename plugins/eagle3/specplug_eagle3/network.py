@@ -20,14 +20,14 @@ from specplug import layers
 
 @attrs.frozen
 class Eagle3Config:
-    """Sizes of a draft network.
+    """The sizes of a draft network.
 
     Attributes:
         rope: the keys of ``config.json`` that ``layers.Rotary`` reads.
         aux_layer_ids: the target layers whose *inputs* are fused.
-        norm_before_residual: the residual stream begins with the normed hidden state, not with
+        norm_before_residual: the residual stream begins with the normed hidden state instead of
             the hidden state itself (an option of ``speculators``).
-        norm_before_fc: the features are normed before they are fused (likewise).
+        norm_before_fc: the features are normed before they are fused (also ``speculators``).
         attention_bias: queries, keys and values have biases.
         query_key_norm: queries and keys are normed by head (Qwen3).
         own_embedding_size: width of the token embedding that the checkpoint brings, where it is
@@ -54,7 +54,7 @@ class Eagle3Config:
 
     @property
     def embedding_size(self) -> int:
-        """Width of the token embedding."""
+        """The width of the token embedding."""
         return self.own_embedding_size or self.target_hidden_size
 
 
@@ -80,7 +80,7 @@ class MidLayer(nn.Module):
 
 
 class Eagle3Network(nn.Module):
-    """Features of the target in, hidden states and draft logits out.
+    """Predicts draft logits from fused features of the target.
 
     At position p the input is the embedding of token p+1 and the feature of position p; the
     logits are those of token p+2. The embedding is the target's, unless the checkpoint brings
@@ -109,21 +109,21 @@ class Eagle3Network(nn.Module):
         self.rotary = layers.Rotary(config.rope, config.head_dim, config.max_position_embeddings)
 
     def fuse(self, aux: Tensor) -> Tensor:
-        """[R, len(aux_layer_ids) * target_hidden] target features -> [R, hidden]."""
+        """Fuse target features [R, len(aux_layer_ids) * target_hidden] to [R, hidden]."""
         fused: Tensor = self.fc(aux if self.input_norm is None else self.input_norm(aux))
         return fused
 
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: layers.Attend
     ) -> Tensor:
-        """One pass of the layer.
+        """Run one pass of the layer.
 
         Args:
             embeds: [R, embedding_size] embedding of the token after each position.
             hidden: [R, hidden] fused target feature, or this method's own result of the
                 position before.
             positions: [R] int64.
-            attend: see ``specplug.layers.Attend``.
+            attend: a ``specplug.layers.Attend``.
 
         Returns:
             [R, hidden], before the final norm: the next step's ``hidden``, and ``logits``' input.
@@ -138,6 +138,6 @@ class Eagle3Network(nn.Module):
         return output
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, draft_vocab]."""
+        """Compute the draft's logits: [R, hidden] to [R, draft_vocab]."""
         scores: Tensor = self.lm_head(self.norm(hidden))
         return scores

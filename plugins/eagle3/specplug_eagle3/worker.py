@@ -32,16 +32,16 @@ class Eagle3Worker(FeatureDrafter):
         )
 
     def features(self, output: CommittedOutput) -> Tensor:
-        """[R, hidden]: the target's features of all chosen layers, joined to the draft's width."""
+        """Return the fused features of the chosen target layers, [R, hidden]."""
         return self._network.fuse(output.per_node[self._captured])
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: layers.Attend
     ) -> Tensor:
-        """See ``FeatureDrafter.forward``."""
+        """Run the network on token ids [R] and features [R, hidden]."""
         output: Tensor = self._network(self._embed(tokens), hidden, positions, attend)
         return output
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See ``FeatureDrafter.logits``: of the draft's own vocabulary."""
+        """Compute logits over the draft's own vocabulary: [R, hidden] to [R, V_draft]."""
         return self._network.logits(hidden)

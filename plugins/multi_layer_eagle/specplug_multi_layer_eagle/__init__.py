@@ -29,7 +29,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 
 
 class MultiLayerEagle:
-    """The hooks; the work is ``MultiLayerEagleWorker``'s."""
+    """The hooks, answered by a ``MultiLayerEagleWorker``."""
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:

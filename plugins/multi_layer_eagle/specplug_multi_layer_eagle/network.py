@@ -143,7 +143,7 @@ class MTPNetwork(nn.Module):
             embeds: [R, hidden] embedding of the token ``index + 1`` behind each position.
             hidden: [R, hidden], the target's or this method's own result for the layer before.
             rotary: ``self.rotary(positions)``; it is the same for all layers.
-            attend: see ``specplug.layers.Attend``.
+            attend: a ``specplug.layers.Attend``.
             rows: [n] int64, those whose result is wanted; None: all.
 
         Returns:

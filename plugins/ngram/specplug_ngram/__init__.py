@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Ngram:
-    """The hooks; the work is ``NgramWorker``'s."""
+    """The hooks, answered by an ``NgramWorker``."""
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:
