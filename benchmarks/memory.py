@@ -1,4 +1,4 @@
-"""What a closed LLM leaves behind: resident memory after each of 20 create/close cycles.
+"""Resident memory after each of 20 create/close cycles of an LLM.
 
     python benchmarks/memory.py [--cycles N] [--bound MIB] [--json FILE]
 

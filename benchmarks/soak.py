@@ -13,15 +13,15 @@ Each window of ``--window`` ended requests is a row: throughput, memory, Python 
 
 - a page, a row or a request is lost: at the end every page must be free or cached, after
   ``flush_cache()`` every page free, and no request may be alive;
-- it grows: behind the ``WARM_UP`` windows there may be at most ``--objects-bound`` more Python
+- it grows: after the ``WARM_UP`` windows there may be at most ``--objects-bound`` more Python
   objects than at their end, and at most ``--memory-bound`` MiB more resident memory;
 - it slows down: the median of the last three windows' tokens a second of processor time (the
-  machine may be shared) lies below the lowest of the first three behind the warm-up, by more than
+  machine may be shared) is below the lowest of the first three after the warm-up, by more than
   these three are apart or ``SLACK`` of it, whichever is more;
 - one of every ``--sample`` requests, computed again by NONE on its own, has other tokens (those of
   an aborted one must be the beginning).
 
-Growth and slowness need three windows at either end behind the warm-up; with fewer they are not
+Growth and slowness need three windows at either end after the warm-up; with fewer they are not
 judged, and the report says so.
 """
 
@@ -388,8 +388,8 @@ def soak(settings: Settings, progress: Progress) -> Result:
     runner = Soak(settings, llm, Load(settings, held_out(llm.tokenizer)))
     windows = runner.run(progress)
     failures = losses(llm, others)
-    behind = windows[WARM_UP:]
-    judged = len(behind) >= 6
+    later = windows[WARM_UP:]
+    judged = len(later) >= 6
     totals = llm.stats()
     samples, aborted = runner.samples, dict(runner.aborted)
     llm.close()
@@ -445,9 +445,9 @@ def losses(llm: LLM, others: Container[Request] = ()) -> list[str]:
 
 
 def growth(windows: Sequence[Window], objects_bound: int, memory_bound: float) -> list[str]:
-    """What grew behind the warm-up, or slowed down."""
-    base, behind = windows[WARM_UP - 1], windows[WARM_UP:]
-    first, last = behind[:3], behind[-3:]
+    """Tell what grew after the warm-up, or slowed down."""
+    base, later = windows[WARM_UP - 1], windows[WARM_UP:]
+    first, last = later[:3], later[-3:]
     found = []
     objects = statistics.median(w.objects for w in last) - base.objects
     if objects > objects_bound:

@@ -117,12 +117,12 @@ class SpecConfig:
         num_steps: draft depth S.
         topk: branches K kept a step.
         num_draft_tokens: nodes N that the target verifies for each request, root included.
-        num_draft_slots: KV slots behind a request's committed length that the draft model may
+        num_draft_slots: KV slots after a request's committed length that the draft model may
             write while it drafts; the engine reserves at least N. Where the KV pool is short a
             request has fewer: ``Batch.max_draft_nodes``.
-        draft_lookahead: tokens behind a position on which the draft's KV there depends, so that a
+        draft_lookahead: tokens after a position on which the draft's KV there depends, so that a
             cached page is shared only where these are equal too. None: 1 for a draft model with a
-            KV cache, as the token behind each position is what ``build_draft_input`` gives; else 0.
+            KV cache, since ``build_draft_input`` gives the token after each position; else 0.
         draft_model_path: folder of the draft weights, or None.
         target_config: the target's ``config.json`` as a mapping (``hidden_size``, …).
         adjustments: what ``validate_config`` changed, and why; shown to the user once.

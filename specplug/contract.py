@@ -51,7 +51,7 @@ class Problem:
         what: what was found; follows ``broken:`` in a listing.
         expected: what should have been there.
         fix: what to do about it.
-        traceback: of the exception behind it, from the plugin's own code on; or empty.
+        traceback: of its cause, from the plugin's own code on; or empty.
     """
 
     subject: str
@@ -153,7 +153,7 @@ def let_ctrl_c_pass(error: BaseException) -> None:
 
 def error_line(error: BaseException) -> str:
     """An exception as one line: its type and the first line of what it says."""
-    # attrs' validators put the attribute and the value behind the message.
+    # attrs' validators append the attribute and the value to the message.
     of_attrs = type(error) in (TypeError, ValueError) and len(error.args) > 1
     try:
         said = str(error.args[0] if of_attrs else error).strip()

@@ -136,7 +136,7 @@ class Registry:
         return [problem for e in self._find(name) for problem in self.examine(e).entry.problems]
 
     def examine(self, entry: Entry) -> Examination[Entry]:
-        """Import the plugin behind ``entry`` and check it; tells, and raises nothing."""
+        """Import the plugin of ``entry`` and check it; report problems instead of raising."""
         place = parse_value(entry.value)
         if place is None:
             return Examination(entry)

@@ -39,7 +39,7 @@ class Source:
 
 
 def look(entry: PluginEntry) -> Source:
-    """Read the source of the plugin behind ``entry``, if there is any."""
+    """Read the source of the plugin of ``entry``, if there is any."""
     place = parse_value(entry.value)
     if place is None:
         return Source()

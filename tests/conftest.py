@@ -152,7 +152,7 @@ class Successors:
     @hookimpl
     def create_worker(self, runtime: Runtime) -> Successors:
         size = runtime.req_table_size, runtime.vocab_size
-        self._behind = torch.full(size, -1, dtype=torch.int64, device=runtime.device)
+        self._next_tokens = torch.full(size, -1, dtype=torch.int64, device=runtime.device)
         self._last = torch.zeros(runtime.req_table_size, dtype=torch.int64, device=runtime.device)
         self._steps = 0
         return self
@@ -166,7 +166,7 @@ class Successors:
                 self._read(row, known, anew=batch.first_chunk[b])
                 if batch.last_chunk[b]:
                     last = self._upload(known[-1:])
-                    self._behind.index_put_((row, last), target_output.bonus_tokens[b : b + 1])
+                    self._next_tokens.index_put_((row, last), target_output.bonus_tokens[b : b + 1])
         else:
             before = self._last[batch.req_indices]
             for column, token in enumerate(
@@ -175,7 +175,7 @@ class Successors:
                 counts = column < target_output.accept_lens
                 # Row 0 is padding.
                 rows = torch.where(counts, batch.req_indices, 0)
-                self._behind[rows, before] = token
+                self._next_tokens[rows, before] = token
                 before = token
         self._last[batch.req_indices] = target_output.bonus_tokens
         return DraftInput(bonus_tokens=target_output.bonus_tokens)
@@ -184,7 +184,7 @@ class Successors:
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
         chain = [draft_input.bonus_tokens]
         for _ in range(runtime.config.num_steps):
-            chain.append(self._behind[batch.req_indices, chain[-1]].clamp(min=0))
+            chain.append(self._next_tokens[batch.req_indices, chain[-1]].clamp(min=0))
         self._steps += 1
         nodes = runtime.config.num_draft_tokens
         widths = [1 + (int(r.request_id) + self._steps) % nodes for r in batch.requests]
@@ -193,11 +193,11 @@ class Successors:
     def _read(self, row: Tensor, tokens: Sequence[int], *, anew: bool) -> None:
         """Enter known tokens; what was cached is among them, so a hit loses nothing."""
         if anew:
-            self._behind.index_fill_(0, row, -1)
+            self._next_tokens.index_fill_(0, row, -1)
         last = dict(pairwise(tokens))
         if last:
             keys, values = self._upload([list(last), list(last.values())])
-            self._behind.index_put_((row.expand(len(last)), keys), values)
+            self._next_tokens.index_put_((row.expand(len(last)), keys), values)
 
     def _upload(self, tokens: Any) -> Tensor:
         return torch.tensor(tokens).to(self._last.device, non_blocking=True)

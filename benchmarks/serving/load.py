@@ -83,7 +83,7 @@ class Sample:
 
     @property
     def itl(self) -> float:
-        """Seconds a token behind the first piece, its first token counted as the first."""
+        """Seconds a token after the first piece."""
         return (self.seconds - self.ttft) / max(self.tokens - 1, 1)
 
 
@@ -327,7 +327,7 @@ def differences(texts: dict[str, dict[str, str]]) -> Iterator[str]:
         first, expected = next(iter(sorted(by_name.items(), key=lambda of: of[0] != "NONE plain")))
         for name, text in by_name.items():
             if text != expected:
-                yield f"{name} differs from {first} behind {prompt[:40]!r}"
+                yield f"{name} differs from {first} after {prompt[:40]!r}"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -346,7 +346,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0)
     add("--starters", type=int, default=2, help="deployments that are started at a time")
     add("--output", type=Path, help="folder for load.json and load.png")
-    add("options", nargs="*", help="more options of specplug serve, behind --")
+    add("options", nargs="*", help="more options of specplug serve, after --")
     args = parser.parse_args(arguments)
     args.algorithms, args.modes = args.algorithms.split(","), args.modes.split(",")
     return args

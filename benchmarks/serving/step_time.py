@@ -10,7 +10,7 @@ installed for the purpose. It is measured for some seconds, beginning ``SETTLE``
 have been sent, under two conditions, which take turns:
 
 alone   nobody else is connected
-open    200 more streams are open, whose requests wait behind the eight; the client hangs up on one
+open    200 more streams are open, whose requests wait for the eight; the client hangs up on one
         of them, and opens another, ten times a second, so that requests are parsed, tokenized and
         aborted all the time; and ten times a second /metrics is asked for
 

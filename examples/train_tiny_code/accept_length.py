@@ -93,7 +93,7 @@ def load_head(algorithm: str, folder: Path, model: LlamaForCausalLM) -> Head:
 def drafted(
     model: LlamaForCausalLM, head: Head, rows: Tensor, steps: int, noises: Tensor | None
 ) -> Tensor:
-    """[n, L]: how many tokens of a chain behind token p + 1 are the row's own, at most `steps`.
+    """[n, L]: how many tokens of a chain after token p + 1 are the row's own, at most `steps`.
 
     noises [n, L, vocab]: the drafter samples with them; None: it takes its top token.
     """
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--algorithm", choices=("EAGLE", "EAGLE3"), default="EAGLE3")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--count", type=int, default=256, help="prompts")
-    parser.add_argument("--new", type=int, default=128, help="tokens behind each prompt")
+    parser.add_argument("--new", type=int, default=128, help="tokens after each prompt")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     model = load(arguments.model, arguments.device)

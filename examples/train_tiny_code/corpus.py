@@ -110,7 +110,7 @@ def encode(
 
     `cut_every` > 0 cuts each text at random places, that many characters apart on average, and
     encodes the pieces one by one. A prompt may end anywhere, so also between two characters that
-    one token holds (a newline and the indentation behind it); this is how the model learns to go
+    one token holds (a newline and the indentation after it); this is how the model learns to go
     on from there.
     """
     rng = random.Random(seed)

@@ -62,7 +62,7 @@ class BlockAttention:
     Args:
         context: keys and values [B * L, H, D] of the features, for each layer.
         anchors, lengths: [B, A].
-        size: rows of a block; those behind `lengths` are padding.
+        size: rows of a block; those after `lengths` are padding.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ def draft_loss(
 ) -> tuple[Tensor, Tensor]:
     """(loss, share of the blocks that are right up to each position [size - 1]).
 
-    The goal of a row is the target's distribution at temperature 1 behind the text up to that row.
+    The goal of a row is the target's distribution at temperature 1 after the text up to that row.
     Its weight falls with its distance j from the anchor as exp(-(j - 1) / decay), the paper's, and
-    with how likely the draft is to be right before it: a token behind a wrong one is never looked
+    with how likely the draft is to be right before it: a token after a wrong one is never looked
     at, so a row need only be right about texts that the rows before it would have drafted. `reach`
     from 0 to 1 says how much of the weight depends on that.
 
@@ -252,7 +252,7 @@ def drafted(
     steps: int,
     noises: Tensor | None,
 ) -> Tensor:
-    """[n, L]: how many tokens of a chain behind token p + 1 are the row's own, at most `steps`.
+    """[n, L]: how many tokens of a chain after token p + 1 are the row's own, at most `steps`.
 
     Only from p + 1 = `first` on; tokens [n, L]. noises [n, L, vocab]: the drafter samples with
     them; None: it takes its top token.
@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=5, help="target layers that are fused")
     parser.add_argument("--prompts", type=Path, help="evaluates on them in the end")
     parser.add_argument("--count", type=int, default=256, help="prompts")
-    parser.add_argument("--new", type=int, default=128, help="tokens behind each prompt")
+    parser.add_argument("--new", type=int, default=128, help="tokens after each prompt")
     arguments = parser.parse_args()
     if arguments.max_steps:
         train_draft(arguments)

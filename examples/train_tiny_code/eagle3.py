@@ -45,7 +45,7 @@ def configuration(target: LlamaConfig, intermediate: int, draft_vocab: int) -> E
 
 
 class TrainingTimeAttention:
-    """Attention over B rows of L positions, in the first step and the drafting steps behind it.
+    """Attention over B rows of L positions, in the first step and the drafting steps after it.
 
     In step j, row p stands at position p + j. It sees the first step's keys of the positions up
     to p, which came from target features, and its own keys of the steps 1 … j.
@@ -88,7 +88,7 @@ def unroll(network: nn.Module, embeds: Tensor, hidden: Tensor, steps: int) -> It
 
     embeds [B, L, target_hidden] of the text's tokens, hidden [B * L, hidden] the features as the
     network reads them. Row p of step j reads the tokens up to p + 1 + j and the features up to p,
-    and predicts token p + 2 + j; the rows behind L - 3 - j mean nothing. As the tokens are the
+    and predicts token p + 2 + j; the rows after L - 3 - j mean nothing. As the tokens are the
     text's own, a row's step j is what a drafter would say exactly if its steps before j said what
     the text says.
     """
@@ -111,7 +111,7 @@ def draft_loss(
 ) -> tuple[Tensor, Tensor]:
     """(loss, share of the target's top tokens found [steps]).
 
-    wanted [B, L, draft_vocab]: the target's distribution behind each position; counts [B, L]:
+    wanted [B, L, draft_vocab]: the target's distribution after each position; counts [B, L]:
     whether its top token is in the draft vocabulary.
     """
     batch, length, _ = embeds.shape

@@ -48,7 +48,7 @@ def unroll(network: MTPNetwork, embeds: Tensor, hidden: Tensor, head: Tensor) ->
 
     embeds [B, L, hidden] of the text's tokens, hidden [B, L, hidden] what the target's LM head
     reads, head [vocab, hidden] its weight. Row p of layer k = 1, 2, … reads the tokens up to p + k
-    and the target up to p, and predicts token p + k + 1; the rows behind L - 2 - k mean nothing. As
+    and the target up to p, and predicts token p + k + 1; the rows after L - 2 - k mean nothing. As
     the tokens are the text's own, layer k says what it would draft if the layers before it had
     drafted what the text says.
     """
@@ -77,7 +77,7 @@ def draft_loss(
 ) -> tuple[Tensor, Tensor]:
     """(loss, share of the target's top tokens found [num_layers]).
 
-    wanted [B, L, vocab]: the target's distribution behind each position.
+    wanted [B, L, vocab]: the target's distribution after each position.
     """
     length = embeds.shape[1]
     total, found = embeds.new_zeros(()), []
@@ -102,7 +102,7 @@ def build(config: MTPConfig, target: LlamaForCausalLM) -> MTPNetwork:
 
 
 def name_in_file(name: str, first: int) -> str:
-    """A parameter's name behind the target's `first` layers, as DeepSeek-V3 has it."""
+    """A parameter's name after the target's `first` layers, as DeepSeek-V3 has it."""
     _, index, rest = name.split(".", 2)
     return f"model.layers.{first + int(index)}.{rest.removeprefix('block.')}"
 
@@ -153,7 +153,7 @@ def load_layers(folder: Path, target: LlamaForCausalLM) -> MTPNetwork:
 def drafted(
     model: LlamaForCausalLM, network: MTPNetwork, tokens: Tensor, noises: Tensor | None
 ) -> Tensor:
-    """[n, L]: how many tokens of the chain behind token p + 1 are the row's own.
+    """[n, L]: how many tokens of the chain after token p + 1 are the row's own.
 
     noises [n, L, vocab]: the layers sample with them; None: they take their top token.
     """
@@ -170,7 +170,7 @@ def drafted(
 
 
 def evaluate(model: LlamaForCausalLM, network: MTPNetwork, folder: Path, texts: list[str]) -> None:
-    """Prints tokens a step for chains of each depth, 128 new tokens behind each prompt."""
+    """Prints tokens a step for chains of each depth, 128 new tokens after each prompt."""
     new, depths = 128, range(1, network.config.num_layers + 1)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in texts]

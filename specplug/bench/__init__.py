@@ -1,1 +1,1 @@
-"""Algorithms measured beside plain decoding: what ``specplug bench`` does, without its options."""
+"""Measure algorithms beside plain decoding: ``specplug bench`` without its options."""

@@ -1,4 +1,4 @@
-"""The prompts of a benchmark, and which of them each round gets. No torch here."""
+"""The prompts of a benchmark, and how rounds share them. No torch here."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ HELD_OUT = Path(__file__).parent.parent / "assets" / "prompts" / "held_out.jsonl
 """256 beginnings of Python functions that the default model was not trained on."""
 
 FEWEST = 4
-"""Prompts in a round, unless told otherwise: one alone says little about the next."""
+"""The default of prompts in a round: one alone says little about the next."""
 
 
 MOST = 1_000_000
-"""Prompts in all rounds together; more would take weeks."""
+"""The most prompts of all rounds together; more would take weeks."""
 
 
 @attrs.frozen
@@ -29,7 +29,7 @@ class Prompt:
 
     Attributes:
         content: its text, or its token ids.
-        line: where it stands in its file, from 1.
+        line: its line in the file, from 1.
     """
 
     content: str | list[int]
@@ -38,12 +38,12 @@ class Prompt:
 
 @attrs.frozen
 class Deal:
-    """Which prompts are given to every variant, in batches.
+    """The prompts that every variant completes, in batches.
 
     Attributes:
         warm_up: one batch that is not measured.
         rounds: the batches of each round.
-        comes_again: whether a prompt is dealt more than once, because the dataset is too small.
+        comes_again: whether prompts repeat, because the dataset is too small.
     """
 
     warm_up: Sequence[Prompt]
@@ -52,18 +52,17 @@ class Deal:
 
     @property
     def num_prompts_per_round(self) -> int:
-        """What each variant completes in a round."""
+        """The number of prompts in a round."""
         return sum(map(len, self.rounds[0]))
 
     @property
     def num_prompts(self) -> int:
-        """All that each variant completes, the warm-up included."""
+        """The number of prompts of a variant, with the warm-up."""
         return len(self.warm_up) + len(self.rounds) * self.num_prompts_per_round
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a JSON Lines file of ``{"prompt": …}``; further keys and empty lines are
-    passed over.
+    """Read a JSON Lines file of ``{"prompt": …}``; ignore other keys and empty lines.
 
     Raises:
         UsageError: it cannot be read, has no prompt, or a line is not as expected.
@@ -87,12 +86,13 @@ def read_prompts(path: Path) -> list[Prompt]:
 def deal(
     prompts: Sequence[Prompt], batch_size: int, rounds: int, num_prompts: int | None = None
 ) -> Deal:
-    """Deal prompts out in their order, so that as long as they last each comes once: an algorithm
-    may learn from what it has seen.
+    """Distribute prompts over the rounds in order, each once as long as they last.
+
+    Repeated prompts would favour an algorithm that learns from what it has seen.
 
     Args:
         batch_size: prompts that run together.
-        rounds: how many.
+        rounds: number of rounds.
         num_prompts: in a round; None: at least ``FEWEST``, in full batches.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a benchmark runs on."""
+"""Describe the machine that a benchmark runs on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Processor, cores this process may use, torch's threads, and the GPU if it is used."""
+    """Return processor, cores, torch's threads, and the GPU if it is used."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     on_gpu = torch.device(device).type == "cuda"
     return {
@@ -26,7 +26,7 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Python's version, and those of the installed ones among ``distributions``."""
+    """Return Python's version and those of ``distributions`` that are installed."""
     found = {"python": platform.python_version()}
     for name in dict.fromkeys(distributions):
         try:

@@ -1,4 +1,4 @@
-"""Variants taking turns on the same prompts, in one process."""
+"""Run variants in turn on the same prompts, in one process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Tokens = tuple[int, ...]
 
 @attrs.frozen(kw_only=True)
 class Run:
-    """One variant's pass over one round's prompts.
+    """One variant's run over one round's prompts.
 
     Attributes:
         seconds: wall time from the first prompt handed in to the last token handed out.
         outputs: the tokens generated for each prompt, in the prompts' order.
-        statistics: ``LLM.stats()`` of this pass alone.
+        statistics: ``LLM.stats()`` of this run alone.
     """
 
     seconds: float
@@ -36,12 +36,12 @@ class Run:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated for all prompts."""
+        """The tokens generated for all prompts."""
         return sum(map(len, self.outputs))
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all prompts, their prefill included."""
+        """Tokens a second over all prompts, with their prefill."""
         return self.output_tokens / self.seconds
 
 
@@ -50,12 +50,12 @@ class Series:
     """All runs of one variant at one batch size.
 
     Attributes:
-        variant: whose.
+        variant: that ran.
         batch_size: prompts that ran together.
         config: ``LLM.effective_config``; empty if it could not be loaded.
         runs: one a round.
-        problem: why it ended early; empty if all is well.
-        skipped: it ended before anything was measured, and nobody had named it.
+        problem: why it ended early; empty if it did not.
+        skipped: it ended before anything was measured, and the user had not named it.
     """
 
     variant: Variant
@@ -68,12 +68,12 @@ class Series:
 
 @attrs.define(kw_only=True)
 class Observer:
-    """Who is told how far a benchmark is.
+    """Callbacks for the progress of a benchmark.
 
     Attributes:
-        say: called with what comes next.
-        advance: called when this many more prompts are done, outside of what is timed.
-        waiting: called at each prompt's end, inside of what is timed: must cost nothing.
+        say: called with a description of what comes next.
+        advance: called with the number of prompts that are done, outside of timed code.
+        waiting: called at each prompt's end, inside of timed code: it must cost nothing.
     """
 
     say: Callable[[str], None] = lambda text: None
@@ -89,10 +89,10 @@ def measure(
     shared: Mapping[str, Any],
     observer: Observer,
 ) -> list[Series]:
-    """Load all variants, warm each up, and let them take turns; the first is the baseline.
+    """Load all variants, warm each up, and run them in turn; the first is the baseline.
 
-    In a round every variant runs the same prompts, and each round another one begins, so that
-    what else the machine does falls on all of them alike.
+    In a round every variant runs the same prompts. Each round another one begins, so that other
+    work on the machine affects all of them alike.
 
     Args:
         params: of every prompt.
@@ -130,7 +130,7 @@ class Entrant:
     """A variant with its engine.
 
     Args:
-        variant: which.
+        variant: to run.
         batch_size: prompts that run together.
         params: of every prompt.
         shared: arguments of ``LLM``.
@@ -155,7 +155,7 @@ class Entrant:
         self._llm: LLM | None = None
 
     def load(self) -> None:
-        """Make the engine; one that nobody named may fail."""
+        """Make the engine; one that the user did not name may fail."""
         try:
             self._llm = LLM(speculative_algorithm=self.variant.algorithm, **self._arguments)
         except BaseException as error:
@@ -168,7 +168,7 @@ class Entrant:
             self.series.config = self._llm.effective_config
 
     def check_prompts(self, deal: Deal) -> None:
-        """Refuse a prompt that is too long before anything is measured."""
+        """Refuse a prompt that is too long, before anything is measured."""
         assert self._llm is not None
         tokenizer, limit = self._llm.tokenizer, self._llm.context_len - 1
         batches = [deal.warm_up, *(batch for batches in deal.rounds for batch in batches)]
@@ -193,7 +193,7 @@ class Entrant:
         batches: Sequence[Sequence[Prompt]],
         on_finished: Callable[[RequestOutput], None] | None,
     ) -> None:
-        """Complete prompts, batch by batch, and keep what came and how long it took."""
+        """Complete prompts, batch by batch, and record outputs and time."""
         if self._llm is None:
             return
         outputs: list[RequestOutput] = []
@@ -215,7 +215,7 @@ class Entrant:
         self.series.runs.append(run)
 
     def forget(self) -> None:
-        """Take the warm-up out of what was measured."""
+        """Reset the statistics after the warm-up."""
         self.series.runs.clear()
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""A benchmark's report as plots. matplotlib is imported with this module.
+"""Plot a benchmark's report. matplotlib is imported with this module.
 
-An algorithm has one colour and one marker in all of them. The colours are Okabe and Ito's (their
-yellow and black left out) and an indigo, which people of every colour vision tell apart; the parts
-of the time are tints of them, told apart by lightness alone.
+An algorithm has the same colour and marker in all plots. The colours are Okabe and Ito's (without
+yellow and black) and an indigo, which are distinct for every colour vision. The parts of the time
+are tints of them, distinct by lightness alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#33
 MARKERS = "osD^v<>p"
 BASELINE_COLOR = "#6E6E6E"
 TINTS = {"draft": 1.0, "verify": 0.55, "prefill": 0.3, "other": 0.12}
-"""Share of the algorithm's colour in each part's; the rest is white."""
+"""The share of the algorithm's colour in each part's tint; the rest is white."""
 
 DRAFTS = "S draft steps, K branches kept a step (topk), N tokens verified a step"
 POSITIONS = (
@@ -40,10 +40,10 @@ SPLIT = (
 
 INK, FAINT = "#1A1A1A", "#5C5C5C"
 PLATE = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-"""Behind text, so that no line crosses it."""
+"""A background for text, so that no line crosses it."""
 
 WIDTH, DPI = 8.5, 160
-"""Of every plot: inches, and dots an inch."""
+"""The size of every plot: inches, and dots an inch."""
 
 STYLE: Any = {
     "font.size": 10,
@@ -68,14 +68,14 @@ Color = tuple[float, float, float]
 
 
 def save(report: Report, folder: Path) -> None:
-    """Write all of ``PLOTS``."""
+    """Write all plots of ``PLOTS``."""
     for name, draw in PLOTS.items():
         with rc_context(STYLE):
             draw(report).savefig(folder / name, dpi=DPI)
 
 
 def draw_speed_up(report: Report) -> Figure:
-    """A bar for each variant and batch size: its speed-up, and tokens a second behind it."""
+    """Draw a bar for each variant and batch size: its speed-up, with tokens a second."""
     figure, panels = _rows(report, "How much faster than plain decoding", sharex=True)
     most = max(summary.speed_up.high for summary in report.summaries)
     for axes, size in zip(panels, report.batch_sizes, strict=True):
@@ -111,7 +111,7 @@ def draw_speed_up(report: Report) -> Figure:
 
 
 def draw_time_split(report: Report) -> Figure:
-    """A bar for each variant and batch size: the time an output token takes, by part."""
+    """Draw a bar for each variant and batch size: the time of an output token, by part."""
     figure, panels = _rows(report, "Where the time goes", SPLIT, sharex=False)
     for axes, size in zip(panels, report.batch_sizes, strict=True):
         summaries = _ordered(report, size)
@@ -154,7 +154,7 @@ def draw_time_split(report: Report) -> Figure:
 
 
 def draw_acceptance(report: Report) -> Figure:
-    """A line for each variant that drafts: how often each draft position is accepted."""
+    """Draw a line for each variant that drafts: how often each draft position is accepted."""
     sizes = report.batch_sizes
     columns = min(2, len(sizes))
     rows = -(-len(sizes) // columns)
@@ -194,11 +194,11 @@ PLOTS: dict[str, Callable[[Report], Figure]] = {
     "acceptance.png": draw_acceptance,
     "time_split.png": draw_time_split,
 }
-"""File name -> what draws it."""
+"""The drawing function of each file name."""
 
 
 def _rows(report: Report, title: str, *remarks: str, sharex: bool) -> tuple[Figure, Sequence[Axes]]:
-    """A panel for each batch size, one below the other, as high as its bars need."""
+    """Make a panel for each batch size, one below the other, as high as its bars need."""
     counts = [len(report.of(size)) for size in report.batch_sizes]
     height = 1.3 + sum((0.5 if sharex else 0.65) + 0.48 * count for count in counts)
     figure = _figure(report, height, title, DRAFTS, *remarks)
@@ -212,7 +212,7 @@ def _rows(report: Report, title: str, *remarks: str, sharex: bool) -> tuple[Figu
 
 
 def _figure(report: Report, height: float, title: str, *remarks: str) -> Figure:
-    """An empty figure with its title above and the settings below."""
+    """Make an empty figure with its title above and the settings below."""
     lines = [line for part in (*remarks, *caption(report)) for line in textwrap.wrap(part, 146)]
     figure = Figure(figsize=(WIDTH, height + 0.16 * len(lines)))
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.07)
@@ -222,14 +222,14 @@ def _figure(report: Report, height: float, title: str, *remarks: str) -> Figure:
 
 
 def _ordered(report: Report, batch_size: int) -> list[Summary]:
-    """The variants of a batch size in one order for all panels: the first size's."""
+    """Return the variants of a batch size in the first size's order, for all panels."""
     order = [summary.label for summary in report.of(report.batch_sizes[0])]
     known = {label: place for place, label in enumerate(order)}
     return sorted(report.of(batch_size), key=lambda s: known.get(s.label, len(known)))
 
 
 def _name_rows(axes: Axes, summaries: Sequence[Summary]) -> None:
-    """Names of the variants, the first on top, and in small print what they draft."""
+    """Label the variants, the first on top, with what they draft in small print."""
     axes.set_yticks(
         range(len(summaries)), [f"{summary.series.variant.algorithm}\n" for summary in summaries]
     )
@@ -245,7 +245,7 @@ def _name_rows(axes: Axes, summaries: Sequence[Summary]) -> None:
 
 
 def _shape(summary: Summary) -> str:
-    """What a variant drafts, and from which folder if it has one of its own."""
+    """Describe a variant's drafts, and the folder of its draft model if it has its own."""
     variant, config = summary.series.variant, summary.series.config
     if variant.is_baseline:
         return "one token a step"
@@ -255,14 +255,14 @@ def _shape(summary: Summary) -> str:
 
 
 def _name(report: Report, summary: Summary) -> str:
-    """A variant's algorithm, and its shape where another has the same algorithm."""
+    """Name a variant's algorithm, and its shape if another has the same algorithm."""
     algorithm = summary.series.variant.algorithm
     same = {s.label for s in report.summaries if s.series.variant.algorithm == algorithm}
     return f"{algorithm}\n{_shape(summary)}" if len(same) > 1 else algorithm
 
 
 def _place(report: Report, summary: Summary) -> int:
-    """A variant's number in the order of their names, the same in every plot."""
+    """Return a variant's number in the order of names, the same in every plot."""
     labels = {s.label for s in report.summaries if not s.series.variant.is_baseline}
     return sorted(labels).index(summary.label)
 

@@ -1,4 +1,4 @@
-"""What the runs of a benchmark come to."""
+"""Summarize the runs of a benchmark."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import attrs
 from specplug.bench.measurement import Run, Series
 
 PARTS = ("draft", "verify", "prefill", "other")
-"""Of the wall time; ``TimeSplit`` says what they are."""
+"""The parts of the wall time, which ``TimeSplit`` explains."""
 
 _ROUNDS_FOR_QUARTILES = 2
 
 
 @attrs.frozen(kw_only=True)
 class Spread:
-    """A figure over the rounds: its median, and the quartiles that hold the middle half."""
+    """A figure over the rounds: its median and quartiles."""
 
     median: float
     low: float
@@ -28,7 +28,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Compute them of at least one value."""
         if len(values) < _ROUNDS_FOR_QUARTILES:
             return cls(median=values[0], low=values[0], high=values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -37,14 +37,16 @@ class Spread:
 
 @attrs.frozen(kw_only=True)
 class TimeSplit:
-    """Wall time in seconds by part, of all rounds together. Host time: on a GPU, where launches
-    return before their work is done, waiting for it falls to ``other``.
+    """Wall time in seconds by part, of all rounds together.
+
+    This is host time. On a GPU, where launches return before their work is done, the wait for it
+    counts as ``other``.
 
     Attributes:
-        draft: of decode steps: proposing, and feeding the draft model what was accepted.
+        draft: of decode steps: propose and draft extend.
         verify: of decode steps: the target's forward, and acceptance.
-        prefill: the steps that read prompts, by the target and the draft model.
-        other: the rest: scheduling, detokenizing, waiting.
+        prefill: the steps that read prompts, in the target and the draft model.
+        other: scheduling, detokenizing, waiting.
     """
 
     draft: float
@@ -54,7 +56,7 @@ class TimeSplit:
 
     @classmethod
     def of(cls, runs: Iterable[Run]) -> TimeSplit:
-        """Of runs added up."""
+        """Add up the times of runs."""
         draft = verify = prefill = wall = 0.0
         for run in runs:
             seconds = run.statistics["seconds"]
@@ -67,11 +69,11 @@ class TimeSplit:
 
     @property
     def wall(self) -> float:
-        """All of it."""
+        """The whole time."""
         return self.draft + self.verify + self.prefill + self.other
 
     def shares(self) -> dict[str, float]:
-        """Each part's share of the whole, from 0 to 1."""
+        """Return each part's share of the whole, from 0 to 1."""
         return {part: getattr(self, part) / self.wall for part in PARTS}
 
 
@@ -80,7 +82,7 @@ class Difference:
     """A prompt after which a variant generated other tokens than the baseline.
 
     Attributes:
-        round, prompt: which, from 1.
+        round, prompt: their numbers, from 1.
         position: the first output token that differs, from 0.
     """
 
@@ -91,7 +93,7 @@ class Difference:
 
 @attrs.frozen(slots=False)
 class Summary:
-    """One variant at one batch size, beside the baseline of that size.
+    """One variant at one batch size, compared with the baseline of that size.
 
     Attributes:
         series: its runs, one a round, at least one.
@@ -103,12 +105,12 @@ class Summary:
 
     @property
     def label(self) -> str:
-        """The variant's."""
+        """The variant's label."""
         return self.series.variant.label
 
     @property
     def batch_size(self) -> int:
-        """Prompts that ran together."""
+        """The number of prompts that ran together."""
         return self.series.batch_size
 
     @cached_property
@@ -118,44 +120,44 @@ class Summary:
 
     @cached_property
     def speed_up(self) -> Spread:
-        """Tokens a second over the baseline's in the same round, at the same prompts."""
+        """Tokens a second over the baseline's in the same round."""
         rounds = zip(self.series.runs, self.baseline.runs, strict=True)
         return Spread.of([mine.tokens_per_second / its.tokens_per_second for mine, its in rounds])
 
     @cached_property
     def mean_accept_length(self) -> float | None:
-        """Tokens a verification, bonus token included; None if nothing was verified."""
+        """Mean tokens of a verification, with the bonus token; None if nothing was verified."""
         accepted, verifications = self._total("accepted"), self._total("verifications")
         return accepted / verifications if verifications else None
 
     @cached_property
     def drafted(self) -> list[int]:
-        """Drafts that reached position 1, 2, …"""
+        """The number of drafts that reached position 1, 2, …"""
         return self._by_position("drafted_by_position")
 
     @cached_property
     def accepted(self) -> list[int]:
-        """Drafts of which position 1, 2, … was accepted."""
+        """The number of drafts whose position 1, 2, … was accepted."""
         return self._by_position("accepted_by_position")
 
     @property
     def acceptance(self) -> list[float]:
-        """Accepted over drafted at position 1, 2, …, from 0 to 1."""
+        """The accepted share of drafts at position 1, 2, …, from 0 to 1."""
         return [a / d for a, d in zip(self.accepted, self.drafted, strict=True)]
 
     @cached_property
     def time(self) -> TimeSplit:
-        """Where the time went."""
+        """The wall time by part."""
         return TimeSplit.of(self.series.runs)
 
     @property
     def output_tokens(self) -> int:
-        """Generated in all rounds."""
+        """The tokens generated in all rounds."""
         return sum(run.output_tokens for run in self.series.runs)
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """Where the outputs are not the baseline's; empty if they are identical."""
+        """Where the outputs differ from the baseline's; empty if they are identical."""
         rounds = zip(self.series.runs, self.baseline.runs, strict=True)
         return [
             Difference(number, prompt, _first_difference(a, b))
@@ -165,7 +167,7 @@ class Summary:
         ]
 
     def as_mapping(self) -> dict[str, Any]:
-        """As ``bench.json`` holds it. Keys are only ever added."""
+        """Convert to what ``bench.json`` holds. Keys are only ever added."""
         config = self.series.config
         return {
             "variant": self.label,
@@ -206,11 +208,11 @@ class Report:
 
     Attributes:
         summaries: by batch size; then the baseline, and the others, the fastest first.
-        problems: variants that did not get to the end; ``skipped`` ones nobody had named.
-        settings: what was typed, or its default.
-        machine: what it ran on.
-        versions: distribution -> version.
-        notes: what a reader of the figures must know.
+        problems: variants that ended early; ``skipped`` ones had not been named by the user.
+        settings: as typed, or their defaults.
+        machine: that it ran on.
+        versions: of distributions, by name.
+        notes: for readers of the figures.
     """
 
     summaries: Sequence[Summary]
@@ -222,21 +224,21 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether every variant got to the end with the baseline's tokens."""
+        """Whether every variant completed with the baseline's tokens."""
         failed = any(not problem["skipped"] for problem in self.problems)
         return not failed and not any(summary.differences for summary in self.summaries)
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Those that were measured, in their order."""
+        """The batch sizes that were measured, in order."""
         return list(dict.fromkeys(summary.batch_size for summary in self.summaries))
 
     def of(self, batch_size: int) -> list[Summary]:
-        """The variants of a batch size."""
+        """Return the summaries of a batch size."""
         return [summary for summary in self.summaries if summary.batch_size == batch_size]
 
     def as_mapping(self) -> dict[str, Any]:
-        """What ``bench.json`` holds. Keys are only ever added."""
+        """Convert to what ``bench.json`` holds, with its settings. Keys are only ever added."""
         return {
             "settings": dict(self.settings),
             "machine": dict(self.machine),
@@ -248,7 +250,7 @@ class Report:
 
 
 def summarize(series: Sequence[Series]) -> tuple[list[Summary], list[dict[str, Any]]]:
-    """One batch size's series, the baseline first: the summaries in order, and the problems."""
+    """Summarize the series of a batch size, the baseline first; return summaries and problems."""
     baseline, *_ = series
     complete = [Summary(each, baseline) for each in series if not each.problem]
     complete.sort(key=lambda s: (not s.series.variant.is_baseline, -s.speed_up.median))
@@ -271,6 +273,6 @@ def _first_difference(mine: Sequence[int], its: Sequence[int]) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no paths."""
+    """Convert a path to text, for JSON."""
     known = value is None or isinstance(value, bool | int | float | str | list | tuple)
     return value if known else str(value)

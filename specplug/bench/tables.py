@@ -1,4 +1,4 @@
-"""A benchmark's report as tables and sentences."""
+"""Format a benchmark's report as tables and sentences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specplug.bench.summary import PARTS, Report, Summary
 
 @attrs.frozen
 class Table:
-    """Rows under columns; every cell is text, and only those of ``left`` are no numbers."""
+    """A table of text cells. The columns in ``left`` are words, the others numbers."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -24,7 +24,7 @@ class Table:
 
 
 def tables(report: Report) -> list[Table]:
-    """Speed, where the time goes, and, if anything was drafted, acceptance by position."""
+    """Make the tables: speed, time by part and, if anything was drafted, acceptance by position."""
     shape, rate = ("S", "K", "N"), ("tokens/s", "speed-up", "quartiles")
     speed = Table(
         ("algorithm", "batch", *shape, *rate, "accept length", "identical"),
@@ -43,7 +43,7 @@ def tables(report: Report) -> list[Table]:
 
 
 def legend(report: Report) -> list[str]:
-    """What the figures of the tables are."""
+    """Explain the figures of the tables."""
     rounds = _count(report.settings["rounds"], "round")
     gpu = " on a GPU waiting for it is other;" if report.machine["gpu"] else ""
     return [
@@ -57,7 +57,7 @@ def legend(report: Report) -> list[str]:
 
 
 def caption(report: Report) -> list[str]:
-    """Settings, machine and versions, in a few sentences."""
+    """Describe settings, machine and versions in a few sentences."""
     settings, machine = report.settings, report.machine
     sampling, engine = settings["sampling"], settings["engine"]
     temperature = sampling["temperature"]
@@ -74,7 +74,7 @@ def caption(report: Report) -> list[str]:
 
 
 def differences(report: Report) -> list[str]:
-    """Each variant whose tokens are not the baseline's, and where it first parts from it."""
+    """Describe each variant whose tokens differ from the baseline's, and where they first do."""
     found = []
     for summary in report.summaries:
         if summary.differences:

@@ -1,4 +1,4 @@
-"""What takes part: an algorithm under speculation settings. No torch here."""
+"""A variant: an algorithm under speculation settings. No torch here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS = {
     "tokens": "speculative_num_draft_tokens",
     "draft": "speculative_draft_model_path",
 }
-"""Setting in ``NAME:setting=value`` -> argument of ``LLM``."""
+"""The argument of ``LLM`` for each setting in ``NAME:setting=value``."""
 
 
 @attrs.frozen
@@ -29,8 +29,8 @@ class Variant:
     Attributes:
         algorithm: its name.
         own: the speculation settings in its label, as arguments of ``LLM``.
-        named: whether the user typed its name, so that it must not be left out.
-        arguments: of ``LLM``: ``own``, and the speculation settings that are typed for all.
+        named: whether the user typed its name, so that it must not be skipped.
+        arguments: of ``LLM``: ``own``, and the speculation settings typed for all variants.
     """
 
     algorithm: str
@@ -40,28 +40,28 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """As the user types it; no two variants have the same."""
+        """The label as the user types it; unique among the variants."""
         own = [f"{key}={self.own[name]}" for key, name in SETTINGS.items() if name in self.own]
         return ":".join(filter(None, (self.algorithm, ",".join(own))))
 
     def with_common(self, common: Mapping[str, Any]) -> Variant:
-        """This variant, under what is typed for all too, where it has no setting of its own."""
+        """Return this variant with the settings typed for all, where it has none of its own."""
         settings = {} if self.is_baseline else {**common, **self.own}
         return attrs.evolve(self, arguments=settings)
 
     @property
     def is_baseline(self) -> bool:
-        """Whether the others are compared with it."""
+        """Whether the others are compared with this one."""
         return self.algorithm == BASELINE
 
 
 def parse_variants(texts: Sequence[str], installed: Sequence[str]) -> list[Variant]:
-    """The baseline, then what ``texts`` name, each once.
+    """Parse variants: the baseline, then those that ``texts`` name, each once.
 
     Args:
-        texts: ``A,B:steps=5,topk=4,C`` or ``all``; a part with ``=`` and without a name is one
-            more setting of the name before it.
-        installed: what ``all`` stands for.
+        texts: ``A,B:steps=5,topk=4,C`` or ``all``; a part with ``=`` and no name is another
+            setting of the name before it.
+        installed: the names that ``all`` stands for.
 
     Raises:
         UsageError: a setting or its value cannot be used, or nothing is named.
@@ -80,7 +80,7 @@ def parse_variants(texts: Sequence[str], installed: Sequence[str]) -> list[Varia
             found += [Variant(each) for each in installed]
         else:
             found.append(_named(name, settings))
-    # One that is named stays named, whether or not ``all`` brings it too.
+    # A variant that is named stays named, even if ``all`` adds it too.
     named = [variant for variant in found if variant.named]
     return [
         attrs.evolve(variant, named=variant in named)
@@ -90,7 +90,7 @@ def parse_variants(texts: Sequence[str], installed: Sequence[str]) -> list[Varia
 
 
 def _specs(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Each name and its settings."""
+    """Split a text into names and their settings."""
     name, settings = "", list[str]()
     for part in filter(None, map(str.strip, text.split(","))):
         if re.match(r"\w+\s*=", part):

@@ -51,7 +51,7 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 
 
 def make_tokenizer(eos: bool) -> PreTrainedTokenizerFast:
-    """Tokens are the pieces; behind them a special one, and the end of the sequence."""
+    """Tokens are the pieces; after them a special one, and the end of the sequence."""
     names = [*PIECES, "ca", "<eos>"]  # a special token whose name would fit most grammars
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
     tokenizer.decoder = decoders.ByteLevel()
@@ -85,7 +85,7 @@ def compiled(name: str, eos: bool) -> xgrammar.CompiledGrammar:
 
 @cache
 def allowed(name: str, eos: bool, path: tuple[int, ...]) -> frozenset[int]:
-    """The tokens that a fresh matcher accepts behind the path; none if the path is refused."""
+    """The tokens that a fresh matcher accepts after the path; none if the path is refused."""
     matcher = xgrammar.GrammarMatcher(compiled(name, eos))
     for token in path:
         if token not in TEXT or matcher.is_terminated() or not matcher.accept_token(token):

@@ -54,7 +54,7 @@ def _check(cache: PrefixCache, holders: Iterable[Holder]) -> None:
 
 
 def _nodes(node: CachedPage, before: Tokens, size: int) -> Iterator[tuple[Tokens, CachedPage]]:
-    """Every cached page, by the tokens up to its end and those behind it that it depends on."""
+    """Every cached page, by the tokens up to its end and those after it that it depends on."""
     for key, child in node.children.items():
         yield before + key, child
         yield from _nodes(child, before + key[:size], size)
@@ -90,7 +90,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     # The model
 
     def _prefixes(self, tokens: Sequence[int], most: int) -> list[Tokens]:
-        """What the pages of the first ``most`` tokens are known by, if what is behind is known."""
+        """The pages of the first ``most`` tokens by key, as far as the tokens after are known."""
         most = min(most, len(tokens) - self.lookahead)
         ends = range(self.size, most + 1, self.size)
         return [tuple(tokens[: end + self.lookahead]) for end in ends]
@@ -315,12 +315,12 @@ def test_no_more_than_most_tokens_are_found(most: int, pages: int) -> None:
 def test_a_page_is_found_only_if_the_tokens_behind_it_agree() -> None:
     cache = _cache(lookahead=2)
     _leave(cache, [1, 2, 3, 4, 5, 6, 7])
-    assert _cached(cache) == {(1, 2, 3, 4), (1, 2, 3, 4, 5, 6)}, "6 and 7 have nothing behind them"
+    assert _cached(cache) == {(1, 2, 3, 4), (1, 2, 3, 4, 5, 6)}, "6 and 7 have nothing after them"
     assert _found(cache, [1, 2, 3, 4, 5, 6]) == 2
     assert _found(cache, [1, 2, 3, 4, 5, 9]) == 1
     assert _found(cache, [1, 2, 3, 4, 5]) == 1
     assert _found(cache, [1, 2, 3, 9]) == 0
-    assert _found(cache, [1, 2, 3]) == 0, "what will stand behind it is not known yet"
+    assert _found(cache, [1, 2, 3]) == 0, "the token after it is not known yet"
 
 
 def test_a_page_stands_in_the_cache_once_for_each_continuation() -> None:

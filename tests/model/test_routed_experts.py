@@ -153,7 +153,7 @@ def test_routers_that_do_not_tell_are_left_alone(build_model: Callable[..., Path
 
 
 def test_a_model_with_an_indexer_is_refused(build_model: Callable[..., Path]) -> None:
-    """Its attention is its own, so there is no top-k of an indexer that could be left behind."""
+    """Its attention is its own, so there is no top-k of an indexer that could be left out."""
     from transformers import DeepseekV32Config
 
     config = DeepseekV32Config(

@@ -327,7 +327,7 @@ def test_a_root_alone_is_legal(target: Path, prompts: list[list[int]], write_dra
 def test_the_config_of_both_layouts_means_the_same(
     write_draft: Write, speculators: Callable[..., Any]
 ) -> None:
-    """The layers whose inputs are read are those behind z-lab's, whose outputs are."""
+    """The layers whose inputs are read come after z-lab's, whose outputs are read."""
     from specplug_dflash.config import read_config
 
     z_lab = read_config(write_draft())

@@ -86,7 +86,7 @@ class Reference:
         return hidden + self.linear(torch.nn.functional.silu(gate) * up, f"{name}.mlp.down_proj")
 
     def log_probs(self, committed: list[int], path: list[int]) -> Tensor:
-        """[V] of the token behind ``path``, drafted on ``committed`` (root included)."""
+        """Scores [V] of the token after ``path``, drafted on ``committed`` with its root."""
         hidden = self.features(committed[:-1])
         out = self.forward(committed[1:], hidden)
         for length in range(1, len(path) + 1):

@@ -103,7 +103,7 @@ class Reference:
         )
 
     def log_probs(self, committed: list[int], path: list[int]) -> Tensor:
-        """[V_draft] of the token behind ``path``, drafted on ``committed`` (root included)."""
+        """Scores [V_draft] of the token after ``path``, drafted on ``committed`` with its root."""
         hidden = self.features(committed[:-1])
         out = self.layer(committed[1:], hidden)
         for length in range(1, len(path) + 1):

@@ -48,7 +48,7 @@ class MultiLayerEagle:
         from specplug_multi_layer_eagle.checkpoint import fit_depth
 
         fitted = fit_depth(config).fit_feature_draft()
-        # The last layer's key at a position is made of the token num_steps behind it.
+        # The last layer's key at a position depends on the token num_steps after it.
         return attrs.evolve(fitted, draft_lookahead=fitted.num_steps)
 
     @hookimpl

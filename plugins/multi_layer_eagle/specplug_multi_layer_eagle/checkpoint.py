@@ -1,4 +1,4 @@
-"""MTP layers as they are published, in a folder of their own or inside the target's checkpoint.
+"""Load MTP layers as they are published, from their own folder or the target's checkpoint.
 
 Two layouts, told apart by the names of the tensors, L being ``num_hidden_layers``:
 
@@ -40,7 +40,7 @@ _MIMO = {
 
 @attrs.frozen
 class Layout:
-    """Where the MTP layers stand in a checkpoint.
+    """Where the MTP layers are in a checkpoint.
 
     Attributes:
         first: number of the first of ``model.layers`` that is an MTP layer.
@@ -52,7 +52,7 @@ class Layout:
 
     @classmethod
     def of(cls, path: Path, config: Mapping[str, Any]) -> Layout:
-        """As ``config.json`` says.
+        """Find them by ``config.json``.
 
         Raises:
             CheckpointError: it names no MTP layer.
@@ -67,7 +67,7 @@ class Layout:
         return cls(first=0 if depth == count else depth, num_layers=count)
 
     def name(self, stored: str) -> str | None:
-        """A tensor's name in ``MTPNetwork``; None if it is no MTP layer's, or the target's own."""
+        """Return a tensor's name in ``MTPNetwork``; None if it is not an MTP layer's own."""
         match = _NAME.fullmatch(stored)
         if match is None:
             return None
@@ -82,7 +82,7 @@ class Layout:
 
 
 def fit_depth(config: SpecConfig) -> SpecConfig:
-    """``config`` with no more draft steps than the draft model has layers.
+    """Limit the draft steps of ``config`` to the number of MTP layers.
 
     Raises:
         CheckpointError: the draft model's config is missing, or names no MTP layer.
@@ -139,8 +139,7 @@ def load_network(runtime: Runtime) -> MTPNetwork:
 def dense_config(
     checkpoint: Checkpoint, layout: Layout, names: Iterable[str], context_len: int
 ) -> MTPConfig:
-    """Sizes of dense layers from ``config.json``; which biases and norms they have, ``names``
-    tell."""
+    """Read dense layers' sizes from ``config.json``, and their biases and norms from ``names``."""
     keys, names = checkpoint.config, frozenset(names)
     heads, hidden_size = (checkpoint.require(k) for k in ("num_attention_heads", "hidden_size"))
     return MTPConfig(
@@ -162,7 +161,7 @@ def dense_config(
 def family_network(
     checkpoint: Checkpoint, family: Family, layout: Layout, runtime: Runtime
 ) -> MTPNetwork:
-    """A network whose decoder layers are those that transformers has for the model type."""
+    """Build a network with transformers' own decoder layers for the model type."""
     hidden_size = checkpoint.require("hidden_size")
     stack = family.build(checkpoint, layout.num_layers, runtime.context_len)
     config = MTPConfig(
@@ -182,17 +181,19 @@ def family_network(
 
 
 def keep_router_bias(network: MTPNetwork) -> None:
-    """Hold in float32 what routers add to their scores: in half precision it would choose other
-    experts (transformers keeps it so too)."""
+    """Keep the routers' score corrections in float32, as transformers does.
+
+    In half precision they would choose other experts.
+    """
     for name, buffer in network.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = buffer.data.float()
 
 
 def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Experts that are stored one by one as transformers computes them, all in one tensor.
+    """Join experts that are stored one by one into one tensor, as transformers computes them.
 
-    Experts of which one is missing or has another shape stay as they are, to be told by name.
+    If an expert is missing or has another shape, they stay apart and the error names it.
     """
     found: dict[str, dict[tuple[int, str], str]] = {}
     for name in tensors:
@@ -219,7 +220,7 @@ def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _swapped(weight: Tensor) -> Tensor:
-    """A projection of (hidden state, embedding) as one of (embedding, hidden state)."""
+    """Swap the halves of a projection of (hidden state, embedding)."""
     return torch.cat(weight.chunk(2, dim=-1)[::-1], dim=-1)
 
 
@@ -238,7 +239,7 @@ def _check_fit(checkpoint: Checkpoint, runtime: Runtime) -> None:
 
 
 def _check_dense(checkpoint: Checkpoint) -> None:
-    """Refuse what ``layers.DecoderLayer`` does not compute: it would run, and draft nonsense."""
+    """Refuse layers that ``layers.DecoderLayer`` cannot compute: they would draft nonsense."""
     keys = checkpoint.config
     foreign = sorted(
         part

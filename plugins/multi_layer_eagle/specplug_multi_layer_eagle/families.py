@@ -1,7 +1,8 @@
-"""Layers that ``layers.DecoderLayer`` is not: transformers' own, with the draft's attention.
+"""Decoder layers of transformers for MTP layers that ``layers.DecoderLayer`` cannot compute.
 
-DeepSeek-V3 has latent attention and experts, GLM-4.5 partial rotary embedding and experts. Their
-experts are transformers' own too, which may ask the device which of them are used.
+DeepSeek-V3 has latent attention and experts, GLM-4.5 partial rotary embedding and experts. The
+attention is replaced by the draft's. The experts are transformers', which may read from the device
+which of them are used.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def _attention(
     attend: layers.Attend | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: [1, H, R, D] in, [1, R, H, Dv] out.
+    """Attend as transformers' attention functions do: [1, H, R, D] in, [1, R, H, Dv] out.
 
-    Keys and values are padded with zeros to one width, which changes no score and adds zeros.
+    Keys and values are padded with zeros to one width, which changes no score.
     """
     assert attend is not None
     width, value_width = max(query.shape[3], value.shape[3]), value.shape[3]
-    scaled = query * (scaling * width**0.5)  # ``attend`` divides by the root of its width
+    scaled = query * (scaling * width**0.5)  # ``attend`` divides by the root of the padded width
     q, k, v = (
         F.pad(x.squeeze(0).transpose(0, 1), (0, width - x.shape[3])) for x in (scaled, key, value)
     )
@@ -46,7 +47,7 @@ def _attention(
 
 
 class FamilyBlock(nn.Module):
-    """A layer of transformers, called as ``layers.DecoderLayer`` is; the names are its own."""
+    """Calls a layer of transformers as ``layers.DecoderLayer`` is called; keeps its names."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class FamilyBlock(nn.Module):
         attend: layers.Attend,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """See ``layers.DecoderLayer.forward``."""
+        """Run the layer, as ``layers.DecoderLayer.forward`` says."""
         x = x.unsqueeze(0)
         mixed, _ = self.self_attn(
             self.input_layernorm(x),
@@ -80,7 +81,7 @@ class FamilyBlock(nn.Module):
 
 
 class FamilyRotary(nn.Module):
-    """transformers' rotary embedding of a model type, tabulated.
+    """A table of transformers' rotary embedding of a model type.
 
     Args:
         rotary: the module.
@@ -97,13 +98,13 @@ class FamilyRotary(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[R] int64 -> cos and sin [1, R, D]."""
+        """Look up [R] int64 positions: cos and sin [1, R, D]."""
         return self.cos[positions].unsqueeze(0), self.sin[positions].unsqueeze(0)
 
 
 @attrs.frozen
 class Stack:
-    """The decoder layers of some MTP layers, and the shape of their KV cache."""
+    """The decoder layers of MTP layers, and the shape of their KV cache."""
 
     blocks: list[FamilyBlock]
     rotary: FamilyRotary
@@ -113,7 +114,7 @@ class Stack:
 
 @attrs.frozen
 class Family:
-    """Where transformers has the layers of a model type.
+    """The place of a model type's layers in transformers.
 
     Attributes:
         package: under ``transformers.models``.
@@ -126,7 +127,7 @@ class Family:
     cache_shape: Callable[[Any], tuple[int, int]]
 
     def build(self, checkpoint: Checkpoint, num_layers: int, num_positions: int) -> Stack:
-        """New layers of the kind that stands behind the target's last one.
+        """Make layers of the kind that follows the target's last one.
 
         Raises:
             CheckpointError: transformers cannot make them of this ``config.json``.
@@ -143,7 +144,7 @@ class Family:
             depth = config.num_hidden_layers
             blocks = [FamilyBlock(layer_class(config, depth + k)) for k in range(num_layers)]
             rotary = getattr(module, f"{self.prefix}RotaryEmbedding")(config)
-        except Exception as error:  # transformers has an exception of its own for each check
+        except Exception as error:  # transformers raises a different exception for each check
             raise CheckpointError(
                 f"draft model {checkpoint.path}: transformers makes no {self.package} layer of its "
                 f"config.json ({error})"

@@ -20,16 +20,16 @@ from specplug import layers
 
 @attrs.frozen(kw_only=True)
 class MTPConfig:
-    """Sizes of a stack of MTP layers.
+    """The sizes of a stack of MTP layers.
 
     Attributes:
-        num_layers: how many there are, which is the greatest draft depth.
+        num_layers: the number of layers, which is the greatest draft depth.
         rope: the keys of ``config.json`` that ``layers.Rotary`` reads.
         attention_bias, output_bias: of the query, key and value, and of the output projection.
         qk_norm: queries and keys are normed by head (Qwen3).
-        normed_chain: a layer reads what leaves the final norm of the layer before it, as published
-            models are served (DeepSeek-V3, GLM-4.5, MiMo), not what enters it, as in DeepSeek-V3's
-            report. The first one reads the target's normed hidden state.
+        normed_chain: a layer reads the output of the final norm of the layer before it, as
+            published models are served (DeepSeek-V3, GLM-4.5, MiMo), instead of its input, as in
+            DeepSeek-V3's report. The first one reads the target's normed hidden state.
         masks_first: at position 0 a layer reads zeros for the embedding, as published models are
             served.
     """
@@ -66,7 +66,7 @@ def decoder_block(config: MTPConfig) -> layers.DecoderLayer:
 
 
 class MTPLayer(nn.Module):
-    """One MTP module: an embedding and a hidden state joined, then a decoder layer.
+    """One MTP module: joins an embedding and a hidden state, then runs a decoder layer.
 
     Args:
         block: called as ``layers.DecoderLayer.forward`` is.
@@ -90,19 +90,19 @@ class MTPLayer(nn.Module):
         attend: layers.Attend,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """[R, hidden] embeddings and hidden states -> [R or n, hidden], before the final norm."""
+        """Join embeddings and hidden states [R, hidden]; run the layer: [R or n, hidden]."""
         joined = torch.cat((self.enorm(embeds), self.hnorm(hidden)), dim=-1)
         made: Tensor = self.block(self.eh_proj(joined), rotary, index, attend, rows)
         return made
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """The final norm: [R, hidden] -> [R, hidden]."""
+        """Apply the final norm: [R, hidden] to [R, hidden]."""
         normed: Tensor = self.shared_head["norm"](hidden)
         return normed
 
 
 class MTPNetwork(nn.Module):
-    """A stack of MTP layers, over the target's embedding and under its LM head.
+    """A stack of MTP layers, with the target's embedding and LM head.
 
     Layer k = 1, 2, … reads, at position p, the hidden state of the layer before it (layer 1: the
     target's, which its LM head reads) and the embedding of the token at p + k; its logits are
@@ -110,7 +110,7 @@ class MTPNetwork(nn.Module):
 
     Args:
         blocks: the decoder layers, if they are not ``decoder_block``'s.
-        rotary: makes of [R] positions what the blocks take; ``layers.Rotary`` by default.
+        rotary: turns [R] positions into the blocks' argument; ``layers.Rotary`` by default.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class MTPNetwork(nn.Module):
         attend: layers.Attend,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """One pass of layer ``index`` (from 0 on).
+        """Run one pass of layer ``index``, counted from 0.
 
         Args:
-            embeds: [R, hidden] embedding of the token ``index + 1`` behind each position.
+            embeds: [R, hidden] embedding of the token ``index + 1`` after each position.
             hidden: [R, hidden], the target's or this method's own result for the layer before.
             rotary: ``self.rotary(positions)``; it is the same for all layers.
             attend: a ``specplug.layers.Attend``.
-            rows: [n] int64, those whose result is wanted; None: all.
+            rows: [n] int64 rows whose result is wanted; None: all.
 
         Returns:
             [R or n, hidden]: the next layer's ``hidden``, and ``head_input``'s argument.
@@ -154,6 +154,6 @@ class MTPNetwork(nn.Module):
         return layer.norm(hidden) if self.config.normed_chain else hidden
 
     def head_input(self, index: int, hidden: Tensor) -> Tensor:
-        """Result of layer ``index``, [R, hidden] -> [R, hidden] as the LM head reads it."""
+        """Turn the result of layer ``index`` into the LM head's input, both [R, hidden]."""
         layer: MTPLayer = self.layers[index]  # type: ignore[assignment]
         return hidden if self.config.normed_chain else layer.norm(hidden)

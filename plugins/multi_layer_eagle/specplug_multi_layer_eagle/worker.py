@@ -2,7 +2,7 @@
 
 Layer k reads, at a position p, the token at p + k. For the last k - 1 committed positions that
 token is only drafted when the pass runs. So a pass begins S - 1 positions before its new rows and
-computes those again with the tokens that are known by then: no stale key is left behind.
+computes those again with the tokens known by then, so that no stale key remains.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class _Window:
     """The rows of one pass: W earlier ones of each request, then its new ones.
 
     Attributes:
-        plan: where they stand.
+        plan: positions and slots of the rows.
         hidden: [R, H] the target's hidden states.
         tokens: [R] int64, the token after each row's position.
-        last_rows: [bs] int64, each request's last row that counts.
+        last_rows: [bs] int64, each request's last committed row.
     """
 
     plan: AttentionPlan
@@ -48,9 +48,9 @@ class _Window:
 class MultiLayerEagleWorker:
     """MTP layers and their KV cache.
 
-    Between steps a request's state is ``drafts`` [bs, S] and, of its last W = S - 1 committed
-    positions, what the next pass needs to compute them again: ``hidden_states`` [bs, W, H] of the
-    target and ``tokens`` [bs, W], the token behind each.
+    Between steps a request's state is ``drafts`` [bs, S] and what the next pass needs to compute
+    its last W = S - 1 committed positions again: the target's ``hidden_states`` [bs, W, H] and
+    ``tokens`` [bs, W], the token after each.
 
     Args:
         runtime: the engine's.
@@ -58,7 +58,7 @@ class MultiLayerEagleWorker:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        # The root alone needs no layer.
+        # A draft of the root alone needs no layer.
         self._steps = runtime.config.num_steps if runtime.config.num_draft_tokens > 1 else 0
         self._earlier = max(self._steps - 1, 0)
         self._network = load_network(runtime)
@@ -69,7 +69,7 @@ class MultiLayerEagleWorker:
         self._back = torch.arange(-self._earlier, 0, device=runtime.device) + 1
 
     def state_spec(self) -> dict[str, StateTensor]:
-        """What a draft input carries; see above. Nothing if there is nothing to draft."""
+        """Declare the state described above; nothing if nothing is drafted."""
         if not self._steps:
             return {}
         shape = self._earlier, self._runtime.hidden_size
@@ -80,20 +80,22 @@ class MultiLayerEagleWorker:
         }
 
     def propose(self, draft_input: DraftInput) -> Draft:
-        """The chain that the last pass has drafted."""
+        """Return the chain that the last pass drafted."""
         root = draft_input.bonus_tokens.unsqueeze(1)
         drafts = draft_input.state.get("drafts")
         return Draft.chain(root if drafts is None else torch.cat((root, drafts), dim=1))
 
     def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
-        """The state of requests that another instance has prefilled. Steps that it did not draft,
-        as it had fewer layers, guess the token before them again: no layer runs without the
-        target's hidden states."""
+        """Return the state of requests that another instance has prefilled.
+
+        Steps that it did not draft, because it had fewer layers, repeat the token before them: no
+        layer can run without the target's hidden states.
+        """
         if not self._steps:
             return DraftInput(bonus_tokens=last_tokens)
         received = received_state(batch, self.state_spec())
         state = received.tensors
-        for name in ("tokens", "drafts"):  # a peer's word is not to be trusted
+        for name in ("tokens", "drafts"):  # a peer's tokens may be out of range
             state[name].clamp_(0, self._runtime.vocab_size - 1)
         if received.lacking("drafts"):
             counts = torch.tensor(received.counts["drafts"]).unsqueeze(1)
@@ -104,7 +106,7 @@ class MultiLayerEagleWorker:
         return DraftInput(bonus_tokens=last_tokens, state=state)
 
     def extend(self, batch: Batch, output: CommittedOutput, future_map: FutureMap) -> DraftInput:
-        """Run the committed rows through all layers and draft S tokens behind the last of each."""
+        """Run the committed rows through all layers and draft S tokens after the last of each."""
         if not self._steps:
             return DraftInput(bonus_tokens=output.bonus_tokens)
         window = self._window(batch, output, future_map)
@@ -119,9 +121,9 @@ class MultiLayerEagleWorker:
         return DraftInput(bonus_tokens=output.bonus_tokens, state=state)
 
     def _window(self, batch: Batch, output: CommittedOutput, future_map: FutureMap) -> _Window:
-        """The new rows behind the W before them, which the request's state holds.
+        """Put the W earlier rows of each request's state before its new rows.
 
-        A request without W committed positions has other rows there; the plan drops them.
+        The plan drops the rows of a request that has fewer than W committed positions.
         """
         bs, earlier = batch.size, self._earlier
         hidden, tokens = output.per_node[self._captured], output.next_tokens
@@ -138,7 +140,7 @@ class MultiLayerEagleWorker:
         return _Window(plan, hidden, tokens, output.last_rows + ahead)
 
     def _draft(self, batch: Batch, window: _Window, first: Tensor) -> Tensor:
-        """One pass of each layer: [bs, S] the tokens drafted behind the bonus token.
+        """Run each layer once; return the tokens drafted after the bonus token, [bs, S].
 
         Args:
             first: [bs] int64, position of the bonus token.
@@ -157,7 +159,7 @@ class MultiLayerEagleWorker:
                 tails = chunk_tails(batch, index + 1, chain[-1])
                 tokens = rotate_chunks(tokens, last_rows, tails)
             is_last = index + 1 == self._steps
-            rows = last_rows if is_last else None  # nobody reads the others of the last layer
+            rows = last_rows if is_last else None  # only these rows of the last layer are read
             embeds = runtime.embed_tokens(tokens)
             if masked is not None:
                 embeds = embeds.masked_fill(masked, 0)
@@ -171,10 +173,10 @@ class MultiLayerEagleWorker:
 
 
 def _interleave(earlier: Tensor | None, new: Tensor, widths: list[int], count: int) -> Tensor:
-    """Each request's ``count`` earlier rows, then its new ones: [bs * count + R, …].
+    """Put each request's ``count`` earlier rows before its new ones: [bs * count + R, …].
 
     Args:
-        earlier: [bs, count * …]; zeros if None, as nothing is committed.
+        earlier: [bs, count * …]; None: zeros, since nothing is committed.
         new: [R, …], ``widths`` rows a request.
     """
     bs = len(widths)

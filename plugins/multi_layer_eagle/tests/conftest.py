@@ -202,7 +202,7 @@ EXPERTS = {
 @pytest.fixture(scope="session")
 def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GLM-4.5's layout: an MTP layer with experts, half rotary, biases and normed queries and
-    keys behind the last layer of the target; with an embedding and a head that nobody needs."""
+    keys after the last layer of the target; with an embedding and a head that are not used."""
     from transformers import Glm4MoeConfig
 
     config = Glm4MoeConfig(

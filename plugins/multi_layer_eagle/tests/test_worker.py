@@ -198,7 +198,7 @@ class Reference:
 
     @torch.inference_mode()
     def chain(self, committed: list[int], noise: Tensor, temperature: float) -> list[int]:
-        """What is drafted behind ``committed`` (root included), with ``noise`` [S, V]."""
+        """What is drafted after ``committed`` with its root, under ``noise`` [S, V]."""
         embedding = self.model.get_input_embeddings().weight
         head = self.model.get_output_embeddings().weight
         rows = len(committed) - 1
@@ -307,7 +307,7 @@ def assert_drafts(spy: Spy, reference: Reference, temperature: float) -> None:
     for step in spy.steps:
         committed = [*step.prompt, *spy.truth[step.prompt]][: step.root + 1]
         if len(committed) <= step.root:
-            continue  # drafted behind the last token, in a batch that went on
+            continue  # drafted after the last token, in a batch that went on
         assert step.chain[0] == committed[-1]
         expected = reference.chain(committed, step.noise, temperature)
         assert list(step.chain[1:]) == expected, step
@@ -324,7 +324,7 @@ def test_drafts_are_those_of_the_plain_network(
     page_size: int,
     params: SamplingParams,
 ) -> None:
-    """Batches of ragged prompts; each step drafts on what steps of all lengths left behind."""
+    """Batches of ragged prompts; each step drafts from the state left by steps of all lengths."""
     draft = write_draft()
     spy = run(
         target,
@@ -371,7 +371,7 @@ def test_chunked_prefill_leaves_the_same_drafts(
 def test_tails_of_a_chunk_are_the_next_prompt_tokens(
     target: Path, prompts: list[list[int]], write_draft: Write
 ) -> None:
-    """For every layer; behind the prompt's end only, they are drafted."""
+    """For every layer; only after the prompt's end are they drafted."""
     spy, prompt = TailSpy(), prompts[3]
     llm = load(target, write_draft(), spy, chunked_prefill_size=8)
     llm.generate([prompt], GREEDY)

@@ -1,8 +1,8 @@
-"""N-gram drafting for specplug: what followed the same words before. No draft model.
+"""N-gram drafting for specplug: what followed the same tokens before. No draft model.
 
 Prompt lookup decoding (Saxena 2023); across requests, and as a tree by frequency, after
-SuffixDecoding (arXiv 2411.04975). ``history`` finds what followed, ``policy`` says how sure it is
-and what proposing it costs, ``draft_tree`` takes the nodes that pay.
+SuffixDecoding (arXiv 2411.04975). ``history`` finds what followed. ``policy`` estimates how likely
+it is and what proposing it costs. ``draft_tree`` takes the nodes that are worth their cost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Ngram:
 
     @hookimpl
     def validate_config(self, config: SpecConfig) -> SpecConfig:
-        """Take back nodes and steps that no tree of the other numbers can have."""
+        """Reduce nodes and steps to what a tree of the other numbers can have."""
         steps, topk, nodes = config.num_steps, config.topk, config.num_draft_tokens
         most = most_nodes(topk, steps, nodes)
         if nodes > most:
@@ -100,7 +100,7 @@ class Ngram:
     def build_disagg_draft_input(
         self, runtime: Runtime, batch: Batch, last_tokens: Tensor, future_map: FutureMap
     ) -> DraftInput:
-        """The prompts are read here, since the prefill was elsewhere."""
+        """Read the prompts, since another instance ran the prefill."""
         import torch
 
         from specplug import DraftInput
@@ -126,7 +126,7 @@ class Ngram:
 
 
 def most_nodes(topk: int, num_steps: int, limit: int) -> int:
-    """Nodes of the full tree, root included, or ``limit`` if it has more."""
+    """Count the nodes of the full tree with its root, at most ``limit``."""
     nodes = level = 1
     for _ in range(num_steps):
         level *= topk

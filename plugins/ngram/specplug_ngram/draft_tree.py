@@ -1,4 +1,4 @@
-"""The likeliest continuations of a request, as a tree."""
+"""Build a tree of a request's likeliest continuations."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from specplug_ngram.history import History, Stream
 from specplug_ngram.policy import Novelty
 
 MAX_PLACES = 16
-"""Most earlier places of an n-gram that are looked at, the latest first."""
+"""The most earlier places of an n-gram that are examined, latest first."""
 
 
 @attrs.frozen
 class Shape:
-    """Limits of a tree.
+    """The limits of a tree.
 
     Attributes:
         topk: K, most children of a node.
@@ -35,14 +35,14 @@ class Node:
     """A token that may follow.
 
     Attributes:
-        token: its id; 0 at the root, which the device knows.
+        token: its id; 0 at the root, which only the device knows.
         depth: distance from the root.
-        probability: estimate that it is accepted.
-        entries: where it stands in the history behind what leads to it, latest first.
+        probability: the estimate that it is accepted.
+        entries: its places in the history after the same path, latest first.
         parent: index of its parent among the drafted nodes; -1 at the root.
-        known: estimate that the next token is one of ``children``.
-        children: what followed, by token, the most frequent first, of equals the latest; None if
-            that was not looked up, or nothing followed.
+        known: the estimate that the next token is one of ``children``.
+        children: what followed, by token, most frequent first, then latest first; None if it was
+            not looked up, or nothing followed.
     """
 
     token: int
@@ -56,23 +56,25 @@ class Node:
 
 @attrs.frozen(eq=False)
 class DraftTree:
-    """The nodes to propose, root first, in the order of their probability: a child is never more
-    probable than its parent, so parents stand before their children."""
+    """The nodes to propose, in order of probability, root first.
+
+    A child is never more probable than its parent, so parents come before their children.
+    """
 
     nodes: list[Node]
 
     @property
     def gain(self) -> float:
-        """How many of the nodes behind the root should be accepted."""
+        """The expected number of accepted nodes, without the root."""
         return sum(node.probability for node in self.nodes[1:])
 
     @property
     def is_chain(self) -> bool:
-        """Whether it has no branch."""
+        """Whether the tree has no branch."""
         return all(node.parent == place - 1 for place, node in enumerate(self.nodes))
 
     def learn(self, novelty: Novelty, tokens: Sequence[int]) -> None:
-        """Compare what was expected, proposed or not, with the ``tokens`` that came."""
+        """Learn from the ``tokens`` that came, whether they were proposed or not."""
         node: Node | None = self.nodes[0]
         for token in tokens:
             if node is None or node.children is None:
@@ -84,7 +86,7 @@ class DraftTree:
 def draft_tree(
     history: History, stream: Stream, novelty: Novelty, shape: Shape, least: float
 ) -> DraftTree:
-    """Take the most probable nodes, one by one, while they are more probable than ``least``."""
+    """Take nodes in order of probability while it is above ``least``."""
     matched, places = history.matches(stream, MAX_PLACES)
     nodes = [Node(0, 0, 1.0, places)]
     candidates: list[tuple[float, int, Node]] = []
@@ -106,13 +108,13 @@ def draft_tree(
 
 
 def _look_up(history: History, node: Node, novelty: Novelty, matched: int) -> None:
-    """Find a node's children; ``matched`` tokens up to it stand at its entries."""
-    behind = history.behind(node.entries)
-    if not behind:
+    """Find a node's children. ``matched`` tokens up to it match at its entries."""
+    following = history.following(node.entries)
+    if not following:
         return
-    found = history.continuations(behind)
-    node.known = novelty.known(matched, len(behind))
-    share = node.probability * node.known / len(behind)
+    found = history.continuations(following)
+    node.known = novelty.known(matched, len(following))
+    share = node.probability * node.known / len(following)
     node.children = {
         token: Node(token, node.depth + 1, share * len(entries), entries)
         for token, entries in sorted(found.items(), key=lambda item: -len(item[1]))

@@ -1,4 +1,4 @@
-"""A future map that also brings what was accepted to the host, where n-grams are looked up."""
+"""A future map that also copies accepted tokens to the host, where n-grams are looked up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from specplug import Batch, DraftInput, FutureMap
 
 Observe = Callable[[str, Sequence[int]], None]
-"""``(request_id, tokens)``: the request has these more tokens."""
+"""``(request_id, tokens)``: called with a request's new tokens."""
 
 
 @attrs.frozen(eq=False)
@@ -30,8 +30,8 @@ class HostFutureMap(FutureMap):
     inputs, so no step waits between its resolve and its publish.
 
     Args:
-        req_table_size, device: see ``FutureMap``.
-        observe: told of each request's new tokens, in order.
+        req_table_size, device: as ``FutureMap`` takes them.
+        observe: called with each request's new tokens, in order.
     """
 
     def __init__(self, req_table_size: int, device: torch.device, observe: Observe) -> None:
@@ -40,10 +40,10 @@ class HostFutureMap(FutureMap):
         self._relayed: deque[_Relayed] = deque()
 
     def relay(self, batch: Batch, tokens: Tensor, counts: Tensor) -> None:
-        """Start the way of new tokens to the host.
+        """Start copying new tokens to the host.
 
         Args:
-            batch: whose they are.
+            batch: its requests have them.
             tokens: [bs, C] int64.
             counts: [bs] int64, how many of each row are new.
         """
@@ -55,16 +55,16 @@ class HostFutureMap(FutureMap):
             ready.record()
         ids = tuple(request.request_id for request in batch.requests)
         self._relayed.append(_Relayed(ids, tokens, counts, ready))
-        # Requests of a single token are never resolved; two steps ago is there without waiting.
+        # Requests of a single token are never resolved. Steps before the last have arrived.
         self._arrive(keep=2)
 
     def resolve(self, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
-        """See ``FutureMap``; all relayed tokens have been observed when it returns."""
+        """Resolve as ``FutureMap`` does, after all relayed tokens have been observed."""
         self._arrive(keep=0)
         return super().resolve(req_indices)
 
     def _arrive(self, keep: int) -> None:
-        """Observe what was relayed, but for the latest ``keep`` steps."""
+        """Observe the relayed tokens, except those of the latest ``keep`` steps."""
         while len(self._relayed) > keep:
             relayed = self._relayed.popleft()
             if relayed.ready is not None:

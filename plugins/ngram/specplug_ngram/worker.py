@@ -14,16 +14,16 @@ from specplug_ngram.history import History, Stream
 from specplug_ngram.policy import Novelty, StepCost
 
 CAPACITY = 1 << 20
-"""Tokens of all requests that are remembered."""
+"""The number of tokens kept, of all requests together."""
 
 
 @attrs.define(eq=False)
 class _Request:
-    """What is kept of a running request; what it said stays in the history.
+    """The state of a running request. Its tokens are in the history, also after it has ended.
 
     Attributes:
         prompt_read: tokens of its prompt that are in the history.
-        tree: of its last step, until the tokens of that step have come.
+        tree: of its last step, until that step's tokens have come.
     """
 
     stream: Stream = attrs.field(factory=Stream)
@@ -33,15 +33,15 @@ class _Request:
 
 
 class NgramWorker:
-    """Keeps the history and proposes what it knows.
+    """Keeps the history and drafts from it.
 
     All requests share one history. What a request reads or writes can be proposed to every other
-    one as soon as it has reached the host, and still after it has ended. Proposals change no
-    output, but how fast a request is may tell that another one held the same text.
+    one as soon as it has reached the host, also after it has ended. Proposals change no output, but
+    the speed of a request may reveal that another one had the same text.
 
     Args:
         shape: limits of what is proposed for each request.
-        capacity: tokens that are remembered, a power of two.
+        capacity: tokens that are kept, a power of two.
     """
 
     def __init__(self, shape: Shape, capacity: int = CAPACITY) -> None:
@@ -50,9 +50,9 @@ class NgramWorker:
         self._requests: dict[str, _Request] = {}
 
     def read_prompts(self, views: Sequence[RequestView], ends: Sequence[int]) -> None:
-        """Take in each request's prompt up to ``ends``.
+        """Add each request's prompt up to ``ends`` to the history.
 
-        A long prompt thus comes a chunk at a time, while the device is busy with the chunk.
+        A long prompt is added a chunk at a time, while the device is busy with the chunk.
         """
         for view, end in zip(views, ends, strict=True):
             request = self._requests.setdefault(view.request_id, _Request())
@@ -61,7 +61,7 @@ class NgramWorker:
             request.prompt_read += len(chunk)
 
     def observe(self, request_id: str, tokens: Sequence[int]) -> None:
-        """A request has these more tokens; one that has ended is ignored."""
+        """Add a request's new tokens; ignore a request that has ended."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -71,9 +71,10 @@ class NgramWorker:
         self._history.extend(request.stream, tokens)
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
-        """A tree for each request, of no more nodes than it has room for, or chains if none has a
-        branch; a root alone where too little is known, and for all of them if their drafts together
-        would not pay.
+        """Draft a tree for each request, within its ``max_draft_nodes``; chains if none branches.
+
+        A request of which too little is known gets the root alone, and so do all of them if their
+        drafts together would not pay.
         """
         cost = StepCost(batch.size)
         trees = [
@@ -94,12 +95,12 @@ class NgramWorker:
         return Draft.tree(tokens, parents, depth, widths)
 
     def forget(self, request_id: str) -> None:
-        """A request has ended."""
+        """Forget a request that has ended; its tokens stay in the history."""
         self._requests.pop(request_id, None)
 
     def _draft(self, request_id: str, least: float, room: int) -> DraftTree:
         request = self._requests.get(request_id)
-        if request is None:  # ended while this step was being launched
+        if request is None:  # it ended while this step was launched
             return DraftTree([Node(0, 0, 1.0, [])])
         shape = self._shape
         if room < shape.num_draft_tokens:
@@ -109,7 +110,7 @@ class NgramWorker:
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """[bs, N] int64, with 0 at nodes that do not count."""
+    """Return the tokens [bs, N] int64, with 0 at padding nodes."""
     width = max(map(len, rows))
     filled = [[*row, *[0] * (width - len(row))] for row in rows]
     return torch.tensor(filled, dtype=torch.int64).to(device, non_blocking=True)

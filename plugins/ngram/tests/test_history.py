@@ -111,7 +111,7 @@ def test_what_follows_an_entry_is_its_own_requests_next_token(turns: Turns, capa
     kept = range(max(len(log) - capacity, 0) + 1, len(log) + 1)
     for entry in kept:
         later = [e for e in kept if e > entry and log[e - 1].request == log[entry - 1].request]
-        assert history.behind([entry]) == later[:1]
+        assert history.following([entry]) == later[:1]
     found: dict[int, list[int]] = {}
     for entry in kept:
         found.setdefault(log[entry - 1].said[-1], []).append(entry)
@@ -127,7 +127,7 @@ def test_requests_that_take_turns_keep_their_own_order() -> None:
     history.extend(asking, [1, 2, 3])
     matched, places = history.matches(asking, 8)
     assert matched == 3
-    assert list(history.continuations(history.behind(places))) == [4]
+    assert list(history.continuations(history.following(places))) == [4]
 
 
 def test_long_match_is_found_among_many_later_pairs() -> None:
@@ -139,7 +139,7 @@ def test_long_match_is_found_among_many_later_pairs() -> None:
     history.extend(asking, passage)
     matched, places = history.matches(asking, 8)
     assert matched == 8
-    assert list(history.continuations(history.behind(places))) == [3]
+    assert list(history.continuations(history.following(places))) == [3]
 
 
 def test_memory_is_bounded_over_many_requests() -> None:
@@ -161,7 +161,7 @@ def test_a_request_longer_than_the_history_keeps_its_end() -> None:
     history.extend(stream, [*range(100), *range(90, 95)])
     matched, places = history.matches(stream, 8)
     assert matched == 5
-    assert list(history.continuations(history.behind(places))) == [95]
+    assert list(history.continuations(history.following(places))) == [95]
 
 
 def test_request_forgotten_while_it_waits_begins_again() -> None:
@@ -198,7 +198,7 @@ def _counted(length: int, period: int) -> tuple[int, int]:
     history, stream = History(1 << 15), Stream()
     history.extend(stream, [i % period for i in range(length)])
     history._tokens = Counted("i", history._tokens)
-    for name in ("_before", "_behind"):
+    for name in ("_before", "_after"):
         setattr(history, name, Counted("q", getattr(history, name)))
     for name in ("_same", "_heads"):
         setattr(history, name, [Counted("q", table) for table in getattr(history, name)])

@@ -98,7 +98,7 @@ def test_a_request_is_drafted_from_an_earlier_one(plain: dict[str, Outputs]) -> 
     assert len(again.accept_lens) <= -(-39 // 8) + 3 < len(first.accept_lens)
 
 
-def test_aborted_and_short_requests_leave_no_history_behind() -> None:
+def test_aborted_and_short_requests_leave_no_history() -> None:
     with _open("NGRAM", max_running_requests=2) as llm:
         stream = llm.stream(PROMPTS, SamplingParams(max_tokens=30))
         for number, output in enumerate(stream):
