@@ -104,7 +104,7 @@ BREAKS = (
     ),
     Break(
         "kv-move",
-        "specplug/engine/step.py",
+        "specplug/engine/hook_host.py",
         "move_slots(self._runtime.pools[0], source.view(-1), target.view(-1))",
         "move_slots(self._runtime.pools[0], target.view(-1), source.view(-1))",
         ("tests/engine/test_exactness.py",),
@@ -119,7 +119,7 @@ BREAKS = (
     Break(
         "node-positions",
         "specplug/engine/step.py",
-        "positions=None if draft.is_chain else seq_lens.unsqueeze(1) + draft.depths,",
+        "positions=None if draft.is_chain else half.seq_lens.unsqueeze(1) + draft.depths,",
         "positions=None,",
         ("tests/engine/test_exactness.py",),
     ),
@@ -286,23 +286,23 @@ BREAKS = (
     # What requests are handed
     Break(
         "experts-told-twice",
-        "specplug/engine/request.py",
-        "new = experts[self.num_routed - start :]",
-        "new = experts",
+        "specplug/engine/collected_output.py",
+        "{name: tensor[known:] for name, tensor in tensors.items()} if known else tensors",
+        "tensors",
         ("tests/model/test_routed_experts.py",),
     ),
     Break(
         "experts-of-cached-tokens",
         "specplug/engine/scheduler.py",
-        "return min(most, request.num_routed) if request.params.return_routed_experts else most",
+        "return min([most, *(each.num_reusable for each in request.outputs.values())])",
         "return most",
         ("tests/model/test_routed_experts.py",),
     ),
     Break(
         "logprobs-of-a-neighbour",
-        "specplug/engine/engine.py",
-        'logprobs["logprob_ids"][row][: count + 1],',
-        'logprobs["logprob_ids"][row],',
+        "specplug/engine/per_token_outputs.py",
+        "return tensor[:, : 1 + want]",
+        "return tensor",
         ("tests/model/test_sampler.py", "tests/engine/test_exactness.py"),
     ),
     # Disaggregation and ranks
