@@ -46,9 +46,10 @@ from torch import Tensor
 from specplug import SamplingParams
 from specplug.engine.engine import Engine
 from specplug.engine.request import Request, make_detokenizer
-from specplug.engine.scheduler import Scheduler, SchedulerConfig, Step
+from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.step import StepRunner
 from specplug.engine.step_clock import StepClock
+from specplug.engine.step_plan import Step
 from specplug.engine.step_result import DecodeResult, PrefillResult, StepResult
 from specplug.kv.page_pool import PagePool
 from specplug.kv.prefix_cache import PrefixCache

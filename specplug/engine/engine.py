@@ -14,9 +14,10 @@ from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.kv_transfer import KVSlice, PrefillSlice
 from specplug.engine.remote_prefill import RemotePrefill
 from specplug.engine.request import Request, RequestStatus
-from specplug.engine.scheduler import Scheduler, Step
+from specplug.engine.scheduler import Scheduler
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
+from specplug.engine.step_plan import Step
 from specplug.engine.step_result import StepResult
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.report import RequestReport, StepReport

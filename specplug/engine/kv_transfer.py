@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.request import Request
-from specplug.engine.scheduler import PlacedPrefill, PrefillChunk
+from specplug.engine.step_plan import PlacedPrefill, PrefillChunk
 from specplug.speculative.host_copy import to_host
 from specplug.speculative.state import state_spec
 

@@ -8,8 +8,8 @@ from operator import attrgetter
 
 import attrs
 
-from specplug.engine.received_prefill import ReceivedPrefill
 from specplug.engine.request import Request, RequestStatus
+from specplug.engine.step_plan import Decode, PlacedPrefill, Prefill, PrefillChunk, Step
 from specplug.engine.waiting_queue import WaitingQueue
 from specplug.kv.prefix_cache import CachedPage, PrefixCache
 from specplug.kv.request_table import RequestTable
@@ -37,113 +37,6 @@ class SchedulerConfig:
     num_draft_tokens: int
     num_lookahead_slots: int
     steps_in_flight: int
-
-
-@attrs.frozen(kw_only=True)
-class PrefillChunk:
-    """Tokens ``start`` to ``end`` of a request: of its prompt, and of what it had generated when it
-    was retracted.
-
-    Attributes:
-        is_first: whether the request has just got its row.
-        is_last: whether it ends what is to be prefilled, so that a token is sampled.
-        recomputed: how many of its tokens had been computed before a retraction.
-    """
-
-    request: Request
-    start: int
-    end: int
-    is_first: bool
-    is_last: bool
-    recomputed: int
-
-    @property
-    def tokens(self) -> list[int]:
-        """The chunk itself."""
-        return self.request.token_ids[self.start : self.end]
-
-
-@attrs.frozen(kw_only=True)
-class PlacedPrefill:
-    """A received prefill whose request has got its pages.
-
-    Attributes:
-        start: the first position to write; those before it were found in the prefix cache.
-        pages: those of the positions from ``start`` on.
-    """
-
-    request: Request
-    received: ReceivedPrefill
-    start: int
-    pages: tuple[int, ...]
-
-
-@attrs.frozen(kw_only=True)
-class Prefill:
-    """Chunks to prefill in one step."""
-
-    chunks: tuple[PrefillChunk, ...]
-
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        """One a chunk."""
-        return tuple(chunk.request for chunk in self.chunks)
-
-
-@attrs.frozen(kw_only=True)
-class Decode:
-    """Requests that take one decode step.
-
-    Attributes:
-        max_draft_nodes: for each, how many slots after its committed length are its own; 1 to
-            ``num_lookahead_slots``.
-        max_slots: slots that any of them may reach.
-    """
-
-    requests: tuple[Request, ...]
-    max_draft_nodes: tuple[int, ...]
-    max_slots: int
-
-
-@attrs.frozen(kw_only=True)
-class Step:
-    """What to launch next: a prefill, a decode step, or both in one pass of the target.
-
-    Attributes:
-        placed: prefills of other instances whose requests have just got a row, in the order in
-            which their KV is to be written: a page may be given up and taken again meanwhile.
-        lost_prefixes: received prefills that do not begin where the prefix cache now ends, so that
-            their requests are prefilled here.
-        admitted: requests that have just got a row.
-        retracted: requests that have just lost theirs.
-        evicted_pages: pages that the prefix cache has just lost.
-        num_running, num_waiting: requests.
-        free_pages, cached_pages: of the KV pool.
-    """
-
-    prefill: Prefill | None
-    decode: Decode | None
-    placed: tuple[PlacedPrefill, ...] = ()
-    lost_prefixes: int = 0
-    admitted: tuple[Request, ...]
-    retracted: tuple[Request, ...]
-    evicted_pages: int
-    num_running: int
-    num_waiting: int
-    free_pages: int
-    cached_pages: int
-
-    @property
-    def mode(self) -> str:
-        """ "prefill", "decode", "mixed", or "receive" if it has no pass."""
-        if self.prefill and self.decode:
-            return "mixed"
-        return "prefill" if self.prefill else "decode" if self.decode else "receive"
-
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        """All that take part, each in one half."""
-        return tuple(r for half in (self.prefill, self.decode) if half for r in half.requests)
 
 
 class Scheduler:

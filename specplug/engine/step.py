@@ -16,9 +16,9 @@ from specplug.engine.hook_host import EngineHalf, EngineHost
 from specplug.engine.kv_transfer import KVTransfer
 from specplug.engine.request import Request
 from specplug.engine.request_view import ReadOnlyRequest
-from specplug.engine.scheduler import Decode, PlacedPrefill, Prefill, Step
 from specplug.engine.step_clock import StepClock
 from specplug.engine.step_outputs import WantedOutputs
+from specplug.engine.step_plan import Decode, PlacedPrefill, Prefill, Step
 from specplug.engine.step_result import StepResult
 from specplug.grammar.masks import allocate_masks
 from specplug.grammar.state import HostTree

@@ -6,9 +6,9 @@ import attrs
 from torch import Tensor
 
 from specplug.engine.kv_transfer import KVSlice
-from specplug.engine.scheduler import Step
 from specplug.engine.step_clock import StepClock
 from specplug.engine.step_outputs import HostOutputs
+from specplug.engine.step_plan import Step
 from specplug.speculative.host_copy import Arrival
 
 
