@@ -40,22 +40,33 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Holds the waiting and the running requests, and gives each its pages and its row.
+    """Holds the waiting and the running requests, and chooses what each step launches.
 
-    A request is admitted when there are pages for what is known of it; what it will generate gets
-    its pages as it comes. Cached pages that nobody uses are as good as free ones. When these run
-    out, drafts shrink to the slots there are; when a request could not even take a step without a
-    draft, the others give up the pages that only their drafts would use; and then the running
-    request that loses least by it waits again. The foremost request is never retracted while
-    another runs, so there is always progress.
+    A request is admitted when there are pages for all of its known tokens. Pages for what it
+    generates are given step by step. Cached pages that nobody uses count as free.
 
-    A request whose rotary frequencies change with its length (``Request.outgrows``) waits again,
-    too: no node is verified at that position before the request has been prefilled anew.
+    When pages run out,
+
+    1. drafts shrink to the slots there are (``_fair_shares``);
+    2. if a request cannot take a step even without a draft, all give up the pages that only their
+       drafts would use (``_drop_draft_pages``);
+    3. then a running request is retracted: it waits again, and is prefilled anew
+       (``_who_loses_least``).
+
+    The first of the running requests is never retracted while another runs, so there is always
+    progress.
+
+    A request whose rotary frequencies change at some length (``Request.outgrows``) is retracted
+    when it reaches that length.
 
     Args:
-        config: see there.
+        config: the limits of the run.
         cache: where pages come from.
         table: where rows come from.
+
+    Attributes:
+        waiting: requests without a row.
+        running: requests with a row, in the order of ``Request.sort_key``.
     """
 
     def __init__(self, config: SchedulerConfig, cache: PrefixCache, table: RequestTable) -> None:
@@ -77,12 +88,12 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def __iter__(self) -> Iterator[Request]:
-        """All requests that have not ended."""
+        """Iterate over all requests that have not ended."""
         yield from self.waiting
         yield from self.running
 
     def find(self, request_ids: Collection[str]) -> list[Request]:
-        """Those of these names that have not ended."""
+        """Return those of these names that have not ended."""
         waiting = (self.waiting.get(request_id) for request_id in request_ids)
         running = (request for request in self.running if request.request_id in request_ids)
         return [*filter(None, waiting), *running]
@@ -93,23 +104,26 @@ class Scheduler:
         self.waiting.add(request)
 
     def schedule(self) -> Step | None:
-        """What to launch next; None if there is nothing to launch."""
+        """Return what to launch next; None if there is nothing to launch.
+
+        Prompts go first, in steps of their own; with ``mixed_chunk`` both kinds share a step.
+        """
         self._retract_outgrown()
         budget = self.config.chunked_prefill_size or 1 << 60
         if self.config.mixed_chunk:
             decode = self._schedule_decode()
-            # A prompt moves on, however many drafts there are.
-            most = self.config.num_draft_tokens
-            left = budget - (
-                sum(min(max_draft_nodes, most) for max_draft_nodes in decode.max_draft_nodes)
-                if decode
-                else 0
-            )
-            prefill = self._schedule_prefill(max(left, self.cache.pool.page_size))
+            prefill = self._schedule_prefill(self._left_for_prompts(budget, decode))
         else:
             prefill = self._schedule_prefill(budget)
             decode = None if prefill else self._schedule_decode()
         return self._step(prefill, decode) if prefill or decode or self._placed else None
+
+    def _left_for_prompts(self, budget: int, decode: Decode | None) -> int:
+        """Return the tokens of a step's budget that its decode half leaves: at least a page's, so
+        that a prompt moves on however many drafts there are."""
+        most = self.config.num_draft_tokens
+        used = sum(min(nodes, most) for nodes in decode.max_draft_nodes) if decode else 0
+        return max(budget - used, self.cache.pool.page_size)
 
     def _step(self, prefill: Prefill | None, decode: Decode | None) -> Step:
         step = Step(
@@ -150,12 +164,15 @@ class Scheduler:
         return Prefill(chunks=tuple(chunks)) if chunks else None
 
     def _admit(self) -> Request | None:
-        """Give the first of the waiting a row, and pages for all of its tokens, if it can be."""
+        """Give the first of the waiting requests a row, and pages for all of its known tokens.
+
+        Returns None, and leaves it waiting, if there are not enough, or a step of it is in flight.
+        """
         request = self.waiting.first()
         if request is None or not self.table.num_free or request.in_flight:
             return None
         if self._refused == (request.request_id, self.cache.changes):
-            return None  # nothing has come back since
+            return None  # no page has come back since it was refused
         request.choose_rotary()
         most = self._most_reused(request)
         shared = self.cache.match(request.token_ids, most, request.rotary_set)
@@ -170,18 +187,25 @@ class Scheduler:
         return request
 
     def _most_reused(self, request: Request) -> int:
-        """The most tokens of a request to take from the cache: all but the last, whose row gives
-        the next token, and only those whose per-token outputs it has."""
+        """Return the most tokens of a request that may come from the cache.
+
+        The last one may not: its row gives the next token. Nor may those whose per-token outputs
+        the request still lacks.
+        """
         most = len(request.token_ids) - 1
         return min([most, *(each.num_reusable for each in request.outputs.values())])
 
     def _headroom(self, request: Request) -> int:
-        """Pages that the running requests soon need, so that a request is not retracted as soon as
-        it is admitted; more for one that was. None where nothing runs: what fits is admitted."""
+        """Return the pages to leave for the running requests when this one is admitted.
+
+        Without them it would soon be retracted again; a request that was retracted leaves more.
+        Where nothing runs it is 0: whatever fits is admitted.
+        """
         soon = len(self.running) * self.cache.pool.pages_for(self.config.columns)
         return soon * (1 + request.times_retracted)
 
     def _enter(self, request: Request, shared: CachedPage, num_pages: int) -> None:
+        """Give a request its row and pages; it starts after the cached prefix ``shared``."""
         insort(self.running, request, key=attrgetter("sort_key"))
         pages = [node.page for node in shared.path()][::-1]
         request.pages = pages + self.cache.take(num_pages - shared.depth)
@@ -199,6 +223,7 @@ class Scheduler:
         self._admitted.append(request)
 
     def _launch_chunk(self, request: Request, budget: int, *, is_first: bool) -> PrefillChunk:
+        """Cut the next chunk of a prompt, at most ``budget`` tokens."""
         start, known = request.num_computed_tokens, len(request.token_ids)
         end = min(known, start + budget)
         request.num_computed_tokens = request.max_computed_tokens = end
@@ -215,9 +240,11 @@ class Scheduler:
         )
 
     def _place_received(self, request: Request) -> bool:
-        """Let an admitted request go on behind what another instance has prefilled; False if that
-        begins behind what is here, since the prefix cache has lost pages meanwhile, or if its first
-        token makes it outgrow the rotary frequencies of its prompt."""
+        """Start an admitted request where the prefill of another instance ends.
+
+        Returns False if it must be prefilled here: the prefix cache has meanwhile lost pages before
+        what was received, or the first token needs other rotary frequencies than the prompt has.
+        """
         received, request.received = request.received, None
         assert received is not None
         turned = request.rotary_set != request.rule.set_of(received.end)
@@ -243,6 +270,7 @@ class Scheduler:
     # Decode
 
     def _schedule_decode(self) -> Decode | None:
+        """Give every request that can take a decode step the pages for its draft."""
         lookahead, columns = self.config.num_lookahead_slots, self.config.columns
         requests = [r for r in self.running if r.may_decode]
         short = self._short(requests, lookahead)
@@ -269,19 +297,19 @@ class Scheduler:
         )
 
     def _short(self, requests: Sequence[Request], slots: int) -> list[tuple[Request, int]]:
-        """Which of the requests lack pages for ``slots`` behind their committed length, and how
-        many; ``num_lookahead_slots`` of them are a whole draft's."""
+        """Return the requests that lack pages for ``slots`` after their committed length, and how
+        many pages each lacks. A whole draft takes ``num_lookahead_slots``."""
         pool = self.cache.pool
         size = pool.page_size
         return [
-            (r, pool.pages_for(self._behind(r) + slots) - len(r.pages))
+            (r, pool.pages_for(self._most_committed(r) + slots) - len(r.pages))
             for r in requests
-            if r.max_computed_tokens + slots > len(r.pages) * size < self._behind(r) + slots
+            if r.max_computed_tokens + slots > len(r.pages) * size < self._most_committed(r) + slots
         ]
 
     def _fair_shares(self, requests: Sequence[Request]) -> list[tuple[Request, int]]:
-        """The pages that there are, divided so that the narrowest draft is as wide as it can be: a
-        draft's first nodes are worth most."""
+        """Divide the pages that are left so that the narrowest draft is as wide as possible, since
+        a draft's first nodes are worth most. Returns requests and the pages each gets."""
         available, widths = self.cache.num_available, range(1, self.config.num_lookahead_slots + 1)
         slots = bisect_right(
             widths, available, key=lambda most: _total(self._short(requests, most))
@@ -294,11 +322,14 @@ class Scheduler:
         return list(shares.items())
 
     def _secure_roots(self, requests: Sequence[Request]) -> list[Request]:
-        """Those that can take one more step, if only without a draft: all but who is retracted,
-        and who waits for the pages of a step in flight."""
+        """Give each request the slot of its root, so that it can take a step without a draft.
+
+        Returns those that have it. The others were retracted, or wait for pages that a step in
+        flight may free.
+        """
         secured = []
         for request in requests:
-            least = self._behind(request) + 1
+            least = self._most_committed(request) + 1
             while request.req_index and not self._grow(request, least):
                 if self._drop_draft_pages():
                     continue
@@ -315,27 +346,30 @@ class Scheduler:
         return any(other.in_flight for other in self.running if other is not request)
 
     def _grow(self, request: Request, num_slots: int) -> bool:
-        """Give a request pages for ``num_slots``, or as many as there are; whether it has them."""
+        """Give a request pages for ``num_slots``, or as many as there are; return whether it has
+        all of them."""
         missing = self.cache.pool.pages_for(num_slots) - len(request.pages)
         return missing <= 0 or self._give(request, missing) == missing
 
     def _give(self, request: Request, num_pages: int) -> int:
-        """Give a request pages, or as many as there are; how many."""
+        """Give a request so many pages, or as many as there are; return how many."""
         new = self.cache.take(min(num_pages, self.cache.num_available))
         request.pages += new
         added = range(len(request.pages) - len(new), len(request.pages))
         self.table.write(request.req_index, request.pages, added)
         return len(new)
 
-    def _behind(self, request: Request) -> int:
-        """Slots that its committed tokens take when all launched steps are done, at most."""
+    def _most_committed(self, request: Request) -> int:
+        """Return the most slots that its committed tokens can take once all launched steps are
+        done. Steps launched after its last root do not count."""
         return min(request.max_computed_tokens, request.last_root)
 
     def _drop_draft_pages(self) -> bool:
-        """Take the pages that only nodes of drafts would use; whether there were any."""
+        """Take back the pages that only nodes of drafts would use; return whether there were
+        any."""
         dropped = False
         for request in self.running:
-            tokens = max(self._behind(request) + 1, len(request.token_ids))
+            tokens = max(self._most_committed(request) + 1, len(request.token_ids))
             needed = self.cache.pool.pages_for(tokens)
             if needed < len(request.pages):
                 surplus = range(needed, len(request.pages))
@@ -347,25 +381,33 @@ class Scheduler:
         return dropped
 
     def _who_loses_least(self, short: Request) -> Request:
-        """Of those behind the request that is ``short`` of a page, or it alone, the one of least
-        priority with the fewest tokens to compute again."""
-        behind = self.running[self.running.index(short) + 1 :] or [short]
-        lowest = max(request.priority for request in behind)
-        last_first = (r for r in reversed(behind) if r.priority == lowest)
+        """Return the request to retract for one that is ``short`` of a page.
+
+        Of those that come after it, it is the one of the least priority with the fewest tokens to
+        compute again, the last of equals. If none comes after it, it is the request itself.
+        """
+        later = self.running[self.running.index(short) + 1 :] or [short]
+        lowest = max(request.priority for request in later)
+        last_first = (r for r in reversed(later) if r.priority == lowest)
         return min(last_first, key=self._loss)
 
     def _loss(self, request: Request) -> int:
+        """Return the tokens that must be computed again if the request is retracted."""
         return request.num_computed_tokens - self.cache.num_shared_with_others(request.shared)
 
     def _retract_outgrown(self) -> None:
-        """Let those wait again whose next token needs other rotary frequencies from its start."""
+        """Retract the requests that have reached the length at which all of their tokens need
+        other rotary frequencies."""
         for request in [
             r for r in self.running if r.num_computed_tokens >= r.outgrows and not r.in_flight
         ]:
             self._retract(request)
 
     def _retract(self, request: Request) -> None:
-        """Let a request wait again. What it has computed stays cached while there is room."""
+        """Take a request's row and pages, and let it wait again at its old place.
+
+        What it has computed stays in the prefix cache while there is room.
+        """
         request.status = RequestStatus.WAITING
         self.waiting.add(request)  # first, so that no interrupt can lose it
         self._give_up(request)
@@ -380,7 +422,7 @@ class Scheduler:
     # Afterwards
 
     def processed(self, request: Request, committed: int | None) -> None:
-        """A launched step of a request has been processed.
+        """Bring a request up to date once a launched step of it has been processed.
 
         Args:
             committed: tokens that a decode step committed; None for a prefill chunk.
@@ -396,8 +438,11 @@ class Scheduler:
                 self.table.write(request.req_index, request.pages, self._keep(request))
 
     def release(self, request: Request) -> None:
-        """Take back the row and pages of a finished request. Launched steps may still write to
-        them, but before any later step does."""
+        """Take back the row and pages of a finished request.
+
+        Steps in flight may still write to them. They are launched before any step of the next
+        owner, so that they write first.
+        """
         assert request.finished
         if request.req_index:
             self._give_up(request)
@@ -412,8 +457,10 @@ class Scheduler:
         self.running.remove(request)
 
     def _keep(self, request: Request) -> list[int]:
-        """Insert the request's final pages into the prefix cache; the indices of those that were
-        replaced by cached ones."""
+        """Insert the request's final pages into the prefix cache.
+
+        Returns the indices of its pages that were replaced by equal cached ones.
+        """
         request.shared, replaced = self.cache.keep(
             request.pages,
             request.shared,
@@ -424,7 +471,7 @@ class Scheduler:
         return replaced
 
     def reset(self) -> list[Request]:
-        """Forget all requests and cached pages, in whatever state they are; the requests."""
+        """Forget all requests and cached pages, in whatever state they are; return the requests."""
         requests = list(dict.fromkeys(self))
         self.cache.reset()
         self.table.reset()
@@ -451,5 +498,5 @@ class Scheduler:
 
 
 def _total(short: Sequence[tuple[Request, int]]) -> int:
-    """Pages that all of them lack."""
+    """Return the pages that all of them lack together."""
     return sum(missing for _, missing in short)

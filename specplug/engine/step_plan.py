@@ -10,12 +10,12 @@ from specplug.engine.request import Request
 
 @attrs.frozen(kw_only=True)
 class PrefillChunk:
-    """Tokens ``start`` to ``end`` of a request: of its prompt, and of what it had generated when it
-    was retracted.
+    """Tokens ``start`` to ``end`` of a request that are prefilled in one step: of its prompt, and
+    of what it had generated when it was retracted.
 
     Attributes:
         is_first: whether the request has just got its row.
-        is_last: whether it ends what is to be prefilled, so that a token is sampled.
+        is_last: whether it holds the request's last known token, so that the next is sampled.
         recomputed: how many of its tokens had been computed before a retraction.
     """
 
@@ -28,13 +28,13 @@ class PrefillChunk:
 
     @property
     def tokens(self) -> list[int]:
-        """The chunk itself."""
+        """The tokens of the chunk."""
         return self.request.token_ids[self.start : self.end]
 
 
 @attrs.frozen(kw_only=True)
 class PlacedPrefill:
-    """A received prefill whose request has got its pages.
+    """A prefill of another instance whose request has just got its pages here.
 
     Attributes:
         start: the first position to write; those before it were found in the prefix cache.
@@ -55,7 +55,7 @@ class Prefill:
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """One a chunk."""
+        """The request of each chunk."""
         return tuple(chunk.request for chunk in self.chunks)
 
 
@@ -79,8 +79,8 @@ class Step:
     """What to launch next: a prefill, a decode step, or both in one pass of the target.
 
     Attributes:
-        placed: prefills of other instances whose requests have just got a row, in the order in
-            which their KV is to be written: a page may be given up and taken again meanwhile.
+        placed: prefills of other instances whose requests have just got a row. Their KV is to be
+            written in this order: a page may be given up and taken again in between.
         lost_prefixes: received prefills that do not begin where the prefix cache now ends, so that
             their requests are prefilled here.
         admitted: requests that have just got a row.

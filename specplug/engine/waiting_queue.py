@@ -22,17 +22,17 @@ class WaitingQueue:
         yield from self._by_id.values()
 
     def get(self, request_id: str) -> Request | None:
-        """The waiting request of that name."""
+        """Return the waiting request of that name, or None."""
         return self._by_id.get(request_id)
 
     def add(self, request: Request) -> None:
-        """Queue a request; one that was retracted gets its old place again."""
+        """Queue a request. One that was retracted gets its old place again."""
         assert request.status is RequestStatus.WAITING
         heappush(self._heap, (request.sort_key, request))
         self._by_id[request.request_id] = request
 
     def first(self) -> Request | None:
-        """Whose turn it is."""
+        """Return the request whose turn it is, or None."""
         while self._heap and self._heap[0][1].request_id not in self._by_id:
             heappop(self._heap)
         return self._heap[0][1] if self._heap else None
