@@ -1,4 +1,4 @@
-"""When to try again."""
+"""Delays between tries."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import attrs
 
 @attrs.define
 class Backoff:
-    """Delays that grow, with jitter, so that many who lost the same peer do not return at once.
+    """Delays that grow, with jitter, so that peers who lost the same instance return one by one.
 
     Attributes:
         first, greatest: seconds.
-        tries: so far.
+        tries: since the last success.
     """
 
     first: float = 0.1
@@ -22,11 +22,14 @@ class Backoff:
     _random: random.Random = attrs.field(factory=random.Random, repr=False)
 
     def next(self) -> float:
-        """Seconds until the next try: doubled each time up to ``greatest``; half to all of it."""
+        """Return the seconds until the next try.
+
+        The delay doubles each time, up to ``greatest``; a random half to all of it is taken.
+        """
         delay: float = min(self.first * 2.0 ** min(self.tries, 32), self.greatest)
         self.tries += 1
         return delay * self._random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
-        """It has worked."""
+        """Start again with ``first``, after a success."""
         self.tries = 0

@@ -1,4 +1,4 @@
-"""The decode side: has each request prefilled by another instance, and takes back what it gives."""
+"""The decode side: sends each prompt to a prefill instance, and takes back its KV."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class _Peer:
     """A registered prefill instance.
 
     Attributes:
-        session: what it calls the time since it last began anew.
-        same_draft: whether its draft KV and states are of use here.
-        jobs: requests it has, by job.
-        heard: when its loop last said something.
+        session: changes whenever the instance has forgotten what it was asked for.
+        same_draft: whether its draft KV and draft states can be used here.
+        jobs: requests that it has, by job.
+        heard: when its loop last sent something, on the monotonic clock.
     """
 
     session: int
@@ -41,16 +41,16 @@ class _Peer:
 
 @attrs.define(kw_only=True)
 class Transfers:
-    """What has happened between this instance and those that prefill.
+    """Counts of what happened between this instance and the prefill instances.
 
     Attributes:
-        sent: requests given to an instance, each try counted.
+        sent: requests sent to an instance, each try counted.
         received: prefills that came back whole.
-        tries_again: requests that were given to an instance once more, as the first was lost.
-        failed: requests that ended with an error because nobody could prefill them.
+        tries_again: requests that were sent once more because a try failed.
+        failed: requests that ended with an error because no instance could prefill them.
         refused: instances that were refused at the handshake.
         lost: instances that went away.
-        seconds: from giving to having, of all received together.
+        seconds: from sending a request to having its prefill, summed over all received.
         peers: instances that are registered now.
     """
 
@@ -64,32 +64,43 @@ class Transfers:
     peers: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``LLM.stats``: the counts as ``transfers``, the others under names of their own."""
+        """Return the entries of ``LLM.stats``: all counts together as ``transfers``, then seconds
+        and peers."""
         counts = attrs.asdict(self)
         seconds, peers = counts.pop("seconds"), counts.pop("peers")
         return {"transfers": counts, "transfer_seconds": seconds, "prefill_instances": peers}
 
 
 class DecodeInstance:
-    """Gives requests to the prefill instances that have registered. Implements ``RemotePrefill``.
+    """Sends requests to the prefill instances that have registered. Implements ``RemotePrefill``.
 
-    It says ``who`` to an instance that it does not know, ``accepted`` or ``refused`` to one that
-    registers, ``prefill`` with each request and ``cancel`` if that has ended. It hears
-    ``register``, ``part`` (some positions of a request, in order; the last one with its first
-    token), ``working`` (the jobs that an instance has), ``failed`` and ``leave``.
+    It sends
 
-    A request whose instance is lost, or gives nonsense, is given away again, ``tries`` times in
-    all, and then ends with an error; one for which no instance registers in time does so too.
+    - ``who`` to an instance that it does not know,
+    - ``accepted`` or ``refused`` to one that registers,
+    - ``prefill`` for each request, and ``cancel`` if that has ended.
+
+    It receives
+
+    - ``register``,
+    - ``part``: some positions of a request, in order; the last one brings the first token and the
+      per-token outputs,
+    - ``working``: the jobs that an instance has,
+    - ``failed`` and ``leave``.
+
+    A request whose instance is lost or sends what makes no sense is sent again, up to ``tries``
+    times in all. Then it ends with an error. So does a request for which no instance registers in
+    time.
 
     Args:
-        transport: bound where prefill instances connect to.
+        transport: bound to where prefill instances connect.
         identity: of this instance.
-        cache: whose prefixes need not be sent.
+        cache: of this instance; the KV of cached prefixes need not be sent.
         form: of what must come.
-        most_away: requests that may be away or back without a row: as many as can run.
-        timeout: seconds without a sign of its loop after which an instance is given up, and that
-            a request waits for an instance to register.
-        tries: see above.
+        most_away: most requests that may be away, or back without a row.
+        timeout: seconds without a message of its loop after which an instance's requests are sent
+            again, and seconds that a request waits for an instance to register.
+        tries: how often a request is sent at most.
         moment: seconds that ``poll`` may wait.
     """
 
@@ -124,7 +135,7 @@ class DecodeInstance:
         self._queued_at: dict[str, float] = {}
         self._back: list[Request] = []
 
-    # What the engine asks (see ``RemotePrefill``)
+    # ``RemotePrefill``
 
     @property
     def has_work(self) -> bool:
@@ -133,7 +144,7 @@ class DecodeInstance:
 
     @property
     def address(self) -> str:
-        """Where prefill instances connect to."""
+        """The address that prefill instances connect to."""
         return self._transport.address
 
     def __iter__(self) -> Iterator[Request]:
@@ -142,16 +153,16 @@ class DecodeInstance:
         yield from self._back
 
     def add(self, request: Request) -> None:
-        """Take a request."""
+        """Queue a request."""
         self._queue(request)
 
     def find(self, request_ids: Collection[str]) -> list[Request]:
-        """Those of these names that are here or away."""
+        """Return the requests of these names that are here or away."""
         away = (a.request for a in self._away.values() if a.request.request_id in request_ids)
         return [*away, *filter(None, map(self._waiting.get, request_ids))]
 
     def remove(self, request: Request) -> bool:
-        """Forget a request that has ended; its instance is told."""
+        """Forget a request that has ended, and tell its instance; False if it is not here."""
         self._tried.pop(request.request_id, None)
         away = self._away.get(request.request_id)
         if away is not None:
@@ -163,11 +174,11 @@ class DecodeInstance:
         return True
 
     def reset_transfers(self) -> None:
-        """Count anew."""
+        """Start counting anew."""
         self.transfers = Transfers(peers=len(self._peers))
 
     def reset(self) -> list[Request]:
-        """Forget all requests; these."""
+        """Forget all requests, and return them."""
         requests = list(self)
         for request in requests:
             self.remove(request)
@@ -175,7 +186,7 @@ class DecodeInstance:
         return requests
 
     def poll(self, num_waiting: int, *, wait: bool) -> list[Request]:
-        """Those that have come back, each with a received or an error."""
+        """Return the requests that have come back, each with ``received`` or ``error`` set."""
         for event in self._transport.receive(self._moment if wait else 0.0):
             self._take(event)
         self._give_up()
@@ -184,10 +195,10 @@ class DecodeInstance:
         return back
 
     def close(self) -> None:
-        """Hang up; prefill instances look for this one until it is there again."""
+        """Disconnect. Prefill instances look for this one until it is there again."""
         self._transport.close()
 
-    # Giving away
+    # Sending
 
     def _queue(self, request: Request) -> None:
         self._waiting.add(request)
@@ -198,7 +209,7 @@ class DecodeInstance:
         del self._queued_at[request.request_id]
 
     def _give_away(self, room: int) -> None:
-        """Send the first of the waiting requests to the instances that have the fewest."""
+        """Send the first of the waiting requests, while there is room for more away."""
         while self._peers and len(self._away) < room:
             request = self._waiting.first()
             if request is None:
@@ -207,7 +218,8 @@ class DecodeInstance:
             self._send(request, self._choose(request))
 
     def _choose(self, request: Request) -> str:
-        """The instance that has failed this request least, and has the fewest."""
+        """Return the instance that was sent this request least often; of these, the one with the
+        fewest jobs."""
         tried = self._tried.get(request.request_id, [])
         return min(self._peers, key=lambda name: (tried.count(name), len(self._peers[name].jobs)))
 
@@ -247,7 +259,7 @@ class DecodeInstance:
             del self._peers[away.peer].jobs[away.job]
 
     def _again(self, away: IncomingPrefill, why: str) -> None:
-        """Queue a request once more; back it comes if it has been tried often enough."""
+        """Queue a request once more, or end it with an error if this was its last try."""
         self._cancel(away)
         request = away.request
         tried = len(self._tried[request.request_id])
@@ -265,7 +277,8 @@ class DecodeInstance:
         self._back.append(request)
 
     def _give_up(self) -> None:
-        """Part with instances that hang, and with requests that nobody takes."""
+        """Take requests back from instances that hang, and end those that waited for any too
+        long."""
         now = time.monotonic()
         for name, peer in list(self._peers.items()):
             if peer.jobs and now - peer.heard > self._timeout:
@@ -284,10 +297,10 @@ class DecodeInstance:
                     self._unqueue(request)
                     self._fail(request, why)
 
-    # What instances say
+    # Receiving
 
     def _take(self, event: Event) -> None:
-        """Take note of an event."""
+        """Handle an event of the transport."""
         match event:
             case Found(peer):
                 self._transport.send(peer, WireMessage("who"))
@@ -326,13 +339,14 @@ class DecodeInstance:
             raise WireError(f"expected {known}", message.fields)
 
     def _check_jobs(self, peer: _Peer, names: Collection[str]) -> None:
-        """Try again what an instance should have by now, and does not."""
+        """Send requests again that their instance should know by now, and does not."""
         peer.heard = now = time.monotonic()
         for away in list(peer.jobs.values()):
             if away.job not in names and now - away.sent_at > self._timeout:
                 self._again(away, "the prefill instance does not know of it")
 
     def _take_part(self, away: IncomingPrefill, message: WireMessage) -> None:
+        """Keep a part of a prefill. With the last one the request is back."""
         away.take(message)
         if "token" not in message.fields:
             return
@@ -344,7 +358,10 @@ class DecodeInstance:
         self._back.append(away.request)
 
     def _register(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Let an instance in, or say why not. If it has begun anew, what it had is void."""
+        """Accept an instance, or refuse it and say why.
+
+        If it has begun a new session, the requests that it had are sent again.
+        """
         session, peer = fields["session"], self._peers.get(name)
         if type(session) is not int:
             raise WireError(f"session {session!r:.40}; expected an integer")
@@ -376,6 +393,7 @@ class DecodeInstance:
         _log.info("a prefill instance has registered (%s)", name[:8])
 
     def _lose(self, name: str, why: str) -> None:
+        """Forget an instance, and send its requests again."""
         peer = self._peers.pop(name, None)
         if peer is None:
             return
@@ -388,8 +406,8 @@ class DecodeInstance:
             self._again(away, why)
 
     def _spoil(self, name: str, fields: Mapping[str, Any], why: str) -> None:
-        """Try the request again that a bad message was about; if it does not say which, all of
-        this instance's, as any may wait for it."""
+        """Send the request again that a bad message was about. If the message does not say which,
+        send all of the instance's requests again, since any of them may wait for it."""
         peer = self._peers.get(name)
         if peer is None:
             return

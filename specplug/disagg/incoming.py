@@ -1,4 +1,4 @@
-"""A prefill that comes in, part by part, from another instance."""
+"""A prefill as it arrives from another instance, part by part."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ OUTPUT, STATE = "output.", "state."
 
 @attrs.frozen(kw_only=True)
 class KVFormat:
-    """What a prefill's tensors must be like.
+    """The form that a prefill's tensors must have.
 
     Attributes:
-        shapes: of the target's cache, then of the draft models', which may come with other layers.
-        dtype: of them all.
+        shapes: of the target's cache, then of the draft models', whose number of layers may differ.
+        dtype: of all caches.
         vocab_size: of the target.
     """
 
@@ -36,7 +36,7 @@ class KVFormat:
 
     @property
     def target_alone(self) -> KVFormat:
-        """Without draft caches."""
+        """The form without draft caches."""
         return attrs.evolve(self, shapes=self.shapes[:1])
 
 
@@ -48,7 +48,7 @@ class IncomingPrefill:
         peer: the instance.
         job: the request's name between the two.
         start: the first position whose KV was asked for.
-        end: the position behind what has come so far.
+        end: the position after the last one that has come.
         form: of what must come.
         sent_at: when it was asked for, on the monotonic clock.
     """
@@ -67,10 +67,10 @@ class IncomingPrefill:
         self._caches = [[] for _ in self.form.shapes]
 
     def take(self, message: WireMessage) -> None:
-        """Keep a part's KV.
+        """Keep the KV of a part.
 
         Raises:
-            WireError: it does not follow the one before, or has not the form it must have.
+            WireError: it does not follow the part before it, or has another form.
             KeyError: something is missing.
         """
         start, end = message.fields["start"], message.fields["end"]
@@ -85,7 +85,7 @@ class IncomingPrefill:
         tensors = [message.tensors[f"cache{number}"] for number in range(len(self._caches))]
         for number, (shape, tensor) in enumerate(zip(self.form.shapes, tensors, strict=True)):
             layers = shape.num_layers
-            if number and tensor.dim():  # a draft may have other layers there, but not now and then
+            if number and tensor.dim():  # a peer's draft may have more or fewer, in all parts alike
                 before = self._caches[number]
                 layers = len(before[0] if before else tensor)
             size = (layers, 2, end - start, shape.num_kv_heads, shape.head_dim)
@@ -99,10 +99,13 @@ class IncomingPrefill:
         self.end = end
 
     def received(self, message: WireMessage) -> ReceivedPrefill:
-        """All of it, with the last part, which has been taken.
+        """Return the whole prefill.
+
+        Args:
+            message: the last part, which ``take`` has got already.
 
         Raises:
-            WireError: what it says of the first token cannot be.
+            WireError: its first token or its outputs are not what they must be.
             KeyError: something is missing.
         """
         token = message.fields["token"]

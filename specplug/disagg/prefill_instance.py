@@ -23,21 +23,21 @@ from specplug.engine.request import Request
 _log = logging.getLogger(__name__)
 _TELL_SECONDS = 1.0
 _MOMENT = 0.002
-"""Seconds to wait where nothing is to be done: a new request may have come another way."""
+"""Seconds to wait for a message where nothing is to be done."""
 
 
 @attrs.define(eq=False)
 class Link:
-    """The way to one decode instance, the one peer of its transport.
+    """The connection to a decode instance, the only peer of its transport.
 
     Attributes:
-        peer: how the transport calls it.
-        accepted: whether it has let this instance in.
-        session: names what it has been asked for since it last began anew.
-        backoff: of registering.
-        next_try: when to register again if no answer has come.
-        next_told: when to say again what is being done.
-        refused: why it was refused, if it was.
+        peer: the transport's name of it.
+        accepted: whether it has accepted this instance.
+        session: counts how often this instance has forgotten what it was asked for over this link.
+        backoff: delays between registrations.
+        next_try: when to register again if no answer has come, on the monotonic clock.
+        next_told: when to send ``working`` again.
+        refused: why this instance was refused; None if it was not.
     """
 
     transport: Transport
@@ -66,12 +66,17 @@ class _Work:
 class PrefillInstance:
     """Prefills for decode instances.
 
-    It says ``register`` until it is ``accepted``, after growing delays, and again whenever the
-    connection was lost or a decode instance asks ``who`` it is; what it had been asked for before
-    is void then. It hears ``prefill`` and ``cancel``, and says ``part`` with each piece of KV that
-    is final, with the last one the first token too, or ``failed``. Every second it says which jobs
-    it has (``working``), and ``leave`` when it closes. An instance that all refuse ends; one that
-    some refuse serves the others, and asks again.
+    It sends
+
+    - ``register`` after growing delays until it is ``accepted``, and again whenever the connection
+      was lost or a decode instance asks ``who`` it is. It forgets then what it was asked for,
+    - ``part`` with each slice of KV that is final; the last one brings the first token and the
+      per-token outputs. Or ``failed``,
+    - ``working`` every second, with the jobs that it has,
+    - ``leave`` when it closes.
+
+    It receives ``accepted``, ``refused``, ``who``, ``prefill`` and ``cancel``. If all decode
+    instances refuse it, it raises; if some do, it serves the others and keeps registering.
 
     Args:
         links: to the decode instances.
@@ -101,13 +106,13 @@ class PrefillInstance:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
 
     def receive(self, *, wait: bool) -> None:
-        """Register where that is due, and take what has come.
+        """Register where that is due, and handle the messages that have come.
 
         Args:
-            wait: nothing else is to be done: block for a moment if nothing has.
+            wait: block for a moment if there are none; the engine has nothing else to do.
 
         Raises:
-            HandshakeError: a decode instance cannot work with this one.
+            HandshakeError: all decode instances refuse this one.
         """
         for link in self._links:
             self._register(link)
@@ -119,9 +124,9 @@ class PrefillInstance:
             if self._work.get(self._key(work)) is work:
                 self._begin(work, future.result)
 
-    def send(self, cuttings: Iterable[PrefillSlice]) -> None:
-        """Send what has been prefilled to those that wait for it."""
-        for prefill_slice in cuttings:
+    def send(self, slices: Iterable[PrefillSlice]) -> None:
+        """Send prefilled slices to the decode instances that asked for them."""
+        for prefill_slice in slices:
             work = self._by_request.get(prefill_slice.kv.request)
             if work is not None:
                 work.link.say(_part(work.job, prefill_slice))
@@ -129,14 +134,14 @@ class PrefillInstance:
                     self._drop(work)
 
     def tell_failed(self, ended: Iterable[Request]) -> None:
-        """Tell of requests that ended before they were prefilled."""
+        """Send ``failed`` for requests that ended before they were prefilled."""
         for request in ended:
             work = self._by_request.get(request)
             if work is not None and request.finished:
                 self._fail(work, request.error or f"it ended: {request.finish_reason}")
 
     def close(self) -> None:
-        """Take leave and hang up."""
+        """Send ``leave`` and disconnect."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for link in self._links:
             link.say(WireMessage("leave"))
@@ -150,7 +155,7 @@ class PrefillInstance:
             link.say(WireMessage("register", fields))
 
     def _tell_jobs(self, link: Link) -> None:
-        """Say from time to time what is being done."""
+        """Send ``working`` if it is due."""
         now = time.monotonic()
         if link.accepted and now >= link.next_told:
             link.next_told = now + _TELL_SECONDS
@@ -195,7 +200,7 @@ class PrefillInstance:
                 _log.warning("%s says %r, which is no message", link.transport.address, kind)
 
     def _note_refusal(self, link: Link, why: str) -> None:
-        """Go on for the others, if there are any."""
+        """Note that a decode instance refuses this one; go on if there is another."""
         told = f"the decode instance at {link.transport.address} refuses this one: {why}"
         if all(each.refused for each in self._links if each is not link):
             raise HandshakeError(told)
@@ -212,7 +217,7 @@ class PrefillInstance:
         link.next_try = 0.0
 
     def _accept(self, link: Link, message: WireMessage) -> None:
-        """Make a request of a job; in a thread if a grammar is to be compiled."""
+        """Make a request of a job, in a thread if a grammar is to be compiled."""
         try:
             job = read_prefill_request(message)
         except (KeyError, TypeError, ValueError) as error:
@@ -259,7 +264,7 @@ class PrefillInstance:
 
 
 def _part(job: PrefillRequest, prefill_slice: PrefillSlice) -> WireMessage:
-    """The message that brings a piece of KV."""
+    """Return the message that brings a slice."""
     kv = prefill_slice.kv
     fields: dict[str, Any] = {"job": job.name, "start": kv.start, "end": kv.end}
     caches = kv.caches if job.draft else kv.caches[:1]

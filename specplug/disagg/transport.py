@@ -1,4 +1,4 @@
-"""How messages get from one instance to another."""
+"""The interface by which instances exchange messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Arrived:
 
 @attrs.frozen(eq=False)
 class Broken:
-    """Something of a peer that is no whole message."""
+    """A peer has sent something that is not a whole message."""
 
     peer: str
     error: WireError
@@ -27,15 +27,17 @@ class Broken:
 
 @attrs.frozen
 class Found:
-    """A peer that was not there, or had been lost, has been heard of."""
+    """A peer has been heard of for the first time, or again after it was lost."""
 
     peer: str
 
 
 @attrs.frozen
 class Lost:
-    """A peer's connection is cut, or it has been silent for too long. What was sent to it may not
-    have arrived, and what it sent may not have come."""
+    """A peer's connection is cut, or the peer has been silent for too long.
+
+    Messages in both directions may be lost.
+    """
 
     peer: str
 
@@ -46,19 +48,22 @@ Event = Arrived | Broken | Found | Lost
 class Transport(Protocol):
     """Carries messages between this instance and its peers, in order, each whole or not at all.
 
-    It notices by itself when a peer is gone, and when one comes back.
+    It notices by itself when a peer is gone and when it comes back.
     """
 
     @property
     def address(self) -> str:
-        """Where it is bound, or to whom it is connected."""
+        """The address that it is bound to, or connected to."""
 
     def send(self, peer: str, message: WireMessage) -> None:
-        """Start a message's way; nothing happens if the peer is gone."""
+        """Send a message, without waiting. Does nothing if the peer is gone."""
 
     def receive(self, timeout: float) -> list[Event]:
-        """What has happened since the last call, in order; waits up to ``timeout`` seconds for the
-        first."""
+        """Return the events since the last call, in order.
+
+        Args:
+            timeout: seconds to wait if there is none.
+        """
 
     def close(self) -> None:
-        """Send what is still to be sent, for a moment, and hang up."""
+        """Send what is queued, for at most a moment, and disconnect."""

@@ -1,4 +1,4 @@
-"""What instances say to one another, as frames of bytes: JSON and raw tensors, never pickle."""
+"""Messages between instances as frames of bytes: JSON and raw tensors, never pickle."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from specplug.errors import SpecplugError
 
 MAGIC = b"specplug/1"
-"""First frame of every message; another version of the protocol has another one."""
+"""First frame of every message. Each version of the protocol has its own."""
 
 _GREATEST = 1 << 32
-"""Of the sizes of a tensor. An empty one may have any others, which torch would not take."""
+"""The greatest size of an axis. An empty tensor's other sizes are not bounded by its bytes."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -40,10 +40,10 @@ _MOST_AXES = 8
 
 
 class WireError(SpecplugError):
-    """Frames are no whole message.
+    """The frames are not a whole message, or the message is not what was expected.
 
     Attributes:
-        fields: of its header, as far as that could be read.
+        fields: of its header; empty if that could not be read.
     """
 
     def __init__(self, what: str, fields: Mapping[str, Any] | None = None) -> None:
@@ -56,7 +56,7 @@ class WireMessage:
     """One message.
 
     Attributes:
-        kind: what it says; see ``PrefillInstance`` and ``DecodeInstance``.
+        kind: what it says; ``PrefillInstance`` and ``DecodeInstance`` list the kinds.
         fields: values that JSON can express.
         tensors: by name, on the CPU.
     """
@@ -67,7 +67,7 @@ class WireMessage:
 
 
 def encode(message: WireMessage) -> list[bytes | memoryview]:
-    """The frames of a message: magic, header, then each tensor's bytes, which are not copied."""
+    """Return the frames of a message: magic, header, then each tensor's bytes, not copied."""
     tensors = {name: tensor.contiguous() for name, tensor in message.tensors.items()}
     header = {
         "kind": message.kind,
@@ -81,10 +81,10 @@ def encode(message: WireMessage) -> list[bytes | memoryview]:
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> WireMessage:
-    """The message of these frames.
+    """Return the message of these frames.
 
     Raises:
-        WireError: they are none, or not whole; it says what is wrong.
+        WireError: they are not a whole message.
     """
     if not frames or bytes(frames[0]) != MAGIC:
         first = bytes(frames[0][:20]) if frames else b""

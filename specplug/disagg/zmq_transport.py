@@ -1,5 +1,8 @@
-"""``Transport`` over ZeroMQ: a ROUTER that decode instances bind, and a DEALER of each prefill
-instance. Multipart messages over TCP; pickle is nowhere."""
+"""``Transport`` over ZeroMQ.
+
+Decode instances bind a ROUTER, and each prefill instance connects a DEALER to it. Messages are
+multipart, over TCP; nothing is pickled.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,19 @@ _BEAT = b"beat"
 _LARGEST = 2 << 30
 _LINGER = 500
 _OVER = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-"""What a monitor tells of a connection that has ended, and of one that did not come about."""
+"""Events of a monitor: a connection has ended, or could not be made."""
 
 ROUTER_SIDE = "decode instance"
-"""How a connected side calls its one peer."""
+"""The name that a connected side has for its only peer."""
 
 
 @attrs.frozen
 class Pulse:
-    """How a peer's end is noticed where the connection does not tell.
+    """Signs of life, by which a peer's end is noticed where the connection does not tell.
 
     Attributes:
-        interval: seconds between two signs of life.
-        silence: seconds without any after which a peer is lost.
+        interval: seconds between two of them.
+        silence: seconds without one after which a peer is lost.
     """
 
     interval: float = 0.5
@@ -50,7 +53,7 @@ class ZmqTransport:
 
     Args:
         socket: ROUTER or DEALER, not yet bound or connected.
-        pulse: see there.
+        pulse: intervals of the signs of life.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], pulse: Pulse) -> None:
@@ -91,8 +94,9 @@ class ZmqTransport:
 
     @classmethod
     def connect(cls, address: str, pulse: Pulse = Pulse()) -> ZmqTransport:
-        """Reach the peer bound at ``address``; it need not be there yet, and may go and come back:
-        it is tried again after delays that grow, until a connection lasts.
+        """Connect to the peer bound at ``address``, which need not be there yet.
+
+        It may go and come back: it is tried again after growing delays, until a connection lasts.
 
         Raises:
             UsageError: the address cannot be one.
@@ -109,20 +113,22 @@ class ZmqTransport:
         return transport
 
     def send(self, peer: str, message: WireMessage) -> None:
-        """See ``Transport``. What was sent before ``receive`` has told of a loss goes nowhere, so
-        that a new connection never begins in the midst of what the lost one carried.
+        """Send a message, without waiting.
+
+        A message sent before ``receive`` has returned the loss of a connection is dropped. So a new
+        connection never begins in the middle of what the lost one carried.
 
         Raises:
-            TypeError, ValueError: the message has what cannot be told.
+            TypeError, ValueError: the message has a value that JSON cannot express.
         """
         self._outgoing.append((peer, self._losses_told, encode(message)))
         self._ring()
 
     def receive(self, timeout: float) -> list[Event]:
-        """See ``Transport``.
+        """Return the events since the last call; wait up to ``timeout`` seconds if there are none.
 
         Raises:
-            InstanceError: its thread has failed, which should not happen.
+            InstanceError: the thread has failed, which should not happen.
         """
         if self._failure is not None:
             raise InstanceError(f"the transport at {self.address} has failed: {self._failure!r}")
@@ -136,7 +142,7 @@ class ZmqTransport:
         return events
 
     def close(self) -> None:
-        """See ``Transport``."""
+        """Send what is queued, for at most a moment, and disconnect."""
         if not self._closing:
             self._closing = True
             self._ring()
@@ -153,7 +159,7 @@ class ZmqTransport:
             ) from error
 
     def _ring(self) -> None:
-        with suppress(zmq.ZMQError):  # it rings already, or nobody hears it any more
+        with suppress(zmq.ZMQError):  # it rings already, or the thread has ended
             self._bell.send(b"", zmq.NOBLOCK)
 
     def _run(self) -> None:
@@ -183,13 +189,13 @@ class ZmqTransport:
                 if self._socket in ready:
                     self._receive_all()
             self._send_all()
-        except Exception as error:  # for ``receive`` to tell: nothing comes any more
+        except Exception as error:  # ``receive`` raises it
             self._failure = error
         finally:
             self._hang_up()
 
     def _plan_next_try(self) -> None:
-        """Say when to connect again: soon after a connection that has lasted, else ever later."""
+        """Set when to connect again: soon after a connection that has lasted, else ever later."""
         if self._next_try is not None:
             return
         now = time.monotonic()
@@ -215,7 +221,7 @@ class ZmqTransport:
             socket.close()
 
     def _beat(self, now: float) -> None:
-        """Give a sign of life to all peers, and look for those that give none."""
+        """Send a sign of life to all peers, and lose those that have sent none for too long."""
         for peer, heard in list(self._heard.items()):
             if now - heard > self._pulse.silence:
                 self._lose(peer)
@@ -259,7 +265,7 @@ class ZmqTransport:
                 self._events.put(Arrived(peer, decode(frames)))
             except WireError as error:
                 self._events.put(Broken(peer, error))
-            except Exception as error:  # what nobody has thought of ends no instance
+            except Exception as error:  # no message may end the instance
                 self._events.put(Broken(peer, WireError(f"it cannot be read: {error!r}")))
 
     def _lose(self, peer: str) -> None:
@@ -279,7 +285,7 @@ def _socket(kind: int) -> zmq.Socket[bytes]:
 
 
 def _pair(context: zmq.Context[Any]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A bell that wakes a poll, and the ear that hears it."""
+    """Return two connected sockets: a send on the first wakes a poll of the second."""
     name = f"inproc://{uuid.uuid4().hex}"
     ear, bell = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket in (ear, bell):

@@ -1,4 +1,4 @@
-"""Prefills that leave the KV pool for another instance, and those that come into it."""
+"""KV of prefills between the pool and other instances: read from it, and written to it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from specplug.speculative.host_copy import to_host
 from specplug.speculative.state import state_spec
 
 _SLICE_BYTES = 4 << 20
-"""About the most of one slice: what follows it on the wire, signs of life too, waits for it."""
+"""About the greatest size of a slice. All that follows on the wire, signs of life too, waits for
+it."""
 
 
 @attrs.define(eq=False, kw_only=True)
 class KVSlice:
-    """The KV of some consecutive positions of a request, cut out of the pool on its way to the
-    host.
+    """The KV of consecutive positions of a request, on its way from the pool to the host.
 
     Attributes:
         request: whose it is.
@@ -39,7 +39,7 @@ class KVSlice:
 
 @attrs.define(eq=False, kw_only=True)
 class PrefillSlice:
-    """A slice that has reached the host, with what the same step sampled.
+    """A slice that has reached the host; the last one of a request with what was sampled.
 
     Attributes:
         first_token: the token after the prompt, with the last slice; else None.
@@ -53,12 +53,12 @@ class PrefillSlice:
 
 
 class KVTransfer:
-    """Cuts what is prefilled out of the pool, and writes what is received into it.
+    """Reads prefilled KV from the pools, and writes received KV to them.
 
     Args:
         runtime: of the run; its pools are those of the target and of all draft models.
-        lookahead: positions behind which a prefill's KV may still change: the last of the layers
-            that read further ahead compute theirs again when those tokens are known.
+        lookahead: how many of the last prefilled positions may still change. Draft layers that read
+            further ahead compute them again when the tokens after them are known.
     """
 
     def __init__(self, runtime: EngineRuntime, lookahead: int) -> None:
@@ -74,8 +74,10 @@ class KVTransfer:
     def read(
         self, chunks: Sequence[PrefillChunk], state: Mapping[str, Tensor | None]
     ) -> tuple[KVSlice, ...]:
-        """Start the way of what these chunks have made final, of requests that another instance
-        waits for; with the last chunk of each, of all the rest and of its draft state.
+        """Start the way of the KV that these chunks have made final to the host.
+
+        Only requests that another instance waits for have slices. The last chunk of a request
+        brings all the rest, and its draft state.
 
         Args:
             state: what ``export_draft_state`` gave, named tensors with an entry for each chunk.
@@ -104,13 +106,17 @@ class KVTransfer:
         return KVSlice(request=request, start=start, end=end, caches=caches)
 
     def write(self, prefills: Sequence[PlacedPrefill]) -> list[PlacedPrefill]:
-        """Write received prefills to the pool, and return those whose requests run on: whoever was
-        retracted since has given its row away, and will be prefilled here."""
+        """Write received prefills to the pool; return those whose requests still have their row.
+
+        The others were retracted meanwhile, and will be prefilled here.
+        """
         for placed in prefills:
             self._write(placed)
         return [placed for placed in prefills if placed.request.req_index]
 
     def _write(self, placed: PlacedPrefill) -> None:
+        """Write a prefill from its first position that is not cached; zeros where a pool has layers
+        that did not come, since their slots still hold another request's KV."""
         received, start = placed.received, placed.start
         size = self._runtime.table.page_size
         pages = torch.tensor(placed.pages, dtype=torch.int64).unsqueeze(1)
@@ -125,12 +131,15 @@ class KVTransfer:
                 layers = min(len(pool), len(rows))
                 rows = rows[:layers].to(pool.device, non_blocking=True)
                 pool[:layers].index_copy_(2, slots, rows)
-            if layers < len(pool):  # what lay there is another request's
+            if layers < len(pool):
                 pool[layers:].index_fill_(2, slots, 0)
 
     def protect(self, live: Sequence[PlacedPrefill], req_indices: Tensor) -> None:
-        """Let no pass of the draft write again to positions whose state has not come: a peer with
-        fewer steps sends that of fewer positions. Their KV is there, as far as it ever will be."""
+        """Keep the draft model from computing the KV of positions again whose state has not come.
+
+        A peer with fewer steps sends the state of fewer positions. What it sent of their KV is all
+        that there will ever be.
+        """
         of_positions = {n: t for n, t in self._spec.items() if t.kept == "last"}
         if not of_positions:
             return

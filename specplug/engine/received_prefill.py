@@ -1,4 +1,4 @@
-"""A request's prefill as it arrives from another instance."""
+"""A prefill that another instance has computed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class ReceivedPrefill:
 
     Attributes:
         start, end: the positions whose KV is here; ``end`` is the prompt's length.
-        caches: of each cache the tensors [layers, 2, n, Hkv, D] that follow one another; the
-            target's alone if the peer has no draft cache of this kind. A draft's cache has as many
-            layers as the peer's settings gave it.
+        caches: for each cache consecutive tensors [layers, 2, n, Hkv, D]. The target's alone, if
+            the peer has no draft cache of this kind. A draft's cache may have more or fewer layers
+            than here, as the peer's settings say.
         draft_state: what the peer's ``export_draft_state`` gave, on the CPU; empty if nothing.
         first_token: the token after the prompt.
         outputs: the per-token outputs that were asked for, by name of their tensors, [n, …]: of
@@ -32,6 +32,6 @@ class ReceivedPrefill:
 
     @property
     def num_bytes(self) -> int:
-        """Of its KV and its draft state."""
+        """The bytes of its KV and draft state."""
         tensors = [t for cache in self.caches for t in cache] + list(self.draft_state.values())
         return sum(t.numel() * t.element_size() for t in tensors)

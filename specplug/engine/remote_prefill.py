@@ -1,4 +1,4 @@
-"""Who has requests prefilled by other instances, as the engine sees it."""
+"""Prefill by other instances, as the engine sees it."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from specplug.engine.request import Request
 
 
 class RemotePrefill(Protocol):
-    """Has requests prefilled by other instances. The engine's side of ``specplug.disagg``."""
+    """Has requests prefilled by other instances. ``specplug.disagg`` implements it."""
 
     @property
     def has_work(self) -> bool:
         """Whether a request is here or away."""
 
     def __iter__(self) -> Iterator[Request]:
-        """All that are here or away."""
+        """Iterate over all requests that are here or away."""
 
     def add(self, request: Request) -> None:
-        """Take a request."""
+        """Queue a request for a prefill elsewhere."""
 
     def poll(self, num_waiting: int, *, wait: bool) -> list[Request]:
-        """Those that have come back: each with a ``received``, or with an ``error``.
+        """Return the requests that have come back, each with ``received`` or ``error`` set.
 
         Args:
             num_waiting: requests that came back before and have no row yet.
-            wait: nothing else is to be done: block for a moment if none has.
+            wait: block for a moment if there is none; the engine has nothing else to do.
         """
 
     def find(self, request_ids: Collection[str]) -> list[Request]:
-        """Those of these names that are here or away."""
+        """Return the requests of these names that are here or away."""
 
     def remove(self, request: Request) -> bool:
-        """Forget a request that has ended; False if it is not here."""
+        """Forget a request that has ended; return False if it is not here."""
 
     def reset(self) -> list[Request]:
-        """Forget all requests; these."""
+        """Forget all requests, and return them."""
