@@ -31,7 +31,7 @@ class Detokenizer:
         self.stopped: str | None = None
 
     def push(self, token_id: int) -> str | None:
-        """Add a token; the stop string that it completed, if any, which ends the text."""
+        """Add a token. Returns the stop string that it completes, which ends the text, or None."""
         self._ids.append(token_id)
         piece = self._stream.step(self._tokenizer, token_id)
         if piece:
@@ -39,7 +39,7 @@ class Detokenizer:
         return self.stopped
 
     def finish(self) -> None:
-        """Add what an unfinished character or a held-back piece still owes."""
+        """Add the text that was held back because a character was not complete."""
         if self.stopped is None and self._ids:
             whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special)
             if whole.startswith(self.text):
@@ -47,13 +47,13 @@ class Detokenizer:
 
     @property
     def sure(self) -> int:
-        """How much of ``text`` no later stop string can take back."""
+        """The characters of ``text`` that cannot turn out to be part of a stop string."""
         if self.stopped is not None or self._stop is None:
             return len(self.text)
         return len(self.text) - self._stop.depth[self._state]
 
     def _append(self, piece: str) -> None:
-        """Add text, and end it where the stop string in it that begins first does."""
+        """Add text. If it completes stop strings, cut it where the first of them begins."""
         if self._stop is not None:
             self._search(self._stop, piece)
         self.text += piece

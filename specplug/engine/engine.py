@@ -27,20 +27,20 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """A scheduler, a step runner, and the loop between them.
+    """The loop between a scheduler, which chooses steps, and a step runner, which launches them.
 
     Args:
         scheduler: holds the requests.
-        steps: runs what is scheduled.
-        runtime: of the run; its sampler is told of admitted requests.
-        hooks: of the run's plugins, for the reports.
-        overlap: whether a step is launched before the last one's results are processed.
+        steps: launches what is scheduled.
+        runtime: of the run; its sampler gets the settings of admitted requests.
+        hooks: of the run's plugins, which get the reports.
+        overlap: whether a step is launched before the results of the last one are processed.
         ranks: that step together with this one; None: it is alone.
         rest: seconds that a step without work waits for another rank to call.
         remote: who has requests prefilled by other instances; None: they are prefilled here.
 
     Attributes:
-        outbox: what has been prefilled for other instances, for whoever sends it to them.
+        outbox: prefilled slices for other instances, until the prefill instance sends them.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Engine:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether there is work here, not only at other instances."""
+        """Whether there is work in this process, not at other instances alone."""
         return self.scheduler.has_work or bool(self._launched)
 
     @property
     def requests(self) -> list[Request]:
-        """All that have not ended."""
+        """All requests that have not ended."""
         return [*self._received, *(self._remote or ()), *self.scheduler]
 
     @property
@@ -106,8 +106,11 @@ class Engine:
         self._aborted.append(request_id)
 
     def abandon(self, error: BaseException) -> list[Request]:
-        """End every request after a step has failed: what was launched is lost, and so is what it
-        may have written to the prefix cache. Returns all that the step moved or this ends."""
+        """End every request after a step has failed.
+
+        What was launched is lost, and so is the prefix cache, which may hold pages it wrote.
+        Returns the requests that the step had moved and those that this ends.
+        """
         lost = [result.step for result in self._launched]
         lost += [self._launching] if self._launching is not None else []
         touched = [request for step in lost for request in step.requests]
@@ -129,12 +132,11 @@ class Engine:
         return [*moved, *touched, *ended]
 
     def step(self) -> list[Request]:
-        """Launch what is next, and process what this or the last step has launched: the requests
-        that moved."""
+        """Launch the next step and process a launched one. Returns the requests that moved."""
         return self._overlap_step() if self._overlap else self._plain_step()
 
     def _plain_step(self) -> list[Request]:
-        """Launch a step and process it; the requests that moved."""
+        """Launch a step, then process it."""
         self._process_aborts()
         self._take_received()
         if self._launch():
@@ -151,20 +153,22 @@ class Engine:
         return self._finish_step()
 
     def drain(self) -> list[Request]:
-        """Process aborts and all that is launched, and launch nothing; the requests that moved."""
+        """Process aborts and all launched steps, and launch none. Returns the requests that
+        moved."""
         self._process_aborts()
         while self._launched:
             self._process()
         return self._finish_step()
 
     def _finish_step(self) -> list[Request]:
+        """Return the requests that moved."""
         if DEBUG:
             self.scheduler.check()
         moved, self._moved = self._moved, []
         return moved
 
     def _launch(self) -> bool:
-        """Launch what is next; whether there was anything."""
+        """Launch the next step; return whether there was anything to launch."""
         began = time.perf_counter()
         step = self._launching = self.scheduler.schedule()
         if step is None:
@@ -180,7 +184,7 @@ class Engine:
         return True
 
     def _admit(self, request: Request) -> None:
-        """Enter an admitted request's settings in its row of the sampler."""
+        """Write an admitted request's settings to its row of the sampler."""
         output: Sequence[int] = request.output_token_ids
         if request.status is RequestStatus.RUNNING:  # a root is counted when it is verified
             output = output[: request.num_computed_tokens - len(request.prompt_token_ids)]
@@ -189,7 +193,7 @@ class Engine:
         )
 
     def _idle(self) -> None:
-        """Take part in the step of another rank, or wait a little for one."""
+        """Take part in a step of another rank; if none has called, wait for a moment."""
         if self._ranks is None:
             return
         if not self._is_busy:
@@ -199,7 +203,7 @@ class Engine:
             self.statistics.steps["idle"] += 1
 
     def _process(self) -> None:
-        """Hand out what the oldest launched step gives."""
+        """Wait for the oldest launched step, and hand out its results."""
         result = self._launched[0]
         result.wait()
         if self._ranks is not None:
@@ -216,7 +220,7 @@ class Engine:
         self._hooks.on_step(self._runtime, report)
 
     def _process_prefill(self, result: StepResult) -> list[bool]:
-        """Hand out what a prefill has sampled; whether each chunk gave a token."""
+        """Hand out the results of a prefill; return for each chunk whether it gave a token."""
         prefill, given = result.prefill, []
         if result.step.prefill is None or prefill is None:
             return []
@@ -238,7 +242,7 @@ class Engine:
         return given
 
     def _process_decode(self, result: StepResult) -> list[int]:
-        """Hand out what a decode step has accepted; how many tokens each request took."""
+        """Hand out the results of a decode step; return how many tokens each request took."""
         decode, kept = result.decode, []
         if result.step.decode is None or decode is None:
             return []
@@ -260,7 +264,7 @@ class Engine:
         return kept
 
     def _append(self, request: Request, tokens: Sequence[int]) -> int:
-        """Give a request its tokens up to the one that ends it; how many it took."""
+        """Give a request tokens up to the one that ends it; return how many it took."""
         before = len(request.output_token_ids)
         for token in tokens:
             if request.finished:
@@ -287,10 +291,10 @@ class Engine:
                 self._report_finished(request)
             else:
                 self.scheduler.add(request)
-            self._received.popleft()  # last, so that no error can lose it
+            self._received.popleft()  # last, so that an error loses no request
 
     def _append_first(self, request: Request) -> None:
-        """Give a received request the token that was sampled behind its prompt."""
+        """Give a received request what came with its prefill: its first token and its outputs."""
         received = request.received
         assert received is not None
         if request.grammar_state is not None:
@@ -310,6 +314,7 @@ class Engine:
             )
 
     def _process_aborts(self) -> None:
+        """End the requests that ``abort`` has named, wherever they are."""
         wanted: dict[str, None] = {}
         while self._aborted:  # others may add to it meanwhile
             wanted[self._aborted.popleft()] = None
@@ -324,6 +329,7 @@ class Engine:
             self._report_finished(request)
 
     def _report_finished(self, request: Request) -> None:
+        """Count an ended request and tell the extensions."""
         assert request.status is RequestStatus.FINISHED
         report = RequestReport(
             request_id=request.request_id,
@@ -339,7 +345,7 @@ class Engine:
 
 
 def _prefill_slice(kv: KVSlice, token: int) -> PrefillSlice:
-    """What another instance gets of a step; with the last slice what was sampled too."""
+    """Return a slice for another instance; the last one brings the first token and the outputs."""
     request = kv.request
     if kv.end < len(request.prompt_token_ids):
         return PrefillSlice(kv=kv)

@@ -24,7 +24,7 @@ from specplug.speculative.per_token_output import OutputKind, PerTokenOutput
 from specplug.speculative.runtime import KVCache, RankInfo
 
 _SHORTEST_GRAPH = 256
-"""Key length of the smallest graphs."""
+"""Slots a request that the smallest graphs read."""
 
 
 class EngineRuntime:
@@ -93,27 +93,22 @@ class EngineRuntime:
             runner.record_graphs()
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
-        """See ``Runtime``."""
         embeds: Tensor = self._runner.embed_tokens(token_ids)
         return embeds
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """See ``Runtime``."""
         logits: Tensor = self._runner.lm_head(hidden)
         return logits
 
     def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
-        """See ``Runtime``."""
         self._check_open("capture_layer_inputs")
         return self._runner.capture.keep_layer_inputs(layer_ids)
 
     def capture_lm_head_input(self) -> str:
-        """See ``Runtime``."""
         self._check_open("capture_lm_head_input")
         return self._runner.capture.keep_lm_head_input()
 
     def add_output(self, output: PerTokenOutput) -> None:
-        """See ``Runtime``."""
         self._check_open("add_output")
         if not isinstance(output, PerTokenOutput):
             raise PluginError(
@@ -126,7 +121,7 @@ class EngineRuntime:
         self.outputs[output.name] = output
 
     def seal(self) -> None:
-        """The worker is made: what it has not asked for by now comes too late."""
+        """Refuse further captures, caches and outputs: the worker has been made."""
         self._sealed = True
 
     def _check_open(self, method: str) -> None:
@@ -137,7 +132,6 @@ class EngineRuntime:
             )
 
     def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
-        """See ``Runtime``."""
         self._check_open("allocate_kv")
         cache = KVCache([], [])
         self._draft_caches.append((cache, KVShape(num_layers, num_kv_heads, head_dim)))
@@ -153,7 +147,6 @@ class EngineRuntime:
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> PagedPlan:
-        """See ``Runtime``."""
         padding = None
         if not isinstance(width, int):
             widths, width = width, max(width)
@@ -198,7 +191,7 @@ class EngineRuntime:
                 )
 
     def make_plan(self, rows: Tensor, starts: Tensor, width: int, **layout: Any) -> PagedPlan:
-        """A plan of the target or a draft model within ``max_slots``, which each step sets."""
+        """Plan a pass of the target or of a draft model, within the ``max_slots`` of the step."""
         return make_plan(
             self.table.slots,
             rows,
@@ -212,14 +205,14 @@ class EngineRuntime:
         )
 
     def _key_length(self) -> int:
-        """Slots a request whose keys a pass looks at: all that are in use, in few sizes."""
+        """Return how many slots of each request a pass reads: all that are in use, rounded up to
+        a few sizes."""
         used = self.max_slots
         if self._graphs:  # each size is a graph of its own
             used = max(_SHORTEST_GRAPH, 1 << (used - 1).bit_length())
         return min(round_up(used), self.table.slots.shape[1])
 
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """See ``Runtime``."""
         self._check_open("record_draft")
         recorded = self._graphs and self.draft_verifies
         runner = GraphRunner(forward) if recorded else PassRunner(forward)
@@ -228,7 +221,7 @@ class EngineRuntime:
 
     @property
     def cuda_graph(self) -> str:
-        """Whether passes are replayed as graphs, and why not."""
+        """Whether passes are replayed as CUDA graphs: "on", or "off: " and why."""
         if not self._graphs:
             cpu = self.device.type == "cpu"
             if self.rank.world_size > 1 and not cpu:
@@ -239,11 +232,9 @@ class EngineRuntime:
         return "on" if failed is None else f"off: {failed}"
 
     def temperatures(self, batch: Batch) -> Tensor:
-        """See ``Runtime``."""
         return self.sampler.temperatures(batch.req_indices)
 
     def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
-        """See ``Runtime``."""
         bs, width = positions.shape
         rows = batch.req_indices.repeat_interleave(width, output_size=bs * width)
         random = self.sampler.is_random(rows)
@@ -252,7 +243,7 @@ class EngineRuntime:
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """Of the target's cache, then of the draft models'; as ``pools`` are."""
+        """The shapes of the target's cache and of the draft models', in the order of ``pools``."""
         return (self._runner.kv_shape, *(shape for _, shape in self._draft_caches))
 
     @property
@@ -261,11 +252,11 @@ class EngineRuntime:
         return bool(self._draft_caches)
 
     def bytes_per_slot(self) -> int:
-        """Of the target's and all draft models' caches together."""
+        """Return the bytes of one slot in the caches of the target and all draft models."""
         return sum(shape.bytes_per_slot(self.dtype) for shape in self.kv_shapes)
 
     def allocate_pool(self, num_slots: int, table: RequestTable) -> None:
-        """Make the tensors of all caches."""
+        """Allocate the tensors of all caches."""
         self.table = table
         caches = [(self._runner.cache, self._runner.kv_shape), *self._draft_caches]
         self.pools = [
@@ -273,7 +264,7 @@ class EngineRuntime:
         ]
 
     def close(self) -> None:
-        """Let go of the draft models and of all caches, whoever still holds this."""
+        """Free the draft models and all caches, even while somebody still holds this object."""
         self.worker = None
         for runner in self._draft_runners:
             runner.close()

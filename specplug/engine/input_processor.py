@@ -62,7 +62,7 @@ class InputProcessor:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int],
     ) -> list[Request]:
-        """One request a prompt.
+        """Return one request for each prompt.
 
         Raises:
             UsageError: one of them cannot be run; it says which.
@@ -71,9 +71,9 @@ class InputProcessor:
         params = _as_params(sampling_params, len(batch))
         priorities = _as_priorities(priority, len(batch))
         requests: list[Request] = []
-        for prompt, wanted, rank in zip(batch, params, priorities, strict=True):
+        for prompt, wanted, order in zip(batch, params, priorities, strict=True):
             try:
-                requests.append(self._request(prompt, wanted, rank))
+                requests.append(self._request(prompt, wanted, order))
             except UsageError as error:
                 if len(batch) == 1:
                     raise
@@ -82,7 +82,7 @@ class InputProcessor:
         return requests
 
     def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
-        params = attrs.evolve(params)  # whatever becomes of the caller's, which has a mapping
+        params = attrs.evolve(params)  # a copy: the caller may change the mapping in it
         text, ids = self._tokenize(prompt)
         self._check_tokens("logit_bias", params.logit_bias)
         self._check_tokens("stop_token_ids", params.stop_token_ids)
@@ -115,7 +115,7 @@ class InputProcessor:
         if num_tokens >= self._context_len:
             raise UsageError(
                 f"the prompt has {num_tokens} tokens; expected at most {self._context_len - 1}, "
-                f"since the context is {self._context_len} and one token must fit behind it"
+                f"since the context is {self._context_len} and one token must fit after it"
             )
         if params.stop and self._tokenizer is None:
             raise UsageError(
@@ -138,7 +138,7 @@ class InputProcessor:
             )
 
     def _seed_for(self, number: int) -> int:
-        """A seed of 64 bits for the request of this number."""
+        """Return a seed of 64 bits for the request of this number."""
         return (self._seed * 1_000_003 + number) % (1 << 63)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
@@ -165,7 +165,7 @@ class InputProcessor:
         return text, ids
 
     def _check_tokens(self, what: str, tokens: Collection[Any]) -> None:
-        """Refuse what is no token of the model, in time that a long prompt can take."""
+        """Refuse ids that are no tokens of the model; fast for long prompts."""
         size = self._runner.vocab_size
         if not tokens or (
             set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < size

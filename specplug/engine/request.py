@@ -1,4 +1,4 @@
-"""One request: its tokens, how far it is, and when it ends."""
+"""A request: its tokens, how far it is, and when it ends."""
 
 from __future__ import annotations
 
@@ -32,38 +32,59 @@ class RequestStatus(enum.Enum):
 class Request:
     """A request and what the host knows of it.
 
+    Up to ``rule`` nothing changes after the input processor has made it. Of the rest each line
+    names who writes it; ``docs/architecture.md`` says when.
+
     Attributes:
         number: of its arrival.
         priority: requests of a lower one come first.
+        prompt: its text, None if it was given as tokens.
         max_tokens: most tokens it may generate, within the context.
         seed: of its noise.
-        req_index: its row in the request table; 0 while it has none.
-        pages: KV pages of its positions, in their order.
-        shared: the last of them that belongs to the prefix cache, as all before it do.
-        num_computed_tokens: tokens whose KV is in the pool: those of launched prefills and of
-            processed decode steps.
-        peak_computed_tokens: the greatest ``num_computed_tokens`` it had when it was retracted.
-        max_computed_tokens: the most tokens whose KV can be committed when all launched steps are
-            done.
-        in_flight: launched steps whose results are not processed.
-        num_cached: tokens that were in the prefix cache when it was first admitted.
-        times_retracted: how often it lost its pages, to be prefilled again.
+        needs: what a step must do for it beyond the greatest logit.
         grammar_state: where it stands in its grammar; None if it has none.
-        token_ids: its prompt and what it has generated.
-        most_tokens: its prompt and all that it may generate.
-        last_root: the position of the last root whose step can add a token; what is launched
-            behind it was launched before the end was known, and means nothing.
-        outputs: what it gets for each token besides the token, by name.
+        outputs: what it gets for each token besides the token, by name; the engine fills them.
         rule: how its rotary frequencies follow from its length.
-        rotary_len: the length by which its rows are rotated, at least: its prompt's, or where a
-            sequence is recomputed the one it is being prefilled with.
-        rotary_set: the set of ``rule`` that its first rows have.
-        outgrows: the position from which on it must be prefilled anew, with another set.
-        inbox: where to put it when a step has moved it, for whoever waits for that.
-        delivered: whether its last output has been handed out.
-        export_from: the first position whose KV another instance wants; None: nobody does.
-        received: its prefill by another instance, until that is in the pool.
-        draft_state: what came with it for the algorithm, until that has seen it.
+
+        status: where it is (scheduler; ``finish``).
+        req_index: its row in the request table; 0 while it has none (scheduler).
+        pages: KV pages of its positions, in their order (scheduler).
+        shared: the last of its pages that the prefix cache has; it has all before that one too
+            (scheduler).
+        num_computed_tokens: tokens whose KV is in the pool: those of launched prefills and of
+            processed decode steps (scheduler).
+        max_computed_tokens: the most tokens whose KV can be committed when all launched steps are
+            done (scheduler).
+        peak_computed_tokens: the greatest ``num_computed_tokens`` it had when it was retracted
+            (scheduler).
+        in_flight: launched steps whose results are not processed (scheduler; the engine after a
+            failure).
+        num_cached: tokens that were in the prefix cache when it was first admitted (scheduler).
+        times_retracted: how often it lost its pages, to be prefilled again (scheduler).
+
+        token_ids: its prompt and what it has generated (``append``).
+        output_token_ids: what it has generated (``append``).
+        most_tokens: its prompt and all that it may generate.
+        last_root: the last position of a root whose step can add a token. Results of roots after
+            it are dropped: they were launched before the end was known.
+        rotary_len: the least length by which its rows are rotated: its prompt's; for a rule that
+            recomputes, that with which it is prefilled (``choose_rotary``).
+        rotary_set: the set of ``rule`` that its first rows have (``choose_rotary``).
+        outgrows: the position from which on it must be prefilled anew, with another set
+            (``choose_rotary``).
+        accept_lens: tokens it took at each decode step (engine).
+        finish_reason, stop_reason: why it ended (``append``, ``finish``).
+        error: what went wrong (``append``; the engine; the decode instance).
+        sent: characters of its text that have been handed out (``output``).
+
+        inbox: where to put it when a step has moved it, for the thread that waits (``LLM``).
+        delivered: whether its last output has been handed out (``LLM``).
+        export_from: the first position whose KV another instance still wants; None: nobody wants
+            any (prefill instance, KV transfer).
+        received: its prefill by another instance, until it is admitted (decode instance; engine;
+            scheduler).
+        draft_state: what came with it for the algorithm, until the algorithm has seen it
+            (scheduler; step runner).
     """
 
     request_id: str
@@ -78,6 +99,7 @@ class Request:
     detokenizer: Detokenizer | None = None
     needs: Needs = Needs.NOTHING
     grammar_state: GrammarState | None = None
+    outputs: dict[str, CollectedOutput] = attrs.field(factory=dict)
     rule: LengthRule = FIXED
 
     status: RequestStatus = RequestStatus.WAITING
@@ -99,7 +121,6 @@ class Request:
     outgrows: int = attrs.field(init=False)
     _enders: frozenset[int] = attrs.field(init=False)
     output_token_ids: list[int] = attrs.field(factory=list)
-    outputs: dict[str, CollectedOutput] = attrs.field(factory=dict)
     accept_lens: list[int] = attrs.field(factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -120,7 +141,7 @@ class Request:
         self.choose_rotary()
 
     def choose_rotary(self) -> None:
-        """Choose by what of it is known the frequencies with which it will be prefilled."""
+        """Choose the rotary frequencies with which it will be prefilled, by its present length."""
         rule, known = self.rule, len(self.token_ids)
         self.rotary_len = known if rule.recomputes else len(self.prompt_token_ids)
         self.rotary_set = rule.set_of(self.rotary_len)
@@ -129,7 +150,7 @@ class Request:
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """The less, the sooner it gets a turn, and the longer it keeps what it has."""
+        """Priority, then arrival: the least is admitted first and retracted last."""
         return self.priority, self.number
 
     @property
@@ -139,15 +160,15 @@ class Request:
 
     @property
     def may_decode(self) -> bool:
-        """Whether another decode step could add a token: each one in flight adds at least one."""
+        """Whether another decode step could add a token, given that each in flight adds one."""
         sure = len(self.output_token_ids) + self.in_flight
         running = self.status is RequestStatus.RUNNING and self.max_computed_tokens < self.outgrows
         return running and sure < self.max_tokens
 
     def append(self, token_id: int) -> None:
-        """Take one generated token, and end if it ends the request.
+        """Add a generated token, and end the request if the token ends it.
 
-        It is not taken if the grammar has ended before it: no allowed token was left to choose.
+        If the grammar has ended before it, the token is dropped: none was allowed there.
         """
         if self._is_at_end_of_grammar:
             return self._end_with_grammar()
@@ -177,7 +198,7 @@ class Request:
         )
 
     def finish(self, reason: str) -> None:
-        """End; what the detokenizer held back is text now."""
+        """End the request. What the detokenizer held back becomes text."""
         self.status = RequestStatus.FINISHED
         self.finish_reason = reason
         if self.detokenizer is not None:
@@ -188,7 +209,7 @@ class Request:
         self.finish("stop")
 
     def output(self) -> RequestOutput:
-        """What it is so far; ``delta`` is the text since the last call."""
+        """Return what it is so far; ``delta`` is the text since the last call."""
         text: str | None = None
         delta = ""
         if self.detokenizer is not None:
@@ -219,7 +240,7 @@ class Request:
 
 
 def make_detokenizer(tokenizer: Any | None, params: SamplingParams) -> Detokenizer | None:
-    """A detokenizer for a request, if there is a tokenizer."""
+    """Return a detokenizer for a request, or None without a tokenizer."""
     if tokenizer is None:
         return None
     return Detokenizer(tokenizer, params.stop, params.skip_special_tokens)

@@ -1,4 +1,4 @@
-"""A request as hooks see it: what a plugin can reach here, it can read and not change."""
+"""A request as hooks see it: to read, and not to change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specplug.engine.request import Request
 
 
 class ReadOnlyTokens(Sequence[int]):
-    """A list of tokens that grows elsewhere; a slice of it is a list of its own."""
+    """A read-only view of a list of tokens that the engine adds to. A slice of it is a copy."""
 
     __slots__ = ("_tokens",)
 
@@ -34,8 +34,11 @@ class ReadOnlyTokens(Sequence[int]):
 
 
 class ReadOnlyRequest:
-    """Implements ``RequestView``. Made anew for each batch: a request that held it would wait for
-    the garbage collector."""
+    """Implements ``RequestView``.
+
+    It is made anew for each batch. If a request kept it, the two would refer to each other, and
+    only the garbage collector could free them.
+    """
 
     __slots__ = ("_request",)
 
@@ -44,25 +47,20 @@ class ReadOnlyRequest:
 
     @property
     def request_id(self) -> str:
-        """See ``RequestView``."""
         return self._request.request_id
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """See ``RequestView``."""
         return self._request.prompt_token_ids
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """See ``RequestView``."""
         return ReadOnlyTokens(self._request.token_ids)
 
     @property
     def max_tokens(self) -> int:
-        """See ``RequestView``."""
         return self._request.max_tokens
 
     @property
     def draft_state(self) -> Mapping[str, Tensor]:
-        """See ``RequestView``."""
         return MappingProxyType(dict(self._request.draft_state))

@@ -38,9 +38,9 @@ class Statistics:
             cache had lost the pages before what was received.
         retractions: times that a request lost its pages.
         evicted_pages: pages that the prefix cache lost.
-        seconds: time of the steps with a decode half by part, as ``StepReport`` has it.
-        prefill_seconds: time of the others, all parts but the host's.
-        prefill_host_seconds: the host's.
+        seconds: time of the steps with a decode half, by part, as in ``StepReport``.
+        prefill_seconds: time of the other steps, without the host's.
+        prefill_host_seconds: the host's time for the other steps.
     """
 
     requests: Counter[str] = attrs.field(factory=Counter)
@@ -69,12 +69,12 @@ class Statistics:
 
     @property
     def mean_accept_length(self) -> float:
-        """Tokens a verification, bonus token included; 0 before the first."""
+        """Accepted tokens a verification, the bonus token included; 0 before the first."""
         return self.accepted / self.verifications if self.verifications else 0.0
 
     @property
     def cache_hit_rate(self) -> float:
-        """Of the tokens whose KV was needed, the part that the prefix cache had."""
+        """The share of prompt tokens whose KV was in the prefix cache."""
         asked = self.cached_tokens + self.prompt_tokens + self.received_tokens
         return self.cached_tokens / asked if asked else 0.0
 
@@ -110,10 +110,10 @@ class Statistics:
             self.prefill_seconds += sum(seconds.values())
 
     def _add_decode(self, step: StepReport) -> None:
-        """Count the verifications, but for requests that had ended before the results came.
+        """Count the verifications of requests that had not ended before the results came.
 
-        A draft is taken to be as deep as its nodes allow, which is exact for chains and for trees
-        that go as deep as they declare.
+        A draft counts as deep as its nodes allow. That is exact for chains, and for trees that are
+        as deep as they declare.
         """
         counted = [i for i, kept in enumerate(step.kept) if kept]
         widths = [step.widths[i] for i in counted]
@@ -139,7 +139,7 @@ class Statistics:
         self.output_tokens += 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         values = attrs.asdict(self, value_serializer=_plain)
         values["steps"].setdefault("idle", 0)
         derived = (
@@ -152,7 +152,7 @@ class Statistics:
 
 
 def _at_least(counts: Counter[int]) -> list[int]:
-    """How many of the counted numbers are at least 1, at least 2, … up to the greatest."""
+    """Return how many of the counted numbers are at least 1, at least 2, …, up to the greatest."""
     numbers = range(max(counts, default=0), 0, -1)
     return list(accumulate(counts[number] for number in numbers))[::-1]
 

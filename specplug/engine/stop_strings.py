@@ -14,15 +14,15 @@ from functools import lru_cache
 class StopStrings:
     """Some strings, ready to be searched for.
 
-    A state is a number: which of the strings' beginnings the text so far ends with, the longest of
-    them. State 0 is the empty one.
+    A state is the number of a prefix of the strings: the longest one that the text so far ends
+    with. State 0 is the empty prefix.
 
     Args:
         strings: none of them empty.
 
     Attributes:
-        depth: of each state, its characters.
-        found: of each state, the longest of the strings that the text ends with, or None.
+        depth: characters of each state's prefix.
+        found: for each state the longest of the strings that the text ends with, or None.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ class StopStrings:
         self._link()
 
     def step(self, state: int, character: str) -> int:
-        """The state after another character."""
+        """Return the state after one more character."""
         while state and character not in self._next[state]:
             state = self._shorter[state]
         return self._next[state].get(character, 0)
@@ -54,7 +54,7 @@ class StopStrings:
         self.found[state] = string
 
     def _link(self) -> None:
-        """Note for each state the longest other one that the text ends with too, by depth."""
+        """Set for each state, by depth, the longest shorter state that its text also ends with."""
         states = deque(self._next[0].values())
         while states:
             state = states.popleft()
@@ -66,6 +66,8 @@ class StopStrings:
 
 @lru_cache(maxsize=64)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings | None:
-    """Strings ready to be searched for; None if there are none. Requests with the same ones, as the
-    choices of one prompt are, share them."""
+    """Return the strings ready to be searched for, or None if there are none.
+
+    Requests with the same strings share them.
+    """
     return StopStrings(strings) if strings else None
