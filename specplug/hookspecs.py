@@ -1,42 +1,86 @@
-"""Every hook: the contract between the engine and an algorithm. Read this file first.
+"""Every hook: the contract between an algorithm and the engine that hosts it. Read this first.
 
-A plugin is an object whose methods carry ``@specplug.hookimpl``; its package names that object in
-the entry-point group ``specplug.algorithms`` under the name that users type. Required are
-``describe``, ``create_worker``, ``build_draft_input`` and ``propose``; all else has a default.
+A plugin is an object whose methods carry ``@specplug.hookimpl``. Its package names that object in
+the entry-point group ``specplug.algorithms``, under the name that users type. An algorithm must
+implement ``describe``, ``create_worker``, ``build_draft_input`` and ``propose``. Every other hook
+has a default.
 
-One run has one ``pluggy.PluginManager`` with the core's defaults (called last), the chosen
-algorithm, and all installed extensions (group ``specplug.extensions``). A wrapper
-(``hookimpl(wrapper=True)``) in an extension can time, trace or veto any hook of any algorithm.
-Unless said otherwise a hook is ``firstresult``: the first implementation that does not return None
-answers, and None means "ask the next", in the end the core.
+One run has one ``pluggy.PluginManager`` with the core's defaults (asked last), the chosen algorithm
+and all installed extensions (group ``specplug.extensions``). An extension's wrapper
+(``hookimpl(wrapper=True)``) can time, trace or veto any hook of any algorithm. An implementation
+may take fewer arguments than its hook has.
 
-Words: bs batch size, S ``num_steps``, K ``topk``, N nodes a request, T the nodes of all requests
-of the batch, one behind the other (bs·N when all are equally wide).
+Words: bs batch size; S ``num_steps``; K ``topk``; N nodes a request; T the nodes of all requests
+(bs·N where all are equally wide); R rows of a tensor; C columns, the most tokens that a step can
+accept.
 
-One decode step, and where each hook stands in it::
+**Order.** Before a run: ``describe``, ``validate_config``, ``supports_target_verify_for_draft``,
+``create_worker``, then the KV pool is made, ``create_future_map``. In a run, ``HookOrder`` in
+``specplug/speculative/hook_order.py`` is the order, and every host drives it::
 
-    resolve the future map -> propose -> target forward over T nodes -> verify
-        -> compact the accepted path -> build_draft_input (draft extend) -> publish, stash
+    decode    resolve the future map -> propose -> the target's pass over T nodes -> verify
+              -> compact the accepted path -> build_draft_input (the draft extend)
+              -> publish and stash in the future map
+    prefill   the target's pass over the chunks -> build_draft_input -> publish, stash
+              -> export_draft_state, if another instance decodes the request
+    received  build_disagg_draft_input -> publish, stash
+    idle      verify -> fixup_idle -> publish, stash, for a batch of no request
 
-What a hook raises is a ``PluginError`` that names the plugin, its version and the hook, sys.exit
-too; so is a result of another type, dtype, shape or device than is said here. Only the hooks before
-the run (``validate_config``, ``create_worker``, ``create_future_map``) may refuse what the user
-gave, by ``UsageError`` or ``CheckpointError``. An extension whose ``on_step`` or
-``on_request_finished`` raises is switched off, and the run goes on. All tensors that a hook gets
-are lent: what is written to them is lost, or is the plugin's own affair, and changes no token.
-Values (tokens, parents, depths, accepted paths) are bounded on the device, where nothing waits for
-them. With ``SPECPLUG_DEBUG=1`` in the environment they are read on the host and told as the rest
-is: set it in tests of a plugin.
+Where prompts and drafts share a step, each half calls its hooks with a batch of its own, so a batch
+is always one or the other. An idle rank takes part in the pass of other ranks: bs 0, nothing
+captured. A host may call ``propose`` right after ``build_draft_input``, for requests too that have
+just ended.
 
-A rank without requests takes part in the pass of other ranks as an idle batch (bs 0, nothing
-captured): verify, then ``fixup_idle`` in the place of ``build_draft_input``. A prefill step has the
-pass and ``build_draft_input`` alone. Where prompts and drafts share a step,
-each half calls its hooks with a batch of its own, so a batch is always one or the other.
+**firstresult.** Implementations are asked one after the other, extensions first. The first result
+that is not None is taken. None means "ask the next", in the end the core; each hook says what the
+core then does. The three hooks that are not firstresult return nothing, and all are called.
+
+**Streams.** All hooks of a run are called one at a time, by whichever thread runs the step. What
+they launch goes to the device's current stream, in order. A hook that uses another stream makes the
+current one wait for it before it returns.
+
+**Blocking.** With overlap the host is a step ahead of the device. So no hook between the resolve
+and the publish may wait for the device: no ``.item()``, ``.cpu()`` or ``.tolist()`` of a device
+tensor, no shape that depends on device data. A ``FutureMap.resolve`` of the algorithm's own may
+wait for what an *earlier* step has sent to the host, and costs as much overlap as it waits.
+``create_worker``, ``on_step`` and the other hooks outside a step may wait.
+
+**Gradients.** The hooks of a step run in ``torch.inference_mode``. The others do not.
+
+**Rows.** A tensor [bs, …] has the order of ``batch.requests``, which changes from step to step. A
+tensor [T, …] or [R, …] has all rows of the first request, then all of the second, each in order of
+position (or of nodes). ``batch.req_indices`` is a request's row in the request table: it stays the
+same while the request runs, and goes to another request afterwards. Row 0 and slot 0 are padding.
+
+**Lifetime.** Tensors are lent for the call: a hook may write to them, which changes no token, and
+clones what it keeps. A recorded pass overwrites its outputs in the next step. An ``AttentionPlan``
+is good for the step in which it was made. What a hook returns is copied before the next hook of the
+step, so its buffers may be used again.
+
+**KV.** A draft model writes to caches of its own alone (``runtime.allocate_kv``), through an
+``AttentionPlan``, never to the target's. A request's committed tokens fill its slots from 0 to
+``seq_lens - 1``. While drafting, the slots from ``seq_lens`` on may be written, as many as
+``batch.max_draft_nodes`` says; what is written further on is lost. ``build_draft_input`` may write
+committed positions again, but those that a shared page of the prefix cache holds are kept. On
+acceptance the engine moves the **target's** KV to consecutive slots and compacts every tensor of
+``per_node``. It moves **no draft cache**: ``build_draft_input`` writes the accepted rows there.
+
+**max_draft_nodes binds.** A request's draft is cut to its ``batch.max_draft_nodes``, the last nodes
+first, whatever was proposed.
+
+**Errors.** What a hook raises is a ``PluginError`` that names the plugin, its version and the hook,
+``sys.exit`` too; so is a result of another type, dtype, shape or device than is said here. The
+requests of that step end with the error, and the engine goes on. Only the hooks before the run
+(``validate_config``, ``create_worker``, ``create_future_map``) may refuse what the user gave, by
+``UsageError`` or ``CheckpointError``. An extension whose ``on_step`` or ``on_request_finished``
+raises is switched off, and the run goes on. Values (tokens, parents, depths, accepted paths) are
+bounded on the device. With ``SPECPLUG_DEBUG=1`` in the environment they are read on the host, and a
+wrong one is an error: set it in tests of a plugin.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pluggy
 
@@ -67,9 +111,11 @@ REQUIRED = ("describe", "create_worker", "build_draft_input", "propose")
 def describe() -> AlgorithmInfo:  # type: ignore[empty-body]
     """Say what the algorithm is. Required.
 
-    Called for listing and selection, before anything is loaded, so the module it stands in must
-    not import torch, transformers or triton at its top. ``AlgorithmInfo.name`` equals the entry
-    point's name.
+    Called for listing and selection, before anything is loaded. The module it stands in must not
+    import torch, transformers or triton at its top.
+
+    Returns:
+        The declaration. Its ``name`` equals the entry point's name. None is refused.
     """
 
 
@@ -77,23 +123,30 @@ def describe() -> AlgorithmInfo:  # type: ignore[empty-body]
 def validate_config(config: SpecConfig) -> SpecConfig | None:
     """Check the settings of a run, or change them.
 
-    Called once, after selection and before any weight is loaded. Return
-    ``config.adjust("why", field=value)`` to change it (the user reads the reason), raise
-    ``specplug.UsageError`` to refuse it. None accepts it as it is. An algorithm whose draft KV at a
-    position depends on more or fewer than the one token behind it says so by ``draft_lookahead``:
-    in ``describe()``, or here where it depends on the settings.
+    Called once, after selection and before any weight is loaded.
+
+    Args:
+        config: the algorithm's defaults with what the user typed over them.
+
+    Returns:
+        ``config.adjust("why", field=value)`` to change it; the user reads the reason. An algorithm
+        whose draft KV at a position depends on more or fewer than the one token after it sets
+        ``draft_lookahead``, here or in ``describe()``. None: ``config`` as it is.
+
+    Raises:
+        UsageError: the algorithm cannot run so.
     """
 
 
 @hookspec(firstresult=True)
 def create_worker(runtime: Runtime) -> object:
-    """Load the draft weights, allocate the draft's KV cache, name the target layers to capture.
+    """Load the draft weights, reserve the draft's KV cache, ask for hidden states. Required.
 
-    Required. Called once, when the target is loaded and before the KV pool is made. What is
-    returned is ``runtime.worker`` in every later hook; None is taken as "not implemented".
+    Called once, when the target is loaded and before the KV pool is made. Caches, captures and
+    recorded passes can be asked of ``runtime`` here alone.
 
-    A worker whose ``DraftInput`` carries state declares it by a method ``state_spec()`` -> mapping
-    of names to ``StateTensor``, the shape and type of one request's tensor::
+    A worker whose ``DraftInput`` carries state declares it by a method ``state_spec()``, which
+    returns a mapping of names to ``StateTensor``, the shape and type of one request's tensor::
 
         def state_spec(self):
             return {"hidden_states": StateTensor((self.width,), runtime.dtype)}
@@ -101,8 +154,18 @@ def create_worker(runtime: Runtime) -> object:
     It is the one source for whoever has to make such a tensor: idle ranks, received requests, the
     relay between steps. A declared tensor is always there in ``propose``, as zeros if nobody has
     left it, and one of another form is refused. What is not declared is relayed as it comes, and
-    absent where it did not. Other state an algorithm keeps by request index (``batch.req_indices``,
+    absent where it did not. Other state an algorithm keeps by request row (``batch.req_indices``,
     below ``runtime.req_table_size``) or by ``request_id``.
+
+    Args:
+        runtime: the only door to the engine. ``runtime.worker`` is None until this returns.
+
+    Returns:
+        Any object. It is ``runtime.worker`` in every later hook. None is refused.
+
+    Raises:
+        UsageError: the settings do not fit the draft model.
+        CheckpointError: the draft weights are missing, damaged or made for another target.
     """
 
 
@@ -110,9 +173,16 @@ def create_worker(runtime: Runtime) -> object:
 def create_future_map(runtime: Runtime) -> FutureMap | None:
     """Make the relay between one decode step and the next.
 
-    Called once, after ``create_worker``, for the plain loop too: both run the same step. A plugin
-    returns its own subclass to relay more than tensors by request row, for example a copy of the
-    accepted tokens on the host. None: the core's map.
+    Called once, after ``create_worker``, with overlap and without: both loops run the same step. A
+    plugin returns a subclass to relay more than tensors by request row, such as a copy of the
+    accepted tokens on the host.
+
+    Args:
+        runtime: the engine's; ``runtime.worker`` is there.
+
+    Returns:
+        A ``FutureMap`` for ``runtime.req_table_size`` rows. The engine declares the worker's
+        state to it. None: the core's map.
     """
 
 
@@ -120,46 +190,57 @@ def create_future_map(runtime: Runtime) -> FutureMap | None:
 def build_draft_input(  # type: ignore[empty-body]
     runtime: Runtime, batch: Batch, target_output: CommittedOutput, future_map: FutureMap
 ) -> DraftInput:
-    """Feed the draft model what the target has just computed, and say what the next step needs.
+    """Feed the draft model what the target has computed, and say what the next step needs.
 
-    Required. Called after every prefill chunk (``batch.is_prefill``) and after every verify (the
-    *draft extend*). ``target_output`` holds, in order of position,
+    Required. Called after every prefill chunk (``batch.is_prefill``), and after every verify, where
+    it is the *draft extend*. A draft model with a cache writes its KV of the committed rows here,
+    all of them: at the positions from ``batch.seq_lens`` on, through ``batch.attention`` on a
+    prefill and a plan of its own after a verify.
 
-    - ``next_tokens`` [R] the token **after** each row's position: on a prefill the prompt shifted
-      by one with the next prompt token (or, on the last chunk, the sampled one) at the tail, after
-      a verify what the target said at each accepted node. A request that was retracted is prefilled
-      with its output so far, as if that were prompt,
-    - ``per_node`` the captured outputs, leading size R,
-    - ``accept_lens`` [bs] how many rows of each request count.
+    A request that was retracted is prefilled with its output so far, as if that were prompt. A
+    request's first chunk (``batch.first_chunk``) may begin after position 0: the KV before it, the
+    draft's too, was found in the prefix cache, and the tokens before it are
+    ``request.token_ids[:start]``. What was kept by its row is another request's.
 
-    R is the number of prefill tokens, or bs·C after a verify, with C columns a request: one more
-    than the verified draft is deep, which is less than what was proposed where the KV pool was
-    short, so take it from ``len(next_tokens) // batch.size``. Columns beyond ``accept_lens`` are
-    padding whose results nobody may use. A request's first chunk (``batch.first_chunk``) may begin
-    behind position 0: the KV before it, the draft's too, was found in the prefix cache, and the
-    tokens before it are ``request.token_ids[: start]``. What was kept by its row is another
-    request's.
-    The result's tensors (leading size bs) are stashed by request row and come back in the next
-    ``propose``.
+    Args:
+        runtime: the engine's.
+        batch: the requests; ``batch.seq_lens`` are their lengths **before** this step.
+        target_output: the committed rows. R is the number of prefill tokens, or bs·C after a
+            verify. C is one more than the verified draft is deep, which is less than what was
+            proposed where the KV pool is short: take it from ``len(next_tokens) // batch.size``.
+        future_map: the run's relay. It still holds what the step before left.
+
+    Returns:
+        The roots of the next step and its state, leading size bs. The state is stashed by request
+        row and comes back in the next ``propose``; the roots that are verified are the engine's
+        own. None is refused.
     """
 
 
 @hookspec(firstresult=True)
 def build_disagg_draft_input(
-    runtime: Runtime, batch: Batch, last_tokens: Any, future_map: FutureMap
+    runtime: Runtime, batch: Batch, last_tokens: Tensor, future_map: FutureMap
 ) -> DraftInput | None:
     """Make the draft input of requests that another instance has prefilled.
 
-    Called by a decode instance for a batch of received requests, before their first step; their KV,
-    the draft's too, is in the pool by then. ``last_tokens`` [bs] int64 are the roots of that step,
-    ``batch.seq_lens`` [bs] their positions, ``request.draft_state`` what ``export_draft_state``
-    gave over there. The batch may be empty, and a request may have come without a state (its
+    Called by a decode instance before the first step of received requests. Their KV, the draft's
+    too, is in the pool. The batch may be empty. A request may have come without a state (its
     prefill ran under another algorithm, say) or without draft KV, which is zeros then: it drafts
-    from its last tokens. The prefill may have had another ``topk`` or ``num_steps``: then a tensor
+    from its last token. The prefill may have had another ``topk`` or ``num_steps``: then a tensor
     has more or fewer entries (``StateTensor.kept`` says which of them count), and a draft's cache
     more or fewer layers, of which the first are taken. ``received_state`` stacks the states and
-    says how much of each came. The result is stashed as that of ``build_draft_input`` is. None:
-    what was exported, as far as it is as ``state_spec()`` declares it, zeros for the rest.
+    says how much of each came.
+
+    Args:
+        runtime: the engine's.
+        batch: the received requests; ``request.draft_state`` holds what ``export_draft_state``
+            gave on the other side, ``batch.seq_lens`` the positions of the roots.
+        last_tokens: [bs] int64, the roots of the first step.
+        future_map: the run's relay.
+
+    Returns:
+        What ``build_draft_input`` would have. None: what was exported, as far as it is as
+        ``state_spec()`` declares it, and zeros for the rest.
     """
 
 
@@ -167,17 +248,25 @@ def build_disagg_draft_input(
 def propose(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:  # type: ignore[empty-body]
     """Draft the next tokens of every request of a decode batch. Required.
 
-    ``draft_input.bonus_tokens`` [bs] are the roots: tokens that are decided, and whose KV is not
-    written yet; ``batch.seq_lens`` [bs] are their positions. Return ``Draft.chain(tokens)`` or
-    ``Draft.tree(tokens, parents)``, [bs, N] with the root first. A request with nothing to propose
-    has width 1. Draft tokens are proposals only: nothing here can change what is generated. The
-    engine puts in the root itself; a token outside the vocabulary becomes one inside, and a node
-    that is deeper than the draft's declared depth, or has no parent before it, is never accepted.
+    Called first in each decode step. The draft model may write its cache at the request's slots
+    from ``batch.seq_lens`` on. Those keys are scratch: acceptance moves none of them.
 
-    ``batch.max_draft_nodes`` [bs], numbers on the host, is how many nodes of each request can be
-    verified in this step: N or more of them, fewer where the KV pool is short. Nodes beyond it are
-    cut, the last ones first. So a draft that costs something is best made no deeper and no wider
-    than their maximum, and a tree's likeliest nodes stand first.
+    Args:
+        runtime: the engine's.
+        batch: the requests; ``batch.seq_lens`` are the positions of the roots, as
+            ``future_map.resolve`` gave them. Of each request ``batch.max_draft_nodes`` nodes, known
+            on the host, can be verified: N or more, fewer where the KV pool is short. It binds, so
+            a draft that costs something is best made no deeper and no wider than their maximum,
+            with a tree's likeliest nodes first.
+        draft_input: ``bonus_tokens`` [bs] are the roots: decided tokens whose KV is not written
+            yet. ``draft_input["name"]`` is the state that the last step left.
+
+    Returns:
+        ``Draft.chain(tokens)`` or ``Draft.tree(tokens, parents, depth)``, [bs, N] with the root
+        first, at most ``num_draft_tokens`` nodes and ``num_steps`` deep. A request with nothing to
+        propose has width 1. The engine puts in the root itself; a token outside the vocabulary
+        becomes one inside; a node that is deeper than the declared depth, or has no parent before
+        it, is never accepted. None is refused.
     """
 
 
@@ -187,36 +276,53 @@ def verify(  # type: ignore[empty-body]
 ) -> VerifyOutput:
     """Accept the path of the draft that the target agrees with.
 
-    Called each decode step with ``target_output.predict`` [T], the target's token after each node
-    (sampling, penalties and masks already applied along the node's own path). None: the core's
-    tree verify, which is exact. An implementation may add tensors of leading size T to
-    ``target_output.per_node`` before it returns None: they are compacted with all others and come
-    to ``build_draft_input``. An idle batch has no node and nothing in ``per_node``: hidden states
-    are absent, and their width is not guessed at. A replacement must accept a node only if its
-    token is what ``predict`` says at its parent, or the output is no longer that of the target.
-    What it returns is cut to a path of the draft from each root, every token of which its
-    ``predict`` gives at the parent, so that a wrong one harms its own requests alone.
+    Called in each decode step after the target's pass and the sampling, unless only the core
+    implements it. An idle batch has no node and nothing in ``per_node``. A node may be accepted
+    only if its token is what ``predict`` says at its parent. What a replacement returns is cut to
+    such a path, so a wrong result makes steps shorter and no token wrong.
+
+    Args:
+        runtime: the engine's.
+        batch: the requests, as in ``propose``.
+        draft: what was verified, a copy: the proposal with the engine's roots, narrowed.
+        target_output: ``predict`` [T] is the target's token after each node, with sampling,
+            penalties and masks applied along the node's own path. A tensor of leading size T that
+            is added to ``per_node`` here, under a new name, is compacted with all others and comes
+            to ``build_draft_input``.
+
+    Returns:
+        The accepted path of each request. None: the core's tree verify, which is exact.
     """
 
 
 @hookspec(firstresult=True)
 def fixup_idle(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:  # type: ignore[empty-body]
-    """Rebuild the draft input when the draft extend has no tokens.
+    """Make the draft input of a draft extend without a token.
 
-    Called whenever nothing is left to extend: on a rank without requests, and on a batch all of
-    whose requests have ended. ``draft_input`` has no hidden states then. What is returned is
-    stashed for no row. None: the core's, with empty tensors as ``worker.state_spec()`` declares
-    them.
+    Called in the place of ``build_draft_input`` for an idle batch, and by a host for a batch all
+    of whose requests have ended. The draft model may run collectives here, as it does elsewhere.
+
+    Args:
+        runtime: the engine's.
+        batch: no request.
+        draft_input: no root, and no hidden states: their width is not guessed at.
+
+    Returns:
+        A draft input of leading size 0, stashed for no row. None: the core's, with empty tensors
+        as ``worker.state_spec()`` declares them.
     """
 
 
 @hookspec(firstresult=True)
 def supports_target_verify_for_draft() -> bool | None:
-    """Whether the draft model's pass has the shape of a target verify, for the graph runner.
+    """Say whether the draft model's pass has the shape of a target verify.
 
-    Called once, before ``create_worker``. True: one pass over the same number of nodes for every
-    request, so a pass given to ``runtime.record_draft`` is recorded as the target's verify is.
-    None: False; drafts that go token by token run as they are.
+    Called once, before ``create_worker``, for the graph runner.
+
+    Returns:
+        True: the pass is over the same number of nodes for every request, so one given to
+        ``runtime.record_draft`` is recorded as the target's verify is. None: False; drafts that go
+        token by token run as they are.
     """
 
 
@@ -224,26 +330,58 @@ def supports_target_verify_for_draft() -> bool | None:
 def export_draft_state(
     runtime: Runtime, batch: Batch, future_map: FutureMap
 ) -> Mapping[str, Tensor | None] | None:
-    """The draft state that travels with prefilled requests to a decode instance.
+    """Give the draft state that travels with prefilled requests to a decode instance.
 
-    Called by a prefill instance after ``build_draft_input``, with a prefill batch in which some
-    request is at its last chunk. Return named tensors of leading size bs, on the device: the core
-    brings each request's row to the other side, where ``request.draft_state`` holds it. None: what
-    is stashed in the future map for the requests, which is all that ``build_draft_input`` returned.
+    Called by a prefill instance after ``build_draft_input`` and the stash, with a prefill batch in
+    which some request is at its last chunk.
+
+    Args:
+        runtime: the engine's.
+        batch: the chunks, as in ``build_draft_input``.
+        future_map: the run's relay, with what this step has stashed.
+
+    Returns:
+        Named tensors of leading size bs, on the device. The core brings each request's row to the
+        other side, where ``request.draft_state`` holds it. None: all that is stashed in
+        ``future_map`` for these requests, which is all that ``build_draft_input`` returned.
     """
 
 
 @hookspec
 def on_step(runtime: Runtime, report: StepReport) -> None:
-    """A step has been processed. For extensions; every implementation is called."""
+    """Look at a step that has been processed. For extensions.
+
+    Called once a step, all implementations. With overlap the next step is on the device by then. A
+    call that blocks holds up the launch of the step after that.
+
+    Args:
+        runtime: the engine's.
+        report: what the step did, on the host: numbers and names, no tensor.
+    """
 
 
 @hookspec
 def on_request_finished(runtime: Runtime, report: RequestReport) -> None:
-    """A request has ended, for whatever reason. Every implementation is called; an algorithm
-    that keeps state by request drops it here."""
+    """Look at a request that has ended, for whatever reason.
+
+    Called once a request, all implementations. An algorithm that keeps state by ``request_id``
+    drops it here. With overlap a step that still
+    contains the request may be on the device, and its row is not free before that is processed.
+
+    Args:
+        runtime: the engine's.
+        report: what became of the request. A host that knows no more than that it has ended fills
+            in ``request_id`` alone.
+    """
 
 
 @hookspec
 def register_commands(cli: click.Group) -> None:
-    """Add commands to the ``specplug`` command line. Called for extensions when it starts."""
+    """Add commands to the ``specplug`` command line.
+
+    Called for extensions alone, outside a run: when help or a command that the core does not have
+    is asked for. Every implementation is called.
+
+    Args:
+        cli: the command group, for ``cli.command()`` or ``cli.add_command()``.
+    """
