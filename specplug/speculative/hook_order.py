@@ -1,20 +1,18 @@
 """The order of the hooks in a step, written once for whoever hosts an algorithm.
 
-The embedded engine drives it, and so can any other engine. What the core does itself stands
-between the arrows; *italics* are the host's part::
+The embedded engine drives it, and so can any other engine::
 
-    a decode step        begin_decode      resolve -> propose -> narrow
-                         *host*            the target's pass over the nodes, sampling at each
-                         finish_decode     verify -> *keep_accepted* -> compact -> extend
-    a prefill chunk      *host*            the target's pass over the prompt, sampling at its end
-                         finish_prefill    rotate -> extend
-    both                 extend            *deliver* -> publish -> build_draft_input -> stash
-    received prefills    receive           publish -> build_disagg_draft_input -> stash
-    no request (a rank   idle              verify -> fixup_idle -> stash
-    of several)
+    a decode step      begin_decode     resolve -> propose -> narrow
+                       (the host)       runs the target's pass over the nodes, samples at each
+                       finish_decode    verify -> Host.keep_accepted -> compact -> extend
+    a prefill chunk    (the host)       runs the target's pass over it, samples after it
+                       finish_prefill   shift the tokens by one -> extend
+    both of them       extend           Host.deliver -> build_draft_input -> publish, stash
+    received prefills  receive          build_disagg_draft_input -> publish, stash
+    an idle rank       idle             verify -> fixup_idle -> publish, stash, of no request
 
-Nothing here reads device data on the host. All of it runs on the current stream, without
-gradients: the host enters ``torch.inference_mode``.
+Nothing here reads device data on the host. All of it runs on the current stream, in the
+``torch.inference_mode`` that the host has entered. It knows no request, cache, sampler or grammar.
 """
 
 from __future__ import annotations

@@ -1,0 +1,422 @@
+"""The order of hooks, driven by a host of a few lines: no engine, no cache, a target by formula."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import click
+import pytest
+import torch
+from torch import Tensor
+
+from specplug import (
+    AlgorithmInfo,
+    Batch,
+    CommittedOutput,
+    Draft,
+    DraftInput,
+    FutureMap,
+    RequestReport,
+    SpecConfig,
+    StateTensor,
+    StepReport,
+    TargetOutput,
+    VerifyOutput,
+    hookimpl,
+    verify_tree,
+)
+from specplug.contract import HOOKS, implemented_hooks
+from specplug.registry import (
+    Extension,
+    ExtensionEntry,
+    Registry,
+    build_plugin_manager,
+    register_commands,
+)
+from specplug.speculative import hook_results
+from specplug.speculative.batch import ForwardMode
+from specplug.speculative.defaults import CoreDefaults
+from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.hook_order import Half, HookOrder
+from specplug.speculative.target_output import compact
+
+CPU = torch.device("cpu")
+VOCAB = 11
+
+
+def ids(values: Sequence[int]) -> Tensor:
+    """[n] int64."""
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def following(tokens: Tensor) -> Tensor:
+    """The target: what it generates after each token."""
+    return (tokens * 7 + 3) % VOCAB
+
+
+def plain(prompt: Sequence[int], count: int) -> list[int]:
+    """What the target generates without speculation."""
+    tokens = torch.tensor(prompt[-1])
+    return [int(tokens := following(tokens)) for _ in range(count)]
+
+
+class Everything:
+    """Implements every hook, notes each call, and drafts two tokens, the second of them wrong for
+    every other request."""
+
+    def __init__(self, events: list[str], *, tree: bool = False) -> None:
+        self.events = events
+        self.tree = tree
+        self.calls: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
+
+    def _note(self, hook: str, *arguments: Any) -> None:
+        self.events.append(hook)
+        self.calls[hook].append(arguments)
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        self._note("describe")
+        return AlgorithmInfo(name="EVERYTHING", summary="Every hook", api_version=1)
+
+    @hookimpl
+    def validate_config(self, config: SpecConfig) -> SpecConfig:
+        self._note("validate_config", config)
+        return config.adjust("two tokens", num_steps=2, num_draft_tokens=4)
+
+    @hookimpl
+    def supports_target_verify_for_draft(self) -> bool:
+        self._note("supports_target_verify_for_draft")
+        return True
+
+    @hookimpl
+    def create_worker(self, runtime: Any) -> object:
+        self._note("create_worker", runtime)
+        return self
+
+    def state_spec(self) -> dict[str, StateTensor]:
+        return {"seen": StateTensor((), torch.int64)}
+
+    @hookimpl
+    def create_future_map(self, runtime: Any) -> FutureMap:
+        self._note("create_future_map", runtime)
+        events = self.events
+
+        class Noting(FutureMap):
+            def resolve(self, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
+                events.append("resolve")
+                return super().resolve(req_indices)
+
+            def publish(self, rows: Tensor, seq_lens: Tensor, output: CommittedOutput) -> None:
+                events.append("publish")
+                super().publish(rows, seq_lens, output)
+
+            def stash(self, rows: Tensor, draft_input: DraftInput) -> None:
+                events.append("stash")
+                super().stash(rows, draft_input)
+
+        return Noting(runtime.req_table_size, runtime.device)
+
+    @hookimpl
+    def build_draft_input(
+        self, runtime: Any, batch: Batch, target_output: CommittedOutput, future_map: FutureMap
+    ) -> DraftInput:
+        self._note("build_draft_input", runtime, batch, target_output, future_map)
+        assert torch.equal(following(target_output.own_tokens), target_output.per_node["after"])
+        seen = batch.seq_lens + target_output.accept_lens
+        return DraftInput(bonus_tokens=target_output.bonus_tokens, state={"seen": seen})
+
+    @hookimpl
+    def build_disagg_draft_input(
+        self, runtime: Any, batch: Batch, last_tokens: Tensor, future_map: FutureMap
+    ) -> DraftInput:
+        self._note("build_disagg_draft_input", runtime, batch, last_tokens, future_map)
+        return DraftInput(bonus_tokens=last_tokens, state={"seen": batch.seq_lens.clone()})
+
+    @hookimpl
+    def propose(self, runtime: Any, batch: Batch, draft_input: DraftInput) -> Draft:
+        self._note("propose", runtime, batch, draft_input)
+        assert torch.equal(draft_input["seen"], batch.seq_lens)
+        roots = draft_input.bonus_tokens
+        first, odd = following(roots), batch.req_indices % 2
+        second = (following(first) + odd) % VOCAB
+        if not self.tree:
+            return Draft.chain(torch.stack((roots, first, second), dim=1))
+        tokens = torch.stack((roots, (first + 1) % VOCAB, first, second), dim=1)
+        parents = torch.tensor([-1, 0, 0, 2]).expand(batch.size, -1)
+        return Draft.tree(tokens, parents, 2)
+
+    @hookimpl
+    def verify(
+        self, runtime: Any, batch: Batch, draft: Draft, target_output: TargetOutput
+    ) -> VerifyOutput | None:
+        self._note("verify", runtime, batch, draft, target_output)
+        return None
+
+    @hookimpl
+    def fixup_idle(self, runtime: Any, batch: Batch, draft_input: DraftInput) -> DraftInput | None:
+        self._note("fixup_idle", runtime, batch, draft_input)
+        return None
+
+    @hookimpl
+    def export_draft_state(
+        self, runtime: Any, batch: Batch, future_map: FutureMap
+    ) -> Mapping[str, Tensor | None] | None:
+        self._note("export_draft_state", runtime, batch, future_map)
+        return None
+
+    @hookimpl
+    def on_step(self, runtime: Any, report: StepReport) -> None:
+        self._note("on_step", runtime, report)
+
+    @hookimpl
+    def on_request_finished(self, runtime: Any, report: RequestReport) -> None:
+        self._note("on_request_finished", runtime, report)
+
+    @hookimpl
+    def register_commands(self, cli: click.Group) -> None:
+        self._note("register_commands", cli)
+
+
+@attrs.frozen(kw_only=True)
+class View:
+    """A request as hooks see it."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    max_tokens: int = 100
+    draft_state: Mapping[str, Tensor] = attrs.field(factory=dict)
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return self.token_ids
+
+
+class ToyHost:
+    """Prefills, receives and decodes requests by the order of hooks alone. A request's index is
+    its row in the request table."""
+
+    def __init__(self, *, tree: bool = False) -> None:
+        self.events: list[str] = []
+        self.plugin = Everything(self.events, tree=tree)
+        self.generated: defaultdict[int, list[int]] = defaultdict(list)
+        selected = Registry().select(self.plugin)
+        self.hooks = HookCalls(build_plugin_manager(selected, (), CoreDefaults()), selected)
+        config = self.hooks.validate_config(SpecConfig.resolve(selected.info))
+        self.hooks.supports_target_verify_for_draft()
+        self.runtime: Any = SimpleNamespace(
+            config=config, device=CPU, vocab_size=VOCAB, req_table_size=9, worker=None
+        )
+        self.runtime.worker = self.hooks.create_worker(self.runtime)
+        self.future_map = self.hooks.create_future_map(self.runtime)
+        self.order: HookOrder[Half] = HookOrder(self.runtime, self.hooks, self.future_map, self)
+
+    def keep_accepted(self, half: Half, verified: VerifyOutput) -> None:
+        self.events.append("keep_accepted")
+
+    def deliver(self, half: Half, output: CommittedOutput) -> None:
+        self.events.append("deliver")
+        if half.batch.is_prefill:
+            for b, row in enumerate(half.req_indices.tolist()):
+                if half.batch.last_chunk[b]:
+                    self.generated[row].append(int(output.bonus_tokens[b]))
+            return
+        tokens = output.next_tokens.view(len(half.req_indices), -1)
+        for row, path, count in zip(
+            half.req_indices.tolist(), tokens.tolist(), output.accept_lens.tolist(), strict=True
+        ):
+            self.generated[row] += path[:count]
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]], start: int = 0, end: int = 99) -> Half:
+        """Prefill the tokens of each prompt from ``start`` to ``end``."""
+        half = self._half(prompts)
+        chunks = [prompt[start:end] for prompt in prompts.values()]
+        widths = tuple(map(len, chunks))
+        half.seq_lens = torch.full((len(chunks),), start)
+        half.tokens = torch.tensor([token for chunk in chunks for token in chunk])
+        half.batch = self._batch(half, ForwardMode.PREFILL, prompts)
+        half.batch.chunk_widths = widths
+        half.batch.chunk_ends = tuple(start + width for width in widths)
+        half.batch.first_chunk = (start == 0,) * len(chunks)
+        half.batch.last_chunk = tuple(len(prompt) <= end for prompt in prompts.values())
+        last_rows = torch.tensor([total - 1 for total in accumulate(widths)])
+        predict = following(half.tokens[last_rows])
+        self.order.finish_prefill(half, last_rows, predict, {"after": following(half.tokens)})
+        return half
+
+    def receive(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Take in prompts that another instance has prefilled."""
+        half = self._half(prompts)
+        half.seq_lens = ids([len(prompt) for prompt in prompts.values()])
+        half.tokens = ids([prompt[-1] for prompt in prompts.values()])
+        half.batch = self._batch(half, ForwardMode.DECODE, prompts)
+        roots = following(half.tokens)
+        for row, root in zip(prompts, roots.tolist(), strict=True):
+            self.generated[row].append(root)
+        self.order.receive(half, roots)
+
+    def decode(self, rows: Sequence[int], max_draft_nodes: int = 4) -> None:
+        """Take one decode step."""
+        half, draft = self._begin(rows, max_draft_nodes)
+        predict, logits = following(half.tokens), torch.zeros(draft.total, VOCAB)
+        self.order.finish_decode(half, predict, logits, {"after": predict})
+
+    def decode_verifying_itself(self, rows: Sequence[int]) -> None:
+        """Take one decode step, the draft verified by the host."""
+        half, draft = self._begin(rows, 4)
+        verified = verify_tree(draft, following(half.tokens))
+        output = compact(verified, half.tokens, {"after": following(half.tokens)})
+        self.order.extend(half, half.seq_lens + verified.accept_lens, output)
+
+    def _begin(self, rows: Sequence[int], max_draft_nodes: int) -> tuple[Half, Draft]:
+        half = self._half(rows)
+        views = [View(request_id=str(row), token_ids=()) for row in rows]
+        most = (max_draft_nodes,) * len(rows)
+        return half, self.order.begin_decode(half, views, most, greedy=True)
+
+    def _half(self, rows: Sequence[int] | Mapping[int, Any]) -> Half:
+        return Half(req_indices=ids(list(rows)))
+
+    def _batch(self, half: Half, mode: ForwardMode, prompts: Mapping[int, Sequence[int]]) -> Batch:
+        return Batch(
+            mode=mode,
+            requests=[View(request_id=str(row), token_ids=p) for row, p in prompts.items()],
+            req_indices=half.req_indices.clone(),
+            seq_lens=half.seq_lens.clone(),
+        )
+
+
+PROMPTS = {2: (1, 2, 3, 4, 5), 5: (6, 0, 9), 4: (8, 8, 8, 10)}
+FEED = ["deliver", "build_draft_input", "publish", "stash"]
+
+
+@pytest.fixture(params=[False, True], ids=["chain", "tree"])
+def host(request: pytest.FixtureRequest) -> ToyHost:
+    """A toy host whose run has begun; its events are forgotten."""
+    host = ToyHost(tree=request.param)
+    host.events.clear()
+    return host
+
+
+def test_host_generates_what_its_target_does(host: ToyHost) -> None:
+    host.prefill({5: PROMPTS[5], 2: PROMPTS[2]}, end=3)
+    host.prefill({2: PROMPTS[2]}, start=3)
+    host.receive({4: PROMPTS[4]})
+    host.decode([2, 4])
+    host.decode([4, 5], max_draft_nodes=2)
+    host.decode([5, 4, 2])
+    host.decode_verifying_itself([5, 2])
+    for row, prompt in PROMPTS.items():
+        generated = host.generated[row]
+        assert generated == plain(prompt, len(generated))
+    # Even requests accept two drafted tokens a step, odd ones one.
+    assert {row: len(tokens) for row, tokens in host.generated.items()} == {
+        2: 1 + 3 + 3 + 3,
+        4: 1 + 3 + (1 if host.plugin.tree else 2) + 3,
+        5: 1 + (1 if host.plugin.tree else 2) + 2 + 2,
+    }
+
+
+def test_decode_step_calls_resolve_to_stash(host: ToyHost) -> None:
+    host.prefill(PROMPTS)
+    assert host.events == FEED
+    host.events.clear()
+    host.decode([2, 5])
+    assert host.events == ["resolve", "propose", "verify", "keep_accepted", *FEED]
+
+
+def test_host_that_verifies_calls_no_verify_hook(host: ToyHost) -> None:
+    host.prefill(PROMPTS)
+    host.events.clear()
+    host.decode_verifying_itself([2, 5])
+    assert host.events == ["resolve", "propose", *FEED]
+
+
+def test_propose_may_follow_the_draft_extend_at_once(host: ToyHost) -> None:
+    """As where a step ends with the drafts of the next one, ended requests among them."""
+    host.prefill(PROMPTS)
+    for _ in range(3):
+        host.decode_verifying_itself([2, 5, 4])
+    assert host.generated[5] == plain(PROMPTS[5], 7)
+
+
+def test_receive_makes_the_first_draft_input(host: ToyHost) -> None:
+    host.receive(PROMPTS)
+    assert host.events == ["build_disagg_draft_input", "publish", "stash"]
+    host.decode([2])
+    assert host.generated[2] == plain(PROMPTS[2], 4)
+
+
+def test_receive_takes_an_empty_batch(host: ToyHost) -> None:
+    host.receive({})
+    assert host.events == ["build_disagg_draft_input", "publish", "stash"]
+
+
+def test_idle_rank_verifies_and_fixes_up(host: ToyHost) -> None:
+    host.order.idle(torch.zeros(0, VOCAB))
+    assert host.events == ["verify", "fixup_idle", "publish", "stash"]
+    ((_, batch, _),) = host.plugin.calls["fixup_idle"]
+    assert (batch.mode, batch.size) == (ForwardMode.IDLE, 0)
+
+
+def test_exported_state_is_what_was_stashed(host: ToyHost) -> None:
+    half = host.prefill(PROMPTS)
+    state = host.order.export_draft_state(half)
+    assert state["seen"] is not None
+    assert state["seen"].tolist() == [5, 3, 4]
+    assert host.events == [*FEED, "export_draft_state", "resolve"]
+
+
+def test_wrong_roots_of_an_algorithm_are_not_verified(
+    host: ToyHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is verified begins at the core's own roots and lengths."""
+    monkeypatch.setattr(hook_results, "DEBUG", False)
+    future_map = host.future_map
+    host.prefill(PROMPTS)
+    future_map.bonus_tokens.zero_()
+    half, draft = host._begin([2, 5], 4)
+    assert draft.tokens[:, 0].tolist() == [*plain(PROMPTS[2], 1), *plain(PROMPTS[5], 1)]
+    future_map.seq_lens.add_(1)
+    assert half.seq_lens.tolist() == [5, 3]
+
+
+@pytest.fixture(scope="module")
+def calls() -> Mapping[str, list[tuple[Any, ...]]]:
+    """The calls of every hook in a run of the toy host, and outside of it."""
+    host = ToyHost()
+    plugin = host.plugin
+    host.order.export_draft_state(host.prefill({2: PROMPTS[2]}))
+    host.receive({4: PROMPTS[4]})
+    host.decode([2, 4])
+    host.order.idle(torch.zeros(0, VOCAB))
+    host.hooks.on_step(host.runtime, StepReport(number=1, mode="decode", seconds={}))
+    report = RequestReport(
+        request_id="2",
+        finish_reason="stop",
+        num_prompt_tokens=5,
+        num_output_tokens=4,
+        accept_lens=(3,),
+    )
+    host.hooks.on_request_finished(host.runtime, report)
+    entry = ExtensionEntry(name="e", value="own:it", distribution="of-e", version="1.0")
+    register_commands(click.Group("specplug"), extension=Extension("e", plugin, entry))
+    return plugin.calls
+
+
+def test_every_hook_has_an_implementation_here() -> None:
+    assert implemented_hooks(Everything([])) == list(HOOKS)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hook_is_called_with_all_its_arguments(
+    hook: str, calls: Mapping[str, list[tuple[Any, ...]]]
+) -> None:
+    assert calls[hook], f"nothing here calls {hook}()"
+    for arguments in calls[hook]:
+        assert len(arguments) == len(HOOKS[hook])
+        assert None not in arguments
