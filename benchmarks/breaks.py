@@ -227,14 +227,14 @@ BREAKS = (
     ),
     Break(
         "hook-check-size",
-        "specplug/speculative/hook_calls.py",
-        "                and len(tensor) == size\n",
+        "specplug/speculative/hook_results.py",
+        "            and len(tensor) == size\n",
         "",
         ("tests/engine/test_plugin_failures.py", "tests/engine/test_contract.py"),
     ),
     Break(
         "plugin-error-names-extension",
-        "specplug/speculative/hook_calls.py",
+        "specplug/speculative/plugin_guard.py",
         "subject = self._answered or self._subject",
         "subject = self._subject",
         ("tests/engine/test_plugin_failures.py", "tests/engine/test_contract.py"),
