@@ -1,7 +1,7 @@
 """specplug: speculative decoding in which an algorithm is a pip package.
 
-What a plugin imports, it imports from here. Nothing heavy loads until a name that needs it is
-touched: ``import specplug`` does not import torch.
+Plugins import everything from here. A module that needs torch is loaded when one of its names is
+first used: ``import specplug`` does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a plugin declares about its algorithm, and what a run is configured with. No torch here.
+"""What a plugin declares about its algorithm, and a run's speculation settings. No torch here.
 
 An algorithm's ``describe()`` hook returns an ``AlgorithmInfo``. The engine merges its defaults with
 what the user typed into a ``SpecConfig`` and hands that to ``validate_config``.
@@ -30,22 +30,22 @@ DEFAULT_MODEL = "tiny-code"
 
 
 def _within(least: int, most: int) -> Any:
-    """A validator: an integer from ``least`` to ``most``."""
+    """Make a validator of integers from ``least`` to ``most``."""
     return validators.and_(validators.instance_of(int), validators.ge(least), validators.le(most))
 
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """What an algorithm can do, so that the core can refuse what it cannot.
+    """What an algorithm supports. The core refuses settings that need more.
 
     Attributes:
         branching: drafts may branch (``topk > 1``); otherwise they are chains.
         draft_model: it loads weights of its own, found by ``--speculative-draft-model-path`` or
             shipped for the default model.
         overlap: a step may be launched before the host knows what the last one accepted.
-        prefix_cache: a request may begin in the middle of its prompt, where the KV of what lies
-            before is found in the prefix cache, the draft model's too. Not if the algorithm keeps
-            what it has seen at every position elsewhere and cannot make it from the tokens.
+        prefix_cache: a request may begin in the middle of its prompt, with the target's and the
+            draft model's KV before it from the prefix cache. False if the algorithm keeps other
+            state of every position and cannot compute it from the tokens.
     """
 
     branching: bool = False
@@ -56,7 +56,7 @@ class Capabilities:
 
 @attrs.frozen(kw_only=True)
 class Defaults:
-    """The speculation settings of a run in which the user typed none.
+    """The default speculation settings of an algorithm.
 
     Attributes:
         num_steps: draft depth S, at least 1.
@@ -79,14 +79,14 @@ class AlgorithmInfo:
     Attributes:
         name: what users type, upper case; equal to the entry point's name.
         summary: one line.
-        api_version: the ``API_VERSION`` the plugin was written for, as a literal.
-        capabilities: see ``Capabilities``.
-        defaults: see ``Defaults``.
+        api_version: the ``API_VERSION`` that the plugin was written for, as a literal.
+        capabilities: what it supports.
+        defaults: its settings unless the user gives others.
         paper: where the algorithm is described, a URL or an arXiv number.
-        weights: model name -> folder of the draft weights that the plugin ships for that model.
-        draft_lookahead: see ``SpecConfig``, whose default it is. Where it depends on the settings,
-            ``validate_config`` sets it by ``attrs.evolve(config, draft_lookahead=…)``, which warns
-            of nothing.
+        weights: folder of the draft weights that the plugin ships, by the name of the model.
+        draft_lookahead: the default of ``SpecConfig.draft_lookahead``. If it depends on the
+            settings, ``validate_config`` sets it by ``attrs.evolve(config, draft_lookahead=…)``,
+            without a warning.
     """
 
     name: str = attrs.field(validator=validators.matches_re(r"[A-Z][A-Z0-9_]*"))
@@ -118,8 +118,8 @@ class SpecConfig:
         topk: branches K kept a step.
         num_draft_tokens: nodes N that the target verifies for each request, root included.
         num_draft_slots: KV slots after a request's committed length that the draft model may
-            write while it drafts; the engine reserves at least N. Where the KV pool is short a
-            request has fewer: ``Batch.max_draft_nodes``.
+            write while it drafts; the engine reserves at least N. A request has fewer when the KV
+            pool is short: ``Batch.max_draft_nodes``.
         draft_lookahead: tokens after a position on which the draft's KV there depends, so that a
             cached page is shared only where these are equal too. None: 1 for a draft model with a
             KV cache, since ``build_draft_input`` gives the token after each position; else 0.
@@ -141,11 +141,11 @@ class SpecConfig:
     adjustments: tuple[str, ...] = ()
 
     def adjust(self, reason: str, **changes: Any) -> SpecConfig:
-        """This configuration with ``changes``, and the reason, which the user will read."""
+        """Return the configuration with ``changes``; the user is shown the reason."""
         return attrs.evolve(self, adjustments=(*self.adjustments, reason), **changes)
 
     def fit_feature_draft(self) -> SpecConfig:
-        """These settings as ``FeatureDrafter`` can use them: what it cannot use is adjusted.
+        """Adjust the settings to those that ``FeatureDrafter`` can use.
 
         A chain (``topk`` 1) has S + 1 nodes, a tree at most 1 + K + (S-1)·K², and a draft of fewer
         nodes than that is no deeper than they reach.
@@ -184,10 +184,10 @@ class SpecConfig:
         model_name: str | None = None,
         target_config: Mapping[str, Any] | None = None,
     ) -> SpecConfig:
-        """What the user typed, over the algorithm's defaults.
+        """Combine the user's settings with the algorithm's defaults.
 
         Args:
-            model_name: the target's name where it has one that plugins ship weights for.
+            model_name: the target's name, if it is one that plugins ship weights for.
 
         Raises:
             UsageError: a number is out of range, the algorithm cannot branch, or it needs a draft

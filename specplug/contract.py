@@ -1,4 +1,4 @@
-"""Checks a plugin object against the hooks, and tells what is wrong with it. No torch here.
+"""Check a plugin object against the hooks, and report what is wrong. No torch here.
 
 Each finding is a ``Problem``: one line that names the plugin, what was found, what was expected
 and what to do.
@@ -35,11 +35,11 @@ def _hook_arguments() -> dict[str, tuple[str, ...]]:
 
 
 HOOKS = _hook_arguments()
-"""Every hook's name, in the order of ``hookspecs.py``, and the arguments it has."""
+"""Every hook's name, in the order of ``hookspecs.py``, with its arguments."""
 
 
 class PluginWarning(UserWarning):
-    """An extension is broken and was left out."""
+    """An extension was left out because it is broken."""
 
 
 @attrs.frozen
@@ -47,10 +47,10 @@ class Problem:
     """One thing that is wrong with a plugin. ``str()`` of it is the one-line message.
 
     Attributes:
-        subject: which plugin: name, distribution, version, entry-point value.
+        subject: the plugin: name, distribution, version, entry-point value.
         what: what was found; follows ``broken:`` in a listing.
-        expected: what should have been there.
-        fix: what to do about it.
+        expected: what was expected.
+        fix: what to do.
         traceback: of its cause, from the plugin's own code on; or empty.
     """
 
@@ -66,7 +66,7 @@ class Problem:
 
 @attrs.frozen
 class Implementation:
-    """A method of a plugin that is marked ``@hookimpl``, and the hook it is meant for."""
+    """A method of a plugin marked ``@hookimpl``, and the hook that it is meant for."""
 
     hook: str
     method: str
@@ -75,7 +75,7 @@ class Implementation:
 
 
 def implementations(plugin: object) -> list[Implementation]:
-    """All ``@hookimpl`` methods of ``plugin``, those that fit no hook included."""
+    """Find all ``@hookimpl`` methods of ``plugin``, also those that fit no hook."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     found = []
     for name in _methods(plugin):
@@ -88,7 +88,7 @@ def implementations(plugin: object) -> list[Implementation]:
 
 
 def implemented_hooks(plugin: object) -> list[str]:
-    """Names of the hooks that ``plugin`` implements, in the order of ``hookspecs.py``."""
+    """List the hooks that ``plugin`` implements, in the order of ``hookspecs.py``."""
     implemented = {implementation.hook for implementation in implementations(plugin)}
     return [hook for hook in HOOKS if hook in implemented]
 
@@ -96,34 +96,37 @@ def implemented_hooks(plugin: object) -> list[str]:
 def examine_algorithm(
     plugin: object, subject: str, name: str | None
 ) -> tuple[AlgorithmInfo | None, list[Problem]]:
-    """Check an algorithm: its hooks, and what ``describe()`` says.
+    """Check an algorithm: its hooks and the result of ``describe()``.
 
     Args:
-        subject: how messages call the plugin.
-        name: the entry point's name, which ``describe()`` must give; None if there is none.
+        subject: the plugin's name in messages.
+        name: the entry point's name, which ``describe()`` must have; None if there is none.
 
     Returns:
-        What it declares, or None where it does not; and everything that is wrong with it.
+        What it declares, or None; and everything that is wrong with it.
     """
     if mistaken := _class_problem(plugin, subject):
         return None, mistaken
     info, described = _description(plugin, subject, name)
     if info is not None and info.api_version != API_VERSION:
-        return info, described  # it keeps another contract: measuring it by ours would mislead
+        return (
+            info,
+            described,
+        )  # findings by our contract would mislead
     return info, [*_hook_problems(plugin, subject, hookspecs.REQUIRED), *described]
 
 
 def examine_extension(plugin: object, subject: str) -> list[Problem]:
-    """Check an extension: it needs no hook, but what it has must fit."""
+    """Check an extension: it needs no hook, but those that it has must fit."""
     return _class_problem(plugin, subject) or _hook_problems(plugin, subject, ())
 
 
 class _NoInfoError(Exception):
-    """``describe()`` returned something else than an ``AlgorithmInfo``: its argument."""
+    """``describe()`` did not return an ``AlgorithmInfo``; the argument is its result."""
 
 
 def describe(*, function: Callable[[], object]) -> AlgorithmInfo:
-    """Call a plugin's ``describe()``, which is asked before the plugin is registered anywhere.
+    """Call a plugin's ``describe()``, before the plugin is registered anywhere.
 
     Args:
         function: the plugin's own.
@@ -135,14 +138,14 @@ def describe(*, function: Callable[[], object]) -> AlgorithmInfo:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of ``known`` that ``name`` was probably meant to be, or None."""
+    """Find the name in ``known`` that ``name`` was probably meant to be, or None."""
     from difflib import get_close_matches
 
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.6)), None)
 
 
 def let_ctrl_c_pass(error: BaseException) -> None:
-    """Raise ``error`` again if it is Ctrl-C; a subclass of that is a plugin's own.
+    """Raise ``error`` again if it is Ctrl-C itself; a plugin may raise a subclass.
 
     Raises:
         KeyboardInterrupt: it is.
@@ -152,7 +155,7 @@ def let_ctrl_c_pass(error: BaseException) -> None:
 
 
 def error_line(error: BaseException) -> str:
-    """An exception as one line: its type and the first line of what it says."""
+    """Format an exception as one line: its type and the first line of its message."""
     # attrs' validators append the attribute and the value to the message.
     of_attrs = type(error) in (TypeError, ValueError) and len(error.args) > 1
     try:
@@ -164,7 +167,7 @@ def error_line(error: BaseException) -> str:
 
 
 def plugin_traceback(error: BaseException) -> str:
-    """The traceback of ``error`` without the frames of specplug and the import system."""
+    """Format the traceback of ``error`` without the frames of specplug and the import system."""
     import traceback
 
     frame = error.__traceback__
@@ -172,20 +175,20 @@ def plugin_traceback(error: BaseException) -> str:
         frame = frame.tb_next
     try:
         return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
-    except BaseException as another:  # what the exception says of itself
+    except BaseException as another:  # its __str__ may raise anything
         let_ctrl_c_pass(another)
         return "".join([*traceback.format_tb(frame), type(error).__name__])
 
 
 def _methods(plugin: object) -> Iterator[str]:
     for name in dir(plugin):
-        # Statically: a property of the plugin must not run because we look at it.
+        # Statically, so that no property of the plugin runs.
         if inspect.isroutine(inspect.getattr_static(plugin, name, None)):
             yield name
 
 
 def _class_problem(plugin: object, subject: str) -> list[Problem]:
-    """Whether ``plugin`` is a class where an instance was meant."""
+    """Whether ``plugin`` is a class instead of an instance."""
     if not inspect.isclass(plugin):
         return []
     methods = (inspect.getattr_static(plugin, found.method) for found in implementations(plugin))
@@ -197,7 +200,7 @@ def _class_problem(plugin: object, subject: str) -> list[Problem]:
 
 
 def _hook_problems(plugin: object, subject: str, required: Iterable[str]) -> list[Problem]:
-    """Everything that is wrong with the methods of ``plugin``, the worst first."""
+    """Find everything that is wrong with the methods of ``plugin``, the worst first."""
     marked = implementations(plugin)
     fitting = [found for found in marked if found.hook in HOOKS]
     misspelt = [found for found in marked if found.hook not in HOOKS and not found.optional]
@@ -250,7 +253,7 @@ def _missing(plugin: object, subject: str, missing: list[str]) -> Problem:
 
 
 def _argument_problems(subject: str, found: Implementation) -> Iterator[Problem]:
-    """What pluggy would not pass: names the hook does not have, defaults, keyword-only ones."""
+    """Find arguments that pluggy would not pass: unknown names, defaults, keyword-only ones."""
     has = HOOKS[found.hook]
     expected = f"{found.hook}({', '.join(has)}) or fewer of these"
     for parameter in inspect.signature(found.function).parameters.values():
@@ -276,7 +279,7 @@ def _argument_problems(subject: str, found: Implementation) -> Iterator[Problem]
 
 
 def _registration_problem(plugin: object, subject: str) -> list[Problem]:
-    """Whatever else pluggy itself refuses, for example a wrapper that does not yield."""
+    """Find what else pluggy refuses, for example a wrapper that does not yield."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     try:
@@ -297,7 +300,7 @@ def _description(
     """Call ``describe()`` if it can be called, and check what it says."""
     found = next((found for found in implementations(plugin) if found.hook == "describe"), None)
     if found is None or any(_argument_problems(subject, found)):
-        return None, []  # told by the checks of the hooks
+        return None, []  # the checks of the hooks report it
     try:
         info = describe(function=found.function)
     except _NoInfoError as error:

@@ -1,4 +1,4 @@
-"""What is installed, from the distributions' metadata alone: nothing is imported. No torch here."""
+"""Find installed plugins by the distributions' metadata; import nothing. No torch here."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ DISABLE = "SPECPLUG_DISABLE"
 
 @attrs.frozen(kw_only=True)
 class PluginEntry:
-    """A plugin as its distribution's metadata shows it, and as far as it has been examined.
+    """A plugin as its distribution's metadata describes it, with the findings so far.
 
     Attributes:
         name: the entry point's name.
         value: the entry point's value, ``module:attribute``.
-        distribution: name of the distribution that brings it.
-        version: version of the distribution.
+        distribution: name of its distribution.
+        version: of the distribution.
         summary: the distribution's ``Summary``.
-        problems: all that is known to be wrong with it.
+        problems: everything found wrong with it so far.
         examined: whether it was imported and checked.
         disabled: whether ``SPECPLUG_DISABLE`` names it.
     """
@@ -59,11 +59,11 @@ class PluginEntry:
 
     @property
     def subject(self) -> str:
-        """The plugin as messages name it."""
+        """The plugin's name in messages."""
         return f"{self.kind} {self.name} ({self.distribution} {self.version}, {self.value})"
 
     def problem(self, what: str, expected: str, fix: str, traceback: str = "") -> Problem:
-        """A problem of this plugin."""
+        """Make a problem of this plugin."""
         return Problem(self.subject, what, expected, fix, traceback)
 
 
@@ -85,15 +85,15 @@ Entry = TypeVar("Entry", AlgorithmEntry, ExtensionEntry)
 
 
 def installed_entry_points() -> list[EntryPoint]:
-    """All entry points of the environment; of two distributions of one name, the first's."""
+    """Read all entry points; of two distributions with one name, the first's."""
     try:
         return list(importlib_metadata.entry_points())
-    except Exception:  # one distribution's entry_points.txt is damaged: go one by one
+    except Exception:  # an entry_points.txt is damaged: read them one by one
         return list(_one_by_one())
 
 
 def installed_algorithms(entry_points: Iterable[EntryPoint]) -> list[AlgorithmEntry]:
-    """The algorithms among ``entry_points``, by name."""
+    """Return the algorithms among ``entry_points``, by name."""
     disabled = disabled_names()
     return [
         attrs.evolve(entry, disabled=entry.name.upper() in disabled)
@@ -102,18 +102,18 @@ def installed_algorithms(entry_points: Iterable[EntryPoint]) -> list[AlgorithmEn
 
 
 def installed_extensions(entry_points: Iterable[EntryPoint]) -> list[ExtensionEntry]:
-    """The extensions among ``entry_points``, by name."""
+    """Return the extensions among ``entry_points``, by name."""
     return _entries(ExtensionEntry, EXTENSIONS, entry_points)
 
 
 def disabled_names() -> frozenset[str]:
-    """The names in ``SPECPLUG_DISABLE``, in upper case."""
+    """Return the names in ``SPECPLUG_DISABLE``, in upper case."""
     names = os.environ.get(DISABLE, "").split(",")
     return frozenset(name.strip().upper() for name in names) - {""}
 
 
 def parse_value(value: str) -> tuple[str, str] | None:
-    """Module and attribute (perhaps empty) of an entry point's value; None if malformed."""
+    """Split an entry point's value into module and attribute (or empty); None if malformed."""
     module, colon, attribute = (part.strip() for part in value.partition("[")[0].partition(":"))
     names = module.split(".") + (attribute.split(".") if colon else [])
     return (module, attribute) if all(name.isidentifier() for name in names) else None
@@ -122,7 +122,7 @@ def parse_value(value: str) -> tuple[str, str] | None:
 def import_failure(
     entry: PluginEntry, module: str, error: BaseException, traceback: str = ""
 ) -> Problem:
-    """The problem of a plugin whose ``module`` cannot be imported, since ``error`` is raised."""
+    """Make the problem of a plugin whose ``module`` raises ``error`` at import."""
     fix = "specplug doctor shows the traceback; fix the plugin or tell its author"
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         fix = f"install what it needs: {error.name.partition('.')[0]}"
@@ -133,8 +133,10 @@ def import_failure(
 
 
 def lost_entries() -> list[AlgorithmEntry]:
-    """Entry points that stand in no section, or in one whose name is misspelt, of distributions
-    that have to do with specplug: no listing finds these."""
+    """Find entry points that no listing finds: in no section, or in one with a misspelt name.
+
+    Only distributions that concern specplug are examined.
+    """
     return [lost for distribution in _each_distribution() for lost in _lost(distribution)]
 
 
@@ -144,7 +146,7 @@ def _one_by_one() -> Iterator[EntryPoint]:
 
 
 def _each_distribution() -> Iterator[Any]:
-    """All distributions; of two of one name, the first."""
+    """Yield all distributions; of two with one name, the first."""
     seen = set()
     for distribution in importlib_metadata.distributions():
         name, _, _ = _about(distribution)
@@ -155,7 +157,7 @@ def _each_distribution() -> Iterator[Any]:
 
 
 def _salvaged(distribution: Any) -> Iterator[EntryPoint]:
-    """A distribution's entry points; a line without ``=`` becomes a name without a value."""
+    """Read a distribution's entry points; a line without ``=`` is a name without a value."""
     text, damage = _entry_points_text(distribution)
     group = ""
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -164,18 +166,18 @@ def _salvaged(distribution: Any) -> Iterator[EntryPoint]:
         elif not line.startswith("#"):
             name, _, value = line.partition("=")
             point = EntryPoint(name.strip(), value.strip(), group)
-            vars(point).update(dist=distribution, damage=damage)  # immutable by assignment
+            vars(point).update(dist=distribution, damage=damage)  # it refuses assignment
             yield point
 
 
 def _entry_points_text(distribution: Any) -> tuple[str, str]:
-    """A distribution's ``entry_points.txt`` as far as it can be read, and what is wrong with it."""
+    """Read ``entry_points.txt`` as far as possible; return it and what is wrong with it."""
     try:
         return distribution.read_text("entry_points.txt") or "", ""
     except UnicodeDecodeError as error:
         text = bytes(error.object).decode("utf-8", "replace")
         return text, f"its entry_points.txt is not UTF-8 (byte {error.start})"
-    except Exception:  # unreadable, or of a distribution that is none
+    except Exception:  # unreadable, or not a real distribution
         return "", ""
 
 
@@ -205,7 +207,7 @@ def _lost(distribution: Any) -> Iterator[AlgorithmEntry]:
 
 
 def _needs_core(distribution: Any) -> bool:
-    """Whether a distribution's metadata says that it needs specplug."""
+    """Whether a distribution requires specplug."""
     try:
         text = distribution.read_text("METADATA") or ""
     except Exception:
@@ -214,14 +216,14 @@ def _needs_core(distribution: Any) -> bool:
 
 
 def _about(distribution: Any) -> tuple[str, str, str]:
-    """Name, version and summary of a distribution, whatever of its metadata is missing.
+    """Read a distribution's name, version and summary, whichever of them are missing.
 
-    Reads the headers itself: ``Distribution.metadata`` parses each file as a mail message, README
-    included, which a listing would feel (``benchmarks/README.md``).
+    It reads the headers itself. ``Distribution.metadata`` parses each file as a mail message, with
+    its README, which would slow a listing down (``benchmarks/README.md``).
     """
     try:
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-    except Exception:  # unreadable, or there is no distribution at all
+    except Exception:  # unreadable, or no distribution
         text = ""
     headers: dict[str, str] = {}
     for line in text.partition("\n\n")[0].splitlines():
@@ -253,7 +255,7 @@ def _place(point: EntryPoint) -> tuple[str, str]:
 
 
 def _metadata_problems(entry: PluginEntry, damage: str | None) -> Iterator[Problem]:
-    """What is wrong with a plugin before anything is imported.
+    """Find what is wrong with a plugin before anything is imported.
 
     Args:
         damage: what is wrong with the file that names it, if anything is.
@@ -276,8 +278,10 @@ def _is_of_core(entry: PluginEntry) -> bool:
 
 
 def _without_rivals(entries: list[AlgorithmEntry]) -> Iterator[AlgorithmEntry]:
-    """The entries; those that share a name are marked, for nobody can tell which was meant. A name
-    of the core's own is the core's."""
+    """Return the entries; mark those that share a name, because either could be meant.
+
+    The core's own names belong to the core.
+    """
     own = {entry.name for entry in entries if _is_of_core(entry)}
     count = Counter(entry.name for entry in entries)
     for entry in entries:

@@ -1,4 +1,4 @@
-"""What can go wrong, as types. Every message names the value, what was expected and what to do."""
+"""The errors of specplug. Messages name the value, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -24,23 +24,27 @@ class CheckpointError(SpecplugError):
 
 
 class InstanceError(SpecplugError):
-    """This process and another that it works with cannot go on together; it has to end."""
+    """This process cannot go on with another one that it works with, and must end."""
 
 
 class RankError(InstanceError):
-    """A rank process of a data-parallel run has failed, died or left, so that none can go on. The
-    message names it and says what happened to it."""
+    """A rank process of a data-parallel run has failed, died or left, so that none can go on.
+
+    The message names the rank and what happened to it.
+    """
 
 
 class FallbackWarning(UserWarning):
-    """Something that was asked for, or is on by default, is off or other in this run; the message
-    says why. ``LLM.effective_config`` says it too."""
+    """A setting or feature is off or adjusted in this run; the message says why.
+
+    ``LLM.effective_config`` says it too.
+    """
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value as an error shows it: its repr in ``most`` characters, whatever it is."""
+    """Format a value for an error: its repr, in at most ``most`` characters."""
     try:
         text = repr(value)
-    except Exception:  # an integer of thousands of digits, or an object of somebody else's
+    except Exception:  # an integer of thousands of digits, or an object whose repr raises
         return f"a {type(value).__name__}"
     return text if len(text) <= most else f"{text[: most - 16]}…{text[-15:]}"

@@ -1,8 +1,8 @@
-"""Finds plugins by entry point, and imports only the one that is asked for. No torch here.
+"""Find plugins by entry point, and import only the chosen one. No torch here.
 
 ``Registry`` lists what is installed from metadata alone, checks and selects algorithms, and loads
-extensions; ``build_plugin_manager`` puts one run's plugins together. A broken plugin is told of
-when it is listed, and is an error only when it is chosen: it never stops another.
+extensions. ``build_plugin_manager`` assembles the plugins of a run. A listing reports a broken
+plugin; it is an error only when it is chosen, and never stops another.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ Entry = TypeVar("Entry", AlgorithmEntry, ExtensionEntry)
 
 @attrs.frozen
 class Examination(Generic[Entry]):
-    """What importing a plugin showed.
+    """The findings of importing a plugin.
 
     Attributes:
-        entry: the entry with what was found; ``entry.problems`` is empty if it is sound.
+        entry: with the findings; ``entry.problems`` is empty if there are none.
         plugin: the plugin object, or None if it could not be loaded.
         info: what an algorithm declares, or None.
     """
@@ -81,7 +81,7 @@ class Examination(Generic[Entry]):
 
 @attrs.frozen
 class SelectedAlgorithm:
-    """The algorithm of a run: its name, its plugin object, what it declares, where it is from."""
+    """The algorithm of a run: its name, plugin object, declaration and origin."""
 
     name: str
     plugin: Any
@@ -91,7 +91,7 @@ class SelectedAlgorithm:
 
 @attrs.frozen
 class Extension:
-    """A sound extension: its name, its plugin object, where it is from."""
+    """A working extension: its name, plugin object and origin."""
 
     name: str
     plugin: Any
@@ -99,7 +99,7 @@ class Extension:
 
 
 class Registry:
-    """The installed plugins, as they are when the registry is made.
+    """The plugins that are installed when the registry is made.
 
     Args:
         entry_points: instead of those of the environment, for tests.
@@ -112,23 +112,23 @@ class Registry:
         self._extensions = installed_extensions(found)
 
     def entries(self) -> list[AlgorithmEntry]:
-        """Every installed algorithm by name, nothing imported."""
+        """List every installed algorithm by name; import nothing."""
         return list(self._algorithms)
 
     def extension_entries(self) -> list[ExtensionEntry]:
-        """Every installed extension by name, nothing imported."""
+        """List every installed extension by name; import nothing."""
         return list(self._extensions)
 
     def lost(self) -> list[AlgorithmEntry]:
-        """Entry points that were meant for specplug and that no listing finds, each with why."""
+        """List entry points meant for specplug that no listing finds, with the reason."""
         return lost_entries()
 
     def names(self) -> list[str]:
-        """The installed algorithms' names, each once."""
+        """List the names of the installed algorithms, each once."""
         return list(dict.fromkeys(entry.name for entry in self._algorithms))
 
     def check(self, name: str) -> list[Problem]:
-        """Import the algorithm ``name`` and tell everything that is wrong with it.
+        """Import the algorithm ``name`` and report everything that is wrong with it.
 
         Raises:
             UnknownAlgorithm: there is none of that name.
@@ -161,7 +161,7 @@ class Registry:
         )
 
     def select(self, algorithm: str | object) -> SelectedAlgorithm:
-        """The algorithm to run. Imports it, and nothing else.
+        """Import the algorithm to run, and no other.
 
         Args:
             algorithm: a name, in upper or lower case, or a plugin object that is not installed.
@@ -180,7 +180,7 @@ class Registry:
                 f"{entry.subject}: it is disabled by {DISABLE}={os.environ.get(DISABLE, '')}; "
                 f"expected it not to be named there; take {entry.name} out of {DISABLE}"
             )
-        if entry.problems:  # known from metadata: do not import what cannot be right
+        if entry.problems:  # the metadata shows a problem: do not import it
             raise _plugin_error(entry.problems)
         examined = self.examine(entry)
         if examined.entry.problems or examined.info is None:
@@ -188,10 +188,10 @@ class Registry:
         return SelectedAlgorithm(entry.name, examined.plugin, examined.info, examined.entry)
 
     def check_extensions(self, names: Iterable[str]) -> frozenset[str]:
-        """Those names of extensions, in upper case.
+        """Check names of extensions and return them in upper case.
 
         Raises:
-            UsageError: they are no names, or one is not that of an installed extension.
+            UsageError: one is not the name of an installed extension.
         """
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise UsageError(f"disable_extensions={names!r}: expected a list of extensions' names")
@@ -205,7 +205,7 @@ class Registry:
         return frozenset(name.strip().upper() for name in names)
 
     def extensions(self, disabled: Iterable[str] = ()) -> list[Extension]:
-        """Import all extensions; those that are broken are left out with a ``PluginWarning``.
+        """Import all extensions; leave broken ones out with a ``PluginWarning``.
 
         Args:
             disabled: names of extensions that are neither imported nor run.
@@ -230,7 +230,7 @@ class Registry:
         same = [entry for entry in self._algorithms if entry.name.upper() == typed.upper()]
         if not same:
             raise UnknownAlgorithm(self._unknown(typed))
-        return sorted(same, key=lambda entry: bool(entry.problems))  # a sound one first
+        return sorted(same, key=lambda entry: bool(entry.problems))  # a working one first
 
     def _unknown(self, typed: str) -> str:
         names = self.names()
@@ -244,9 +244,9 @@ class Registry:
 def build_plugin_manager(
     selected: SelectedAlgorithm, extensions: Iterable[object] = (), defaults: object | None = None
 ) -> pluggy.PluginManager:
-    """The plugins of one run: the core's defaults, then the algorithm, then the extensions.
+    """Register the plugins of a run: the core's defaults, the algorithm, the extensions.
 
-    pluggy calls the last registered first, so the defaults answer what nobody else does.
+    pluggy calls the last registered first, so the defaults answer only what no other does.
 
     Args:
         extensions: ``Extension``s, or plugin objects. A broken one is left out with a
@@ -296,7 +296,7 @@ def _warn(problem: Problem) -> None:
 
 
 def _select_object(plugin: object) -> SelectedAlgorithm:
-    """An algorithm that is not installed: in a test, in a notebook."""
+    """Select an algorithm that is not installed, as in a test or a notebook."""
     kind = plugin.__name__ if isinstance(plugin, type) else type(plugin).__name__
     subject = f"algorithm {kind} (a plugin object)"
     info, problems = examine_algorithm(plugin, subject, None)
@@ -319,7 +319,7 @@ def _plugin_error(problems: Iterable[Problem]) -> PluginError:
 
 
 def _load(entry: PluginEntry, module_name: str, attribute: str) -> tuple[Any, Problem | None]:
-    """Import a plugin: the object, or what stands in its way."""
+    """Import a plugin; return the object or the problem."""
     try:
         plugin: Any = import_module(module_name)
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""What a plugin's source shows without importing it: its file, its summary, why it cannot import.
+"""Read a plugin's source without importing it: its file, its summary, why it cannot be imported.
 
-Source is read, never run. What it does not show plainly (a summary that is computed, a module in
-an archive) is left unknown, and no problem is told that importing would not have.
+Source is read, never run. What it does not show plainly (a summary that is computed, a module in an
+archive) stays unknown, and no problem is reported that importing would not have.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from specplug.contract import Problem, let_ctrl_c_pass
 from specplug.entries import PluginEntry, import_failure, parse_value
 
 HEAVY = ("torch", "transformers", "triton")
-"""What a plugin must not import at its top: every listing that checks it would wait for that."""
+"""Modules that a plugin must not import at its top: every checked listing would wait for them."""
 
 
 @attrs.frozen
 class Source:
-    """What was seen of a plugin.
+    """The findings in a plugin's source.
 
     Attributes:
-        file: of its module; None if it is not known.
-        summary: what its ``describe()`` will give, where that is written plainly; else None.
-        problem: why its module cannot be imported; None if that is not known.
+        file: of its module; None if unknown.
+        summary: of its ``describe()``, if that is a literal; else None.
+        problem: why its module cannot be imported; None if unknown.
     """
 
     file: Path | None = None
@@ -47,7 +47,7 @@ def look(entry: PluginEntry) -> Source:
     package = module.partition(".")[0]
     try:
         spec = find_spec(package)  # of a top-level name: it imports nothing
-    except BaseException as error:  # a finder of somebody's, or what is in sys.modules
+    except BaseException as error:  # of a custom finder, or an entry of sys.modules
         let_ctrl_c_pass(error)
         return Source()
     if spec is None:
@@ -61,17 +61,16 @@ def look(entry: PluginEntry) -> Source:
         text = file.read_bytes()
     except OSError:
         return Source()
-    if b"AlgorithmInfo" not in text:  # an extension, or what describes it stands elsewhere
+    if b"AlgorithmInfo" not in text:  # an extension, or ``describe()`` is in another module
         return Source(file)
     problem = None
-    if not Path(cache_from_source(str(file))).exists():  # else it has been compiled once
+    if not Path(cache_from_source(str(file))).exists():  # otherwise it has been compiled before
         problem = _syntax_problem(entry, module, file, text)
     return Source(file, _summary(text.decode("utf-8", "replace"), entry.name), problem)
 
 
 def heavy_imports(module: str) -> list[str]:
-    """Those of ``HEAVY`` that ``module``, which is imported, and others of its package import at
-    their top."""
+    """Return those of ``HEAVY`` that an imported module's package imports at its top."""
     package = module.partition(".")[0]
     found: set[str] = set()
     for name, loaded in list(sys.modules.items()):
@@ -108,7 +107,7 @@ def _syntax_problem(entry: PluginEntry, module: str, file: Path, text: bytes) ->
 
 
 def _summary(text: str, name: str) -> str | None:
-    """The literal summary of the ``AlgorithmInfo`` of that name."""
+    """Find the literal summary of the ``AlgorithmInfo`` of that name."""
     for call in re.finditer(r"\bAlgorithmInfo\(", text):
         try:
             tree = ast.parse(_balanced(text, call.start(), call.end()), mode="eval")
@@ -132,11 +131,11 @@ _TOKENS = re.compile(
     | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*'""",
     re.VERBOSE | re.DOTALL,
 )
-"""What matters to where a parenthesis ends: others, comments and strings."""
+"""Parentheses, comments and strings: what decides where a parenthesis ends."""
 
 
 def _balanced(text: str, start: int, inside: int) -> str:
-    """``text`` from ``start`` to the end of the parenthesis that is open at ``inside``."""
+    """Return ``text`` from ``start`` to the end of the parenthesis that is open at ``inside``."""
     depth = 1
     for token in _TOKENS.finditer(text, inside):
         depth += {"(": 1, ")": -1}.get(token.group(), 0)
@@ -147,12 +146,12 @@ def _balanced(text: str, start: int, inside: int) -> str:
 
 def _parsed(text: bytes, file: str) -> ast.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # its author's to see, when it imports
+        warnings.simplefilter("ignore", SyntaxWarning)  # a warning for its author, at import
         return ast.parse(text, file)
 
 
 def _imported(body: list[ast.stmt]) -> Iterator[str]:
-    """The modules that statements import when they run, as far as they name them."""
+    """Return the modules that statements import when they run, as far as they name them."""
     for statement in body:
         if isinstance(statement, ast.Import):
             yield from (alias.name for alias in statement.names)

@@ -1,4 +1,4 @@
-"""Structured output: what a request's grammar is compiled to, and what of it is refused.
+"""Structured output: compile the grammars of requests, and refuse what cannot be compiled.
 
 xgrammar is imported when the first grammar is asked for: that takes seconds, and few runs need it.
 """
@@ -28,40 +28,40 @@ if TYPE_CHECKING:
     import xgrammar
 
 _CACHE_BYTES = 64 << 20
-"""Compiled grammars that are kept, for the requests that ask for the same ones."""
+"""The size of the cache of compiled grammars."""
 
 _COMPILE_SECONDS = 10.0
-"""Of a compilation, not counting those in which the process does nothing. xgrammar has no limit of
-its own: for ``a?`` repeated a thousand times it takes a minute."""
+"""The longest compilation, without time in which the process was idle. xgrammar has no limit
+itself: ``a?`` repeated a thousand times takes it a minute."""
 
 _LONGEST_SECONDS = 60.0
-"""Likewise, counting those in which the process runs but does nothing."""
+"""The longest compilation, with time in which the process was idle."""
 
 _SLICE_SECONDS = 0.1
-"""How often that is looked at. A pause of the process, however long, counts as one of these."""
+"""How often that is checked. Any pause of the process counts as one such slice."""
 
 _TRIAL_TOKENS = 16
 _TRIAL_SECONDS = 1.0
-"""Processor time. ``((((a{0,100}){0,100}){0,100}){0,100})`` compiles at once, but takes seconds a
-token; what is usual is 50 µs."""
+"""Processor time of the trial. ``((((a{0,100}){0,100}){0,100}){0,100})`` compiles at once but takes
+seconds a token; 50 µs are usual."""
 
 _BAN_SECONDS = 600.0
-"""How long a grammar that took too long is refused at once: it may have been the machine."""
+"""How long a grammar that took too long is refused at once. The machine may have been the cause."""
 
 _MOST_BANS = 256
 
 _MOST_GIVEN_UP = 2
-"""Compilations that were given up and still run, beyond which no other is begun."""
+"""The most abandoned compilations that still run; with so many, no other is started."""
 
 _MOST_NESTED = 64
-"""Levels of a JSON schema; some hundreds take xgrammar seconds."""
+"""The most levels of a JSON schema; some hundreds take xgrammar seconds."""
 
 _MOST_BLANKS = 16
-"""Blanks in a row, outside of strings, in JSON."""
+"""The most blanks in a row in JSON, outside of strings."""
 
 _MOST_CHARACTERS = {"json_schema": 1 << 17, "regex": 1 << 14, "ebnf": 1 << 15}
-"""So that a compilation that is given up takes less than about 2 GB: states of a grammar such as
-``a*a*a*…`` grow with the square of its length."""
+"""The longest grammars. They bound the memory of an abandoned compilation to about 2 GB: the states
+of ``a*a*a*…`` grow with the square of its length."""
 
 _DATA = frozenset({"const", "default", "enum", "example", "examples"})
 """Keywords of a JSON schema whose values are not schemas."""
@@ -78,7 +78,7 @@ _T = TypeVar("_T")
 
 
 class GrammarCompiler:
-    """Makes the grammar_states of an engine's requests, and keeps what it has compiled.
+    """Makes the grammar states of an engine's requests, and caches compiled grammars.
 
     Args:
         tokenizer: the target's, of transformers; None if it has none.
@@ -93,16 +93,16 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._compiler: xgrammar.GrammarCompiler | None = None
         self._banned: dict[int, float] = {}
-        """Of grammars that took too long, the hash of (kind, text), and when it was, in order."""
+        """When grammars took too long, by the hash of (kind, text), in order."""
         self._given_up: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def start(self, params: SamplingParams) -> GrammarState:
-        """A grammar_state at the start of the grammar that ``params`` ask for.
+        """Compile the grammar that ``params`` ask for, and return its state at the start.
 
-        A compilation takes milliseconds, and at most 10 s of processor time; a grammar in the
-        cache takes one. One that took too long is refused at once for ten minutes.
-        May be called from several threads.
+        A compilation usually takes milliseconds, and at most 10 s of processor time; a cached
+        grammar takes about 1 ms. One that took too long is refused at once for ten minutes. May be
+        called from several threads.
 
         Raises:
             UsageError: xgrammar is not installed, the model has no tokenizer, the grammar cannot
@@ -122,7 +122,7 @@ class GrammarCompiler:
         except TimeoutError:
             self._ban(kind, text)
             raise _too_slow(kind, text) from None
-        except Exception as error:  # xgrammar's are RuntimeErrors, mostly
+        except Exception as error:  # xgrammar mostly raises RuntimeErrors
             raise _refusal(kind, text, _reason(error)) from error
         grammar_state = GrammarState(
             matcher,
@@ -143,10 +143,10 @@ class GrammarCompiler:
             self._banned[hash((kind, text))] = time.monotonic()
 
     def _in_time(self, work: Callable[[], _T]) -> _T:
-        """What ``work`` returns or raises, or TimeoutError after 10 s in which it was at it.
+        """Run ``work`` in a thread; raise TimeoutError after 10 s of its work.
 
-        xgrammar cannot be interrupted: what is given up goes on in a thread of its own, without
-        the interpreter's lock, and ends with the process at the latest.
+        xgrammar cannot be interrupted: abandoned work goes on in its thread, without the
+        interpreter's lock, and ends with the process at the latest.
         """
         self._given_up = [thread for thread in self._given_up if thread.is_alive()]
         if len(self._given_up) >= _MOST_GIVEN_UP:
@@ -198,10 +198,9 @@ class GrammarCompiler:
 
 
 def _wait(future: Future[Any]) -> None:
-    """Wait for what other threads of this process are at, or raise TimeoutError.
+    """Wait for other threads of this process, or raise TimeoutError.
 
-    Time counts as far as the process had a processor, since a stopped or starved one compiles
-    nothing.
+    Only time in which the process had a processor counts, since a stopped one compiles nothing.
     """
     at_it = waited = 0.0
     while at_it < _COMPILE_SECONDS and waited < _LONGEST_SECONDS:
@@ -216,7 +215,7 @@ def _wait(future: Future[Any]) -> None:
 def _vocabulary(
     tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> xgrammar.TokenizerInfo:
-    """The bytes of each token, and the tokens that end the output."""
+    """Describe the vocabulary: each token's bytes, and the tokens that end the output."""
     import xgrammar
 
     with warnings.catch_warnings():
@@ -228,7 +227,7 @@ def _vocabulary(
     texts = found.decoded_vocab
     for token in special.union(tokenizer.all_special_ids):
         if token < vocab_size:
-            # xgrammar would allow it wherever its name fits, in any string; but it is no text.
+            # xgrammar would allow it wherever its name fits, but a special token is no text.
             texts[token] = b""
     return xgrammar.TokenizerInfo(
         texts,
@@ -242,15 +241,15 @@ def _vocabulary(
 def _start(
     compiler: xgrammar.GrammarCompiler, kind: str, text: str, words: int
 ) -> xgrammar.GrammarMatcher:
-    """A matcher at the start of a grammar that has been tried out."""
+    """Compile a grammar, try it out, and return a matcher at its start."""
     import xgrammar
 
     compile_by_kind: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
-        # A weak model would go on with blanks for ever.
+        # A weak model would generate blanks for ever.
         "json_schema": partial(compiler.compile_json_schema, max_whitespace_cnt=_MOST_BLANKS),
         "regex": compiler.compile_regex,
-        # Where root refers to itself on the left, xgrammar bans tokens that span two rounds of it,
-        # unless root is not the topmost rule.
+        # Where root is left-recursive, xgrammar bans tokens that span two rounds of it, unless
+        # another rule is the topmost.
         "ebnf": lambda text: compiler.compile_grammar(
             f"{text}\n{_TOPMOST} ::= root", root_rule_name=_TOPMOST
         ),
@@ -261,7 +260,7 @@ def _start(
 
 
 def _try_out(matcher: xgrammar.GrammarMatcher, words: int) -> None:
-    """Raise TimeoutError if tokens take far too long: later they would hold up every request."""
+    """Raise TimeoutError if tokens take far too long: they would delay every request."""
     stops = set(matcher.stop_token_ids)
     mask = torch.zeros(words, dtype=torch.int32)
     started = time.thread_time()
@@ -275,7 +274,7 @@ def _try_out(matcher: xgrammar.GrammarMatcher, words: int) -> None:
 
 
 def _check(kind: str, text: str) -> None:
-    """Refuse what xgrammar would take too much memory for, or would take for something else."""
+    """Refuse what would take xgrammar too much memory, or what it would misread."""
     most = _MOST_CHARACTERS[kind]
     if len(text) > most:
         raise _refusal(kind, text, f"it has {len(text)} characters", f"at most {most}: shorten it")
@@ -292,7 +291,7 @@ def _check(kind: str, text: str) -> None:
 
 
 def _depth(schema: Any) -> int:
-    """Levels of lists and objects within one another."""
+    """Count the levels of nested lists and objects."""
     depth, level = 0, [schema]
     while level:
         depth += 1
@@ -314,7 +313,7 @@ def _check_keyword(schema: str, key: str, value: str) -> None:
 
 
 def _strings(schema: Any) -> Iterator[tuple[str, str]]:
-    """The keywords of a schema and its parts that have strings as values."""
+    """Yield the keywords of a schema and its parts whose values are strings."""
     parts = [schema]
     while parts:
         part = parts.pop()
@@ -343,7 +342,7 @@ def _shortened(text: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """An error of xgrammar as a user can read it: one line, without the place in its source."""
+    """Format an error of xgrammar for users: one line, without its source location."""
     text = re.sub(r"\[[\d:]+\] \S+\.(cc|h):\d+: ", "", str(error))
     text = re.sub(r"Check failed: .*? is false: ", "", text)
     text = " ".join(text.split("The JSON string is:")[0].split()).rstrip(". ")

@@ -1,4 +1,4 @@
-"""Attention of a few queries a request over that request's own slots of a paged KV pool."""
+"""Attention of a few queries a request over its own slots of a paged KV pool."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def paged_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The torch reference: gather each request's keys and values, then masked attention.
+    """Gather each request's keys and values, then attend with a mask. The torch reference.
 
     Args:
         q: [bs, H, Q, D].
         keys, values: [slots, Hkv, D], the pool of one layer.
         table: [bs * L] int64 slots of each request's keys, slot 0 where there is none.
         bias: [bs, 1, H // Hkv * Q, L], 0 where a query sees a key and -inf where it does not;
-            the queries of a group of heads one behind the other.
+            the queries of a group of heads one after the other.
         scale: of the scores.
         softcap: ``softcap * tanh(score / softcap)`` before the mask (Gemma 2), or None.
-        sinks: [H], a score of each head that takes its part of the softmax and has no value
-            (gpt-oss), or None.
+        sinks: [H], a score of each head that takes part in the softmax without a value (gpt-oss),
+            or None.
 
     Returns:
         [bs, H, Q, D].

@@ -1,8 +1,8 @@
-"""The target's token at each node: exact, and a function of the node's own path alone.
+"""Choose the target's token at each node: exact, and a function of the node's own path alone.
 
 The token at position t is ``argmax(log p_t + g(seed, t, token))`` (greedy: g = 0) after grammar,
-logit bias, penalties, temperature, min-p, top-k and top-p, in this order. Nothing else enters, so
-it is the same whatever was drafted, and whatever else is in the batch.
+logit bias, penalties, temperature, min-p, top-k and top-p, in this order. It depends on nothing
+else, so it is the same whatever was drafted and whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from specplug.speculative.host_copy import upload
 from specplug.speculative.noise import gumbel
 
 _COLDEST = 1e-6
-"""A temperature below it is as good as this one, and would make the logits overflow."""
+"""The lowest temperature used. Lower ones choose the same, but overflow the logits."""
 
 _LEAST_TOP_P = torch.finfo(torch.float32).tiny
-"""No probability of a first token is less. Less would be 0 in float32, which leaves no token."""
+"""The lowest top_p used. Less would be 0 in float32, which leaves no token."""
 
 _COLUMNS = ("temperature", "top_p", "top_k", "min_p", "repetition", "presence", "frequency")
 
@@ -42,7 +42,7 @@ class Sampler:
         self._seeds = torch.zeros(req_table_size, dtype=torch.int64, device=device)
         self._random = torch.zeros(req_table_size, dtype=torch.bool, device=device)
         self._size = req_table_size, vocab_size
-        # These three are as large as rows x vocabulary, and made when first needed.
+        # These three have rows x vocabulary elements, so they are allocated when first needed.
         self._bias: Tensor | None = None
         self._in_prompt: Tensor | None = None
         self._output_counts: Tensor | None = None
@@ -60,7 +60,7 @@ class Sampler:
         Args:
             seed: of its noise.
             prompt: its tokens, for penalties.
-            output: tokens that count as generated already, of one that was retracted.
+            output: tokens that a retracted request has generated already.
         """
         p, row = params, req_index
         temperature = 1.0 if p.greedy else max(p.temperature, _COLDEST)
@@ -74,22 +74,22 @@ class Sampler:
         if p.needs & Needs.BIAS:
             self._admit_bias(row, p.logit_bias)
         elif self._bias is not None:
-            self._bias[row] = 0.0  # of the request that had this row before
+            self._bias[row] = 0.0  # clears the bias of the row's last request
         if p.needs & Needs.PENALTIES:
             self._admit_counts(row, prompt, output)
 
     def temperatures(self, rows: Tensor) -> Tensor:
-        """[bs, 1] float32; 1 for greedy requests."""
+        """Return [bs, 1] float32; 1 for greedy requests."""
         return self._settings[rows, :1]
 
     def is_random(self, rows: Tensor) -> Tensor:
-        """[n] bool, whether the requests of rows [n] sample."""
+        """Return whether the requests of rows [n] sample, [n] bool."""
         return self._random[rows]
 
     def noise(
         self, rows: Tensor, random: Tensor, positions: Tensor, token_ids: Tensor | None = None
     ) -> Tensor:
-        """[n, V] float64 Gumbel noise of rows [n] at positions [n]; zero where not ``random``."""
+        """Compute Gumbel noise [n, V] float64 of rows and positions [n]; 0 where not ``random``."""
         tokens = self._vocab if token_ids is None else token_ids
         noise = gumbel(self._seeds[rows], positions, tokens)
         return noise.masked_fill_(~random.unsqueeze(1), 0.0)
@@ -104,7 +104,7 @@ class Sampler:
         draft: Draft | None,
         masks: Tensor | None = None,
     ) -> Tensor:
-        """The target's token for each row of logits.
+        """Choose the target's token for each row of logits.
 
         Args:
             logits: [T, V].
@@ -186,7 +186,7 @@ class Sampler:
 
 
 def path_counts(draft: Draft, vocab_size: int, dtype: torch.dtype) -> Tensor:
-    """[T, V]: how often each token stands on the path from the root to each node, both included."""
+    """Count each token on the path from the root to each node, both included: [T, V]."""
     bs, width = draft.tokens.shape
     tokens = draft.tokens.unsqueeze(1).expand(bs, width, width)
     counts = torch.zeros(bs, width, vocab_size, dtype=dtype, device=tokens.device)
@@ -207,13 +207,13 @@ def truncate(scores: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Ten
     rank = torch.arange(scores.shape[1], device=scores.device)
     drop = (rank >= top_k) & (top_k > 0)
     probs = ordered.masked_fill(drop, float("-inf")).softmax(-1)
-    # A token stays while those before it have not reached top_p; the first one always does.
+    # A token stays while those before it have not reached top_p; the first one always stays.
     drop |= (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)
     return scores.masked_fill(torch.zeros_like(drop).scatter_(1, order, drop), float("-inf"))
 
 
 def top_logprobs(logits: Tensor, predict: Tensor, count: int) -> dict[str, Tensor]:
-    """Log-probabilities of the model itself, by node, for the ``per_node`` container.
+    """Compute the model's own log-probabilities by node, for the ``per_node`` container.
 
     Args:
         logits: [T, V].
