@@ -20,8 +20,10 @@ from specplug.speculative.per_token_output import PerTokenOutput
 
 @attrs.define(eq=False)
 class KVCache:
-    """A paged cache, of the target or a draft model: one [slots, Hkv, D] pair a layer; all caches
-    have the same slots."""
+    """A paged cache of the target or a draft model.
+
+    It has a pair of [slots, Hkv, D] for each layer. All caches have the same slots.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
