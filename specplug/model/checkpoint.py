@@ -1,7 +1,11 @@
-"""Load a target's checkpoint; refuse one that is damaged or incomplete."""
+"""Load a target's checkpoint; refuse one that is damaged or incomplete.
+
+A model's repository is data: no code in it runs, and no prompt asks whether it may.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import warnings
@@ -13,14 +17,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from specplug.errors import CheckpointError, FallbackWarning
 from specplug.model.attention import IMPLEMENTATION, register
-from specplug.model.foreign_code import DATA_ONLY, refuse_code
+
+DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
+"""Arguments of every ``from_pretrained``. Without them transformers asks on standard input."""
 
 _KINDS = {"full_attention", "sliding_attention"}
 _NAMED = 5
 """The most tensors that a message names."""
+_SAMPLES = 32
+"""Values of each parameter that a fingerprint hashes."""
 
 
 def load_checkpoint(path: str, dtype: torch.dtype | None) -> Any:
@@ -60,6 +69,40 @@ def load_checkpoint(path: str, dtype: torch.dtype | None) -> Any:
     model, info = loaded
     _check_tensors(path, model, info)
     return model
+
+
+def needs_code(error: Exception) -> bool:
+    """Whether transformers refuses to load because it would have to run the repository's code."""
+    return isinstance(error, ValueError) and "custom code" in str(error)
+
+
+def refuse_code(what: str, error: Exception) -> None:
+    """Raise if ``error`` says that ``what`` needs code of its repository.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    if needs_code(error):
+        raise CheckpointError(
+            f"{what} is code in its repository, which specplug never runs; expected an "
+            "architecture that transformers has: choose another model"
+        ) from error
+
+
+@torch.inference_mode()
+def weights_fingerprint(model: nn.Module) -> str:
+    """Return a model's class and a hash of its parameters' names, shapes and some of their values.
+
+    Call it before the engine shards or changes the model, which depends on the run.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        size = parameter.numel()
+        places = torch.arange(0, size, max(1, size // _SAMPLES), device=parameter.device)
+        values = torch.take(parameter, places).to("cpu", torch.float64)
+        digest.update(values.numpy().tobytes())
+    return f"{type(model).__name__} {digest.hexdigest()}"
 
 
 def check_model_path(path: str) -> None:

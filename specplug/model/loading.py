@@ -13,8 +13,7 @@ import torch
 
 from specplug.algorithm import DEFAULT_MODEL
 from specplug.errors import FallbackWarning, UsageError
-from specplug.model.checkpoint import check_model_path
-from specplug.model.foreign_code import DATA_ONLY, needs_code, refuse_code
+from specplug.model.checkpoint import DATA_ONLY, check_model_path, needs_code, refuse_code
 from specplug.model.model_runner import ModelRunner
 
 ASSETS = Path(__file__).parent.parent / "assets"

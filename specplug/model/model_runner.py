@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from specplug.distributed.rank_group import RankGroup
 from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
-from specplug.model.checkpoint import load_checkpoint
+from specplug.model.checkpoint import load_checkpoint, weights_fingerprint
 from specplug.model.direct_calls import shorten_calls
-from specplug.model.fingerprint import weights_fingerprint
 from specplug.model.graph_runner import GraphRunner
 from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.model_check import ModelCheck

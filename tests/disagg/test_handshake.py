@@ -26,7 +26,7 @@ from specplug.disagg.identity import (
     folder_fingerprint,
     model_fingerprint,
 )
-from specplug.model.fingerprint import weights_fingerprint
+from specplug.model.checkpoint import weights_fingerprint
 from specplug.model.loading import ASSETS
 
 PARAMS = SamplingParams(max_tokens=8)
