@@ -17,6 +17,7 @@ from specplug.algorithm import (
     Defaults,
     SpecConfig,
 )
+from specplug.config import EngineConfig
 from specplug.errors import (
     CheckpointError,
     FallbackWarning,
@@ -96,6 +97,7 @@ __all__ = [
     "Defaults",
     "Draft",
     "DraftInput",
+    "EngineConfig",
     "FallbackWarning",
     "FeatureDrafter",
     "FutureMap",

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from specplug.errors import UsageError
+from specplug.errors import UsageError, shown
 
 MAX_DRAFT_TOKENS = 1024
 MAX_NUM_STEPS = MAX_DRAFT_TOKENS - 1
@@ -94,12 +94,3 @@ def check_seconds(name: str, value: Any) -> None:
         raise UsageError(
             f"{name}={shown(value)}: expected seconds, above 0 and at most {MAX_SECONDS}"
         )
-
-
-def shown(value: object) -> str:
-    """A value as a message names it, however long it is."""
-    try:
-        text = repr(value)
-    except Exception:  # of an integer with over 4300 digits, or of an object of anybody's
-        text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:79]}…"

@@ -27,7 +27,7 @@ LAYERS = (
     {"contract"},
     {"hookspecs"},
     {"config", "sampling_params", "outputs"},
-    {"algorithm"},
+    {"algorithm", "settings"},
     {"bounds"},
     {"errors", "debug"},
 )

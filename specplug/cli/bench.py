@@ -19,6 +19,7 @@ from specplug.cli import say
 from specplug.cli.options import COUNT, ENGINE, SAMPLING, Bounded, check_speculation, chosen
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
+from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError
 from specplug.registry import Registry
 
@@ -146,7 +147,7 @@ def _fitted(variant: Variant, registry: Registry, common: Mapping[str, Any]) -> 
     if not info.capabilities.draft_model:
         fitting.pop("speculative_draft_model_path", None)
     fitted = variant.with_common(fitting)
-    check_speculation(info, fitted.arguments)
+    check_speculation(info, EngineConfig(**fitted.arguments))
     return fitted
 
 
@@ -206,7 +207,7 @@ def _report(
     names = {summary.series.variant.algorithm for summary in summaries}
     plugins = [entry.distribution for entry in Registry().entries() if entry.name in names]
     settings = {
-        "model": options["model"],
+        "model": EngineConfig(model=options["model"]).model,
         "dtype": config["dtype"],
         "device": config["device"],
         "dataset": "the built-in set" if options["dataset"] is None else str(options["dataset"]),

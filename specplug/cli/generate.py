@@ -15,6 +15,7 @@ import click
 from specplug.cli.options import ENGINE, GRAMMAR, SAMPLING, check_speculation, chosen
 from specplug.cli.progress import load
 from specplug.cli.standard_output import reserve_standard_output
+from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError
 from specplug.registry import Registry
 
@@ -107,13 +108,13 @@ def generate(**options: Any) -> None:
 
 def _generate(options: Mapping[str, Any], params: SamplingParams, out: TextIO | None) -> Run:
     """Complete the prompts; one alone is printed on ``out`` as it comes, if that is given."""
-    engine = chosen(ENGINE, options)
+    config = EngineConfig(**chosen(ENGINE, options))
     registry = Registry()
-    check_speculation(registry.select(engine["speculative_algorithm"]).info, engine)
-    registry.check_extensions(engine["disable_extensions"])
+    check_speculation(registry.select(config.speculative_algorithm).info, config)
+    registry.check_extensions(config.disable_extensions)
     prompts = _read_prompts(options["prompts"], options["prompt_file"])
     started = time.perf_counter()
-    with load(engine) as llm:
+    with load(config) as llm:
         loaded = time.perf_counter()
         if len(prompts) == 1 and out is not None:
             outputs = [_stream(llm, prompts[0], params, out)]

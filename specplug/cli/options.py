@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 
-from specplug.algorithm import DEFAULT_MODEL, AlgorithmInfo, SpecConfig
-from specplug.bounds import MAX_SECONDS, bound_of, shown
+from specplug.algorithm import AlgorithmInfo, SpecConfig
+from specplug.bounds import MAX_SECONDS, bound_of
+from specplug.config import EngineConfig
+from specplug.errors import shown
+from specplug.settings import (
+    Choice,
+    Flag,
+    Integer,
+    Number,
+    Seconds,
+    Setting,
+    Text,
+    Texts,
+    settings_of,
+)
 
 
 def _no_limit(ctx: click.Context, option: click.Parameter, value: int) -> int | None:
@@ -59,7 +73,7 @@ class Bounded(click.IntRange):
         return number
 
 
-class Seconds(click.FloatRange):
+class Duration(click.FloatRange):
     """A duration above 0, in seconds, and none that never ends."""
 
     def __init__(self) -> None:
@@ -75,131 +89,64 @@ class Seconds(click.FloatRange):
         return number
 
 
-ENGINE = (
-    click.Option(
-        ["--model"],
-        default=DEFAULT_MODEL,
-        show_default=True,
-        help="Folder or hub id of a causal language model of transformers.",
-    ),
-    click.Option(
-        ["--speculative-algorithm"],
-        default="NONE",
-        show_default=True,
-        help="An installed algorithm (specplug list).",
-    ),
-    click.Option(["--speculative-draft-model-path"], help="Folder of its draft weights."),
-    click.Option(["--speculative-num-steps"], type=Bounded("num_steps"), help="Draft depth S."),
-    click.Option(
-        ["--speculative-eagle-topk"], type=Bounded("topk"), help="Branches K kept a step."
-    ),
-    click.Option(
-        ["--speculative-num-draft-tokens"],
-        type=Bounded("num_draft_tokens"),
-        help="Tokens N that the target verifies a step, root included.",
-    ),
-    click.Option(
-        ["--page-size"],
-        type=Bounded("page_size"),
-        default=16,
-        show_default=True,
-        help="Tokens a KV page.",
-    ),
-    click.Option(
-        ["--chunked-prefill-size"],
-        type=int,
-        default=512,
-        show_default=True,
-        callback=_no_limit,
-        help="Token budget of a step: prompt tokens, and drafts if they share it; -1: no limit.",
-    ),
-    click.Option(
-        ["--enable-mixed-chunk"],
-        is_flag=True,
-        help="Prompts and drafts share a step, so that a long prompt holds up nobody.",
-    ),
-    click.Option(
-        ["--max-running-requests"],
-        type=Bounded("max_running_requests"),
-        default=8,
-        show_default=True,
-        help="Most prompts that run at a time.",
-    ),
-    click.Option(
-        ["--max-total-tokens"],
-        type=COUNT,
-        help="Slots of the KV pool.  [default: what fits a memory budget]",
-    ),
-    click.Option(
-        ["--disable-overlap-schedule"],
-        is_flag=True,
-        help="Process a step's results before the next step is launched.",
-    ),
-    click.Option(
-        ["--disable-radix-cache"],
-        is_flag=True,
-        help="Do not keep the KV of prompts and outputs for others that begin alike.",
-    ),
-    click.Option(
-        ["--disable-cuda-graph"],
-        is_flag=True,
-        help="Do not record passes as CUDA graphs.",
-    ),
-    click.Option(
-        ["--skip-model-check"],
-        is_flag=True,
-        help="Do not prove at loading that the model gives its own logits here.",
-    ),
-    click.Option(
-        ["--seed"],
-        type=click.IntRange(0, 2**32 - 1),
-        default=0,
-        show_default=True,
-        help="Of the sampling noise; each prompt derives its own from it.",
-    ),
-    click.Option(
-        ["--dtype"],
-        type=click.Choice(["auto", "float32", "bfloat16", "float16", "float64"]),
-        default="auto",
-        show_default=True,
-        help="Of weights and activations; auto: float32 on the CPU, else the checkpoint's.",
-    ),
-    click.Option(
-        ["--disable-extension", "disable_extensions"],
-        multiple=True,
-        metavar="NAME",
-        help="An installed extension that this run goes without; may be given many times.",
-    ),
-    click.Option(["--device"], help="cpu, cuda or cuda:N.  [default: CUDA if there is one]"),
-    click.Option(
-        ["--num-threads"],
-        type=Bounded("num_threads"),
-        help="torch's on the CPU.  [default: one for a small model, else torch's choice]",
-    ),
-)
-"""Options that are arguments of ``LLM``, under the same names and with the same defaults."""
+def options_of(kind: type[attrs.AttrsInstance], *groups: str) -> tuple[click.Option, ...]:
+    """Make the options of all settings of a class that have one, in the order of ``groups``."""
+    fields = attrs.fields_dict(kind)
+    return tuple(
+        _option(fields[name], about)
+        for group in groups
+        for name, about in settings_of(kind).items()
+        if about.group == group and about.option
+    )
 
-DISAGGREGATION = (
-    click.Option(
-        ["--disaggregation-mode", "disaggregation"],
-        type=click.Choice(["prefill", "decode"]),
-        help="Prefill for decode instances, or have prompts prefilled by prefill instances.",
-    ),
-    click.Option(
-        ["--disaggregation-address"],
-        metavar="tcp://HOST:PORT",
-        help="Where the decode instance waits for prefill instances; these may name several, with "
-        "commas between them.  [default: port 30100 of this machine]",
-    ),
-    click.Option(
-        ["--disaggregation-timeout"],
-        type=Seconds(),
-        default=30.0,
-        show_default=True,
-        help="Seconds without progress after which a request is prefilled elsewhere.",
-    ),
-)
-"""Options that are arguments of ``LLM`` too, of servers alone."""
+
+def _option(field: attrs.Attribute[Any], about: Setting) -> click.Option:
+    text = about.option_help or about.help
+    if about.unset:
+        text += f"  [default: {about.unset}]"
+    return click.Option(
+        [about.option, field.name],
+        default=field.default,
+        show_default=field.default not in (None, ()) and field.default is not False,
+        help=text,
+        metavar=about.metavar,
+        callback=_callback(about),
+        **_kind(about),
+    )
+
+
+def _kind(about: Setting) -> dict[str, Any]:
+    """What click must know of a setting's values."""
+    match about.check:
+        case Flag():
+            return {"is_flag": True}
+        case Texts():
+            return {"multiple": True}
+        case Choice(names=names, options=options):
+            return {"type": click.Choice(options or names)}
+        case Seconds():
+            return {"type": Duration()}
+        case Number():
+            return {"type": float}
+        case Integer(bound=bound) if bound:
+            return {"type": Bounded(bound)}
+        case Integer(least=1) if not about.unlimited:
+            return {"type": COUNT}
+        case Integer():
+            return {"type": int}
+        case _:
+            return {"type": str}
+
+
+def _callback(about: Setting) -> Callable[..., Any] | None:
+    if about.unlimited:
+        return _no_limit
+    return _text_or_file if isinstance(about.check, Text) and about.check.from_file else None
+
+
+ENGINE = options_of(EngineConfig, "Model", "Speculation", "Engine")
+DISAGGREGATION = options_of(EngineConfig, "Disaggregation")
+"""Options of servers alone; ``ENGINE`` are those of all commands that load a model."""
 
 SAMPLING = (
     click.Option(
@@ -285,22 +232,19 @@ def chosen(group: Sequence[click.Parameter], options: Mapping[str, Any]) -> dict
     return {option.name: options[option.name] for option in group if option.name}
 
 
-def check_speculation(info: AlgorithmInfo, engine: Mapping[str, Any]) -> None:
+def check_speculation(info: AlgorithmInfo, config: EngineConfig) -> None:
     """Refuse at once what ``LLM`` would refuse after torch has loaded.
-
-    Args:
-        engine: arguments of ``LLM``; those that are missing have their defaults.
 
     Raises:
         UsageError: the algorithm cannot run with these settings.
     """
-    typed = engine.get("speculative_draft_model_path")
+    typed = config.speculative_draft_model_path
     # Whether weights are shipped depends on the model: that is for LLM to say.
     untold = Path(".") if info.capabilities.draft_model else None
     SpecConfig.resolve(
         info,
-        num_steps=engine.get("speculative_num_steps"),
-        topk=engine.get("speculative_eagle_topk"),
-        num_draft_tokens=engine.get("speculative_num_draft_tokens"),
+        num_steps=config.speculative_num_steps,
+        topk=config.speculative_eagle_topk,
+        num_draft_tokens=config.speculative_num_draft_tokens,
         draft_model_path=Path(typed) if typed else untold,
     )

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from specplug.config import EngineConfig
 
 if TYPE_CHECKING:
     from specplug.llm import LLM
 
 
-def load(engine: Mapping[str, Any]) -> LLM:
-    """Make an ``LLM`` from its arguments, with a spinner on standard error meanwhile."""
-    with status(f"loading {engine['model']}"):
+def load(config: EngineConfig) -> LLM:
+    """Make an ``LLM``, with a spinner on standard error meanwhile."""
+    with status(f"loading {config.model}"):
         from specplug.llm import LLM
         from specplug.model.loading import silence_libraries
 
         silence_libraries()
-        return LLM(**engine)
+        return LLM(config)
 
 
 @contextmanager

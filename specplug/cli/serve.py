@@ -15,18 +15,20 @@ from specplug.cli.options import (
     DISAGGREGATION,
     ENGINE,
     Bounded,
-    Seconds,
+    Duration,
     check_speculation,
     chosen,
+    options_of,
 )
 from specplug.cli.progress import status
 from specplug.cli.standard_output import reserve_standard_output
+from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError
 from specplug.registry import Registry
 
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn", "zmq")
 
-_SECONDS = Seconds()
+_SECONDS = Duration()
 
 SERVER = (
     click.Option(
@@ -64,6 +66,7 @@ SERVER = (
 )
 """Where and how it serves."""
 
+MODEL_LIMITS = options_of(EngineConfig, "Limits")
 LIMITS = (
     click.Option(
         ["--api-key"],
@@ -71,11 +74,7 @@ LIMITS = (
         show_envvar=True,
         help="What clients must know; all but /health asks for it.",
     ),
-    click.Option(
-        ["--max-model-len"],
-        type=COUNT,
-        help="Most tokens of a request, prompt and output.  [default: the model's context]",
-    ),
+    *MODEL_LIMITS,
     click.Option(
         ["--max-prompt-tokens"],
         type=COUNT,
@@ -145,11 +144,11 @@ def serve(**options: Any) -> None:
             f"specplug serve needs {', '.join(missing)}, which is not installed: "
             "pip install 'specplug[serve]'"
         )
-    engine = chosen(ENGINE, options)
+    config = EngineConfig(**chosen((*ENGINE, *DISAGGREGATION, *MODEL_LIMITS), options))
     with reserve_standard_output():
         registry = Registry()
-        check_speculation(registry.select(engine["speculative_algorithm"]).info, engine)
-        registry.check_extensions(engine["disable_extensions"])
+        check_speculation(registry.select(config.speculative_algorithm).info, config)
+        registry.check_extensions(config.disable_extensions)
     chat_template = _read(options["chat_template"])
     import asyncio
 
@@ -157,14 +156,10 @@ def serve(**options: Any) -> None:
     from specplug.serve.server import Server, Settings
 
     settings = Settings(
-        llm={
-            **engine,
-            **chosen(DISAGGREGATION, options),
-            "max_model_len": options["max_model_len"],
-        },
+        config=config,
         host=options["host"],
         port=options["port"],
-        served_model_name=options["served_model_name"] or engine["model"],
+        served_model_name=options["served_model_name"] or str(config.model),
         chat_template=chat_template,
         max_prompt_tokens=options["max_prompt_tokens"],
         max_queue=options["max_queue"],
@@ -179,7 +174,7 @@ def serve(**options: Any) -> None:
         log_requests=options["log_requests"],
     )
     with ExitStack() as loading:
-        loading.enter_context(status(f"loading {engine['model']}"))
+        loading.enter_context(status(f"loading {config.model}"))
         server = Server(
             settings,
             on_loaded=loading.close,

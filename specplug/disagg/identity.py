@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from specplug import __version__
+from specplug.config import INSTANCES, agreeing
 from specplug.errors import InstanceError
 
 _OF_THE_FILE = ("dtype", "torch_dtype", "transformers_version")
@@ -55,8 +56,10 @@ class Identity:
         fix = {
             "version": "install the same version of specplug on both sides",
             "model": "start both with the same --model",
-            "dtype": "start both with the same --dtype",
-            "page_size": "start both with the same --page-size",
+            **{
+                name: f"start both with the same {about.option}"
+                for name, about in agreeing(INSTANCES).items()
+            },
             "kv": "start both with the same --model",
         }
         for name, how in fix.items():

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from specplug.algorithm import SpecConfig
-from specplug.bounds import check_seconds
+from specplug.config import EngineConfig
 from specplug.disagg.identity import Identity, folder_fingerprint, model_fingerprint
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.request import Request
@@ -20,61 +20,32 @@ if TYPE_CHECKING:
     from specplug.disagg.prefill_instance import PrefillInstance
     from specplug.disagg.zmq_transport import ZmqTransport
 
-MODES = ("prefill", "decode", "both")
-"""What ``disaggregation`` may be: one of the two sides, or both of them in one process."""
-
 DEFAULT_ADDRESS = "tcp://127.0.0.1:30100"
 """Where a decode instance waits for prefill instances unless told otherwise."""
 
 
-def check_mode(mode: str | None, address: str | None, timeout: float, *, shares_mlps: bool) -> None:
-    """Refuse a mode that there is not.
-
-    Raises:
-        UsageError: it, or the timeout, cannot be used; there is an address and no mode; or both
-            sides are to be in one process of several that share their MLPs.
-    """
-    if mode is None and address is not None:
-        raise UsageError(
-            f"disaggregation_address={address!r} without disaggregation: expected one of "
-            f"{', '.join(MODES)} with it"
-        )
-    if mode is not None and mode not in MODES:
-        raise UsageError(f"disaggregation={mode!r}: expected {', '.join(MODES)}, or None")
-    if mode == "both" and shares_mlps:
-        raise UsageError(
-            "disaggregation='both' with enable_dp_attention: the two sides of a process take "
-            "turns, and would wait for those of another that take them the other way round; "
-            "expected prefill or decode, with ranks of their own for each side"
-        )
-    check_seconds("disaggregation_timeout", timeout)
-
-
 def make_decode_instance(
-    runtime: EngineRuntime,
-    runner: ModelRunner,
-    cache: PrefixCache,
-    *,
-    address: str | None,
-    timeout: float,
-    both: bool,
-) -> DecodeInstance:
-    """The decode instance of an engine, bound at ``address``.
+    config: EngineConfig, runtime: EngineRuntime, runner: ModelRunner, cache: PrefixCache
+) -> DecodeInstance | None:
+    """The decode instance of a run, bound at its address; None if its settings ask for none.
 
     Raises:
         UsageError: it cannot be bound, or pyzmq is missing.
     """
+    if config.disaggregation not in ("decode", "both"):
+        return None
     from specplug.disagg.decode_instance import DecodeInstance
     from specplug.disagg.incoming import KVFormat
 
-    where = address or ("tcp://127.0.0.1:*" if both else DEFAULT_ADDRESS)
+    both = config.disaggregation == "both"
+    where = config.disaggregation_address or ("tcp://127.0.0.1:*" if both else DEFAULT_ADDRESS)
     return DecodeInstance(
         _zmq().bind(where),
-        identity_of(runner, runtime.config, cache.pool.page_size),
+        identity_of(runner, runtime.config, config.page_size),
         cache=cache,
         form=KVFormat(shapes=runtime.kv_shapes, dtype=runtime.dtype, vocab_size=runtime.vocab_size),
         most_away=runtime.max_running_requests,
-        timeout=timeout,
+        timeout=config.disaggregation_timeout,
         moment=0.0005 if both else 0.002,  # the other side takes its turn in the same thread
     )
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specplug.bounds import check_integer, check_seconds
+from specplug.config import RANKS, EngineConfig
 from specplug.distributed.rank_channel import RankChannel
-from specplug.errors import RankError, SpecplugError, UsageError
-from specplug.speculative.runtime import RankInfo
+from specplug.errors import RankError, SpecplugError
 
 _POLL = timedelta(seconds=0.5)
 _ABORT_SECONDS = 5.0
-
-Parameters = ParamSpec("Parameters")
 
 
 class RankGroup:
@@ -173,6 +169,21 @@ class RankGroup:
         finally:
             self._resting.set()
 
+    def finish(self, step: Callable[[], None]) -> None:
+        """Take part in the other ranks' steps until all have called this as often as this one.
+
+        Args:
+            step: runs a step without work of this rank.
+
+        Raises:
+            RankError: a rank has failed.
+        """
+        for _ in ("nothing to launch", "nothing on the device"):
+            self.channel.say_done()
+            while not self.channel.all_done:
+                step()
+            self.settle()
+
     def settle(self) -> None:
         """Wait until the device has done all that was launched, passes of idle steps included.
 
@@ -203,6 +214,12 @@ class RankGroup:
             return error
         return RankError(str(caused))
 
+    def fail(self, error: BaseException) -> BaseException:
+        """Leave, since this rank cannot be made. Returns what to raise, as ``end`` does."""
+        cause = self.end(error)
+        self.close()
+        return cause
+
     def close(self) -> None:
         """Leave the group and tell the others."""
         with suppress(RankError, RuntimeError):
@@ -227,55 +244,27 @@ class RankGroup:
 
 
 def join_ranks(
-    place: RankInfo,
-    address: str | None,
-    device: torch.device,
-    timeout: float,
-    facts: Mapping[str, Any],
-    *,
-    enabled: bool,
+    config: EngineConfig, device: torch.device, target_config: Mapping[str, Any]
 ) -> RankGroup | None:
     """Join the rank group that a run's settings name; None for a run with one rank.
 
+    Args:
+        target_config: of the model, which all ranks must have.
+
     Raises:
-        UsageError: the settings do not go together.
+        UsageError: the ranks differ.
         RankError: not all ranks came in time.
     """
-    rank, size = place.rank, place.world_size
-    for name, value, low in (("dp_rank", rank, 0), ("dp_size", size, 1)):
-        check_integer(name, value, least=low)
-    if rank >= size:
-        raise UsageError(f"dp_rank={rank}: expected 0 to {size - 1}, since dp_size={size}")
-    check_seconds("dp_timeout", timeout)
-    if size == 1:
+    if config.dp_size == 1:
         return None
-    if not enabled:
-        raise UsageError(
-            f"dp_size={size} without enable_dp_attention: such ranks share nothing: make an LLM of "
-            "its own for each, or enable_dp_attention=True"
-        )
-    if address is None:
-        raise UsageError(f"dp_size={size}: expected dp_address, host:port of rank 0, too")
-    return RankGroup(rank, size, address, device, facts, timeout=timeout)
-
-
-def tells_ranks(
-    make: Callable[Concatenate[Any, Parameters], None],
-) -> Callable[Concatenate[Any, Parameters], None]:
-    """Decorate an ``__init__`` that sets ``_ranks``: if it fails, the other ranks are told."""
-
-    @functools.wraps(make)
-    def guarded(self: Any, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
-        self._ranks = None
-        try:
-            make(self, *args, **kwargs)
-        except BaseException as error:
-            ranks: RankGroup | None = self._ranks
-            if ranks is not None:
-                cause = ranks.end(error)
-                ranks.close()
-                if cause is not error:
-                    raise cause from error
-            raise
-
-    return guarded
+    assert config.dp_address is not None, "EngineConfig has checked it"
+    facts = {name: value for name, value in target_config.items() if not name.startswith("_")}
+    facts |= {**config.agreed(RANKS), "device": device.type}
+    return RankGroup(
+        config.dp_rank,
+        config.dp_size,
+        config.dp_address,
+        device,
+        facts,
+        timeout=config.dp_timeout,
+    )

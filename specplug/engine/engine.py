@@ -90,6 +90,19 @@ class Engine:
         return [*self._received, *(self._remote or ()), *self.scheduler]
 
     @property
+    def occupancy(self) -> dict[str, int]:
+        """What it holds now; see ``LLM.occupancy``."""
+        cache, running = self.scheduler.cache, len(self.scheduler.running)
+        return {
+            "running": running,
+            "waiting": len(self.requests) - running,
+            "total": cache.pool.num_pages - 1,
+            "free": cache.pool.num_free,
+            "cached": cache.num_pages,
+            "available": cache.num_available,
+        }
+
+    @property
     def cuda_graph(self) -> str:
         """Whether passes are replayed as CUDA graphs: "on", or "off" and why."""
         return self._runtime.cuda_graph

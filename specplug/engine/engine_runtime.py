@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specplug.algorithm import SpecConfig
+from specplug.config import EngineConfig
 from specplug.errors import PluginError
 from specplug.kv.request_table import RequestTable
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
@@ -31,13 +32,12 @@ class EngineRuntime:
     """The ``Runtime`` of the embedded engine: the target, its KV cache and the sampler.
 
     Args:
-        config, context_len, max_running_requests, page_size, chunked_prefill_size, overlap: of
-            the run.
+        settings: of the run.
+        config: of its speculation.
         runner: the target.
-        graphs: whether passes are recorded as CUDA graphs.
+        overlap: whether a step is launched before the last one's results are processed.
         draft_verifies: whether the draft's pass has the shape of a target verify, as the
             algorithm's ``supports_target_verify_for_draft`` says.
-        rank: of this process.
         outputs: what requests can get for each token, besides what plugins add.
 
     Attributes:
@@ -48,17 +48,12 @@ class EngineRuntime:
 
     def __init__(
         self,
+        settings: EngineConfig,
         config: SpecConfig,
         runner: ModelRunner,
-        context_len: int,
-        max_running_requests: int,
         *,
-        page_size: int,
-        chunked_prefill_size: int | None,
         overlap: bool,
-        graphs: bool = False,
         draft_verifies: bool = False,
-        rank: RankInfo | None = None,
         outputs: Iterable[OutputKind] = (),
     ) -> None:
         self.config = config
@@ -67,13 +62,13 @@ class EngineRuntime:
         self.vocab_size = runner.vocab_size
         self.hidden_size = runner.hidden_size
         self.num_layers = runner.num_layers
-        self.context_len = context_len
-        self.max_running_requests = max_running_requests
-        self.req_table_size = max_running_requests + 1
-        self.page_size = page_size
-        self.chunked_prefill_size = chunked_prefill_size
+        self.context_len = min(settings.max_model_len or runner.context_len, runner.context_len)
+        self.max_running_requests = settings.max_running_requests
+        self.req_table_size = settings.max_running_requests + 1
+        self.page_size = settings.page_size
+        self.chunked_prefill_size = settings.chunked_prefill_size
         self.overlap = overlap
-        self.rank = rank or RankInfo()
+        self.rank = RankInfo(rank=settings.dp_rank, world_size=settings.dp_size)
         self.worker: Any = None
         self.outputs: dict[str, OutputKind] = {output.name: output for output in outputs}
         self.sampler = Sampler(self.req_table_size, self.vocab_size, self.device)
@@ -82,14 +77,17 @@ class EngineRuntime:
         self._runner = runner
         self._draft_caches: list[tuple[KVCache, KVShape]] = []
         self.pools: list[Tensor] = []
-        self._graphs = graphs
+        # Passes of several ranks have collectives, which no graph holds.
+        self._graphs = (
+            self.device.type == "cuda" and not settings.disable_cuda_graph and settings.dp_size == 1
+        )
         self._draft_runners: list[PassRunner] = []
         self._sealed = False
         self._most_slots = max(
             config.num_draft_tokens, config.num_draft_slots, config.num_steps + 1
         )
         self.draft_verifies = draft_verifies
-        if graphs:
+        if self._graphs:
             runner.record_graphs()
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:

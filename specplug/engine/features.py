@@ -7,6 +7,7 @@ import warnings
 import attrs
 
 from specplug.algorithm import AlgorithmInfo
+from specplug.config import EngineConfig
 from specplug.errors import FallbackWarning
 
 
@@ -21,20 +22,18 @@ class Features:
     states: dict[str, str] = attrs.field(factory=dict)
 
     @classmethod
-    def of_run(
-        cls, algorithm: AlgorithmInfo, *, disable_overlap_schedule: bool, disable_radix_cache: bool
-    ) -> Features:
-        """Those that the caller or the algorithm may turn off: "overlap" and "prefix_cache"."""
+    def of_run(cls, config: EngineConfig, algorithm: AlgorithmInfo) -> Features:
+        """Decide on "overlap" and "prefix_cache", which the settings or the algorithm turn off."""
         features, name, able = cls(), algorithm.name, algorithm.capabilities
         features.decide(
             "overlap",
-            refused_by="disable_overlap_schedule" if disable_overlap_schedule else None,
+            refused_by="disable_overlap_schedule" if config.disable_overlap_schedule else None,
             obstacle=None if able.overlap else f"{name} drafts from what the host has read",
         )
-        must_see = f"{name} must itself see every token that it drafts behind"
+        must_see = f"{name} must itself see every token that it drafts after"
         features.decide(
             "prefix_cache",
-            refused_by="disable_radix_cache" if disable_radix_cache else None,
+            refused_by="disable_radix_cache" if config.disable_radix_cache else None,
             obstacle=None if able.prefix_cache else must_see,
         )
         return features

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
 from numbers import Integral
 from typing import Any
 
 import attrs
 
+from specplug.config import EngineConfig
 from specplug.engine.collected_output import collect
+from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.request import Request, make_detokenizer
 from specplug.errors import UsageError, shown
 from specplug.grammar.compiler import GrammarCompiler
@@ -17,7 +19,6 @@ from specplug.kv.page_pool import PagePool
 from specplug.model.loading import backend_of
 from specplug.model.model_runner import ModelRunner
 from specplug.sampling_params import Needs, SamplingParams, plain_integer
-from specplug.speculative.per_token_output import OutputKind
 
 Prompt = str | Sequence[int]
 
@@ -26,35 +27,30 @@ class InputProcessor:
     """Makes the requests of an engine.
 
     Args:
+        config: of the run.
+        runtime: of the run.
         runner: the target.
         tokenizer: of transformers, or None.
         pool: which must hold each request alone.
-        context_len: most tokens of a request.
-        eos_token_ids: end an output.
-        outputs: what requests can get for each token.
-        seed: from which requests without a seed get theirs.
     """
 
     def __init__(
         self,
-        *,
+        config: EngineConfig,
+        runtime: EngineRuntime,
         runner: ModelRunner,
         tokenizer: Any | None,
         pool: PagePool,
-        context_len: int,
-        eos_token_ids: frozenset[int],
-        outputs: Iterable[OutputKind],
-        seed: int,
     ) -> None:
         self._runner = runner
         self._tokenizer = tokenizer
         self._pool = pool
-        self._context_len = context_len
-        self._eos = eos_token_ids
-        self._outputs = tuple(outputs)
-        self._seed = seed
+        self._context_len = runtime.context_len
+        self._eos = runner.eos_token_ids
+        self._outputs = tuple(runtime.outputs.values())
+        self._seed = config.seed
         self._numbers = count()
-        self._grammars = GrammarCompiler(tokenizer, runner.vocab_size, eos_token_ids)
+        self._grammars = GrammarCompiler(tokenizer, runner.vocab_size, self._eos)
 
     def requests(
         self,

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from specplug.algorithm import DEFAULT_MODEL
+from specplug.algorithm import DEFAULT_MODEL, AlgorithmInfo, SpecConfig
+from specplug.config import EngineConfig
+from specplug.distributed.rank_group import RankGroup
 from specplug.errors import FallbackWarning, UsageError
 from specplug.model.checkpoint import DATA_ONLY, check_model_path, needs_code, refuse_code
 from specplug.model.model_runner import ModelRunner
@@ -28,29 +30,70 @@ def silence_libraries() -> None:
 
 
 def choose_device(device: str | None) -> torch.device:
-    """The device of that name; None: CUDA if there is one."""
+    """The device of that name; None: CUDA if there is one.
+
+    Raises:
+        UsageError: there is no such device.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        where = torch.device(device)
+        found = torch.device(device)
     except RuntimeError as error:
         raise UsageError(f"device={device!r}: expected cpu, cuda or cuda:N") from error
-    if where.type not in ("cpu", "cuda"):
+    if found.type not in ("cpu", "cuda"):
         raise UsageError(f"device={device!r}: expected cpu, cuda or cuda:N")
-    if where.type == "cuda" and not torch.cuda.is_available():
+    if found.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device={device!r}: there is no CUDA device here; use cpu")
-    return where
+    return found
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
     """The dtype of that name; None is the checkpoint's."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else None
-    names = ("float32", "bfloat16", "float16", "float64")
-    if dtype not in names:
-        raise UsageError(f"dtype={dtype!r}: expected auto, {', '.join(names)}")
     value: torch.dtype = getattr(torch, dtype)
     return value
+
+
+def resolve_speculation(config: EngineConfig, algorithm: AlgorithmInfo) -> SpecConfig:
+    """The speculation settings of a run, over the algorithm's defaults, with the target's
+    ``config.json``.
+
+    Raises:
+        UsageError: the algorithm cannot run with these settings.
+        CheckpointError: the target's configuration cannot be read.
+    """
+    folder = config.speculative_draft_model_path
+    path = find_model(config.model)
+    return SpecConfig.resolve(
+        algorithm,
+        num_steps=config.speculative_num_steps,
+        topk=config.speculative_eagle_topk,
+        num_draft_tokens=config.speculative_num_draft_tokens,
+        draft_model_path=None if folder is None else Path(folder).expanduser(),
+        model_name=DEFAULT_MODEL if path == str(ASSETS / "tiny_code") else None,
+        target_config=read_target_config(path),
+    )
+
+
+def load_target(config: EngineConfig, device: torch.device, ranks: RankGroup | None) -> ModelRunner:
+    """The target of a run, on its device; on the CPU torch's threads are set, too.
+
+    Raises:
+        CheckpointError: there is no such model, it cannot be loaded, or not be run rightly here.
+    """
+    runner = ModelRunner(
+        find_model(config.model),
+        choose_dtype(config.dtype, device),
+        device,
+        ranks,
+        identified=config.disaggregation is not None,
+        skip_check=config.skip_model_check,
+    )
+    if device.type == "cpu":
+        set_threads(config.num_threads, runner.num_parameters)
+    return runner
 
 
 def set_threads(num_threads: int | None, num_parameters: int) -> None:
@@ -61,13 +104,8 @@ def set_threads(num_threads: int | None, num_parameters: int) -> None:
         torch.set_num_threads(num_threads)
 
 
-def optional_path(path: str | Path | None) -> Path | None:
-    """A path with ``~`` resolved."""
-    return None if path is None else Path(path).expanduser()
-
-
 def find_model(model: str | Path | None) -> str:
-    """Folder or hub id; the default model's folder by its name, or None."""
+    """The folder or hub id of a model; None or ``"tiny-code"``: the folder of the default model."""
     if model is None or str(model) == DEFAULT_MODEL:
         return str(ASSETS / "tiny_code")
     return str(model)
@@ -90,24 +128,29 @@ def read_target_config(path: str) -> dict[str, Any]:
     return config
 
 
-def load_tokenizer(tokenizer: str | Path | None, model_path: str) -> Any | None:
-    """The tokenizer that is named, or the model's own; None if that has none."""
+def load_tokenizer(config: EngineConfig) -> Any | None:
+    """The tokenizer that a run's settings name, or the model's own; None if that has none.
+
+    Raises:
+        CheckpointError: the one that is named cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     from specplug.errors import CheckpointError
 
+    named, model = config.tokenizer, find_model(config.model)
     try:
-        return AutoTokenizer.from_pretrained(str(tokenizer or model_path), **DATA_ONLY)
+        return AutoTokenizer.from_pretrained(str(named or model), **DATA_ONLY)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if tokenizer is not None:
-            refuse_code(f"tokenizer {str(tokenizer)!r}", error)
-            raise CheckpointError(f"tokenizer {str(tokenizer)!r} cannot be loaded") from error
+        if named is not None:
+            refuse_code(f"tokenizer {named!r}", error)
+            raise CheckpointError(f"tokenizer {named!r} cannot be loaded") from error
         if needs_code(error):
             warnings.warn(
-                f"model {model_path!r}: its tokenizer is code in its repository, which specplug "
+                f"model {model!r}: its tokenizer is code in its repository, which specplug "
                 "never runs; prompts and outputs are token ids, or name another tokenizer",
                 FallbackWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         return None
 
@@ -115,15 +158,6 @@ def load_tokenizer(tokenizer: str | Path | None, model_path: str) -> Any | None:
 def backend_of(tokenizer: Any | None) -> Any | None:
     """The ``tokenizers.Tokenizer`` within a tokenizer of transformers."""
     return None if tokenizer is None else tokenizer.backend_tokenizer
-
-
-def read_eos_token_ids(runner: ModelRunner) -> frozenset[int]:
-    """Tokens that end an output, as the model's configuration says."""
-    generation = getattr(runner.model, "generation_config", None)
-    found = getattr(generation, "eos_token_id", None)
-    if found is None:
-        found = getattr(runner.config, "eos_token_id", None)
-    return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
 
 
 def trim_heap() -> None:

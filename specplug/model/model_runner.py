@@ -96,6 +96,17 @@ class ModelRunner:
         return module
 
     @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end an output, as the model's configuration says."""
+        generation = getattr(self.model, "generation_config", None)
+        found = getattr(generation, "eos_token_id", None)
+        if found is None:
+            found = getattr(self.config, "eos_token_id", None)
+        if found is None:
+            return frozenset()
+        return frozenset([found] if isinstance(found, int) else found)
+
+    @property
     def num_parameters(self) -> int:
         """Of the target, tied ones once."""
         return sum(parameter.numel() for parameter in self.model.parameters())

@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError
 from specplug.serve.api_errors import APIError, bad_request, engine_error
 from specplug.serve.messages import (
@@ -124,7 +125,7 @@ class EngineClient:
     """One engine process.
 
     Args:
-        llm: arguments of ``LLM``.
+        config: of the engine.
         name: how errors call it.
         chat_template: text of a template; None: the tokenizer's own.
         max_prompt_tokens: most of one prompt; None: what the context holds.
@@ -134,7 +135,7 @@ class EngineClient:
 
     def __init__(
         self,
-        llm: dict[str, Any],
+        config: EngineConfig,
         *,
         name: str = "the engine",
         chat_template: str | None,
@@ -143,7 +144,7 @@ class EngineClient:
         on_end: Callable[[str], None],
     ) -> None:
         self._settings: dict[str, Any] = {
-            "llm": llm,
+            "engine": config.as_json(),
             "chat_template": chat_template,
             "max_prompt_tokens": max_prompt_tokens,
         }

@@ -31,6 +31,7 @@ from typing import Any
 import attrs
 import zmq
 
+from specplug.config import EngineConfig
 from specplug.debug import DEBUG
 from specplug.engine.request import Request
 from specplug.errors import InstanceError, SpecplugError, UsageError
@@ -404,7 +405,7 @@ def _load(settings: dict[str, Any], reports: zmq.Socket[bytes]) -> LLM:
     silence_libraries()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        llm = LLM(**settings["llm"])
+        llm = LLM(EngineConfig.from_json(settings["engine"]))
     for each in told:
         if each.category.__module__.startswith("specplug"):
             reports.send(encode(Warned(message=str(each.message))))

@@ -1,26 +1,30 @@
-"""The arguments of each rank's ``LLM``, where a server runs several."""
+"""The settings of each rank, where a server runs several engines."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
 from typing import Any
 
+import attrs
+
 from specplug.bounds import check_integer
+from specplug.config import EngineConfig
 from specplug.errors import UsageError
 
 
 def settings_of_ranks(
-    llm: Mapping[str, Any], size: int, *, enable_dp_attention: bool, num_gpus: int
-) -> list[dict[str, Any]]:
-    """Arguments of ``LLM`` for each of ``size`` ranks.
+    config: EngineConfig, size: int, *, enable_dp_attention: bool, num_gpus: int
+) -> list[EngineConfig]:
+    """The settings of each of ``size`` ranks.
 
     Each rank has a GPU of its own, if there are any, and a decode instance's ranks wait for prefill
     instances at ports that follow one another. With data-parallel attention the ranks find each
     other at a free port of this machine.
 
     Args:
-        llm: arguments that all have in common.
+        config: what all have in common.
+        size: engines, each a process.
+        enable_dp_attention: whether they share the model's MLPs.
         num_gpus: CUDA devices of this machine.
 
     Raises:
@@ -34,22 +38,21 @@ def settings_of_ranks(
                 "dp_size=1 with enable_dp_attention: there is no other rank to share the MLPs "
                 "with; expected a dp_size of 2 or more (--dp-size)"
             )
-        return [dict(llm)]
+        return [config]
     together: dict[str, Any] = {}
     if enable_dp_attention:
-        together = {
-            "dp_size": size,
-            "dp_address": f"127.0.0.1:{_free_port()}",
-            "enable_dp_attention": True,
-        }
-    settings = []
-    for rank in range(size):
-        own = {**llm, **together, **_address(llm, rank)}
-        if enable_dp_attention:
-            own["dp_rank"] = rank
-        own["device"] = _device(llm.get("device"), rank, size, num_gpus)
-        settings.append(own)
-    return settings
+        address = f"127.0.0.1:{_free_port()}"
+        together = {"dp_size": size, "dp_address": address, "enable_dp_attention": True}
+    return [
+        attrs.evolve(
+            config,
+            **together,
+            dp_rank=rank if enable_dp_attention else 0,
+            disaggregation_address=_address(config, rank),
+            device=_device(config.device, rank, size, num_gpus),
+        )
+        for rank in range(size)
+    ]
 
 
 def _device(device: str | None, rank: int, size: int, num_gpus: int) -> str | None:
@@ -63,20 +66,20 @@ def _device(device: str | None, rank: int, size: int, num_gpus: int) -> str | No
     return f"cuda:{rank}"
 
 
-def _address(llm: Mapping[str, Any], rank: int) -> dict[str, str]:
+def _address(config: EngineConfig, rank: int) -> str | None:
     """A decode rank's own address."""
-    if llm.get("disaggregation") != "decode":
-        return {}
+    if config.disaggregation != "decode":
+        return config.disaggregation_address
     from specplug.disagg.instances import DEFAULT_ADDRESS
 
-    address = llm.get("disaggregation_address") or DEFAULT_ADDRESS
+    address = config.disaggregation_address or DEFAULT_ADDRESS
     host, _, port = address.rpartition(":")
     if not port.isdigit() or int(port) + rank > 65535:
         raise UsageError(
             f"disaggregation_address={address!r}: expected tcp://HOST:PORT; with several ranks "
             "each takes the next port"
         )
-    return {"disaggregation_address": f"{host}:{int(port) + rank}"}
+    return f"{host}:{int(port) + rank}"
 
 
 def _free_port() -> int:

@@ -7,11 +7,11 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import attrs
 import uvicorn
 
+from specplug.config import EngineConfig
 from specplug.errors import SpecplugError
 from specplug.serve.api_errors import unavailable
 from specplug.serve.application import OpenAIServing, create_application
@@ -31,7 +31,7 @@ class Settings:
     """What a server is.
 
     Attributes:
-        llm: arguments of ``LLM``.
+        config: of each engine, but for what makes it a rank.
         host, port: where it listens; port 0: any that is free.
         served_model_name: what clients call the model.
         chat_template: text of a template in Jinja; None: the tokenizer's own.
@@ -44,7 +44,7 @@ class Settings:
         log_requests: whether each request is a line on standard error.
     """
 
-    llm: dict[str, Any]
+    config: EngineConfig
     host: str = "127.0.0.1"
     port: int = 30000
     served_model_name: str
@@ -97,21 +97,21 @@ class Server:
         self._on_listening = on_listening
         self._failure: str | None = None
         ranks = settings_of_ranks(
-            settings.llm,
+            settings.config,
             settings.dp_size,
             enable_dp_attention=settings.enable_dp_attention,
             num_gpus=_num_gpus() if settings.dp_size > 1 else 0,
         )
         engines = [
             EngineClient(
-                llm,
+                config,
                 name="the engine" if len(ranks) == 1 else f"the engine of rank {rank}",
                 chat_template=settings.chat_template,
                 max_prompt_tokens=settings.max_prompt_tokens,
                 on_warning=on_warning,
                 on_end=self._fail,
             )
-            for rank, llm in enumerate(ranks)
+            for rank, config in enumerate(ranks)
         ]
         self._ranks = Ranks(engines, settings.max_queue)
         self._desk = OpenAIServing(

@@ -288,7 +288,7 @@ def test_a_state_nobody_declared_is_told_by_its_name(plain: Plain) -> None:
         name = pair.decode.add_request(plain.ids("import "), PARAMS)
         outputs: dict[str, Any] = {}
         while name not in outputs:
-            pair.prefill._step_prefill(wait=False)
+            pair.prefill._prefill.step(wait=False)
             with suppress(Exception):
                 outputs.update({o.request_id: o for o in pair.decode.step() if o.finished})
     assert "'feature' is absent" in (outputs[name].error or "")
@@ -359,10 +359,10 @@ def test_a_mixture_of_instances_serves_one_batch(plain: Plain) -> None:
             while pair.decode.stats()["prefill_instances"] < 2:
                 for llm in (other, pair.prefill, pair.decode):
                     llm.step()
-            step: Callable[..., None] = pair.prefill._step_prefill
+            step: Callable[..., None] = pair.prefill._prefill.step
 
             def both(*, wait: bool) -> None:
-                other._step_prefill(wait=wait)
+                other._prefill.step(wait=wait)
                 step(wait=wait)
 
             names = [pair.decode.add_request(prompt, PARAMS) for prompt in prompts]

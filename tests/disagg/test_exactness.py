@@ -125,7 +125,7 @@ def settle(llm: LLM) -> None:
     assert llm._partner is not None
     for _ in range(1000):
         llm.step()
-        if not llm._partner._prefill._work and not llm._partner._engine.has_work:
+        if not llm._partner._prefill.instance._work and not llm._partner._engine.has_work:
             break
     for side in (llm, llm._partner):
         check_whole(side)

@@ -221,12 +221,13 @@ def test_an_abort_while_away_gives_the_pages_back(
 
 def test_an_abort_while_away_ends_the_prefill_too(long_prompt: tuple[int, ...]) -> None:
     with Pair.open({"chunked_prefill_size": 8}, decode="NONE", prefill="NONE") as pair:
-        remote, prefilling = pair.decode._remote, pair.prefill._prefill
+        remote, loop = pair.decode._remote, pair.prefill._prefill
         assert remote is not None
-        assert prefilling is not None
+        assert loop is not None
+        prefilling = loop.instance
         name = pair.decode.add_request(long_prompt, PARAMS)
         while not any(incoming.end for incoming in remote._away.values()):
-            pair.prefill._step_prefill(wait=False)
+            pair.prefill._prefill.step(wait=False)
             pair.decode.step()
         pair.decode.abort(name)
         finish(pair.decode)
@@ -380,7 +381,7 @@ def test_unanswered_instance_registers_ever_more_seldom() -> None:
                 if frames != [b"beat"]:
                     assert read(frames).kind == "register"
                     times.append(time.monotonic())
-        llm._prefill._links[0].transport.send("", read(frames))  # it still speaks
+        llm._prefill.instance._links[0].transport.send("", read(frames))  # it still speaks
     router.close()
     context.term()
     gaps = [b - a for a, b in pairwise(times)]

@@ -93,7 +93,7 @@ def test_a_hook_that_fails_loses_no_request_that_came_with_it(plain: Plain) -> N
         deadline = time.monotonic() + 30
         while pair.prefill.stats()["requests"].get("length", 0) < len(prompts):
             assert time.monotonic() < deadline
-            pair.prefill._step_prefill(wait=False)
+            pair.prefill._prefill.step(wait=False)
             if remote.transfers.sent < len(prompts):
                 assert remote.poll(0, wait=True) == []
         time.sleep(0.2)  # so that all of them come with the same step
@@ -238,7 +238,7 @@ def test_what_a_failed_start_has_opened_is_closed(monkeypatch: pytest.MonkeyPatc
         address = llm.effective_config["disaggregation_address"]
     where = {"disaggregation_address": address, "dtype": "float64", "disaggregation": "decode"}
     with monkeypatch.context() as broken:
-        broken.setattr(LLM, "_make_engine", lambda *_: 1 / 0)
+        broken.setattr("specplug.llm.make_engine", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             LLM(**where)
     LLM(**where).close()

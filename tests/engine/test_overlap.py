@@ -182,7 +182,7 @@ def test_an_algorithm_may_refuse_overlap_and_the_cache(successors: Any, tiny_mod
         config = llm.effective_config
     assert [str(warning.message) for warning in told] == [
         "overlap is off: SUCCESSORS drafts from what the host has read",
-        "prefix_cache is off: SUCCESSORS must itself see every token that it drafts behind",
+        "prefix_cache is off: SUCCESSORS must itself see every token that it drafts after",
     ]
     assert config["overlap"] == "off: SUCCESSORS drafts from what the host has read"
     assert config["prefix_cache"].startswith("off: SUCCESSORS must itself see every token")

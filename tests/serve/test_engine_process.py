@@ -20,6 +20,7 @@ import zmq
 from server_process import DEADLINE, is_alive, wait_until
 
 from specplug import LLM, SamplingParams
+from specplug.config import EngineConfig
 from specplug.serve import engine_client
 from specplug.serve.application import OpenAIServing
 from specplug.serve.engine_client import EngineClient
@@ -136,7 +137,7 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 def new_client(on_end: Any = None) -> EngineClient:
     return EngineClient(
-        {"model": None},
+        EngineConfig(),
         chat_template=None,
         max_prompt_tokens=None,
         on_warning=lambda message: None,

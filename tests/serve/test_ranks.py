@@ -12,6 +12,7 @@ import pytest
 from server_process import DEADLINE, ServerProcess, wait_until
 
 from specplug import LLM, SamplingParams, UsageError
+from specplug.config import EngineConfig
 from specplug.serve.rank_settings import settings_of_ranks
 
 PROMPTS = [f"def {name}(values):\n    " for name in ("mean", "total", "median", "mode", "spread")]
@@ -64,16 +65,17 @@ def test_a_rank_that_dies_ends_the_server(serve: Callable[..., ServerProcess], r
 
 
 def test_each_rank_has_a_gpu_and_a_port() -> None:
-    llm = {"disaggregation": "decode", "disaggregation_address": "tcp://0.0.0.0:9000"}
-    ranks = settings_of_ranks(llm, 2, enable_dp_attention=False, num_gpus=2)
-    assert [rank["device"] for rank in ranks] == ["cuda:0", "cuda:1"]
-    addresses = [rank["disaggregation_address"] for rank in ranks]
+    config = EngineConfig(disaggregation="decode", disaggregation_address="tcp://0.0.0.0:9000")
+    ranks = settings_of_ranks(config, 2, enable_dp_attention=False, num_gpus=2)
+    assert [rank.device for rank in ranks] == ["cuda:0", "cuda:1"]
+    addresses = [rank.disaggregation_address for rank in ranks]
     assert addresses == ["tcp://0.0.0.0:9000", "tcp://0.0.0.0:9001"]
     with pytest.raises(UsageError, match=r"dp_size=3.*2 GPUs"):
-        settings_of_ranks({}, 3, enable_dp_attention=True, num_gpus=2)
-    on_cpu = settings_of_ranks({"device": "cpu"}, 3, enable_dp_attention=True, num_gpus=2)
-    assert [rank["dp_rank"] for rank in on_cpu] == [0, 1, 2]
-    assert {rank["device"] for rank in on_cpu} == {"cpu"}
-    assert settings_of_ranks(llm, 1, enable_dp_attention=False, num_gpus=1) == [llm]
+        settings_of_ranks(EngineConfig(), 3, enable_dp_attention=True, num_gpus=2)
+    on_cpu = EngineConfig(device="cpu")
+    ranks = settings_of_ranks(on_cpu, 3, enable_dp_attention=True, num_gpus=2)
+    assert [rank.dp_rank for rank in ranks] == [0, 1, 2]
+    assert {rank.device for rank in ranks} == {"cpu"}
+    assert settings_of_ranks(config, 1, enable_dp_attention=False, num_gpus=1) == [config]
     with pytest.raises(UsageError, match=r"dp_size=1 with enable_dp_attention.*2 or more"):
-        settings_of_ranks(llm, 1, enable_dp_attention=True, num_gpus=1)
+        settings_of_ranks(config, 1, enable_dp_attention=True, num_gpus=1)

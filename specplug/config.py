@@ -1,0 +1,372 @@
+"""``EngineConfig``: every setting of a run, declared once. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from specplug.algorithm import DEFAULT_MODEL
+from specplug.errors import UsageError, shown
+from specplug.settings import (
+    Anything,
+    Choice,
+    Flag,
+    Integer,
+    Seconds,
+    Setting,
+    Text,
+    Texts,
+    setting,
+    settings_of,
+)
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DISAGGREGATION_MODES = ("prefill", "decode", "both")
+
+RANKS, INSTANCES = "ranks", "instances"
+"""Who must agree on a setting: the ranks of a run; instances that prefill and decode for each
+other. Of the model they compare what is in its files, not its path."""
+
+
+def _model(value: str | Path | None) -> str:
+    return DEFAULT_MODEL if value is None else str(value)
+
+
+def _path(value: str | Path | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _names(value: Any) -> Any:
+    """A list as a tuple; the registry refuses what is neither."""
+    return tuple(value) if isinstance(value, list | set | frozenset) else value
+
+
+@attrs.frozen(kw_only=True)
+class EngineConfig:
+    """The settings of a run. ``LLM`` takes one, or its fields as keyword arguments.
+
+    docs/settings.md shows all fields with their defaults, and which options of the command line
+    they are. Paths are kept as text.
+
+    Raises:
+        UsageError: a value cannot be used, or two of them not together.
+    """
+
+    model: str | Path | None = setting(
+        None,
+        Text(expected="a folder or a hub id"),
+        "Folder or hub id of a causal language model of transformers.",
+        group="Model",
+        unset=DEFAULT_MODEL,
+        converter=_model,
+    )
+    tokenizer: str | Path | None = setting(
+        None,
+        Text(expected="a folder or a hub id"),
+        "Folder or hub id of the tokenizer. Where there is none, prompts are token ids and outputs "
+        "have no text.",
+        group="Model",
+        unset="the model's own",
+        option="",
+        converter=_path,
+    )
+    dtype: str = setting(
+        "auto",
+        Choice(DTYPES, f"auto, {', '.join(DTYPES[1:])}"),
+        "Of weights and activations; auto: float32 on the CPU, else the checkpoint's.",
+        group="Model",
+        agree=(RANKS, INSTANCES),
+    )
+    device: str | None = setting(
+        None,
+        Text(expected="cpu, cuda or cuda:N"),
+        "cpu, cuda or cuda:N.",
+        group="Model",
+        unset="CUDA if there is one",
+    )
+    seed: int = setting(
+        0,
+        Integer(least=None),
+        "Of the sampling noise; each request without a seed derives its own from it.",
+        group="Model",
+    )
+    speculative_algorithm: str | object = setting(
+        "NONE",
+        Anything(),
+        "An installed algorithm (specplug list). In Python a plugin object, too.",
+        group="Speculation",
+        option_help="An installed algorithm (specplug list).",
+    )
+    speculative_draft_model_path: str | Path | None = setting(
+        None,
+        Text(expected="a folder"),
+        "Folder of the algorithm's draft weights.",
+        group="Speculation",
+        unset="those shipped for the model",
+        converter=_path,
+    )
+    speculative_num_steps: int | None = setting(
+        None,
+        Integer(bound="num_steps"),
+        "Draft depth S.",
+        group="Speculation",
+        unset="the algorithm's",
+    )
+    speculative_eagle_topk: int | None = setting(
+        None,
+        Integer(bound="topk"),
+        "Branches K kept a step.",
+        group="Speculation",
+        unset="the algorithm's",
+    )
+    speculative_num_draft_tokens: int | None = setting(
+        None,
+        Integer(bound="num_draft_tokens"),
+        "Tokens N that the target verifies a step for each request, root included.",
+        group="Speculation",
+        unset="the algorithm's",
+    )
+    page_size: int = setting(
+        16,
+        Integer(bound="page_size"),
+        "Tokens a KV page.",
+        group="Engine",
+        unit="tokens",
+        agree=(INSTANCES,),
+    )
+    chunked_prefill_size: int | None = setting(
+        512,
+        Integer(),
+        "Token budget of a step: most prompt tokens, and with mixed chunks the nodes of drafts "
+        "too; None: no limit.",
+        group="Engine",
+        unit="tokens",
+        option_help="Token budget of a step: prompt tokens, and drafts if they share it; -1: no "
+        "limit.",
+        unlimited=True,
+    )
+    max_running_requests: int = setting(
+        8,
+        Integer(bound="max_running_requests"),
+        "Most requests that run at a time; more wait.",
+        group="Engine",
+        unit="requests",
+    )
+    max_total_tokens: int | None = setting(
+        None,
+        Integer(),
+        "Slots of the KV pool, one a token.",
+        group="Engine",
+        unit="tokens",
+        unset="what fits a memory budget",
+    )
+    max_model_len: int | None = setting(
+        None,
+        Integer(),
+        "Most tokens of a request, prompt and output.",
+        group="Limits",
+        unit="tokens",
+        unset="the model's context",
+    )
+    enable_mixed_chunk: bool = setting(
+        False,
+        Flag(),
+        "Prompts and drafts share a step, so that a long prompt holds up nobody. Else prompts go "
+        "first, in steps of their own.",
+        group="Engine",
+    )
+    disable_overlap_schedule: bool = setting(
+        False,
+        Flag(),
+        "Process a step's results before the next step is launched.",
+        group="Engine",
+    )
+    disable_radix_cache: bool = setting(
+        False,
+        Flag(),
+        "Do not keep the KV of prompts and outputs for others that begin alike.",
+        group="Engine",
+    )
+    disable_cuda_graph: bool = setting(
+        False,
+        Flag(),
+        "Do not record passes as CUDA graphs. On the CPU there are none.",
+        group="Engine",
+    )
+    disable_extensions: Sequence[str] = setting(
+        (),
+        Texts(),
+        "Installed extensions that this run goes without, by name.",
+        group="Engine",
+        option="--disable-extension",
+        option_help="An installed extension that this run goes without; may be given many times.",
+        metavar="NAME",
+        converter=_names,
+    )
+    skip_model_check: bool = setting(
+        False,
+        Flag(),
+        "Do not prove at loading that the model gives its own logits here. A model that would be "
+        "refused then runs, and its tokens may be wrong.",
+        group="Model",
+        agree=(RANKS,),
+    )
+    disaggregation: str | None = setting(
+        None,
+        Choice(
+            DISAGGREGATION_MODES,
+            f"{', '.join(DISAGGREGATION_MODES)}, or None",
+            ("prefill", "decode"),
+        ),
+        "prefill: prefill for the decode instances at the address; decode: have prompts prefilled "
+        "by the instances that register there; both: the two sides in this process, with a "
+        "transfer between them (Python only).",
+        group="Disaggregation",
+        unset="one engine does both",
+        option="--disaggregation-mode",
+        option_help="Prefill for decode instances, or have prompts prefilled by prefill instances.",
+    )
+    disaggregation_address: str | None = setting(
+        None,
+        Text(expected="tcp://HOST:PORT"),
+        "Where the decode instance waits for prefill instances; these may name several, with "
+        "commas between them.",
+        group="Disaggregation",
+        unset="port 30100 of this machine",
+        metavar="tcp://HOST:PORT",
+    )
+    disaggregation_timeout: float = setting(
+        30.0,
+        Seconds(),
+        "Without progress for so long a request is given to another prefill instance, or ends with "
+        "an error if there is none.",
+        group="Disaggregation",
+        unit="seconds",
+    )
+    num_threads: int | None = setting(
+        None,
+        Integer(bound="num_threads"),
+        "torch's threads on the CPU, which are the whole process's. The operations of a small "
+        "model, of under 50 million parameters, are too short to share.",
+        group="Model",
+        unset="one for a small model, else torch's choice",
+        option_help="torch's on the CPU.",
+    )
+    dp_rank: int = setting(
+        0,
+        Integer(least=0, bound="dp_rank"),
+        "This process's place among those that share the work; one LLM in each.",
+        group="Ranks",
+        option="",
+    )
+    dp_size: int = setting(
+        1,
+        Integer(bound="dp_size"),
+        "How many processes share the work.",
+        group="Ranks",
+        option="",
+        agree=(RANKS,),
+    )
+    dp_address: str | None = setting(
+        None,
+        Text(expected="host:port of rank 0"),
+        "host:port at which rank 0 listens for the others.",
+        group="Ranks",
+        unset="none",
+        option="",
+    )
+    dp_timeout: float = setting(
+        15.0,
+        Seconds(),
+        "Another rank that is silent for so long is taken for dead.",
+        group="Ranks",
+        unit="seconds",
+        option="",
+    )
+    enable_dp_attention: bool = setting(
+        False,
+        Flag(),
+        "Each rank has its own requests and KV, and a part of every MLP, so that all ranks step "
+        "together.",
+        group="Ranks",
+        option="",
+    )
+
+    def __attrs_post_init__(self) -> None:
+        self._check_disaggregation()
+        self._check_ranks()
+
+    def _check_disaggregation(self) -> None:
+        mode, address = self.disaggregation, self.disaggregation_address
+        if mode is None and address is not None:
+            raise UsageError(
+                f"disaggregation_address={address!r} without disaggregation: expected one of "
+                f"{', '.join(DISAGGREGATION_MODES)} with it"
+            )
+        if mode == "both" and self.enable_dp_attention and self.dp_size != 1:
+            raise UsageError(
+                "disaggregation='both' with enable_dp_attention: the two sides of a process take "
+                "turns, and would wait for those of another that take them the other way round; "
+                "expected prefill or decode, with ranks of their own for each side"
+            )
+
+    def _check_ranks(self) -> None:
+        rank, size = self.dp_rank, self.dp_size
+        if rank >= size:
+            raise UsageError(f"dp_rank={rank}: expected 0 to {size - 1}, since dp_size={size}")
+        if size == 1:
+            return
+        if not self.enable_dp_attention:
+            raise UsageError(
+                f"dp_size={size} without enable_dp_attention: such ranks share nothing: make an "
+                "LLM of its own for each, or enable_dp_attention=True"
+            )
+        if self.dp_address is None:
+            raise UsageError(f"dp_size={size}: expected dp_address, host:port of rank 0, too")
+
+    def agreed(self, by: str) -> dict[str, Any]:
+        """The settings on which ``RANKS`` or ``INSTANCES`` must agree, by name."""
+        return {name: getattr(self, name) for name in agreeing(by)}
+
+    def of_partner(self, address: str) -> EngineConfig:
+        """The settings of the prefill instance in the same process (``disaggregation="both"``).
+
+        Args:
+            address: of the decode instance.
+        """
+        return attrs.evolve(self, disaggregation="prefill", disaggregation_address=address)
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields, for ``from_json`` in another process. The algorithm must be a name."""
+        return attrs.asdict(self, recurse=False)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> EngineConfig:
+        """The settings that ``as_json`` gave, also after they were JSON text."""
+        return cls(**fields)
+
+
+def agreeing(by: str) -> dict[str, Setting]:
+    """The settings on which ``RANKS`` or ``INSTANCES`` must agree."""
+    return {name: about for name, about in settings_of(EngineConfig).items() if by in about.agree}
+
+
+def config_of(model: str | Path | EngineConfig | None, **settings: Any) -> EngineConfig:
+    """The settings that are given one by one, or all of them as ``model``.
+
+    Raises:
+        UsageError: they are given both ways.
+    """
+    if not isinstance(model, EngineConfig):
+        return EngineConfig(model=model, **settings)
+    defaults = EngineConfig()
+    more = [name for name, value in settings.items() if value != getattr(defaults, name)]
+    if more:
+        raise UsageError(
+            f"an EngineConfig and {more[0]}={shown(settings[more[0]])} are given: expected the one "
+            f"or the others; attrs.evolve(config, {more[0]}=…) makes a changed one"
+        )
+    return model

@@ -1,0 +1,118 @@
+"""Puts the engine of a run together, and says what the run then uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from specplug.algorithm import SpecConfig
+from specplug.config import EngineConfig
+from specplug.distributed.rank_group import RankGroup
+from specplug.engine.engine import Engine
+from specplug.engine.engine_runtime import EngineRuntime
+from specplug.engine.kv_transfer import KVTransfer
+from specplug.engine.remote_prefill import RemotePrefill
+from specplug.engine.scheduler import Scheduler, SchedulerConfig
+from specplug.engine.step import StepRunner
+from specplug.model.model_runner import ModelRunner
+from specplug.speculative.hook_calls import HookCalls
+
+_REST, _INSTANCE_REST = 0.01, 0.002
+"""Seconds that a rank without work waits for another to call; less where an instance may ask."""
+
+
+def plan_steps(config: EngineConfig, spec: SpecConfig, *, overlap: bool) -> SchedulerConfig:
+    """The limits of a run's steps.
+
+    Args:
+        config: of the run.
+        spec: of its speculation.
+        overlap: whether a step is launched before the last one's results are processed.
+    """
+    columns = spec.num_steps + 1
+    return SchedulerConfig(
+        max_running_requests=config.max_running_requests,
+        chunked_prefill_size=config.chunked_prefill_size,
+        mixed_chunk=config.enable_mixed_chunk,
+        columns=columns,
+        num_draft_tokens=spec.num_draft_tokens,
+        num_lookahead_slots=max(spec.num_draft_tokens, spec.num_draft_slots, columns),
+        steps_in_flight=2 if overlap else 1,
+    )
+
+
+def make_engine(
+    config: EngineConfig,
+    runtime: EngineRuntime,
+    runner: ModelRunner,
+    hooks: HookCalls,
+    scheduler: Scheduler,
+    *,
+    remote: RemotePrefill | None,
+    ranks: RankGroup | None,
+) -> Engine:
+    """The engine of a run.
+
+    Args:
+        config: of the run.
+        runtime: with the KV pool.
+        runner: the target.
+        hooks: of the run's plugins.
+        scheduler: over the same pool.
+        remote: has requests prefilled by other instances; None: they are prefilled here.
+        ranks: that step together with this one; None: it is alone.
+    """
+    future_map = hooks.create_future_map(runtime)
+    transfer = KVTransfer(runtime, scheduler.cache.lookahead)
+    return Engine(
+        scheduler=scheduler,
+        steps=StepRunner(runtime, runner, hooks, future_map, transfer, ranks),
+        runtime=runtime,
+        hooks=hooks,
+        overlap=runtime.overlap,
+        remote=remote,
+        ranks=ranks,
+        rest=_REST if config.disaggregation is None else _INSTANCE_REST,
+    )
+
+
+def effective_config(
+    config: EngineConfig,
+    runtime: EngineRuntime,
+    engine: Engine,
+    *,
+    features: Mapping[str, str],
+    extensions: Sequence[Mapping[str, str]],
+    disaggregation_address: str | None,
+) -> dict[str, Any]:
+    """What a run really uses: its settings, as adjusted, and what is off and why.
+
+    Args:
+        config: of the run.
+        runtime: of the run.
+        engine: of the run.
+        features: by name "on", or "off: " and why.
+        extensions: of the run.
+        disaggregation_address: where the engine waits for prefill instances, or None.
+    """
+    of_speculation = attrs.asdict(runtime.config, filter=lambda a, _: a.name != "target_config")
+    return {
+        **config.as_json(),
+        "speculative_algorithm": runtime.config.algorithm,
+        **of_speculation,
+        **features,
+        "cuda_graph": engine.cuda_graph,
+        "dp_attention": "on" if config.dp_size > 1 else "off: not enabled",
+        "mixed_chunk": "on" if config.enable_mixed_chunk else "off: not enabled",
+        "disaggregation": config.disaggregation or "off",
+        "disaggregation_address": disaggregation_address,
+        "max_total_tokens": engine.scheduler.cache.pool.num_tokens,
+        "context_len": runtime.context_len,
+        "extensions": list(extensions),
+        "device": str(runtime.device),
+        "num_threads": torch.get_num_threads(),
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+    }

@@ -1,0 +1,116 @@
+"""``EngineConfig``: what follows from its fields is the same everywhere."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from specplug import LLM, EngineConfig, SamplingParams, UsageError
+from specplug.cli.options import DISAGGREGATION, ENGINE
+from specplug.config import INSTANCES, agreeing
+from specplug.disagg.identity import Identity
+from specplug.settings import settings_of
+
+DOCS = Path(__file__).parents[1] / "docs"
+FIELDS = attrs.fields_dict(EngineConfig)
+
+
+def test_arguments_of_llm_are_the_fields() -> None:
+    parameters = dict(inspect.signature(LLM.__init__).parameters)
+    del parameters["self"]
+    assert list(parameters) == list(FIELDS)
+    for name, parameter in parameters.items():
+        expected = str(FIELDS[name].type)
+        if name == "model":  # or all settings at once
+            expected = expected.replace("Path", "Path | EngineConfig")
+        assert parameter.annotation == expected, name
+        assert parameter.default == FIELDS[name].default, name
+
+
+def test_every_field_is_a_setting_with_help() -> None:
+    settings = settings_of(EngineConfig)
+    assert list(settings) == list(FIELDS)
+    for name, about in settings.items():
+        assert about.help.endswith("."), name
+        assert bool(about.unset) == (FIELDS[name].default is None), name
+
+
+def test_config_imports_no_torch() -> None:
+    script = "import sys, specplug.config, specplug.sampling_params; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
+
+
+def test_llm_takes_a_config_alone() -> None:
+    config = EngineConfig(page_size=4, max_total_tokens=512, disable_radix_cache=True)
+    params = SamplingParams(max_tokens=6)
+    with LLM(config) as llm:
+        (output,) = llm.generate("import os", params)
+        effective = llm.effective_config
+    with LLM(page_size=4, max_total_tokens=512, disable_radix_cache=True) as llm:
+        assert llm.config == config
+        assert llm.effective_config == effective
+        assert llm.generate("import os", params)[0].token_ids == output.token_ids
+    with pytest.raises(UsageError, match=r"an EngineConfig and page_size=8 are given: expected"):
+        LLM(config, page_size=8)
+
+
+def test_effective_config_has_every_setting() -> None:
+    with LLM(max_total_tokens=512) as llm:
+        assert FIELDS.keys() <= llm.effective_config.keys()
+        json.dumps({**llm.effective_config, "draft_model_path": None})
+
+
+def test_config_survives_json() -> None:
+    config = EngineConfig(
+        model=Path("a/model"),
+        seed=-(2**70),
+        chunked_prefill_size=None,
+        disable_extensions=["A", "B"],
+        disaggregation="decode",
+        disaggregation_timeout=0.5,
+    )
+    assert EngineConfig.from_json(json.loads(json.dumps(config.as_json()))) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"disable_radix_cache": "no"}, "disable_radix_cache='no': expected True or False"),
+        ({"page_size": None}, "page_size=None: expected an integer of at least 1"),
+        ({"device": 3}, "device=3: expected cpu, cuda or cuda:N"),
+        ({"disaggregation": "all"}, "disaggregation='all': expected prefill, decode, both, or"),
+        ({"dp_rank": 2, "dp_size": 2}, "dp_rank=2: expected 0 to 1, since dp_size=2"),
+        ({"dp_rank": 0, "dp_size": 2}, "dp_size=2 without enable_dp_attention"),
+    ],
+)
+def test_config_that_cannot_be_used_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{message}"):
+        EngineConfig(**settings)
+
+
+def test_options_are_those_that_the_fields_name() -> None:
+    options = {option.name: option.opts[0] for option in (*ENGINE, *DISAGGREGATION)}
+    wanted = {name: about.option for name, about in settings_of(EngineConfig).items()}
+    limits = {"max_model_len": "--max-model-len"}  # of servers
+    assert {**options, **limits} == {name: flag for name, flag in wanted.items() if flag}
+
+
+def test_instances_compare_what_they_must_agree_on() -> None:
+    assert agreeing(INSTANCES).keys() <= attrs.fields_dict(Identity).keys()
+
+
+def test_page_of_settings_is_that_of_the_code() -> None:
+    page = runpy.run_path(str(DOCS / "make_settings.py"))["page"]()
+    found = (DOCS / "settings.md").read_text(encoding="utf-8")
+    assert found == page, "run: python docs/make_settings.py"
