@@ -1,4 +1,4 @@
-"""Write docs/settings.md from the fields of ``EngineConfig``: ``python docs/make_settings.py``."""
+"""Write docs/settings.md from the code: ``python docs/make_settings.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from specplug import EngineConfig
+from specplug import EngineConfig, SamplingParams
 from specplug.config import INSTANCES, RANKS
 from specplug.settings import Setting, settings_of
 
@@ -17,10 +17,10 @@ PAGE = Path(__file__).with_name("settings.md")
 INTRODUCTION = """\
 # Settings
 
-This page is made by `python docs/make_settings.py` from `specplug/config.py`, where each setting is
-declared once: its default, its check, its words. The arguments of `LLM`, the options of
-`specplug generate`, `bench` and `serve`, and what a server tells its engine processes follow from
-that file, too.
+This page is made by `python docs/make_settings.py` from `specplug/config.py` and
+`specplug/sampling_params.py`, where each setting is declared once: its default, its check, its
+words. The options of `specplug generate`, `bench` and `serve`, the fields of a server's requests,
+and what goes to other processes follow from these two files, too.
 
 A run takes its settings one by one, or as an `EngineConfig`:
 
@@ -41,19 +41,26 @@ with LLM(config) as llm, LLM(attrs.evolve(config, page_size=4)) as other:
 and decode for each other, must also have the same model; they compare its files, not its path.
 """
 
+REQUESTS = """\
+Those that a server takes under the same name are marked; docs/serving.md says what OpenAI's own
+fields mean.
+"""
+
 AGREE = {RANKS: "the ranks of a run", INSTANCES: "the two instances of a pair"}
 
 
 def page() -> str:
     """The text of the page."""
-    return "\n".join([INTRODUCTION, *_tables(EngineConfig)]) + "\n"
+    lines = [INTRODUCTION, "## Settings of a run: `EngineConfig`\n", *_tables(EngineConfig)]
+    lines += ["## Settings of a request: `SamplingParams`\n", REQUESTS, *_tables(SamplingParams)]
+    return "\n".join(lines)
 
 
 def _tables(kind: type[attrs.AttrsInstance]) -> Iterator[str]:
     """A heading and a table for each group of a class."""
     settings, fields = settings_of(kind), attrs.fields_dict(kind)
     for group in dict.fromkeys(about.group for about in settings.values()):
-        yield f"## {group}\n"
+        yield f"### {group}\n"
         yield "| setting | option | type | default | what it is |"
         yield "| --- | --- | --- | --- | --- |"
         for name, about in settings.items():
@@ -67,6 +74,8 @@ def _tables(kind: type[attrs.AttrsInstance]) -> Iterator[str]:
 
 
 def _default(value: object, about: Setting) -> str:
+    if isinstance(value, attrs.Factory):
+        return "none"
     if value is None:
         return about.unset or "`None`"
     return f"`{json.dumps(value)}`" if isinstance(value, str) else f"`{value}`"
@@ -76,6 +85,8 @@ def _what(about: Setting) -> str:
     parts = [about.help]
     if about.agree:
         parts.append(f"The same for {' and '.join(AGREE[who] for who in about.agree)}.")
+    if about.served:
+        parts.append("Also of servers.")
     return " ".join(parts).replace("|", "\\|")
 
 

@@ -6,13 +6,14 @@ import enum
 import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import attrs
 
 from specplug.errors import UsageError, shown
+from specplug.settings import Anything, Flag, Integer, Number, Text, Texts, setting
 
 
 class Needs(enum.IntFlag):
@@ -59,36 +60,6 @@ def _plain_number(value: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     return type(value) is float or type(value) is int
-
-
-def _number(low: float, high: float, why: str, *, low_open: bool = False) -> dict[str, Any]:
-    """Converter and validator of a field."""
-
-    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        inside = _is_number(value) and (low < value if low_open else low <= value) and value <= high
-        if not inside:
-            raise UsageError(f"{attribute.name}={shown(value)}: expected {why}")
-
-    return {"converter": _plain_number, "validator": check}
-
-
-def _integer(
-    low: int, why: str, *, high: int | None = None, optional: bool = False
-) -> dict[str, Any]:
-    """Converter and validator of a field."""
-
-    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if optional and value is None:
-            return
-        if type(value) is not int or value < low or (high is not None and value > high):
-            raise UsageError(f"{attribute.name}={shown(value)}: expected {why}")
-
-    return {"converter": plain_integer, "validator": check}
-
-
-def _flag(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, bool):
-        raise UsageError(f"{attribute.name}={shown(value)}: expected True or False")
 
 
 def _layers(value: Any) -> bool | tuple[int, ...]:
@@ -161,99 +132,214 @@ def _schema(value: Any) -> Any:
         ) from error
 
 
-def _text(what: str) -> Callable[..., None]:
-    def check(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value is not None and not (isinstance(value, str) and value):
-            raise UsageError(f"{attribute.name}={shown(value)}: expected {what}, or None")
-
-    return check
-
-
 @attrs.frozen(kw_only=True)
 class SamplingParams:
-    """Settings of one request.
+    """Settings of one request; docs/settings.md shows all fields with their defaults.
 
     Numbers may be of any type that is one, as numpy's are, and become Python's own; a bool is none.
 
-    Attributes:
-        max_tokens: most tokens to generate; None: up to the context's end.
-        temperature: 0 takes the most likely token (greedy); at most 1e6.
-        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
-        top_k: keep this many tokens; 0 or -1: all.
-        min_p: keep tokens at least this likely relative to the most likely one, in [0, 1].
-        repetition_penalty: divides (or, if negative, multiplies) the logits of tokens that stand
-            in the prompt or the output, in [1e-6, 1e6]; 1: none.
-        presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once, or
-            once for each time they occur, in [-2, 2].
-        logit_bias: token id -> what is added to its logit, in [-10000, 10000]; -inf bans the token.
-        seed: of this request's noise; the same seed gives the same tokens, whatever else runs.
-            None: one is derived from the engine's seed and the request's number.
-        stop: strings that end the output; they are not part of the text. At most 64 strings of 256
-            characters.
-        stop_token_ids: tokens that end the output; they are the last of ``token_ids``.
-        ignore_eos: go on after the end-of-sequence token.
-        logprobs: give the log-probabilities of this many top tokens, and of the chosen one.
-        skip_special_tokens: leave special tokens out of the text.
-        return_routed_experts: give the experts that a mixture-of-experts target routed each token
-            to.
-        return_hidden_states: give the hidden states of every token: True: those that the LM head
-            reads; or of these layers, numbered as in transformers' ``hidden_states``: what enters
-            layer 0, 1, …, and last what the LM head reads, after the final norm.
-        outputs: names of the outputs to give for each token, of those that plugins and extensions
-            add: see ``specplug.PerTokenOutput``.
-        json_schema: the output is JSON that this schema, its text or a dict, allows, properties in
-            the schema's order. It is kept as text.
-        regex: the output matches this regular expression, as a whole.
-        ebnf: the output is derived from the rule ``root`` of this grammar in GBNF, the notation of
-            llama.cpp. At most one of these three; each needs ``specplug[grammar]``. The output
-            ends by an end-of-sequence token, where it is a whole match; it is cut off before if
-            ``max_tokens`` or a stop string ends it.
+    Raises:
+        UsageError: a value cannot be used, or two of them not together.
     """
 
-    max_tokens: int | None = attrs.field(
-        default=128, **_integer(1, "an integer of at least 1, or None", optional=True)
+    max_tokens: int | None = setting(
+        128,
+        Integer(expected="an integer of at least 1, or None"),
+        "Most tokens to generate; None: up to the context's end.",
+        group="Stopping",
+        unit="tokens",
+        converter=plain_integer,
+        option="--max-new-tokens",
+        option_help="Most tokens to generate for a prompt.",
     )
-    temperature: float = attrs.field(
-        default=0.0, **_number(0, _HOTTEST, f"a number from 0 to {_HOTTEST:.0f}; 0 is greedy")
+    temperature: float = setting(
+        0.0,
+        Number(0, _HOTTEST, f"a number from 0 to {_HOTTEST:.0f}; 0 is greedy"),
+        "Divides the logits; 0 is greedy: the most likely token is taken.",
+        group="Sampling",
+        converter=_plain_number,
+        served=True,
     )
-    top_p: float = attrs.field(default=1.0, **_number(0, 1, "a number in (0, 1]", low_open=True))
-    top_k: int = attrs.field(default=0, **_integer(-1, "an integer; 0 or -1 keeps all"))
-    min_p: float = attrs.field(default=0.0, **_number(0, 1, "a number in [0, 1]"))
-    repetition_penalty: float = attrs.field(
-        default=1.0,
-        **_number(
+    top_p: float = setting(
+        1.0,
+        Number(0, 1, "a number in (0, 1]", low_open=True),
+        "Keep the smallest set of tokens whose probability reaches this.",
+        group="Sampling",
+        converter=_plain_number,
+        served=True,
+    )
+    top_k: int = setting(
+        0,
+        Integer(least=-1, expected="an integer; 0 or -1 keeps all"),
+        "Keep this many tokens; 0 or -1: all.",
+        group="Sampling",
+        converter=plain_integer,
+        served=True,
+    )
+    min_p: float = setting(
+        0.0,
+        Number(0, 1, "a number in [0, 1]"),
+        "Keep tokens at least this likely relative to the most likely one.",
+        group="Sampling",
+        converter=_plain_number,
+        served=True,
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        Number(
             _LEAST_PENALTY,
             _MOST_PENALTY,
             f"a number from {_LEAST_PENALTY:g} to {_MOST_PENALTY:.0f}; 1 is none",
         ),
+        "Divides (or, if negative, multiplies) the logits of tokens that stand in the prompt or "
+        "the output; 1: none.",
+        group="Sampling",
+        converter=_plain_number,
+        served=True,
     )
-    presence_penalty: float = attrs.field(default=0.0, **_number(-2, 2, "a number in [-2, 2]"))
-    frequency_penalty: float = attrs.field(default=0.0, **_number(-2, 2, "a number in [-2, 2]"))
-    logit_bias: Mapping[int, float] = attrs.field(factory=dict, converter=_bias)
-    seed: int | None = attrs.field(
-        default=None,
-        **_integer(-(2**63), "an integer of 64 bits, or None", high=2**63 - 1, optional=True),
+    presence_penalty: float = setting(
+        0.0,
+        Number(-2, 2, "a number in [-2, 2]"),
+        "Taken off the logits of tokens in the output, once.",
+        group="Sampling",
+        converter=_plain_number,
+        served=True,
     )
-    stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_tokens)
-    ignore_eos: bool = attrs.field(default=False, validator=_flag)
-    logprobs: int | None = attrs.field(
-        default=None, **_integer(0, "an integer of at least 0, or None", optional=True)
+    frequency_penalty: float = setting(
+        0.0,
+        Number(-2, 2, "a number in [-2, 2]"),
+        "Taken off the logits of tokens in the output, for each time they occur.",
+        group="Sampling",
+        converter=_plain_number,
+        served=True,
     )
-    skip_special_tokens: bool = attrs.field(default=True, validator=_flag)
-    return_routed_experts: bool = attrs.field(default=False, validator=_flag)
-    return_hidden_states: bool | tuple[int, ...] = attrs.field(default=False, converter=_layers)
-    outputs: tuple[str, ...] = attrs.field(default=(), converter=_names)
-    json_schema: str | None = attrs.field(
-        default=None,
+    logit_bias: Mapping[int, float] = setting(
+        attrs.Factory(dict),
+        Anything(),
+        f"Token id -> what is added to its logit, from {-MOST_BIAS:.0f} to {MOST_BIAS:.0f}; -inf "
+        "bans the token.",
+        group="Sampling",
+        converter=_bias,
+        option="",
+        served=True,
+    )
+    seed: int | None = setting(
+        None,
+        Integer(least=-(2**63), most=2**63 - 1, expected="an integer of 64 bits, or None"),
+        "Of this request's noise; the same seed gives the same tokens, whatever else runs.",
+        group="Sampling",
+        unset="derived from the engine's seed and the request's number",
+        converter=plain_integer,
+        option="",
+        served=True,
+    )
+    stop: tuple[str, ...] = setting(
+        (),
+        Texts(),
+        f"Strings that end the output; they are not part of the text. At most {MOST_STOPS} of "
+        f"{MOST_STOP_CHARACTERS} characters.",
+        group="Stopping",
+        converter=_strings,
+        option_help="String that ends the output; may be given many times.",
+        served=True,
+    )
+    stop_token_ids: tuple[int, ...] = setting(
+        (),
+        Anything(),
+        "Tokens that end the output; they are the last of its token ids.",
+        group="Stopping",
+        converter=_tokens,
+        option="",
+        served=True,
+    )
+    ignore_eos: bool = setting(
+        False,
+        Flag(),
+        "Go on after the end-of-sequence token.",
+        group="Stopping",
+        served=True,
+    )
+    logprobs: int | None = setting(
+        None,
+        Integer(least=0, expected="an integer of at least 0, or None"),
+        "Give the log-probabilities of this many top tokens, and of the chosen one.",
+        group="Output",
+        unit="tokens",
+        unset="none",
+        converter=plain_integer,
+        option="",
+    )
+    skip_special_tokens: bool = setting(
+        True,
+        Flag(),
+        "Leave special tokens out of the text.",
+        group="Output",
+        option="",
+        served=True,
+    )
+    return_routed_experts: bool = setting(
+        False,
+        Flag(),
+        "Give the experts that a mixture-of-experts target routed each token to.",
+        group="Output",
+        option="",
+    )
+    return_hidden_states: bool | tuple[int, ...] = setting(
+        False,
+        Anything(),
+        "Give the hidden states of every token: True: those that the LM head reads; or of these "
+        "layers, numbered as in transformers' hidden_states: what enters layer 0, 1, …, and last "
+        "what the LM head reads, after the final norm.",
+        group="Output",
+        converter=_layers,
+        option="",
+    )
+    outputs: tuple[str, ...] = setting(
+        (),
+        Anything(),
+        "Names of the outputs to give for each token, of those that plugins and extensions add: "
+        "see specplug.PerTokenOutput.",
+        group="Output",
+        converter=_names,
+        option="",
+    )
+    json_schema: str | None = setting(
+        None,
+        Text(expected="a JSON schema as text or as a dict, or None", from_file=True),
+        "The output is JSON that this schema, its text or a dict, allows, properties in the "
+        "schema's order. It is kept as text.",
+        group="Structured output",
+        unset="none",
         converter=_schema,
-        validator=_text("a JSON schema as text or as a dict"),
+        option_help="JSON schema that the output must match; with @, the file it is in. "
+        "Needs specplug[grammar], as the next two do.",
+        metavar="TEXT|@FILE",
+        served=True,
     )
-    regex: str | None = attrs.field(
-        default=None, converter=_plain_text, validator=_text("a regular expression")
+    regex: str | None = setting(
+        None,
+        Text(expected="a regular expression, or None"),
+        "The output matches this regular expression, as a whole.",
+        group="Structured output",
+        unset="none",
+        converter=_plain_text,
+        option_help="Regular expression that the whole output must match.",
+        served=True,
     )
-    ebnf: str | None = attrs.field(
-        default=None, converter=_plain_text, validator=_text("the text of a grammar")
+    ebnf: str | None = setting(
+        None,
+        Text(expected="the text of a grammar, or None", from_file=True),
+        "The output is derived from the rule root of this grammar in GBNF, the notation of "
+        "llama.cpp. At most one of json_schema, regex and ebnf; each needs specplug[grammar]. The "
+        "output ends by an end-of-sequence token, where it is a whole match; max_tokens or a stop "
+        "string may cut it off before.",
+        group="Structured output",
+        unset="none",
+        converter=_plain_text,
+        option_help="Grammar in GBNF that the output must match, from its rule root; with @, its "
+        "file.",
+        metavar="TEXT|@FILE",
+        served=True,
     )
 
     @logit_bias.validator
@@ -295,6 +381,20 @@ class SamplingParams:
                 f"{' and '.join(given)} are given: expected at most one of them; an output "
                 "follows one grammar"
             )
+
+    def for_first_token(self) -> SamplingParams:
+        """These settings, to sample the first token alone, as a prefill instance does."""
+        return attrs.evolve(self, max_tokens=1)
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields, for ``from_json`` in another process."""
+        fields = attrs.asdict(self, recurse=False)
+        return {**fields, "logit_bias": list(self.logit_bias.items())}  # keys stay integers
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> SamplingParams:
+        """The settings that ``as_json`` gave, also after they were JSON text."""
+        return cls(**fields)
 
     @property
     def grammar(self) -> tuple[str, str] | None:

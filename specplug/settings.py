@@ -172,6 +172,7 @@ class Setting:
         option_help: as ``help``, where the command line needs other words.
         metavar: placeholder of the option's value.
         unlimited: -1 on the command line is None.
+        served: clients of a server set it, under the same name.
         agree: who must have the same value: "ranks" of a run, "instances" that prefill and decode
             for each other.
     """
@@ -185,6 +186,7 @@ class Setting:
     option_help: str = ""
     metavar: str | None = None
     unlimited: bool = False
+    served: bool = False
     agree: tuple[str, ...] = ()
 
 

@@ -14,7 +14,7 @@ import attrs
 import pytest
 
 from specplug import LLM, EngineConfig, SamplingParams, UsageError
-from specplug.cli.options import DISAGGREGATION, ENGINE
+from specplug.cli.options import DISAGGREGATION, ENGINE, GRAMMAR, SAMPLING
 from specplug.config import INSTANCES, agreeing
 from specplug.disagg.identity import Identity
 from specplug.settings import settings_of
@@ -35,12 +35,13 @@ def test_arguments_of_llm_are_the_fields() -> None:
         assert parameter.default == FIELDS[name].default, name
 
 
-def test_every_field_is_a_setting_with_help() -> None:
-    settings = settings_of(EngineConfig)
-    assert list(settings) == list(FIELDS)
+@pytest.mark.parametrize("kind", [EngineConfig, SamplingParams])
+def test_every_field_is_a_setting_with_help(kind: type[attrs.AttrsInstance]) -> None:
+    settings, fields = settings_of(kind), attrs.fields_dict(kind)
+    assert list(settings) == list(fields)
     for name, about in settings.items():
         assert about.help.endswith("."), name
-        assert bool(about.unset) == (FIELDS[name].default is None), name
+        assert bool(about.unset) == (fields[name].default is None), name
 
 
 def test_config_imports_no_torch() -> None:
@@ -104,6 +105,12 @@ def test_options_are_those_that_the_fields_name() -> None:
     wanted = {name: about.option for name, about in settings_of(EngineConfig).items()}
     limits = {"max_model_len": "--max-model-len"}  # of servers
     assert {**options, **limits} == {name: flag for name, flag in wanted.items() if flag}
+
+
+def test_sampling_options_are_those_that_the_fields_name() -> None:
+    options = {option.name: option.opts[0] for option in (*SAMPLING, *GRAMMAR)}
+    settings = settings_of(SamplingParams).items()
+    assert options == {name: about.option for name, about in settings if about.option}
 
 
 def test_instances_compare_what_they_must_agree_on() -> None:

@@ -14,6 +14,7 @@ from specplug.algorithm import AlgorithmInfo, SpecConfig
 from specplug.bounds import MAX_SECONDS, bound_of
 from specplug.config import EngineConfig
 from specplug.errors import shown
+from specplug.sampling_params import SamplingParams
 from specplug.settings import (
     Choice,
     Flag,
@@ -148,83 +149,8 @@ ENGINE = options_of(EngineConfig, "Model", "Speculation", "Engine")
 DISAGGREGATION = options_of(EngineConfig, "Disaggregation")
 """Options of servers alone; ``ENGINE`` are those of all commands that load a model."""
 
-SAMPLING = (
-    click.Option(
-        ["--temperature"], type=float, default=0.0, show_default=True, help="0 is greedy."
-    ),
-    click.Option(
-        ["--top-p"],
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="Keep the smallest set of tokens that is this likely.",
-    ),
-    click.Option(
-        ["--top-k"],
-        type=int,
-        default=0,
-        show_default=True,
-        help="Keep this many tokens; 0 or -1: all.",
-    ),
-    click.Option(
-        ["--min-p"],
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="Keep tokens this likely relative to the most likely one.",
-    ),
-    click.Option(
-        ["--repetition-penalty"],
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="On tokens of prompt and output; 1: none.",
-    ),
-    click.Option(
-        ["--presence-penalty"],
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="On tokens of the output, once.",
-    ),
-    click.Option(
-        ["--frequency-penalty"],
-        type=float,
-        default=0.0,
-        show_default=True,
-        help="On tokens of the output, for each time.",
-    ),
-    click.Option(
-        ["--max-new-tokens", "max_tokens"],
-        type=COUNT,
-        default=128,
-        show_default=True,
-        help="Most tokens to generate for a prompt.",
-    ),
-    click.Option(
-        ["--stop"], multiple=True, help="String that ends the output; may be given many times."
-    ),
-    click.Option(["--ignore-eos"], is_flag=True, help="Go on after the end-of-sequence token."),
-)
-"""Options that are arguments of ``SamplingParams``."""
-
-GRAMMAR = (
-    click.Option(
-        ["--json-schema"],
-        metavar="TEXT|@FILE",
-        callback=_text_or_file,
-        help="JSON schema that the output must match; with @, the file it is in. "
-        "Needs specplug[grammar], as the next two do.",
-    ),
-    click.Option(["--regex"], help="Regular expression that the whole output must match."),
-    click.Option(
-        ["--ebnf"],
-        metavar="TEXT|@FILE",
-        callback=_text_or_file,
-        help="Grammar in GBNF that the output must match, from its rule root; with @, its file.",
-    ),
-)
-"""Options that are arguments of ``SamplingParams`` too: what the output must look like."""
+SAMPLING = options_of(SamplingParams, "Sampling", "Stopping")
+GRAMMAR = options_of(SamplingParams, "Structured output")
 
 
 def chosen(group: Sequence[click.Parameter], options: Mapping[str, Any]) -> dict[str, Any]:

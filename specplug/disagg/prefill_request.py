@@ -36,14 +36,12 @@ class PrefillRequest:
 
 def prefill_message(name: str, request: Request, start: int, draft: bool) -> WireMessage:
     """The message by which a decode instance asks for a request's prefill."""
-    params = request.params
-    settings = attrs.asdict(params, recurse=False) | {"seed": request.seed}
     fields = {
         "job": name,
         "start": start,
         "draft": draft,
         "priority": request.priority,
-        "params": {setting: _as_json(value) for setting, value in settings.items()},
+        "params": request.params.as_json() | {"seed": request.seed},
     }
     tokens = torch.tensor(request.prompt_token_ids, dtype=torch.int64)
     return WireMessage("prefill", fields, {"tokens": tokens})
@@ -61,7 +59,7 @@ def read_prefill_request(message: WireMessage) -> PrefillRequest:
     start = fields["start"]
     if type(start) is not int or not 0 <= start <= len(token_ids):
         raise ValueError(f"start {start!r}; expected a position up to {len(token_ids)}")
-    params = SamplingParams(**settings | {"max_tokens": 1})
+    params = SamplingParams.from_json(settings).for_first_token()
     return PrefillRequest(
         name=str(fields["job"]),
         token_ids=token_ids,
@@ -70,8 +68,3 @@ def read_prefill_request(message: WireMessage) -> PrefillRequest:
         start=start,
         draft=bool(fields["draft"]),
     )
-
-
-def _as_json(value: Any) -> Any:
-    """A setting's value as JSON can tell it: of mappings pairs, whose keys stay what they are."""
-    return list(value.items()) if isinstance(value, Mapping) else value

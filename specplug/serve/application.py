@@ -33,7 +33,7 @@ from specplug.serve.protocol import (
 )
 from specplug.serve.ranks import Ranks
 from specplug.serve.replies import ChatReply, CompletionReply, Reply
-from specplug.serve.sampling import sampling_arguments
+from specplug.serve.sampling import sampling_params
 
 _T = TypeVar("_T")
 
@@ -175,7 +175,10 @@ class OpenAIServing:
         self.check_model(body.model)
         stopwatch = Stopwatch(self.metrics)
         job = self.ranks.submit(
-            params=sampling_arguments(body), n=body.n or 1, priority=body.priority or 0, **fields
+            params=sampling_params(body).as_json(),
+            n=body.n or 1,
+            priority=body.priority or 0,
+            **fields,
         )
         seconds = self._limits.request_timeout
         job.fail_after(seconds, timed_out(seconds))

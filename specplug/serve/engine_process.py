@@ -142,8 +142,7 @@ class PreparationPool:
             self._done.put(Refused(id=job.id, message=why, error=True))
 
     def _prepare(self, job: Add) -> Prepared:
-        bias = {int(token): value for token, value in job.params.get("logit_bias", {}).items()}
-        params = SamplingParams(**{**job.params, "logit_bias": bias})
+        params = SamplingParams.from_json(job.params)
         prompts = job.prompts if job.messages is None else [self._render(job)]
         requests: list[Request] = []
         for number, prompt in enumerate(prompts, 1):

@@ -17,7 +17,7 @@ class Add:
         prompts: texts or lists of token ids; empty if ``messages`` are given.
         messages: a chat, which the tokenizer's template makes a prompt of.
         template_options: further variables of the template.
-        params: arguments of ``SamplingParams``.
+        params: ``SamplingParams.as_json``; those that are missing have their defaults.
         n: requests a prompt. With a seed, the i-th one's is ``seed + i``.
         priority: of all of them.
         echo: whether the prompts' texts are wanted back.

@@ -14,12 +14,14 @@ from pydantic import (
     ConfigDict,
     Field,
     WrapValidator,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from specplug.errors import shown
-from specplug.sampling_params import MOST_BIAS, MOST_STOP_CHARACTERS, MOST_STOPS
+from specplug.sampling_params import MOST_BIAS, MOST_STOP_CHARACTERS, MOST_STOPS, SamplingParams
+from specplug.settings import Flag, Integer, Number, Text, settings_of
 
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"}
@@ -180,7 +182,6 @@ def _biases(value: Any) -> Any:
 _Integral = BeforeValidator(_integral)
 _Count = Annotated[int, Field(ge=1), _Integral]
 _Choices = Annotated[int, Field(ge=1, le=128), _Integral]
-_Most = Annotated[int, Field(ge=-1), _Integral]
 _Top = Annotated[int, Field(ge=0, le=20), _Integral]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63), _Integral]
 _NonEmpty = Annotated[str, Field(min_length=1)]
@@ -304,35 +305,55 @@ ResponseFormat = Annotated[
 ]
 
 
-class GenerationRequest(_Strict):
-    """What completions and chats have in common. None is a field's default."""
+def _sampling_fields() -> dict[str, Any]:
+    """A field for each served setting of ``SamplingParams`` whose check says all of it; those of
+    lists and mappings are declared by hand."""
+    fields: dict[str, Any] = {}
+    for name, about in settings_of(SamplingParams).items():
+        if not about.served:
+            continue
+        help = _SERVED_HELP.get(name, about.help)
+        match about.check:
+            case Number(low=low, high=high, low_open=True):
+                fields[name] = float | None, Field(None, gt=low, le=high, description=help)
+            case Number(low=low, high=high):
+                fields[name] = float | None, Field(None, ge=low, le=high, description=help)
+            case Integer(least=least, most=most):
+                number = Annotated[int, Field(ge=least, le=most), _Integral]
+                fields[name] = number | None, Field(None, description=help)
+            case Flag():
+                fields[name] = bool | None, Field(None, description=help)
+            case Text():
+                fields[name] = _NonEmpty | None, Field(None, description=help)
+    return fields
+
+
+_SERVED_HELP = {"temperature": "1 by default; 0 is greedy."}
+"""Where the server's words are others."""
+
+_SamplingRequest = create_model("_SamplingRequest", __base__=_Strict, **_sampling_fields())
+
+
+class GenerationRequest(_SamplingRequest):  # type: ignore[misc, valid-type]
+    """What completions and chats have in common. None is a field's default.
+
+    Its fields are those below and ``_sampling_fields``.
+    """
 
     model: str | None = Field(None, description="Must be one of /v1/models, if it is given.")
-    temperature: float | None = Field(None, ge=0, le=1e6, description="1 by default; 0 is greedy.")
-    top_p: float | None = Field(None, gt=0, le=1)
     n: _Choices | None = Field(
         None, description="Choices for each prompt; the i-th one's seed is seed + i."
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: _Stop = None
-    seed: _Int64 | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: _Biases = Field(None, description="Token id -> what is added to its logit.")
     response_format: ResponseFormat | None = None
 
-    top_k: _Most | None = Field(None, description="0 and -1 keep all tokens.")
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=1e-6, le=1e6)
-    ignore_eos: bool | None = None
     stop_token_ids: _StopTokenIds = None
-    skip_special_tokens: bool | None = None
     json_schema: dict[str, Any] | _NonEmpty | None = Field(
         None, description="As response_format's."
     )
-    regex: _NonEmpty | None = Field(None, description="The output matches it as a whole.")
-    ebnf: _NonEmpty | None = Field(None, description="The output follows this grammar in GBNF.")
     priority: _Int64 | None = Field(None, description="Lower ones come first.")
     return_token_ids: bool | None = None
 

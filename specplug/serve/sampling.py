@@ -1,4 +1,4 @@
-"""What a request asks for, as arguments of ``SamplingParams``."""
+"""The ``SamplingParams`` that a request asks for."""
 
 from __future__ import annotations
 
@@ -14,37 +14,22 @@ from specplug.serve.protocol import (
     JsonSchemaFormat,
     TextFormat,
 )
+from specplug.settings import settings_of
 
-_SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "skip_special_tokens",
-    "json_schema",
-    "regex",
-    "ebnf",
-)
-"""Fields that have the same name and meaning there."""
+SERVED = tuple(name for name, about in settings_of(SamplingParams).items() if about.served)
+"""Fields of requests that have the name and the meaning of the setting."""
 
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
-def sampling_arguments(request: CompletionRequest | ChatRequest) -> dict[str, Any]:
-    """Arguments of ``SamplingParams``, as JSON can carry them.
+def sampling_params(request: CompletionRequest | ChatRequest) -> SamplingParams:
+    """The settings that a request asks for.
 
     Raises:
         APIError: a value cannot be used.
     """
     arguments: dict[str, Any] = {"temperature": 1.0}  # OpenAI's default
-    for name in _SAME:
+    for name in SERVED:
         value = getattr(request, name)
         if value is not None:
             arguments[name] = value
@@ -59,12 +44,11 @@ def sampling_arguments(request: CompletionRequest | ChatRequest) -> dict[str, An
                 "response_format",
             )
         arguments["json_schema"] = schema
-    bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
+    arguments["logit_bias"] = {int(t): bias for t, bias in (request.logit_bias or {}).items()}
     try:
-        SamplingParams(**arguments, logit_bias=bias)
+        return SamplingParams(**arguments)
     except UsageError as error:
         raise bad_request(str(error)) from error
-    return {**arguments, "logit_bias": request.logit_bias or {}}
 
 
 def _schema(request: GenerationRequest) -> dict[str, Any] | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from specplug.serve.protocol import ChatRequest, CompletionRequest
+from specplug import SamplingParams
+from specplug.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from specplug.serve.sampling import SERVED, sampling_params
 
 MANY = 3000
 
@@ -100,3 +103,23 @@ def test_the_schema_tells_the_limits() -> None:
     biases = next(form for form in fields["logit_bias"]["anyOf"] if form.get("type") == "object")
     assert biases["maxProperties"] == 4096
     assert len(fields["prompt"]["anyOf"]) == 4
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_request_has_a_field_for_every_served_setting(kind: type[GenerationRequest]) -> None:
+    assert {"temperature", "stop", "logit_bias", "regex"} < {*SERVED} < kind.model_fields.keys()
+
+
+def test_every_served_setting_reaches_the_engine() -> None:
+    given = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5.0, "min_p": 0.1, "repetition_penalty": 1.5,
+        "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"3": -1.5}, "seed": 4,
+        "stop": ["a"], "stop_token_ids": [7], "ignore_eos": True, "skip_special_tokens": False,
+        "regex": "a+",
+    }  # fmt: skip
+    params = sampling_params(CompletionRequest.model_validate({"prompt": "x", **given}))
+    sent = SamplingParams.from_json(json.loads(json.dumps(params.as_json())))
+    assert sent == params
+    assert {*given} == {*SERVED} - {"json_schema", "ebnf"}, "one grammar alone"
+    changed = {name for name in SERVED if getattr(sent, name) != getattr(SamplingParams(), name)}
+    assert changed == given.keys()
