@@ -36,7 +36,7 @@ from specplug.model.loading import (
     trim_heap,
 )
 from specplug.model.model_runner import ModelRunner
-from specplug.outputs import RequestOutput
+from specplug.outputs import RequestOutput, by_prompt
 from specplug.registry import Registry, build_plugin_manager
 from specplug.sampling_params import SamplingParams
 from specplug.speculative.defaults import CoreDefaults
@@ -259,7 +259,8 @@ class LLM:
             on_finished: called with each request's output when it ends (for a progress bar).
 
         Returns:
-            One output a prompt, in the prompts' order.
+            One output a prompt, in the prompts' order. With ``SamplingParams.n`` its ``outputs``
+            are all of the prompt's, itself the first; ``on_finished`` is called with each.
 
         Raises:
             UsageError: a prompt or a setting cannot be used; nothing has run then.
@@ -271,7 +272,7 @@ class LLM:
                 outputs[output.request_id] = output
                 if on_finished is not None:
                     on_finished(output)
-        return [outputs[request.request_id] for request in requests]
+        return by_prompt([outputs[request.request_id] for request in requests])
 
     def stream(
         self,
@@ -283,7 +284,8 @@ class LLM:
         """Complete prompts and yield what came, step by step; ``delta`` is the new text.
 
         The last output of each request has a ``finish_reason``. Closing the iterator aborts what
-        still runs.
+        still runs. With ``SamplingParams.n`` each of a prompt's outputs is a request of its own,
+        told apart by its ``index``.
 
         Raises:
             UsageError: a prompt or a setting cannot be used; nothing runs then.
@@ -299,16 +301,22 @@ class LLM:
             Its name, which its outputs have too.
 
         Raises:
-            UsageError: the prompt or a setting cannot be used.
+            UsageError: the prompt or a setting cannot be used, or several outputs are asked for.
         """
-        request = self.prepare(prompt, sampling_params, priority=priority)
+        if sampling_params is not None and sampling_params.n > 1:
+            raise UsageError(
+                f"n={sampling_params.n}: add_request queues one output; expected 1, and a call for "
+                "each, with seeds of their own, or generate or stream"
+            )
+        (request,) = self.prepare(prompt, sampling_params, priority=priority)
         self.submit(request)
         return request.request_id
 
     def prepare(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
-    ) -> Request:
-        """Check a prompt and its settings and make a request of them, for ``submit``.
+    ) -> list[Request]:
+        """Check a prompt and its settings, and make a request of each of its ``n`` outputs, for
+        ``submit``.
 
         To tokenize a long prompt or to compile a grammar takes a while. Like ``abort``, and unlike
         all else here, it does not wait for the step that another thread runs.
@@ -317,8 +325,7 @@ class LLM:
             UsageError: the prompt or a setting cannot be used.
         """
         prompts: list[Any] = [prompt]
-        (request,) = self._make_all(prompts, sampling_params, priority)
-        return request
+        return self._make_all(prompts, sampling_params, priority)
 
     def submit(self, request: Request) -> None:
         """Queue a prepared request for ``step``.

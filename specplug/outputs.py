@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -46,12 +46,14 @@ class RequestOutput:
             in its prefill. None before it has ended, and if not asked for.
         hidden_states: [tokens - 1, layers, hidden size] in the target's dtype, of the same tokens
             as ``routed_experts`` and None when that is; the layers in the order asked for.
-        outputs: name -> values, of the outputs that plugins add: see ``specplug.PerTokenOutput``.
-            Each is None before the request has ended.
+        token_outputs: name -> values, of the outputs that plugins add: see
+            ``specplug.PerTokenOutput``. Each is None before the request has ended.
         num_cached_tokens: of its prompt, how many tokens were found in the prefix cache.
         times_retracted: how often it lost its KV to others and was prefilled again.
         error: what went wrong, with ``finish_reason`` "error".
         delta: ``LLM.stream`` only: the text that came since this request's last output.
+        index: its number among the outputs of its prompt, from 0 to ``SamplingParams.n`` - 1.
+        others: ``LLM.generate`` only: the prompt's outputs after this one, the first.
     """
 
     request_id: str
@@ -65,13 +67,30 @@ class RequestOutput:
     accept_lens: tuple[int, ...] = ()
     routed_experts: Tensor | None = attrs.field(default=None, eq=False)
     hidden_states: Tensor | None = attrs.field(default=None, eq=False)
-    outputs: Mapping[str, Tensor | None] = attrs.field(factory=dict, eq=False)
+    token_outputs: Mapping[str, Tensor | None] = attrs.field(factory=dict, eq=False)
     num_cached_tokens: int = 0
     times_retracted: int = 0
     error: str | None = None
     delta: str = ""
+    index: int = 0
+    others: tuple[RequestOutput, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[RequestOutput, ...]:
+        """All outputs of the prompt, as ``LLM.generate`` gives them: this one, then the others."""
+        return self, *self.others
 
     @property
     def finished(self) -> bool:
         """Whether the request has ended."""
         return self.finish_reason is not None
+
+
+def by_prompt(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+    """The first output of each prompt, with the ``others`` that follow it."""
+    firsts = [place for place, output in enumerate(outputs) if output.index == 0]
+    ends = [*firsts[1:], len(outputs)]
+    return [
+        attrs.evolve(outputs[first], others=tuple(outputs[first + 1 : end]))
+        for first, end in zip(firsts, ends, strict=True)
+    ]

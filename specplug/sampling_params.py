@@ -41,6 +41,10 @@ MOST_STOPS, MOST_STOP_CHARACTERS = 64, 256
 a request starts; 64 times 256 take some 20 ms. OpenAI takes four strings."""
 
 
+MOST_CHOICES = 128
+"""Each is a request of its own."""
+
+
 def plain_integer(value: Any) -> Any:
     """An integer of any type as Python's own; anything else, and a bool, as it is."""
     if isinstance(value, Integral) and not isinstance(value, bool):
@@ -90,7 +94,7 @@ def _names(value: Sequence[str] | None) -> tuple[str, ...]:
     except Exception:  # it is no sequence, or one of its own
         found = (None,)
     if isinstance(value, str) or not all(isinstance(name, str) and name for name in found):
-        raise UsageError(f"outputs={shown(value)}: expected a tuple of names")
+        raise UsageError(f"token_outputs={shown(value)}: expected a tuple of names")
     return found
 
 
@@ -142,6 +146,16 @@ class SamplingParams:
         UsageError: a value cannot be used, or two of them not together.
     """
 
+    n: int = setting(
+        1,
+        Integer(most=MOST_CHOICES, expected=f"an integer from 1 to {MOST_CHOICES}"),
+        "Outputs of each prompt. With a seed, the i-th one's is seed + i.",
+        group="Output",
+        unit="outputs",
+        converter=plain_integer,
+        option="",
+        served=True,
+    )
     max_tokens: int | None = setting(
         128,
         Integer(expected="an integer of at least 1, or None"),
@@ -294,7 +308,7 @@ class SamplingParams:
         converter=_layers,
         option="",
     )
-    outputs: tuple[str, ...] = setting(
+    token_outputs: tuple[str, ...] = setting(
         (),
         Anything(),
         "Names of the outputs to give for each token, of those that plugins and extensions add: "
@@ -384,7 +398,11 @@ class SamplingParams:
 
     def for_first_token(self) -> SamplingParams:
         """These settings, to sample the first token alone, as a prefill instance does."""
-        return attrs.evolve(self, max_tokens=1)
+        return attrs.evolve(self, max_tokens=1, n=1)
+
+    def seed_of(self, index: int) -> int | None:
+        """The seed of a prompt's output of that index: ``seed + index``, within 64 bits."""
+        return None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
 
     def as_json(self) -> dict[str, Any]:
         """All fields, for ``from_json`` in another process."""

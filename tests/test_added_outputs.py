@@ -44,7 +44,7 @@ def extension(plugin_folder: Any) -> None:
 
 def asking(name: str, **settings: Any) -> list[SamplingParams]:
     return [
-        SamplingParams(max_tokens=MAX_TOKENS, seed=100 + i, outputs=(name,), **settings)
+        SamplingParams(max_tokens=MAX_TOKENS, seed=100 + i, token_outputs=(name,), **settings)
         for i in range(7)
     ]
 
@@ -70,8 +70,8 @@ def test_the_example_tells_how_sure_the_target_is(
         assert output.token_ids == known.token_ids
         logprobs = torch.tensor([[e[t].logprob for t in range(VOCAB_SIZE)] for e in known.logprobs])
         expected = -(logprobs.exp() * logprobs).sum(-1)
-        torch.testing.assert_close(output.outputs["entropy"], expected, rtol=1e-4, atol=1e-5)
-        assert known.outputs == {}
+        torch.testing.assert_close(output.token_outputs["entropy"], expected, rtol=1e-4, atol=1e-5)
+        assert known.token_outputs == {}
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_what_verify_leaves_is_handed_out(
             SamplingParams(
                 max_tokens=MAX_TOKENS,
                 seed=100 + i,
-                outputs=("token", "depth", "aux_hidden_states"),
+                token_outputs=("token", "depth", "aux_hidden_states"),
                 return_hidden_states=(0, 1),
             )
             for i in range(7)
@@ -136,8 +136,8 @@ def test_what_verify_leaves_is_handed_out(
     assert bool(retractions) == bool(options)
     for output, tokens in zip(outputs, reference.tokens(["greedy"] * 7).values(), strict=True):
         assert output.token_ids == tokens
-        assert list(output.outputs) == ["depth", "token", "aux_hidden_states"]
-        depth, token, aux = output.outputs.values()
+        assert list(output.token_outputs) == ["depth", "token", "aux_hidden_states"]
+        depth, token, aux = output.token_outputs.values()
         steps = [list(range(length)) for length in output.accept_lens]
         counted = [d for d in depth.tolist() if d >= 0]
         assert counted == [d for step in steps for d in step], "each node of each accepted path"
@@ -155,11 +155,11 @@ def test_nobody_asks_and_nothing_is_computed(tiny_model: Path, reference: Any, a
         raise AssertionError
 
     prompt, params = reference.prompts[1], reference.params["greedy"][1]
-    wanting = attrs.evolve(params, outputs=("never",))
+    wanting = attrs.evolve(params, token_outputs=("never",))
     algorithm = adding(PerTokenOutput(name="never", compute=never))
     with LLM(tiny_model, dtype="float64", speculative_algorithm=algorithm) as llm:
         output = llm.generate([prompt], params)[0]
-        assert output.outputs == {}
+        assert output.token_outputs == {}
         with pytest.raises(PluginError, match=r"output 'never': compute\(\) raised AssertionError"):
             llm.generate([prompt], wanting)
         assert llm.generate([prompt], params)[0].token_ids == output.token_ids
@@ -168,15 +168,17 @@ def test_nobody_asks_and_nothing_is_computed(tiny_model: Path, reference: Any, a
 def test_an_output_that_is_not_there_is_told(tiny_model: Path, adding: Any) -> None:
     with LLM(tiny_model, speculative_algorithm=adding(DEPTH, TOKEN)) as llm:
         for names in (("entropy",), ("logprobs",)):
-            params = SamplingParams(outputs=names)
-            with pytest.raises(UsageError, match=rf"outputs=\('{names[0]}',\).*are depth, token;"):
+            params = SamplingParams(token_outputs=names)
+            with pytest.raises(
+                UsageError, match=rf"token_outputs=\('{names[0]}',\).*are depth, token;"
+            ):
                 llm.generate([(1, 2)], params)
 
 
 @pytest.mark.parametrize("outputs", ["entropy", (1,), ("",), 5, (None,)])
 def test_names_that_are_none_are_refused(outputs: Any) -> None:
-    with pytest.raises(UsageError, match=r"outputs=.*: expected a tuple of names"):
-        SamplingParams(outputs=outputs)
+    with pytest.raises(UsageError, match=r"token_outputs=.*: expected a tuple of names"):
+        SamplingParams(token_outputs=outputs)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def test_names_that_are_none_are_refused(outputs: Any) -> None:
 def test_an_output_of_another_form_is_told(
     tiny_model: Path, reference: Any, adding: Any, output: PerTokenOutput, why: str
 ) -> None:
-    params = attrs.evolve(reference.params["greedy"][1], outputs=(output.name,))
+    params = attrs.evolve(reference.params["greedy"][1], token_outputs=(output.name,))
     with (
         LLM(tiny_model, dtype="float64", speculative_algorithm=adding(output)) as llm,
         pytest.raises(PluginError, match=why),

@@ -272,3 +272,48 @@ def test_closing_the_engine_ends_its_streams(tiny_model: Path, reference: Any) -
     llm.abort("0")
     with pytest.raises(UsageError, match="this LLM is closed"):
         llm.generate(reference.prompts)
+
+
+def _seeded(**settings: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 12, "temperature": 0.9, "ignore_eos": True, **settings})
+
+
+@pytest.fixture(scope="module")
+def plain_llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(tiny_model, dtype="float64", page_size=3, max_running_requests=4) as llm:
+        yield llm
+        _check_idle(llm)
+
+
+def test_n_outputs_are_those_of_requests_of_their_own(plain_llm: LLM, reference: Any) -> None:
+    llm = plain_llm
+    prompts = reference.prompts[:3]
+    outputs = llm.generate(prompts, [_seeded(seed=2**63 - 2, n=3), _seeded(seed=5), _seeded(n=2)])
+    assert [[each.index for each in output.outputs] for output in outputs] == [
+        [0, 1, 2],
+        [0],
+        [0, 1],
+    ]
+    assert [output.prompt_token_ids for output in outputs] == [tuple(p) for p in prompts]
+    for seed, output in zip([2**63 - 2, 2**63 - 1, -(2**63)], outputs[0].outputs, strict=True):
+        (alone,) = llm.generate(prompts[0], _seeded(seed=seed))
+        assert output.token_ids == alone.token_ids
+    assert outputs[1].outputs == (outputs[1],)
+    first, second = outputs[2].outputs
+    assert first.token_ids != second.token_ids, "each derives a seed of its own"
+    assert len({each.request_id for output in outputs for each in output.outputs}) == 6
+
+
+def test_stream_tells_the_outputs_of_a_prompt_apart(plain_llm: LLM, reference: Any) -> None:
+    llm = plain_llm
+    (expected,) = llm.generate(reference.prompts[0], _seeded(seed=1, n=2))
+    found = {o.index: o for o in llm.stream(reference.prompts[0], _seeded(seed=1, n=2))}
+    tokens = [found[index].token_ids for index in range(2)]
+    assert tokens == [output.token_ids for output in expected.outputs]
+
+
+def test_add_request_refuses_several_outputs(plain_llm: LLM, reference: Any) -> None:
+    llm = plain_llm
+    with pytest.raises(UsageError, match=r"^n=2: add_request queues one output; expected 1"):
+        llm.add_request(reference.prompts[0], SamplingParams(n=2))
+    assert not llm.has_unfinished_requests

@@ -1,6 +1,8 @@
 """An extension that adds a per-token output: how sure the target is of each token it generates.
 
-    SamplingParams(outputs=("entropy",))  ->  RequestOutput.outputs["entropy"]  [tokens] float32
+    SamplingParams(token_outputs=("entropy",))  ->  RequestOutput.token_outputs["entropy"]
+
+a float32 tensor [tokens].
 
 Under every algorithm it is the same, as the tokens are.
 """

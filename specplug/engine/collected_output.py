@@ -96,10 +96,10 @@ def collect(
     collected = {}
     kinds = tuple(table)
     added = {output.name for output in kinds if not output.has_own_field}
-    if not added.issuperset(params.outputs):
+    if not added.issuperset(params.token_outputs):
         raise UsageError(
-            f"outputs={params.outputs}: expected names that plugins of this run add, which are "
-            f"{', '.join(sorted(added)) or 'none'}; install the plugin, or leave it out"
+            f"token_outputs={params.token_outputs}: expected names that plugins of this run add, "
+            f"which are {', '.join(sorted(added)) or 'none'}; install the plugin, or leave it out"
         )
     for output in kinds:
         want = output.asked(params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 from numbers import Integral
 from typing import Any
@@ -58,7 +58,7 @@ class InputProcessor:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int],
     ) -> list[Request]:
-        """Return one request for each prompt.
+        """Make ``SamplingParams.n`` requests of each prompt, one after another.
 
         Raises:
             UsageError: one of them cannot be run; it says which.
@@ -67,36 +67,50 @@ class InputProcessor:
         params = _as_params(sampling_params, len(batch))
         priorities = _as_priorities(priority, len(batch))
         requests: list[Request] = []
-        for prompt, wanted, order in zip(batch, params, priorities, strict=True):
+        each = zip(batch, params, priorities, strict=True)
+        for place, (prompt, wanted, order) in enumerate(each, 1):
             try:
-                requests.append(self._request(prompt, wanted, order))
+                requests += self._choices(prompt, wanted, order)
             except UsageError as error:
                 if len(batch) == 1:
                     raise
-                which = f"prompt {len(requests) + 1} of {len(batch)}"
+                which = f"prompt {place} of {len(batch)}"
                 raise UsageError(f"{which}: {error}") from error
         return requests
 
-    def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+    def _choices(self, prompt: Prompt, params: SamplingParams, priority: int) -> Iterator[Request]:
+        """The requests of one prompt, which is tokenized and checked once."""
         params = attrs.evolve(params)  # a copy: the caller may change the mapping in it
         text, ids = self._tokenize(prompt)
         self._check_tokens("logit_bias", params.logit_bias)
         self._check_tokens("stop_token_ids", params.stop_token_ids)
         self._check(len(ids), params)
+        for index in range(params.n):
+            yield self._request(text, ids, params, priority, index)
+
+    def _request(
+        self,
+        text: str | None,
+        ids: tuple[int, ...],
+        params: SamplingParams,
+        priority: int,
+        index: int,
+    ) -> Request:
         room = self._context_len - len(ids)
         if params.max_tokens is None:  # as far as it can go
             room = max(1, min(room, self._pool.num_tokens - len(ids)))
         outputs = collect(self._outputs, params, len(ids))
-        number = next(self._numbers)
+        number, seed = next(self._numbers), params.seed_of(index)
         request = Request(
             request_id=str(number),
             number=number,
+            index=index,
             priority=priority,
             prompt=text,
             prompt_token_ids=ids,
             params=params,
             max_tokens=min(params.max_tokens or room, room),
-            seed=self._seed_for(number) if params.seed is None else params.seed,
+            seed=self._seed_for(number) if seed is None else seed,
             eos_token_ids=self._eos,
             detokenizer=make_detokenizer(backend_of(self._tokenizer), params),
             needs=params.needs | Needs.OUTPUTS if outputs else params.needs,

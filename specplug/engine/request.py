@@ -37,6 +37,7 @@ class Request:
 
     Attributes:
         number: of its arrival.
+        index: its number among the outputs of its prompt.
         priority: requests of a lower one come first.
         prompt: its text, None if it was given as tokens.
         max_tokens: most tokens it may generate, within the context.
@@ -89,6 +90,7 @@ class Request:
 
     request_id: str
     number: int = 0
+    index: int = 0
     priority: int = 0
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
@@ -234,7 +236,8 @@ class Request:
             times_retracted=self.times_retracted,
             error=self.error,
             delta=delta,
-            outputs=added,
+            index=self.index,
+            token_outputs=added,
             **own,
         )
 

@@ -176,7 +176,6 @@ class OpenAIServing:
         stopwatch = Stopwatch(self.metrics)
         job = self.ranks.submit(
             params=sampling_params(body).as_json(),
-            n=body.n or 1,
             priority=body.priority or 0,
             **fields,
         )

@@ -206,10 +206,11 @@ class EngineClient:
         """Requests that have not ended."""
         return sum(job.size for job in self._jobs.values())
 
-    def submit(self, **fields: Any) -> RequestStream:
+    def submit(self, size: int, **fields: Any) -> RequestStream:
         """Give the engine a job.
 
         Args:
+            size: requests of the job.
             fields: of ``Add``, but for its id.
 
         Raises:
@@ -218,7 +219,7 @@ class EngineClient:
         if self.ended is not None:
             raise engine_error(self.ended)
         add = Add(id=str(next(self._numbers)), **fields)
-        job = RequestStream(add.id, max(1, len(add.prompts)) * add.n, self._end)
+        job = RequestStream(add.id, size, self._end)
         self._jobs[job.name] = job
         self.idle.clear()
         self._send(add)

@@ -154,7 +154,7 @@ class PreparationPool:
                 raise UsageError(f"prompt {number} of {len(prompts)}: {error}") from error
         for index, request in enumerate(requests):
             request.request_id = f"{job.id}.{index}"
-        firsts = requests[:: job.n]
+        firsts = requests[:: params.n]
         return Prepared(
             id=job.id,
             requests=requests,
@@ -166,20 +166,16 @@ class PreparationPool:
         )
 
     def _choices(self, job: Add, prompt: str | list[int], params: SamplingParams) -> list[Request]:
-        """The n requests of a prompt, which is tokenized once."""
+        """The requests of a prompt."""
         if isinstance(prompt, str):
             self._texts.check(prompt)
-        requests = [self._llm.prepare(prompt, params, priority=job.priority)]
-        tokens = requests[0].prompt_token_ids
-        if self._most is not None and len(tokens) > self._most:
+        requests = self._llm.prepare(prompt, params, priority=job.priority)
+        count = len(requests[0].prompt_token_ids)
+        if self._most is not None and count > self._most:
             raise UsageError(
-                f"the prompt has {len(tokens)} tokens; expected at most {self._most} "
+                f"the prompt has {count} tokens; expected at most {self._most} "
                 "(--max-prompt-tokens)"
             )
-        for i in range(1, job.n):
-            seed = None if params.seed is None else seed_of_choice(params.seed, i)
-            own = attrs.evolve(params, seed=seed)
-            requests.append(self._llm.prepare(tokens, own, priority=job.priority))
         return requests
 
     def _render(self, job: Add) -> list[int]:
@@ -355,11 +351,6 @@ class EngineLoop:
 
     def _send(self, report: Report) -> None:
         self._reports.send(encode(report))
-
-
-def seed_of_choice(seed: int, i: int) -> int:
-    """The seed of a prompt's i-th choice: ``seed + i``, within 64 bits."""
-    return (seed + i + 2**63) % 2**64 - 2**63
 
 
 def _parsed(request_id: str) -> tuple[str, int]:

@@ -18,7 +18,6 @@ class Add:
         messages: a chat, which the tokenizer's template makes a prompt of.
         template_options: further variables of the template.
         params: ``SamplingParams.as_json``; those that are missing have their defaults.
-        n: requests a prompt. With a seed, the i-th one's is ``seed + i``.
         priority: of all of them.
         echo: whether the prompts' texts are wanted back.
     """
@@ -28,7 +27,6 @@ class Add:
     messages: list[dict[str, Any]] | None = None
     template_options: dict[str, Any] = attrs.field(factory=dict)
     params: dict[str, Any] = attrs.field(factory=dict)
-    n: int = 1
     priority: int = 0
     echo: bool = False
 

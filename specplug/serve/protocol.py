@@ -181,7 +181,6 @@ def _biases(value: Any) -> Any:
 
 _Integral = BeforeValidator(_integral)
 _Count = Annotated[int, Field(ge=1), _Integral]
-_Choices = Annotated[int, Field(ge=1, le=128), _Integral]
 _Top = Annotated[int, Field(ge=0, le=20), _Integral]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63), _Integral]
 _NonEmpty = Annotated[str, Field(min_length=1)]
@@ -341,9 +340,6 @@ class GenerationRequest(_SamplingRequest):  # type: ignore[misc, valid-type]
     """
 
     model: str | None = Field(None, description="Must be one of /v1/models, if it is given.")
-    n: _Choices | None = Field(
-        None, description="Choices for each prompt; the i-th one's seed is seed + i."
-    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: _Stop = None

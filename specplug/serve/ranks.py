@@ -92,7 +92,7 @@ class Ranks:
                 f"{self.num_open} requests run or wait and {size} more are asked for; the server "
                 f"takes {self.most_open} (--max-queue): try again later"
             )
-        return min(self._engines, key=lambda engine: engine.num_open).submit(**fields)
+        return min(self._engines, key=lambda engine: engine.num_open).submit(size, **fields)
 
     def fail_all(self, error: APIError) -> None:
         """End all jobs with an error."""

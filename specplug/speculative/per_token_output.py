@@ -95,9 +95,9 @@ class OutputKind(ABC):
 class PerTokenOutput(OutputKind):
     """An output that a plugin or an extension adds, by ``runtime.add_output`` in ``create_worker``.
 
-    A request asks for it by ``SamplingParams(outputs=(name,))``, and finds it in
-    ``RequestOutput.outputs[name]`` when it has ended: a CPU tensor [tokens, *shape], or None if it
-    ended in its prefill. Nothing is computed in a step in which no request asks.
+    A request asks for it by ``SamplingParams(token_outputs=(name,))``, and finds it in
+    ``RequestOutput.token_outputs[name]`` when it has ended: a CPU tensor [tokens, *shape], or None
+    if it ended in its prefill. Nothing is computed in a step in which no request asks.
 
     Attributes:
         name: unique in a run.
@@ -137,7 +137,7 @@ class PerTokenOutput(OutputKind):
 
     def asked(self, params: SamplingParams) -> bool | None:
         """True, or None."""
-        return self.name in params.outputs or None
+        return self.name in params.token_outputs or None
 
     def forms(self, want: bool) -> Mapping[str, Form]:
         """One tensor."""

@@ -133,7 +133,7 @@ class Runtime(Protocol):
 
         Call it in ``create_worker``; an extension does so in a wrapper around that hook. The host
         keeps the values over chunks, over a retraction and between instances, computes nothing
-        for requests that do not ask, and hands them out as ``RequestOutput.outputs[name]``.
+        for requests that do not ask, and hands them out as ``RequestOutput.token_outputs[name]``.
 
         Raises:
             PluginError: there is an output of that name already.

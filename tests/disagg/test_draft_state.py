@@ -298,7 +298,7 @@ def test_a_state_nobody_declared_is_told_by_its_name(plain: Plain) -> None:
 def received(llm: LLM, num_requests: int) -> Batch:
     """A batch of requests that came without anything, in rows of their own."""
     rows = torch.arange(1, num_requests + 1, device=llm._engine._runtime.device)
-    requests = [llm.prepare([3, 4, 5 + i], PARAMS) for i in range(num_requests)]
+    requests = [llm.prepare([3, 4, 5 + i], PARAMS)[0] for i in range(num_requests)]
     for request in requests:
         request.token_ids.append(7)
     return Batch(

@@ -206,7 +206,7 @@ def test_what_cannot_be_told_ends_its_request_alone(plain: Plain) -> None:
     with pytest.raises(UsageError, match=r"return_routed_experts=.*expected True or False"):
         SamplingParams(return_routed_experts=np.False_)  # type: ignore[arg-type]
     with LLM(disaggregation="both", dtype="float64") as llm:
-        strange = llm.prepare(plain.ids("import os\n"), SamplingParams(max_tokens=4))
+        (strange,) = llm.prepare(plain.ids("import os\n"), SamplingParams(max_tokens=4))
         object.__setattr__(strange.params, "temperature", np.float32(0.5))  # no type that JSON has
         llm.submit(strange)
         sound = llm.add_request(plain.ids("import os\n"), PARAMS)

@@ -29,15 +29,16 @@ VALUES: dict[str, Any] = {
     "skip_special_tokens": False,
     "return_routed_experts": True,
     "return_hidden_states": (2, 0),
-    "outputs": ("entropy",),
+    "token_outputs": ("entropy",),
     "json_schema": '{"type":"integer"}',
     "regex": "[a-z]+",
     "ebnf": 'root ::= "a"',
 }
 """Of each setting one that is not its default. A new one of ``SamplingParams`` needs one here."""
 
-OF_THE_JOB = {"max_tokens": 1, "seed": 11}
-"""Settings that a job has its own of: one token, and the seed that the request has got."""
+OF_THE_JOB = {"n": 1, "max_tokens": 1, "seed": 11}
+"""Settings that a job has its own of: one output of one token, and the seed that the request has
+got."""
 
 
 def travelled(**settings: Any) -> PrefillRequest:

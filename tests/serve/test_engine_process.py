@@ -110,7 +110,7 @@ def test_an_output_that_cannot_be_told_ends_its_request_alone(
 
     monkeypatch.setattr(running.llm, "step", spoilt)
     for name in ("bad", "good"):
-        running.loop.take(Add(id=name, prompts=["def f("], params=params, n=2))
+        running.loop.take(Add(id=name, prompts=["def f("], params={**params, "n": 2}))
     updates: list[Update] = []
     while sum(update.finish_reason is not None for update in updates) < 4:
         report = running.report()
@@ -172,7 +172,7 @@ async def test_a_reader_that_fails_ends_the_engine(reader: str) -> None:
         with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
             stranger.connect(client._settings["reports"])
             stranger.send(json.dumps(["Strange", {}]).encode())
-    job = client.submit(prompts=["x"], params={"max_tokens": 2000, "ignore_eos": True})
+    job = client.submit(1, prompts=["x"], params={"max_tokens": 2000, "ignore_eos": True})
     reason = await asyncio.wait_for(why, DEADLINE)
     assert reason.startswith("the engine has ended: ")
     assert ("JSONDecodeError" if reader == "engine" else "KeyError") in reason

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from specplug.serve.engine_process import seed_of_choice
 from specplug.serve.messages import (
     Abort,
     Accepted,
@@ -31,7 +30,7 @@ LOGPROBS = TokenLogprobs(text="é", logprob=-0.5, top=[["é", -0.5], ["\ufffd", 
 @pytest.mark.parametrize(
     "message",
     [
-        Add(id="1", prompts=["def", [1, 2]], params={"seed": -1}, n=2, priority=-3, echo=True),
+        Add(id="1", prompts=["def", [1, 2]], params={"seed": -1, "n": 2}, priority=-3, echo=True),
         Add(id="2", messages=[{"role": "user", "content": "hi"}], template_options={"a": [1]}),
         Abort(id="1"),
         AskStats(),
@@ -53,9 +52,3 @@ LOGPROBS = TokenLogprobs(text="é", logprob=-0.5, top=[["é", -0.5], ["\ufffd", 
 )
 def test_a_message_arrives_as_it_was(message: Any) -> None:
     assert decode(encode(message)) == message
-
-
-def test_seeds_of_choices_stay_within_64_bits() -> None:
-    assert [seed_of_choice(5, i) for i in range(3)] == [5, 6, 7]
-    assert seed_of_choice(2**63 - 1, 1) == -(2**63)
-    assert seed_of_choice(-(2**63), 1) == -(2**63) + 1
