@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
 from specplug.engine.stop_strings import StopStrings, stop_strings
+from specplug.sampling_params import SamplingParams
 
 
 class Detokenizer:
@@ -15,16 +15,15 @@ class Detokenizer:
 
     Args:
         tokenizer: the ``tokenizers.Tokenizer`` of the target.
-        stop: strings that end the text.
-        skip_special_tokens: leave special tokens out.
+        params: of the request.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._skip_special = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
+        self._skip_special = params.skip_special_tokens
         self._ids: list[int] = []
-        self._stop = stop_strings(tuple(stop))
+        self._stop = stop_strings(params.stop)
         self._state = 0
         self._stopped_at = 0
         self.text = ""

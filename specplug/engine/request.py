@@ -244,6 +244,4 @@ class Request:
 
 def make_detokenizer(tokenizer: Any | None, params: SamplingParams) -> Detokenizer | None:
     """Return a detokenizer for a request, or None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    return Detokenizer(tokenizer, params.stop, params.skip_special_tokens)
+    return None if tokenizer is None else Detokenizer(tokenizer, params)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specplug import SamplingParams
 from specplug.engine.detokenizer import Detokenizer
 
 TEXTS = ("plain", "naïve café", "snow ☃ and 🐍🐍", "日本語", " leading and trailing ", "a\n\tb")
@@ -29,7 +30,7 @@ def byte_tokenizer() -> Any:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_characters_come_whole(text: str, byte_tokenizer: Any) -> None:
-    detokenizer = Detokenizer(byte_tokenizer, (), True)
+    detokenizer = Detokenizer(byte_tokenizer, SamplingParams())
     for token in byte_tokenizer.encode(text).ids:
         assert detokenizer.push(token) is None
         assert text.startswith(detokenizer.text)
@@ -41,7 +42,7 @@ def test_characters_come_whole(text: str, byte_tokenizer: Any) -> None:
 
 def test_an_unfinished_character_is_told_at_the_end(byte_tokenizer: Any) -> None:
     ids = byte_tokenizer.encode("a☃").ids
-    detokenizer = Detokenizer(byte_tokenizer, (), True)
+    detokenizer = Detokenizer(byte_tokenizer, SamplingParams())
     for token in ids[:-1]:
         detokenizer.push(token)
     assert detokenizer.text == "a"
@@ -53,7 +54,7 @@ def test_an_unfinished_character_is_told_at_the_end(byte_tokenizer: Any) -> None
 def test_special_tokens_are_text_only_if_asked_for(
     skip: bool, text: str, byte_tokenizer: Any
 ) -> None:
-    detokenizer = Detokenizer(byte_tokenizer, (), skip)
+    detokenizer = Detokenizer(byte_tokenizer, SamplingParams(skip_special_tokens=skip))
     for token in byte_tokenizer.encode("a<eos>b").ids:
         detokenizer.push(token)
     detokenizer.finish()
@@ -68,7 +69,7 @@ def test_special_tokens_are_text_only_if_asked_for(
 def test_the_first_stop_string_ends_the_text(
     text: str, stops: list[str], byte_tokenizer: Any
 ) -> None:
-    detokenizer = Detokenizer(byte_tokenizer, stops, True)
+    detokenizer = Detokenizer(byte_tokenizer, SamplingParams(stop=stops))
     sent = ""
     found = None
     for token in byte_tokenizer.encode(text).ids:
