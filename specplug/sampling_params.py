@@ -136,6 +136,25 @@ def _schema(value: Any) -> Any:
         ) from error
 
 
+@attrs.frozen
+class BannedTokens:
+    """Tokens that a request must not choose.
+
+    Attributes:
+        always: at no place of its output.
+    """
+
+    always: frozenset[int] = frozenset()
+
+    def at(self, index: int) -> frozenset[int]:
+        """Those that the output's token of that index, from 0 on, cannot be."""
+        return self.always
+
+    def setting_at(self, index: int) -> str:
+        """The setting by which they are banned there."""
+        return "logit_bias"
+
+
 @attrs.frozen(kw_only=True)
 class SamplingParams:
     """Settings of one request; docs/settings.md shows all fields with their defaults.
@@ -420,10 +439,15 @@ class SamplingParams:
         fields = ("json_schema", self.json_schema), ("regex", self.regex), ("ebnf", self.ebnf)
         return next(((name, text) for name, text in fields if text is not None), None)
 
-    @property
-    def banned_token_ids(self) -> frozenset[int]:
-        """Tokens that are never chosen, since their bias is -inf."""
-        return frozenset(t for t, bias in self.logit_bias.items() if bias == -math.inf)
+    def banned_tokens(self, eos_token_ids: frozenset[int]) -> BannedTokens:
+        """The tokens that are not to be chosen.
+
+        Args:
+            eos_token_ids: the model's end-of-sequence tokens.
+        """
+        return BannedTokens(
+            frozenset(t for t, bias in self.logit_bias.items() if bias == -math.inf)
+        )
 
     @property
     def greedy(self) -> bool:

@@ -131,10 +131,11 @@ class InputProcessor:
             raise UsageError(
                 f"stop={params.stop!r} needs a tokenizer; the model has none: use stop_token_ids"
             )
-        if len(params.banned_token_ids) == self._runner.vocab_size:
+        banned = params.banned_tokens(self._eos)
+        if len(banned.at(0)) == self._runner.vocab_size:
             raise UsageError(
-                f"logit_bias bans all {self._runner.vocab_size} tokens: expected at least one "
-                "that is left"
+                f"{banned.setting_at(0)} bans all {self._runner.vocab_size} tokens: expected at "
+                "least one that is left"
             )
 
     def _check_pool(self, request: Request) -> None:

@@ -127,7 +127,7 @@ class GrammarCompiler:
         grammar_state = GrammarState(
             matcher,
             self._vocab_size,
-            params.banned_token_ids,
+            params.banned_tokens(self._eos_token_ids),
             lambda: self._ban(kind, text),
         )
         if not grammar_state.goes_on:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specplug.grammar.masks import mask_without, num_words
+from specplug.sampling_params import BannedTokens
 from specplug.speculative.draft import Draft
 from specplug.speculative.host_copy import Arrival, to_host
 
@@ -31,14 +32,14 @@ class GrammarState:
     - by an end-of-sequence token, which is allowed where the output is a complete match;
     - where no token may follow: after a complete match if the vocabulary has no end-of-sequence
       token, and in a dead end, where the vocabulary cannot spell what the grammar demands;
-    - with an error, where the request's ``logit_bias`` bans every allowed token, unless the output
-      is a complete match;
+    - with an error, where every allowed token is one that the request must not choose, unless the
+      output is a complete match;
     - with an error, before a token that it does not allow, which happens only without masks.
 
     Args:
         matcher: xgrammar's, at the start.
         vocab_size: V.
-        banned: tokens that the request never chooses.
+        banned: tokens that the request must not choose.
         on_slow: called if the grammar turns out to take too long.
 
     Attributes:
@@ -51,7 +52,7 @@ class GrammarState:
         self,
         matcher: xgrammar.GrammarMatcher,
         vocab_size: int,
-        banned: Collection[int] = (),
+        banned: BannedTokens,
         on_slow: Callable[[], None] = lambda: None,
     ) -> None:
         self.ended_at: int | None = None
@@ -60,7 +61,9 @@ class GrammarState:
         self._matcher = matcher
         self._taken = 0
         self._next = torch.zeros(num_words(vocab_size), dtype=torch.int32)
-        self._not_banned = mask_without(banned, vocab_size) if banned else None
+        self._banned = banned
+        self._vocab_size = vocab_size
+        self._masks: dict[frozenset[int], Tensor] = {}
         self._look_ahead()
 
     @property
@@ -80,8 +83,10 @@ class GrammarState:
 
     def _advance(self, tokens: Sequence[int]) -> None:
         for token in tokens:
+            # A banned token is chosen where no other was left.
+            banned = token in self._banned.at(self._taken)
             # A matcher that has ended writes warnings when it is asked.
-            if not self._matcher.accept_token(token):
+            if banned or not self._matcher.accept_token(token):
                 self._look_ahead()
                 if self.goes_on:  # else no token was allowed at all
                     self.error = f"token {token} was chosen, which the grammar does not allow"
@@ -122,8 +127,8 @@ class GrammarState:
         # Rows of paths that end or are forbidden become 0; rows after them are not written.
         with self._in_time():
             self._matcher.traverse_draft_tree(next_token, next_sibling, tokens, masks)
-        if self._not_banned is not None:
-            masks &= self._not_banned
+        if self._banned.always:
+            masks &= self._mask_without(self._banned.always)
         masks.masked_fill_((masks == 0).all(1, keepdim=True), -1)
 
     @contextmanager
@@ -141,17 +146,24 @@ class GrammarState:
 
     def _look_ahead(self) -> None:
         self._matcher.fill_next_token_bitmask(self._next)
-        if self._not_banned is not None:
+        banned = self._banned.at(self._taken)
+        if banned:
             allowed = self._next.clone()
-            self._next &= self._not_banned
+            self._next &= self._mask_without(banned)
             if allowed.any() and not self._next.any() and not self._is_match(allowed):
+                place = f"after {self._taken} tokens" if self._taken else "at its start"
                 self.error = (
-                    "logit_bias bans every token that the grammar allows "
-                    + (f"after {self._taken} tokens" if self._taken else "at its start")
-                    + ": ban fewer of them"
+                    f"{self._banned.setting_at(self._taken)} bans every token that the grammar "
+                    f"allows {place}: ban fewer of them"
                 )
         if not self._next.any():
             self._end()
+
+    def _mask_without(self, tokens: frozenset[int]) -> Tensor:
+        """[words] int32, all tokens but these."""
+        if tokens not in self._masks:
+            self._masks[tokens] = mask_without(tokens, self._vocab_size)
+        return self._masks[tokens]
 
     def _is_match(self, allowed: Tensor) -> bool:
         """Whether the output is a complete match: a token that ends it is allowed."""
