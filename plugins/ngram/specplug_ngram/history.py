@@ -48,8 +48,6 @@ class History:
         capacity: tokens kept, a power of two.
     """
 
-    bytes_per_token = 4 + 8 * (2 + 2 * len(ORDERS))
-
     def __init__(self, capacity: int) -> None:
         assert capacity.bit_count() == 1, capacity
         self.capacity = capacity
