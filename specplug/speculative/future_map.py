@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specplug.speculative.draft import DraftInput, stack
+from specplug.speculative.draft import DraftInput
 
 if TYPE_CHECKING:
     from specplug.speculative.state import StateTensor
@@ -44,8 +44,8 @@ class FutureMap:
         """Keep the draft state of the next step. What was not declared gets a buffer when its name
         first appears.
 
-        Total, as ``DraftInput.merge`` is: a state that is absent is read as zeros, not as that of
-        the request which had the row before, and one of another width leaves other rows theirs.
+        Any state can follow any other: one that is absent is read as zeros, not as that of the
+        request which had the row before, and one of another width leaves the other rows theirs.
         """
         for name, buffer in self.state.items():
             if draft_input.state.get(name) is None:
@@ -57,8 +57,7 @@ class FutureMap:
                 self.state[name] = tensor.new_zeros((self.req_table_size, *tensor.shape[1:]))
             buffer = self.state[name]
             if buffer.shape[1:] != tensor.shape[1:] or buffer.dtype != tensor.dtype:
-                both = stack(buffer, tensor, (self.req_table_size, len(req_indices)))
-                assert both is not None
+                both = _below(buffer, tensor)
                 buffer = self.state[name] = both[: self.req_table_size]
                 tensor = both[self.req_table_size :]
             buffer.index_copy_(0, req_indices, tensor)
@@ -68,3 +67,17 @@ class FutureMap:
         state = {name: buffer[req_indices] for name, buffer in self.state.items()}
         seq_lens, bonus_tokens = self._known.index_select(1, req_indices).unbind(0)
         return seq_lens, DraftInput(bonus_tokens=bonus_tokens, state=state)
+
+
+def _below(upper: Tensor, lower: Tensor) -> Tensor:
+    """Two tensors one below the other, whatever their shapes, in a type that holds both: each is
+    filled up with zeros to the larger size of every further axis."""
+    rank = max(upper.dim(), lower.dim())
+    shaped = [t.reshape(t.shape + (1,) * (rank - t.dim())) for t in (upper, lower)]
+    shape = [max(sizes) for sizes in zip(*(t.shape[1:] for t in shaped), strict=True)]
+    dtype = torch.promote_types(upper.dtype, lower.dtype)
+    out = upper.new_zeros((len(upper) + len(lower), *shape), dtype=dtype)
+    for tensor, start in zip(shaped, (0, len(upper)), strict=True):
+        region = (slice(start, start + len(tensor)), *(slice(n) for n in tensor.shape[1:]))
+        out[region] = tensor
+    return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from specplug import Draft, DraftInput
 from specplug.speculative.draft import ancestor_mask
@@ -199,74 +197,6 @@ def test_equal_tokens_behind_the_width_are_no_siblings() -> None:
     tokens, parents = torch.tensor([[5, 6, 0, 0], [5, 6, 7, 0]]), torch.tensor([[-1, 0, 0, 0]] * 2)
     draft = Draft.tree(tokens, parents, 1, widths=[2, 3])
     assert draft.widths == (2, 3)
-
-
-STATES: dict[str, Callable[[int], Tensor | None]] = {
-    "absent": lambda n: None,
-    "narrow": lambda n: torch.full((n, 2), 3.0),
-    "wide": lambda n: torch.full((n, 5), 4.0, dtype=torch.float64),
-    "flat": lambda n: torch.full((n,), 7),
-    "deep": lambda n: torch.full((n, 3, 2), 5.0),
-}
-
-
-def _input(kind: str, n: int, first: int) -> DraftInput:
-    state = {} if kind == "unnamed" else {"state": STATES[kind](n)}
-    return DraftInput(bonus_tokens=torch.arange(first, first + n), state=state)
-
-
-def _check_part(merged: Tensor, part: Tensor | None, size: int) -> None:
-    """``merged`` is ``part`` in its upper left corner, and zero elsewhere."""
-    assert merged.shape[0] == size
-    if part is None:
-        assert not merged.any()
-        return
-    part = part.reshape(part.shape + (1,) * (merged.dim() - part.dim()))
-    corner = tuple(slice(n) for n in part.shape)
-    assert torch.equal(merged[corner], part.to(merged.dtype))
-    rest = merged.clone()
-    rest[corner] = 0
-    assert not rest.any()
-
-
-@pytest.mark.parametrize(
-    ("left", "right"), itertools.product([*STATES, "unnamed"], repeat=2), ids=str
-)
-@pytest.mark.parametrize("sizes", [(2, 3), (0, 2), (2, 0), (0, 0)], ids=str)
-def test_any_two_draft_inputs_merge(left: str, right: str, sizes: tuple[int, int]) -> None:
-    a, b = _input(left, sizes[0], 10), _input(right, sizes[1], 20)
-    merged = a.merge(b)
-    assert merged.bonus_tokens.tolist() == a.bonus_tokens.tolist() + b.bonus_tokens.tolist()
-    state = merged.state.get("state")
-    parts = a.state.get("state"), b.state.get("state")
-    if parts == (None, None):
-        assert state is None
-    else:
-        assert state is not None
-        _check_part(state[: sizes[0]], parts[0], sizes[0])
-        _check_part(state[sizes[0] :], parts[1], sizes[1])
-
-
-def test_merging_keeps_states_of_other_names() -> None:
-    a = DraftInput(bonus_tokens=torch.tensor([1]), state={"a": torch.ones(1, 2)})
-    b = DraftInput(bonus_tokens=torch.tensor([2]), state={"b": torch.ones(1, 3)})
-    merged = a.merge(b)
-    assert merged["a"].tolist() == [[1, 1], [0, 0]]
-    assert merged["b"].tolist() == [[0, 0, 0], [1, 1, 1]]
-
-
-@pytest.mark.parametrize("kind", [*STATES, "unnamed"])
-@pytest.mark.parametrize("keep", [(2, 0), (1, 1, 1), ()], ids=str)
-def test_any_draft_input_is_filtered_in_the_order_asked(kind: str, keep: tuple[int, ...]) -> None:
-    whole = _input(kind, 3, 10)
-    kept = whole.filter(torch.tensor(keep, dtype=torch.int64))
-    assert kept.bonus_tokens.tolist() == [10 + i for i in keep]
-    assert kept.state.keys() == whole.state.keys()
-    for name, tensor in whole.state.items():
-        got = kept.state[name]
-        assert (got is None) == (tensor is None)
-        if tensor is not None and got is not None:
-            assert torch.equal(got, tensor[list(keep)])
 
 
 def test_reading_an_absent_state_says_which() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -105,3 +106,57 @@ def test_what_was_resolved_does_not_change_afterwards(future_map: FutureMap) -> 
     _stash(future_map, _rows(3), hidden=torch.tensor([[2.0]]))
     assert (lens.tolist(), draft_input.bonus_tokens.tolist()) == ([4], [5])
     assert draft_input["hidden"].tolist() == [[1.0]]
+
+
+STATES: dict[str, Callable[[int], Tensor | None]] = {
+    "absent": lambda n: None,
+    "narrow": lambda n: torch.full((n, 2), 3.0),
+    "wide": lambda n: torch.full((n, 5), 4.0, dtype=torch.float64),
+    "flat": lambda n: torch.full((n,), 7),
+    "deep": lambda n: torch.full((n, 3, 2), 5.0),
+}
+
+
+def _check_part(merged: Tensor, part: Tensor | None, size: int) -> None:
+    """``merged`` is ``part`` in its upper left corner, and zero elsewhere."""
+    assert merged.shape[0] == size
+    if part is None:
+        assert not merged.any()
+        return
+    part = part.reshape(part.shape + (1,) * (merged.dim() - part.dim()))
+    corner = tuple(slice(n) for n in part.shape)
+    assert torch.equal(merged[corner], part.to(merged.dtype))
+    rest = merged.clone()
+    rest[corner] = 0
+    assert not rest.any()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), itertools.product([*STATES, "unnamed"], repeat=2), ids=str
+)
+@pytest.mark.parametrize("sizes", [(2, 3), (0, 2), (2, 0), (0, 0)], ids=str)
+def test_any_state_may_follow_any_other(
+    first: str, second: str, sizes: tuple[int, int], future_map: FutureMap
+) -> None:
+    rows = _rows(3, 1)[: sizes[0]], _rows(5, 2, 4)[: sizes[1]]
+    parts = [
+        STATES.get(kind, STATES["absent"])(n)
+        for kind, n in zip((first, second), sizes, strict=True)
+    ]
+    for kind, part, its_rows in zip((first, second), parts, rows, strict=True):
+        _stash(future_map, its_rows, **({} if kind == "unnamed" else {"state": part}))
+    for part, its_rows in zip(parts, rows, strict=True):
+        resolved = future_map.resolve(its_rows)[1].state.get("state")
+        if parts == [None, None]:
+            assert resolved is None
+        else:
+            assert resolved is not None
+            _check_part(resolved, part, len(its_rows))
+
+
+def test_states_of_other_names_are_kept(future_map: FutureMap) -> None:
+    _stash(future_map, _rows(3), a=torch.ones(1, 2))
+    _stash(future_map, _rows(4), b=torch.ones(1, 3))
+    _, both = future_map.resolve(_rows(3, 4))
+    assert both["a"].tolist() == [[1, 1], [0, 0]]
+    assert both["b"].tolist() == [[0, 0, 0], [1, 1, 1]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specplug import DraftInput, StateTensor
+from specplug import DraftInput, FutureMap, StateTensor
 from specplug.speculative.defaults import CoreDefaults
 
 MODEL_WIDTH, WORKER_WIDTH = 8, 24
@@ -67,11 +67,12 @@ def test_a_worker_that_declares_nothing_gets_no_more() -> None:
     assert _fix(object(), before).state.keys() == {"scores"}
 
 
-def test_an_idle_input_merges_with_an_active_one() -> None:
+@pytest.mark.parametrize("idle_first", [True, False])
+def test_an_idle_input_is_stashed_beside_an_active_one(idle_first: bool) -> None:
     idle = _fix(_Worker(), DraftInput(bonus_tokens=torch.arange(0)))
-    active = DraftInput(
-        bonus_tokens=torch.tensor([5]), state={"hidden_states": torch.ones(1, WORKER_WIDTH)}
-    )
-    for merged in (idle.merge(active), active.merge(idle)):
-        assert merged.bonus_tokens.tolist() == [5]
-        assert torch.equal(merged["hidden_states"], active["hidden_states"])
+    hidden = torch.ones(1, WORKER_WIDTH, dtype=torch.bfloat16)
+    active = DraftInput(bonus_tokens=torch.tensor([5]), state={"hidden_states": hidden})
+    future_map, row = FutureMap(3, torch.device("cpu")), torch.tensor([2])
+    for made in (idle, active) if idle_first else (active, idle):
+        future_map.stash(row[: len(made.bonus_tokens)], made)
+    assert torch.equal(future_map.resolve(row)[1]["hidden_states"], hidden)
