@@ -160,7 +160,7 @@ BREAKS = (
         "specplug/speculative/future_map.py",
         "                buffer.index_fill_(0, req_indices, 0)",
         "                continue",
-        ("tests/speculative/test_future_map.py", "tests/speculative/test_idle.py"),
+        ("tests/speculative/test_future_map.py", "tests/speculative/test_draft_state.py"),
     ),
     Break(
         "overlap-step-too-many",
@@ -220,10 +220,10 @@ BREAKS = (
     ),
     Break(
         "idle-fixup",
-        "specplug/speculative/idle.py",
+        "specplug/speculative/draft_state.py",
         "        state[name] = empty\n",
         "        state.setdefault(name, empty)\n",
-        ("tests/speculative/test_idle.py", "tests/engine/test_plugin_failures.py"),
+        ("tests/speculative/test_draft_state.py", "tests/engine/test_plugin_failures.py"),
     ),
     Break(
         "hook-check-size",
@@ -315,10 +315,10 @@ BREAKS = (
     ),
     Break(
         "draft-state-last",
-        "specplug/speculative/state.py",
+        "specplug/speculative/draft_state.py",
         "row[self.shape[0] - count :].copy_(tensor[tensor.shape[0] - count :])",
         "row[:count].copy_(tensor[tensor.shape[0] - count :])",
-        ("tests/speculative/test_received.py", "tests/disagg/test_draft_state.py"),
+        ("tests/speculative/test_draft_state.py", "tests/disagg/test_draft_state.py"),
     ),
     Break(
         "write-before-floor",

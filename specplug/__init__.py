@@ -38,14 +38,13 @@ if TYPE_CHECKING:
     from specplug.speculative.coupling import couple
     from specplug.speculative.draft import Draft, DraftInput
     from specplug.speculative.draft_checkpoint import Checkpoint
+    from specplug.speculative.draft_state import ReceivedState, StateTensor, received_state
     from specplug.speculative.feature_drafter import FeatureDrafter
     from specplug.speculative.future_map import FutureMap
     from specplug.speculative.per_token_output import PerTokenOutput
-    from specplug.speculative.received import ReceivedState, received_state
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.rotation import chunk_tails, rotate_chunks
     from specplug.speculative.runtime import AttentionPlan, KVCache, Runtime
-    from specplug.speculative.state import StateTensor
     from specplug.speculative.target_output import CommittedOutput, TargetOutput
     from specplug.speculative.tree import select_tree
     from specplug.speculative.verify import VerifyOutput, verify_tree
@@ -66,14 +65,14 @@ _LAZY = {
     "FeatureDrafter": "specplug.speculative.feature_drafter",
     "FutureMap": "specplug.speculative.future_map",
     "PerTokenOutput": "specplug.speculative.per_token_output",
-    "ReceivedState": "specplug.speculative.received",
-    "received_state": "specplug.speculative.received",
+    "ReceivedState": "specplug.speculative.draft_state",
+    "received_state": "specplug.speculative.draft_state",
     "RequestReport": "specplug.speculative.report",
     "StepReport": "specplug.speculative.report",
     "AttentionPlan": "specplug.speculative.runtime",
     "KVCache": "specplug.speculative.runtime",
     "Runtime": "specplug.speculative.runtime",
-    "StateTensor": "specplug.speculative.state",
+    "StateTensor": "specplug.speculative.draft_state",
     "chunk_tails": "specplug.speculative.rotation",
     "rotate_chunks": "specplug.speculative.rotation",
     "CommittedOutput": "specplug.speculative.target_output",

@@ -19,9 +19,9 @@ from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
 from specplug.engine.step_plan import Step
 from specplug.engine.step_result import StepResult
+from specplug.speculative.draft_state import state_spec
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.report import RequestReport, StepReport
-from specplug.speculative.state import state_spec
 
 _log = logging.getLogger(__name__)
 

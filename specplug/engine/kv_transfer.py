@@ -11,8 +11,8 @@ from torch import Tensor
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.request import Request
 from specplug.engine.step_plan import PlacedPrefill, PrefillChunk
+from specplug.speculative.draft_state import state_spec
 from specplug.speculative.host_copy import to_host
-from specplug.speculative.state import state_spec
 
 _SLICE_BYTES = 4 << 20
 """About the greatest size of a slice. All that follows on the wire, signs of life too, waits for

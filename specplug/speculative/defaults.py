@@ -45,8 +45,7 @@ class CoreDefaults:
         self, runtime: Runtime, batch: Batch, last_tokens: Tensor
     ) -> DraftInput:
         from specplug.speculative.draft import DraftInput
-        from specplug.speculative.received import received_state
-        from specplug.speculative.state import state_spec
+        from specplug.speculative.draft_state import received_state, state_spec
 
         received = received_state(batch, state_spec(runtime.worker))
         return DraftInput(bonus_tokens=last_tokens, state=received.tensors)
@@ -59,7 +58,7 @@ class CoreDefaults:
 
     @hookimpl(trylast=True)
     def fixup_idle(self, runtime: Runtime, draft_input: DraftInput) -> DraftInput:
-        from specplug.speculative.idle import idle_draft_input
+        from specplug.speculative.draft_state import idle_draft_input
 
         return idle_draft_input(runtime, draft_input)
 

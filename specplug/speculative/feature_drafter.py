@@ -17,10 +17,9 @@ from specplug.errors import UsageError
 from specplug.speculative.batch import Batch
 from specplug.speculative.coupling import couple
 from specplug.speculative.draft import Draft, DraftInput
+from specplug.speculative.draft_state import StateTensor, received_state
 from specplug.speculative.layers import Attend
-from specplug.speculative.received import received_state
 from specplug.speculative.runtime import AttentionPlan, Runtime
-from specplug.speculative.state import StateTensor
 from specplug.speculative.target_output import CommittedOutput
 from specplug.speculative.tree import select_tree
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from specplug.speculative.draft import DraftInput
 
 if TYPE_CHECKING:
-    from specplug.speculative.state import StateTensor
+    from specplug.speculative.draft_state import StateTensor
     from specplug.speculative.target_output import CommittedOutput
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from specplug import hookspecs
 from specplug.algorithm import SpecConfig
 from specplug.speculative.draft import Draft, DraftInput, described
+from specplug.speculative.draft_state import StateTensor, state_spec
 from specplug.speculative.future_map import FutureMap
 from specplug.speculative.hook_results import (
     check_draft,
@@ -30,7 +31,6 @@ from specplug.speculative.hook_results import (
     check_verified,
 )
 from specplug.speculative.plugin_guard import PluginGuard
-from specplug.speculative.state import StateTensor, state_spec
 from specplug.speculative.target_output import CommittedOutput, TargetOutput
 from specplug.speculative.verify import VerifyOutput, verify_tree
 

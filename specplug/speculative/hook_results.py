@@ -14,8 +14,8 @@ from specplug.algorithm import SpecConfig
 from specplug.debug import DEBUG
 from specplug.errors import PluginError
 from specplug.speculative.draft import Draft, DraftInput, described
+from specplug.speculative.draft_state import StateTensor, check_state
 from specplug.speculative.plugin_guard import PluginGuard
-from specplug.speculative.state import StateTensor, check_state
 from specplug.speculative.target_output import TargetOutput
 from specplug.speculative.verify import VerifyOutput
 

@@ -1,4 +1,4 @@
-"""What a request's draft carries from step to step, as the worker declares it."""
+"""A request's draft state: as the worker declares it, as it is received, and of no request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from specplug.errors import PluginError
+from specplug.speculative.batch import Batch
 from specplug.speculative.draft import DraftInput
+from specplug.speculative.runtime import Runtime
 
 
 @attrs.frozen
@@ -128,3 +130,60 @@ def check_state(spec: Mapping[str, StateTensor], draft_input: DraftInput) -> Non
                 f"{tensor.device}; expected {form[0]} {form[1]} on {device}, as state_spec() "
                 f"declares it for {size} requests: return that, or declare what is returned"
             )
+
+
+def idle_draft_input(runtime: Runtime, draft_input: DraftInput) -> DraftInput:
+    """``draft_input`` with no request left, its state as the worker declares it.
+
+    Idempotent. Shapes and types come from ``worker.state_spec()``, never from the model's config:
+    an algorithm that fuses several layers is wider than the model. What is not declared is cut.
+    """
+    state = {
+        name: None if tensor is None else tensor[:0] for name, tensor in draft_input.state.items()
+    }
+    for name, declared in state_spec(runtime.worker).items():
+        empty = torch.empty(0, *declared.shape, dtype=declared.dtype, device=runtime.device)
+        state[name] = empty
+    return DraftInput(bonus_tokens=draft_input.bonus_tokens[:0], state=state)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class ReceivedState:
+    """What came with the requests of a batch.
+
+    Attributes:
+        tensors: by name [bs, …] as declared, on the batch's device; zeros where nothing came.
+        counts: by name, how many entries along the first axis came with each request: as many as
+            declared, fewer from an instance with a lower ``topk`` or ``num_steps``, or 0.
+    """
+
+    tensors: dict[str, Tensor]
+    counts: dict[str, list[int]]
+
+    def lacking(self, name: str) -> list[int]:
+        """The requests' indices that came with fewer entries of a tensor than declared."""
+        tensor = self.tensors[name]
+        whole = tensor.shape[1] if tensor.dim() > 1 else 1
+        return [i for i, count in enumerate(self.counts[name]) if count < whole]
+
+
+def received_state(batch: Batch, spec: Mapping[str, StateTensor]) -> ReceivedState:
+    """Stack what came with each request of a batch, which may be empty.
+
+    Each tensor is taken by itself, as far as it is as declared: what another instance has more of
+    is left out, what it has fewer of is filled up with zeros (see ``StateTensor.kept``).
+
+    Args:
+        batch: of received requests.
+        spec: what ``worker.state_spec()`` declares.
+    """
+    device, states = batch.req_indices.device, [request.draft_state for request in batch.requests]
+    tensors, counts = {}, {}
+    for name, declared in spec.items():
+        rows = torch.zeros(len(states), *declared.shape, dtype=declared.dtype)
+        found = [0] * len(states)
+        for i, state in enumerate(states):
+            if declared.common(state.get(name)):
+                found[i] = declared.take(rows[i], state[name])
+        tensors[name], counts[name] = rows.to(device, non_blocking=True), found
+    return ReceivedState(tensors=tensors, counts=counts)
