@@ -142,8 +142,9 @@ def validate_config(config: SpecConfig) -> SpecConfig | None:
 def create_worker(runtime: Runtime) -> object:
     """Load the draft weights, reserve the draft's KV cache, ask for hidden states. Required.
 
-    Called once, when the target is loaded and before the KV pool is made. Caches, captures and
-    recorded passes can be asked of ``runtime`` here alone.
+    Called once, when the target is loaded and before the KV pool is made. Caches, captures,
+    recorded passes and per-token outputs (``runtime.add_output``) can be asked of ``runtime`` here
+    alone. An extension adds an output in a wrapper around this hook.
 
     A worker whose ``DraftInput`` carries state declares it by a method ``state_spec()``, which
     returns a mapping of names to ``StateTensor``, the shape and type of one request's tensor::

@@ -146,8 +146,8 @@ class RankWorker:
                 waiting.remove((number, job))
             for output in self.llm.step():
                 if output.finished:
-                    experts = output.routed_experts
-                    found = None if experts is None else experts.tolist()
+                    outputs = output.routed_experts, output.hidden_states
+                    found = [None if each is None else each.tolist() for each in outputs]
                     what = output.token_ids, output.error, step, found
                     ended[names[output.request_id]] = what
             step += 1

@@ -250,10 +250,16 @@ def tokens(answer: Any) -> list[tuple[int, ...]]:
 
 
 def test_routed_experts_are_those_of_the_own_rows(ranks: Ranks, moe_model: Path) -> None:
-    """A router sees the rows of all ranks."""
+    """A router sees the rows of all ranks; a layer, and so its hidden states, the rank's alone."""
     prompts = [tuple(range(3, 3 + n)) for n in (1, 4, 11, 23)]
     params = [
-        SamplingParams(max_tokens=12, temperature=0.8 * (i % 2), seed=i, return_routed_experts=True)
+        SamplingParams(
+            max_tokens=12,
+            temperature=0.8 * (i % 2),
+            seed=i,
+            return_routed_experts=True,
+            return_hidden_states=(i, 3),
+        )
         for i in range(4)
     ]
     with LLM(moe_model, dtype="float64", device="cpu") as llm:
@@ -264,10 +270,13 @@ def test_routed_experts_are_those_of_the_own_rows(ranks: Ranks, moe_model: Path)
     (many, _), (one, _) = ranks.run(
         [(2 * i, prompts[i], params[i]) for i in (0, 1, 2)], [(1, prompts[3], params[3])]
     )
-    for (tokens, error, _, experts), output in zip((*many, *one), expected, strict=True):
+    for (tokens, error, _, outputs), output in zip((*many, *one), expected, strict=True):
+        experts, states = outputs
         assert error is None
         assert tokens == output.token_ids
         assert experts == output.routed_experts.tolist()
+        found = torch.tensor(states, dtype=torch.float64)
+        torch.testing.assert_close(found, output.hidden_states, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from specplug import LLM, RequestOutput, SamplingParams
 
@@ -24,6 +26,7 @@ class Case:
     kinds: tuple[str, ...]
     max_tokens: tuple[int, ...]
     logprobs: tuple[int | None, ...]
+    hidden_states: tuple[bool | tuple[int, ...], ...]
     page_size: int
     overlap: bool
     chunk: int | None
@@ -71,6 +74,7 @@ def cases(draw: Callable[..., Any]) -> Case:
         kinds=of_batch(each),
         max_tokens=of_batch(st.sampled_from([1, 2, 9, MAX_TOKENS, MAX_TOKENS])),
         logprobs=of_batch(st.sampled_from([None, 0, 3])),
+        hidden_states=of_batch(st.sampled_from([False, False, True, (0, 2), (1,)])),
         page_size=draw(st.sampled_from([1, 3, 4, 16, 64])),
         overlap=draw(st.booleans()),
         chunk=draw(st.sampled_from([None, 5, 16])),
@@ -91,14 +95,39 @@ def cases(draw: Callable[..., Any]) -> Case:
 
 def _params(case: Case, reference: Any) -> list[SamplingParams]:
     return [
-        attrs.evolve(reference.params[kind][i], max_tokens=most, logprobs=logprobs)
-        for i, (kind, most, logprobs) in enumerate(
-            zip(case.kinds, case.max_tokens, case.logprobs, strict=True)
+        attrs.evolve(
+            reference.params[kind][i],
+            max_tokens=case.max_tokens[i],
+            logprobs=case.logprobs[i],
+            return_hidden_states=case.hidden_states[i],
         )
+        for i, kind in enumerate(case.kinds)
     ]
 
 
-def _check(case: Case, reference: Any, outputs: list[RequestOutput]) -> None:
+@pytest.fixture(scope="module")
+def all_layers(tiny_model: Path, reference: Any) -> dict[str, list[Tensor]]:
+    """Of each kind and prompt the hidden states [tokens, 3, hidden size], by NONE."""
+    with LLM(tiny_model, dtype="float64", disable_overlap_schedule=True) as llm:
+        return {
+            kind: [
+                output.hidden_states
+                for output in llm.generate(
+                    reference.prompts,
+                    [attrs.evolve(each, return_hidden_states=(0, 1, 2)) for each in params],
+                )
+                if output.hidden_states is not None
+            ]
+            for kind, params in reference.params.items()
+        }
+
+
+def _check(
+    case: Case,
+    reference: Any,
+    all_layers: dict[str, list[Tensor]],
+    outputs: list[RequestOutput],
+) -> None:
     for i, output in enumerate(outputs):
         plain = reference.outputs[case.kinds[i]][i]
         most = case.max_tokens[i]
@@ -107,6 +136,19 @@ def _check(case: Case, reference: Any, outputs: list[RequestOutput]) -> None:
         by_prefills = len(output.token_ids) - sum(output.accept_lens)
         assert 1 <= by_prefills <= 1 + output.times_retracted
         _check_logprobs(output, plain, case.logprobs[i])
+        _check_hidden_states(output, all_layers[case.kinds[i]][i], case.hidden_states[i])
+
+
+def _check_hidden_states(
+    output: RequestOutput, all_layers: Tensor, layers: bool | tuple[int, ...]
+) -> None:
+    if layers is False:
+        assert output.hidden_states is None
+        return
+    rows = len(output.prompt_token_ids) + len(output.token_ids) - 1
+    columns = [2] if layers is True else list(layers)
+    expected = all_layers[:rows, columns]
+    torch.testing.assert_close(output.hidden_states, expected, rtol=0, atol=1e-9)
 
 
 def _check_logprobs(output: RequestOutput, plain: RequestOutput, count: int | None) -> None:
@@ -128,7 +170,7 @@ def _check_logprobs(output: RequestOutput, plain: RequestOutput, count: int | No
 @settings(max_examples=250, deadline=None, derandomize=True, database=None)
 @given(case=cases())
 def test_scripted_drafts_never_change_the_output(
-    case: Case, tiny_model: Path, reference: Any, scripted: Any
+    case: Case, tiny_model: Path, reference: Any, all_layers: Any, scripted: Any
 ) -> None:
     algorithm = scripted(
         reference.tokens(case.kinds),
@@ -149,7 +191,7 @@ def test_scripted_drafts_never_change_the_output(
             outputs = llm.generate(prompts, _params(case, reference), priority=case.priorities)
             llm.check_pool()
         assert llm.effective_config["num_draft_tokens"] == case.num_draft_tokens
-    _check(case, reference, outputs)
+    _check(case, reference, all_layers, outputs)
     if case.right == 1.0 and not case.tree and not case.ragged and case.spare is None:
         most = min(case.num_draft_tokens, case.num_steps + 1)
         for output in outputs:
@@ -159,14 +201,14 @@ def test_scripted_drafts_never_change_the_output(
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(case=cases())
 def test_plain_decoding_does_not_depend_on_the_schedule(
-    case: Case, tiny_model: Path, reference: Any
+    case: Case, tiny_model: Path, reference: Any, all_layers: Any
 ) -> None:
     prompts = reference.prompts[: len(case.kinds)]
     with LLM(tiny_model, **case.engine(prompts)) as llm:
         for _ in range(case.rounds):
             outputs = llm.generate(prompts, _params(case, reference), priority=case.priorities)
             llm.check_pool()
-    _check(case, reference, outputs)
+    _check(case, reference, all_layers, outputs)
     assert all(set(output.accept_lens) <= {1} for output in outputs)
 
 

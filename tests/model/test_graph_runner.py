@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -47,6 +48,30 @@ def test_replays_give_the_same_tokens(
             assert llm.effective_config["cuda_graph"] == "on"
             recorded = bool(llm._runner._graphs[frozenset()]._recordings)
             assert recorded or ragged, "passes of one width were recorded"
+
+
+@needs_cuda
+def test_replays_leave_the_hidden_states_of_any_layers(
+    tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    """Whichever layers are asked for, a shape is recorded once with them, and once without."""
+    prompts, greedy = reference.prompts[:3], reference.params["greedy"][:3]
+    chosen: list[Any] = [(0, 1, 2), (1,), (2, 0), True, False]
+    algorithm = scripted(reference.tokens(["greedy"] * 7), right=0.7)
+    with LLM(tiny_model, device="cuda", dtype="float64", speculative_algorithm=algorithm) as llm:
+        found = []
+        for layers in chosen:
+            asked = [attrs.evolve(each, return_hidden_states=layers) for each in greedy]
+            found.append([output.hidden_states for output in llm.generate(prompts, asked)])
+        assert llm.effective_config["cuda_graph"] == "on"
+        graphs = llm._runner._graphs
+        assert set(graphs) == {frozenset(), frozenset({"hidden_states"})}
+        assert all(graph._recordings for graph in graphs.values())
+    for layers, states in zip(chosen[1:4], found[1:4], strict=True):
+        columns = [2] if layers is True else list(layers)
+        for some, every in zip(states, found[0], strict=True):
+            torch.testing.assert_close(some, every[:, columns], rtol=0, atol=1e-9)
+    assert found[4] == [None] * 3
 
 
 @needs_cuda
