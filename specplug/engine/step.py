@@ -148,7 +148,7 @@ class StepRunner:
         clock.lap("receive")
 
     def _chunks(self, scheduled: Prefill, clock: StepClock) -> EngineHalf:
-        """The prompt tokens of a prefill."""
+        """Make the rows of a prefill: its prompt tokens."""
         chunks, runtime = scheduled.chunks, self._runtime
         widths = tuple(chunk.end - chunk.start for chunk in chunks)
         half = self._half(scheduled.requests, clock)
@@ -165,7 +165,7 @@ class StepRunner:
         return half
 
     def _nodes(self, scheduled: Decode, clock: StepClock) -> EngineHalf:
-        """What the algorithm proposes for a decode step."""
+        """Have the algorithm propose the nodes of a decode step."""
         half = self._half(scheduled.requests, clock)
         draft = self._order.begin_decode(
             half,
@@ -262,7 +262,7 @@ class StepRunner:
         return sampler.sample(logits, needs, random, rows, positions, half.draft, masks)
 
     def _masks(self, half: EngineHalf, num_rows: int) -> Tensor:
-        """What the requests' grammars allow after each row, [num_rows, words] int32.
+        """Return what the requests' grammars allow after each row, [num_rows, words] int32.
 
         The one wait between resolve and publish: for what was accepted and drafted, while the
         target's pass runs.
@@ -284,7 +284,7 @@ class StepRunner:
 
 
 def _lent(half: EngineHalf, mode: ForwardMode) -> Batch:
-    """The batch of a half as hooks get it: what they write there is nobody else's."""
+    """Return the batch of a half as hooks get it, with tensors of its own."""
     return Batch(
         mode=mode,
         requests=tuple(map(ReadOnlyRequest, half.requests)),

@@ -1,4 +1,4 @@
-"""What a hook may see of the batch that the engine is running."""
+"""``Batch``: the requests of a step, as hooks see them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ class ForwardMode(enum.Enum):
 
 
 class RequestView(Protocol):
-    """The part of a request that is a plugin's business, to read and not to change."""
+    """The part of a request that a plugin may read. Nothing in it can be changed."""
 
     @property
-    def request_id(self) -> str: ...
+    def request_id(self) -> str:
+        """Its name, unique in the run."""
 
     @property
-    def prompt_token_ids(self) -> Sequence[int]: ...
+    def prompt_token_ids(self) -> Sequence[int]:
+        """Its prompt."""
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Its prompt, and of what it has generated all that the host knows. While it is prefilled
-        that is everything: a request which was retracted is prefilled with its output so far."""
+        """Its prompt, and all that the host knows of its output: with overlap, not that of the
+        step that is running. While it is prefilled that is everything, because a request that was
+        retracted is prefilled with its output so far."""
 
     @property
     def max_tokens(self) -> int:
@@ -47,7 +50,9 @@ class RequestView(Protocol):
 
 @attrs.define(eq=False, kw_only=True)
 class Batch:
-    """The requests of one step.
+    """The requests of one step: of its prefill, or of its decode step.
+
+    Its tensors are copies, made for the hooks. The views and the plan are good for this step.
 
     Attributes:
         mode: prefill, decode, or idle (no request; the rank only takes part).
@@ -63,10 +68,11 @@ class Batch:
         max_draft_nodes: for each request of a decode step, how many slots from ``seq_lens`` on are
             its own, known on the host. At least 1; N or more unless the KV pool is short. It binds:
             of a wider draft the first ``max_draft_nodes`` nodes are verified. So draft no more, and
-            put the likeliest nodes first. Keys that a draft model writes further on are lost: do
-            not count on what reads them.
+            put the likeliest nodes first. Keys that a draft model writes to later slots are lost,
+            and what reads them means nothing.
         greedy: whether every request takes the most likely token, so that no noise is needed.
-        attention: the target pass's plan; a draft model reuses it on a prefill.
+        attention: the target pass's plan, in ``build_draft_input``: on a prefill a draft model
+            uses it as its own. None before.
     """
 
     mode: ForwardMode

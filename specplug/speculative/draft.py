@@ -23,7 +23,7 @@ def arange(length: int, device: torch.device) -> Tensor:
 
 @attrs.define(eq=False, kw_only=True, slots=False)
 class Draft:
-    """The nodes that the target verifies, for every request of a batch.
+    """The nodes that the target is to verify, for every request of a batch.
 
     Node 0 of each request is its root, the bonus token; a parent stands before its children. Made
     by ``Draft.chain`` or ``Draft.tree``.
@@ -76,7 +76,7 @@ class Draft:
         return draft
 
     def rooted(self, roots: Tensor, vocab_size: int) -> Draft:
-        """This draft as the engine verifies it, in tensors of its own, whatever was proposed.
+        """Return this draft as the engine verifies it, in tensors of its own.
 
         The roots are the engine's, every token is one of the vocabulary, and a node without a
         parent before it has none: it is never accepted (``lost``), nor is what hangs from it.
@@ -94,7 +94,7 @@ class Draft:
         return Draft(tokens=tokens, parents=parents, widths=self.widths, depth=self.depth)
 
     def copy(self) -> Draft:
-        """The same in tensors of its own, to lend."""
+        """Return the same in tensors of its own, to lend."""
         parents = None if self.parents is None else self.parents.clone()
         return Draft(
             tokens=self.tokens.clone(), parents=parents, widths=self.widths, depth=self.depth
@@ -322,9 +322,13 @@ def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
 class DraftInput:
     """What ``build_draft_input`` leaves for the next ``propose``.
 
+    Its state is copied by request row into the future map; the tensors may be used again at once.
+
     Attributes:
-        bonus_tokens: [bs] int64, the next step's roots.
-        state: named tensors of leading size bs, or None for a state that is absent.
+        bonus_tokens: [bs] int64, the next step's roots. What is verified begins at the engine's
+            own, whatever stands here.
+        state: named tensors of leading size bs, in the form that ``worker.state_spec()`` declares;
+            None for a state that is absent, which is read as zeros.
     """
 
     bonus_tokens: Tensor

@@ -59,8 +59,8 @@ class StateTensor:
             )
 
     def common(self, tensor: Tensor | None) -> int:
-        """How many entries along the first axis another instance's ``tensor`` gives: 1 for one
-        without axes, 0 if it is not there or of another form."""
+        """Return how many entries along the first axis another instance's ``tensor`` gives: 1 for
+        one without axes, 0 if it is not there or of another form."""
         if tensor is None or tensor.dtype != self.dtype or tensor.dim() != len(self.shape):
             return 0
         if not self.shape:
@@ -71,7 +71,7 @@ class StateTensor:
         return min(sent, wanted)
 
     def take(self, row: Tensor, tensor: Tensor) -> int:
-        """Copy what is common to ``row``, of this shape; how many entries that was."""
+        """Copy what is common to ``row``, of this shape. Return how many entries that was."""
         count = self.common(tensor)
         if not self.shape:
             row.copy_(tensor)
@@ -83,8 +83,8 @@ class StateTensor:
 
 
 def state_spec(worker: object) -> Mapping[str, StateTensor]:
-    """The tensors of a request's draft state by name, as ``worker.state_spec()`` declares them;
-    none if it has no such method.
+    """Return the tensors of a request's draft state by name, as ``worker.state_spec()`` declares
+    them; none if it has no such method.
 
     Raises:
         PluginError: what it returns is no such declaration, or it declares its state as workers
@@ -116,7 +116,7 @@ def check_state(spec: Mapping[str, StateTensor], draft_input: DraftInput) -> Non
     form, and what is absent is read as zeros.
 
     Raises:
-        PluginError: see there.
+        PluginError: what was found, and what was declared.
     """
     size, device = len(draft_input.bonus_tokens), draft_input.bonus_tokens.device
     for name, declared in spec.items():
@@ -133,7 +133,7 @@ def check_state(spec: Mapping[str, StateTensor], draft_input: DraftInput) -> Non
 
 
 def idle_draft_input(runtime: Runtime, draft_input: DraftInput) -> DraftInput:
-    """``draft_input`` with no request left, its state as the worker declares it.
+    """Return ``draft_input`` with no request left, its state as the worker declares it.
 
     Idempotent. Shapes and types come from ``worker.state_spec()``, never from the model's config:
     an algorithm that fuses several layers is wider than the model. What is not declared is cut.
@@ -161,7 +161,7 @@ class ReceivedState:
     counts: dict[str, list[int]]
 
     def lacking(self, name: str) -> list[int]:
-        """The requests' indices that came with fewer entries of a tensor than declared."""
+        """Return the indices of requests that came with fewer entries of a tensor than declared."""
         tensor = self.tensors[name]
         whole = tensor.shape[1] if tensor.dim() > 1 else 1
         return [i for i, count in enumerate(self.counts[name]) if count < whole]

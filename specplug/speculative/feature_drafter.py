@@ -128,7 +128,7 @@ class FeatureDrafter(ABC):
             width = output.next_tokens.shape[0] // batch.size
             plan = self._runtime.plan_attention(batch, batch.seq_lens, width)
         hidden = self._pass(output.next_tokens, self.features(output), plan)[output.last_rows]
-        # The bonus token stands one behind the last row, what is drafted first two behind it.
+        # The bonus token stands one after the last row, what is drafted first two after it.
         first = batch.seq_lens + output.accept_lens + 1
         scores, tokens = self._best(batch, hidden, first.unsqueeze(1))
         state = {"hidden_states": hidden, "tokens": tokens, "scores": scores}
@@ -182,7 +182,7 @@ class FeatureDrafter(ABC):
         return self._tree(batch, draft_input, nodes, steps)
 
     def _chain(self, batch: Batch, draft_input: DraftInput, steps: int) -> Draft:
-        """``steps`` tokens one behind the other: nothing to rank, nothing to select."""
+        """Draft ``steps`` tokens, each from the one before: nothing to rank, nothing to select."""
         token, hidden = draft_input["tokens"][:, 0], draft_input["hidden_states"]
         chain = [draft_input.bonus_tokens, token]
         for step in range(1, steps):

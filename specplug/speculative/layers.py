@@ -299,9 +299,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def pack(network: nn.Module) -> None:
-    """Ready a network for serving: join the matrices of its layers that read the same input.
+    """Join those matrices of a network's layers that read the same input, for serving.
 
-    Call it when the weights are loaded and on their device; moved later, they are left behind.
+    Call it when the weights are loaded and on their device: the joined ones do not move later.
     """
     for module in network.modules():
         if isinstance(module, QKVProjection | GatedMLP):

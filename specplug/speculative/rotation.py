@@ -1,4 +1,4 @@
-"""The one rotation by which a prefill chunk's tokens become the draft model's."""
+"""The rotation by which a prefill chunk's tokens become those that a draft model reads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from specplug.speculative.batch import Batch
 
 
 def rotate_chunks(tokens: Tensor, last_rows: Tensor, tails: Tensor) -> Tensor:
-    """The token after each row's own.
+    """Return the token after each row's own.
 
-    Rotated again, with the tails that come then, it is the token two behind each position, which
-    is what the second layer of a multi-layer drafter reads, and so on.
+    The result, rotated again with the tails for ``ahead`` 2, is the token two after each position,
+    which the second layer of a multi-layer drafter reads; and so on.
 
     Args:
-        tokens: [R] int64, the rows of all requests one behind the other.
+        tokens: [R] int64, the rows of all requests, one request after the other.
         last_rows: [bs] int64, each request's last row that counts.
         tails: [bs] int64, what follows each last row (see ``chunk_tails``).
 
@@ -28,15 +28,15 @@ def rotate_chunks(tokens: Tensor, last_rows: Tensor, tails: Tensor) -> Tensor:
 
 
 def chunk_tails(batch: Batch, ahead: int, generated: Tensor) -> Tensor:
-    """The token ``ahead`` positions behind the last row of each request.
+    """Return the token ``ahead`` positions after the last row of each request.
 
-    It is the **next prompt token** wherever the prompt reaches so far, for every ``ahead`` (and so
-    for what a request had generated before it was retracted), and
-    ``generated`` where it does not: the target's own token for ``ahead`` 1, a drafted one for more.
+    That is the **next prompt token** as far as the prompt reaches, and what a request had generated
+    before it was retracted counts as prompt. After its end it is ``generated``: the target's own
+    token for ``ahead`` 1, a drafted one for more.
 
     Args:
         batch: a prefill or decode batch; only prefill chunks have prompt tokens left.
-        ahead: 1 for the token right behind.
+        ahead: 1 for the very next token.
         generated: [bs] int64.
     """
     if all(batch.last_chunk):  # a decode batch too, which has no chunks
@@ -47,7 +47,7 @@ def chunk_tails(batch: Batch, ahead: int, generated: Tensor) -> Tensor:
 
 
 def _known_tokens(batch: Batch, ahead: int) -> Sequence[int]:
-    """The token at that place for each request, -1 where there is none yet."""
+    """Return the token at that place for each request, -1 where there is none yet."""
     places = [end + ahead - 1 for end in batch.chunk_ends]
     known = [request.token_ids for request in batch.requests]
     return [

@@ -1,6 +1,6 @@
-"""The one door between a plugin and whatever runs it.
+"""``Runtime``: all that a plugin can reach of the engine that hosts it.
 
-The embedded engine implements ``Runtime``; so does every host. Nothing is here that only one of
+The embedded engine implements it, and so does every other host. Nothing is here that only one of
 them could give.
 """
 
@@ -30,7 +30,8 @@ class KVCache:
 
 
 class AttentionPlan(Protocol):
-    """Where the tokens of one pass stand, and what each of them sees. Made once a pass."""
+    """Where the tokens of one pass stand, and what each of them sees. It is good for the step in
+    which it was made."""
 
     @property
     def positions(self) -> Tensor:
@@ -73,7 +74,10 @@ class RankInfo:
 
 
 class Runtime(Protocol):
-    """What a plugin may use of the engine.
+    """What a plugin may use of the engine. It is lent for the whole run.
+
+    Every method runs on the current stream and reads no device data on the host. Those that are to
+    be called in ``create_worker`` raise a ``PluginError`` later.
 
     Attributes:
         device, dtype: of the target's weights and of all activations.
@@ -104,10 +108,11 @@ class Runtime(Protocol):
     req_table_size: int
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
-        """The target's input embedding: [R] int64 -> [R, hidden_size]."""
+        """Apply the target's input embedding: [R] int64 -> [R, hidden_size]."""
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """The target's output head: [R, hidden_size], after the final norm -> [R, vocab_size]."""
+        """Apply the target's output head to what leaves the final norm: [R, hidden_size] ->
+        [R, vocab_size]."""
 
     def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
         """Ask for the hidden states **before** these decoder layers, concatenated.
@@ -162,7 +167,7 @@ class Runtime(Protocol):
         Args:
             starts: [bs] int64 committed length of each request.
             width: rows a request, R = bs * width; or one number for each request, R their sum.
-            offset: first slot behind ``starts``; ``offset + width`` is at most the run's
+            offset: the first slot, counted from ``starts``; ``offset + width`` is at most the run's
                 ``num_draft_tokens`` or ``num_draft_slots``, whichever is greater. A negative
                 offset writes committed positions again; each row then sees those up to itself.
                 A row before position 0, or in the part of the prompt that was found in the prefix
@@ -174,7 +179,7 @@ class Runtime(Protocol):
         """
 
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward``, recorded and replayed where the host can: as a CUDA graph, for example.
+        """Return ``forward``, recorded and replayed where the host can, as a CUDA graph say.
 
         Call it in ``create_worker`` and use what it returns. The host records it if
         ``supports_target_verify_for_draft`` says that this pass has the shape of a target verify,
@@ -187,10 +192,10 @@ class Runtime(Protocol):
         """
 
     def temperatures(self, batch: Batch) -> Tensor:
-        """[bs, 1] float32, 1 for greedy requests."""
+        """Return the requests' temperatures: [bs, 1] float32, 1 for greedy requests."""
 
     def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
-        """The noise with which the target will choose, for a draft that wants to choose alike.
+        """Return the noise with which the target will choose, for a draft that chooses alike.
 
         Args:
             positions: [bs, w] int64 absolute position of the tokens being chosen.

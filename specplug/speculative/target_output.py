@@ -15,12 +15,15 @@ from specplug.speculative.verify import VerifyOutput
 class TargetOutput:
     """A decode step's results over all T nodes, before anything is accepted.
 
+    ``verify`` gets copies of ``predict`` and ``per_node``. ``logits`` may be overwritten by the
+    next pass.
+
     Attributes:
         predict: [T] int64, the token that the target generates after each node.
         logits: [T, V], as they left the model.
         per_node: named tensors of leading size T: everything the target put out for each node
             (hidden states, log-probabilities, routed experts, …), and what a plugin adds.
-            Compaction walks this container, so that no output can be forgotten.
+            Compaction walks this container, so no output can be forgotten.
     """
 
     predict: Tensor
@@ -30,7 +33,11 @@ class TargetOutput:
 
 @attrs.define(eq=False, kw_only=True)
 class CommittedOutput:
-    """What the target computed about committed tokens: a prefill chunk, or an accepted path.
+    """What the target computed about committed tokens: prefill chunks, or accepted paths.
+
+    R is the number of prefill tokens, or bs·C after a verify, with ``accept_lens`` of each
+    request's C rows in use. The other rows repeat its root: their results mean nothing, and nothing
+    may be drawn from them.
 
     Attributes:
         next_tokens: [R] int64, the token **after** each row's position.

@@ -193,7 +193,7 @@ def test_a_rooted_draft_is_sound_whatever_was_proposed(data: st.DataObject) -> N
                 assert int(draft.depths[b, i]) == len(path) - 1
 
 
-def test_equal_tokens_behind_the_width_are_no_siblings() -> None:
+def test_equal_tokens_after_the_width_are_no_siblings() -> None:
     tokens, parents = torch.tensor([[5, 6, 0, 0], [5, 6, 7, 0]]), torch.tensor([[-1, 0, 0, 0]] * 2)
     draft = Draft.tree(tokens, parents, 1, widths=[2, 3])
     assert draft.widths == (2, 3)

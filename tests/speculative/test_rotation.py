@@ -13,7 +13,7 @@ from specplug.speculative.batch import ForwardMode
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5))
-def test_each_row_holds_the_token_behind_it(lengths: list[int]) -> None:
+def test_each_row_holds_the_token_after_it(lengths: list[int]) -> None:
     chunks, expected, tails, last_rows = [], [], [], []
     for b, length in enumerate(lengths):
         chunk = [100 * b + i for i in range(length)]
@@ -78,7 +78,7 @@ def test_each_layer_reads_one_token_further(
         tokens = rotate_chunks(tokens, last_rows, chunk_tails(batch, ahead, made))
         expected = []
         for b, (length, start, end) in enumerate(chunks):
-            # Behind the prompt stands what layer 1, 2, … generated when it ran behind this chunk.
+            # After the prompt stands what layer 1, 2, … generated when it ran after this chunk.
             for at in range(start + ahead, end + ahead):
                 expected.append(100 * b + at if at < length else -1000 * (at - end + 1) - b)
         assert tokens.tolist() == expected

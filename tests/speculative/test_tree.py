@@ -1,4 +1,4 @@
-"""The best candidates make a tree; its nodes stand behind their parents."""
+"""The best candidates make a tree; its nodes stand after their parents."""
 
 from __future__ import annotations
 
