@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import pytest
 from child_instances import Instance, decode, prefill
+from shallow_target import shallow_target
 
 from conftest import TEXT, Plain
 from specplug import LLM, SamplingParams, UsageError
@@ -19,7 +20,6 @@ from specplug import LLM, SamplingParams, UsageError
 COMMON = {
     "device": "cpu",
     "dtype": "float64",
-    "speculative_algorithm": "EAGLE3",
     "chunked_prefill_size": 8,
     "page_size": 4,
     "max_total_tokens": 2048,
@@ -57,7 +57,8 @@ class Site:
         new = []
         for rank in range(size):
             log = self.folder / f"{main.__name__}{len(self.started)}.log"
-            new.append(Instance(main, log, **{**COMMON, **ranks, **own, "dp_rank": rank}))
+            target = shallow_target().options("EAGLE3")
+            new.append(Instance(main, log, **{**COMMON, **target, **ranks, **own, "dp_rank": rank}))
             self.started.append(new[-1])
         return new
 
@@ -105,23 +106,25 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture
-def prompts(plain: Plain) -> list[tuple[int, ...]]:
-    return [plain.ids(text) for text in PROMPTS]
+def prompts(shallow_plain: Plain) -> list[tuple[int, ...]]:
+    return [shallow_plain.ids(text) for text in PROMPTS]
 
 
-def expected(plain: Plain, *loads: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+def expected(
+    shallow_plain: Plain, *loads: Sequence[tuple[int, ...]]
+) -> list[list[tuple[int, ...]]]:
     params = SamplingParams(**SETTINGS)
-    return [sorted(plain.output(p, params).token_ids for p in prompts) for prompts in loads]
+    return [sorted(shallow_plain.output(p, params).token_ids for p in prompts) for prompts in loads]
 
 
 def test_tokens_are_those_of_one_process(
-    site: Site, plain: Plain, prompts: list[tuple[int, ...]]
+    site: Site, shallow_plain: Plain, prompts: list[tuple[int, ...]]
 ) -> None:
     """One rank idle, then both busy and unlike; prefilled by two ranks, which idle too."""
     prefilling = site.prefill(2)
     for loads in ((prompts[:1], []), (prompts, prompts[1:2])):
         site.begin(*loads)
-        assert site.ended(*loads) == expected(plain, *loads)
+        assert site.ended(*loads) == expected(shallow_plain, *loads)
     busy, other = site.stats()
     assert (busy["received"], other["received"]) == (5, 1)
     assert busy["prompt_tokens"] == other["prompt_tokens"] == 0, "nothing is prefilled here"
@@ -134,7 +137,7 @@ def test_tokens_are_those_of_one_process(
 
 
 def test_a_prefill_rank_that_dies_ends_the_other(
-    site: Site, plain: Plain, prompts: list[tuple[int, ...]]
+    site: Site, shallow_plain: Plain, prompts: list[tuple[int, ...]]
 ) -> None:
     """And no request: an instance that has all of its MLPs to itself does them."""
     first, second = site.prefill(2)
@@ -147,7 +150,7 @@ def test_a_prefill_rank_that_dies_ends_the_other(
     assert first.wait() == 1
     assert "rank 1 died" in first.log.read_text()
     (alone,) = site.prefill(1)
-    assert site.ended(*loads) == expected(plain, *loads)
+    assert site.ended(*loads) == expected(shallow_plain, *loads)
     alone.pipe.send("end")
     assert alone.wait() == 0
 

@@ -24,8 +24,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def no_garbage_collector() -> Iterator[None]:
+    """What is garbage before stays so, and counts before and after alike."""
     gc.collect()
     gc.disable()
     yield

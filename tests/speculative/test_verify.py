@@ -99,21 +99,8 @@ def _check(case: Case, draft: Draft, verified: VerifyOutput) -> None:
         root += case.widths[b]
 
 
-@exactly
-@given(case=cases())
-def test_trees_are_accepted_as_by_a_plain_walk(case: Case) -> None:
-    draft = case.tree()
-    _check(case, draft, verify_tree(draft, case.flat()))
-
-
-@exactly
-@given(case=cases(), chain=st.booleans())
-def test_a_walk_along_the_links_accepts_the_same(case: Case, chain: bool) -> None:
+def _check_links(case: Case, draft: Draft, verified: VerifyOutput) -> None:
     """As a kernel goes: to the first child while its token is right, else to the next sibling."""
-    draft = case.tree()
-    if chain:
-        draft = Draft.chain(draft.tokens, case.widths)
-    verified = verify_tree(draft, case.flat())
     next_token, next_sibling = (link.tolist() for link in draft.links)
     for b in range(case.size):
         path, node = [0], next_token[b][0]
@@ -136,11 +123,23 @@ def test_a_walk_along_the_links_accepts_the_same(case: Case, chain: bool) -> Non
 
 
 @exactly
+@given(case=cases())
+def test_trees_are_accepted_as_by_a_plain_walk(case: Case) -> None:
+    """And as by a walk along the links."""
+    draft = case.tree()
+    verified = verify_tree(draft, case.flat())
+    _check(case, draft, verified)
+    _check_links(case, draft, verified)
+
+
+@exactly
 @given(case=cases(chain=True))
 def test_chains_are_accepted_as_by_a_plain_walk(case: Case) -> None:
     tokens = torch.tensor(case.tokens, dtype=torch.int64).view(case.size, -1 if case.size else 1)
     draft = Draft.chain(tokens, case.widths)
-    _check(case, draft, verify_tree(draft, case.flat()))
+    verified = verify_tree(draft, case.flat())
+    _check(case, draft, verified)
+    _check_links(case, draft, verified)
 
 
 @exactly
