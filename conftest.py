@@ -21,6 +21,12 @@ pytest_plugins = [
     "tiny_targets",
 ]  # fixtures of tests/fixtures
 
+if os.environ.get("SPECPLUG_FIRST_FAILURE"):  # of benchmarks/breaks.py: nobody reads the example
+    from hypothesis import Phase, settings
+
+    settings.register_profile("first failure", phases=[Phase.explicit, Phase.generate])
+    settings.load_profile("first failure")
+
 _peaks: dict[str, float] = {}
 
 
