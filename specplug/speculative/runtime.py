@@ -30,8 +30,10 @@ class KVCache:
 
 
 class AttentionPlan(Protocol):
-    """Where the tokens of one pass stand, and what each of them sees. It is good for the step in
-    which it was made."""
+    """Where the tokens of one pass stand, and what each of them sees.
+
+    It is good for the step in which it was made.
+    """
 
     @property
     def positions(self) -> Tensor:
