@@ -17,7 +17,6 @@ from specplug.algorithm import (
     Defaults,
     SpecConfig,
 )
-from specplug.config import EngineConfig
 from specplug.errors import (
     CheckpointError,
     FallbackWarning,
@@ -30,6 +29,7 @@ from specplug.errors import (
 from specplug.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from specplug.config import EngineConfig
     from specplug.llm import LLM
     from specplug.outputs import Logprob, RequestOutput
     from specplug.sampling_params import SamplingParams
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "EngineConfig": "specplug.config",
     "LLM": "specplug.llm",
     "Logprob": "specplug.outputs",
     "RequestOutput": "specplug.outputs",
