@@ -3,9 +3,9 @@
     python benchmarks/cuda.py
 
 Runs NONE and every other installed algorithm on held-out prompts at batch 1 and 8, greedy and
-sampled, with chains and trees, in peace and pressed (see ``exactness.py``). In float32 the tokens
-must be NONE's; a difference is judged in float64, as in ``exactness.py``. In bf16 equality is not
-asked: the share of identical prompts is printed. Steps run under
+sampled, with chains and trees, without and with memory pressure (as ``exactness.py``). In float32
+the tokens must be NONE's; a difference is judged in float64, as in ``exactness.py``. In bf16
+equality is not asked: the share of identical prompts is printed. Steps run under
 ``torch.cuda.set_sync_debug_mode("error")``, so any host read of device data between resolve and
 publish raises.
 """

@@ -5,14 +5,13 @@
 
 Each algorithm runs greedily and at temperature 0.8 with seeds, at batch 1 and 7, page sizes 1 and
 16, overlap on and off, prefill unchunked and in chunks of 8, with 1 and 4 drafting steps and, where
-it branches, with chains and trees of topk 4. Each of these runs once in peace and once pressed:
-prompts and drafts share steps, prefixes are cached, all prompts come twice, and the KV pool holds
-two requests at most, so that drafts shrink, pages are evicted and requests are retracted. The
-reference is NONE at batch 1, unchunked, without overlap. Where a token differs, the position is
-computed again in float64, and the row says how far apart the two best tokens were: a forward over N
-rows rounds otherwise than one over a single row, so a gap of the size of float32's rounding is a
-tie. Exits non-zero if anything else differs, or if
-a page of the KV pool is lost.
+it branches, with chains and trees of topk 4. Each of these runs once without and once with memory
+pressure: prompts and drafts share steps, prefixes are cached, all prompts come twice, and the KV
+pool holds two requests at most, so that drafts shrink, pages are evicted and requests are
+retracted. The reference is NONE at batch 1, unchunked, without overlap. Where a token differs, the
+position is computed again in float64, and the row says how far apart the two best tokens were: a
+forward over N rows rounds otherwise than one over a single row, so a gap of the size of float32's
+rounding is a tie. Exits non-zero if anything else differs, or if a page of the KV pool is lost.
 """
 
 from __future__ import annotations

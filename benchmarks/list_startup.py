@@ -5,8 +5,8 @@
 Writes real distributions (a package that would import torch and describes itself, compiled as pip
 does; METADATA with a README; entry points) into a temporary folder on PYTHONPATH. Runs a bare
 ``python -c pass``, the listing into a pipe, as JSON, and on a terminal, one after the other in
-every round, so that a busy moment of the machine hits all of them. Processor time is told beside
-wall time, since other work on the machine hardly changes it. Exits with 1 if a median of the wall
+every round, so that a busy moment of the machine hits all of them. Processor time is printed
+too, since other work on the machine hardly changes it. Exits with 1 if a median of the wall
 time is over the limit.
 """
 

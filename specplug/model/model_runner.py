@@ -23,8 +23,8 @@ from specplug.model.sharded_mlp import shard_mlps
 from specplug.speculative.runtime import KVCache
 
 PassOutput = tuple[Tensor, dict[str, Tensor], dict[Hashable, Tensor]]
-"""Of a pass: logits [M, V]; what algorithms have asked for, by name, leading size R; and what stood
-at the points where the pass was to be read, leading size R."""
+"""The result of a pass: logits [M, V]; the captured outputs that algorithms asked for, by name; and
+the tensors at the points to read. Both have leading size R."""
 
 
 class ModelRunner:
@@ -34,15 +34,15 @@ class ModelRunner:
         path: folder or hub id.
         dtype: of weights and activations; None: what the checkpoint says.
         device: where it runs.
-        ranks: over which its MLPs are sharded; None: it is whole.
+        ranks: over which its MLPs are sharded; None: it is not sharded.
         identified: whether ``fingerprint`` is wanted.
-        skip_check: do not prove that it gives its own logits here.
+        skip_check: do not check that it gives its own logits here.
 
     Attributes:
-        fingerprint: of its weights, whole and as they were loaded; None if nobody wanted it.
+        fingerprint: of its weights as they were loaded; None if it was not wanted.
 
     Raises:
-        CheckpointError: there is no such model, it cannot be loaded, or not be run rightly here.
+        CheckpointError: there is no such model, it cannot be loaded, or the check fails.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ModelRunner:
         self.device = device
         self.model = load_checkpoint(path, dtype).eval()
         if self.model.dtype is torch.float64 and _has_experts(self.model.config):
-            self.model.set_experts_implementation("eager")  # grouped products know no float64
+            self.model.set_experts_implementation("eager")  # grouped products lack float64
         self.fingerprint = weights_fingerprint(self.model) if identified else None
         self._ranks = ranks
         if ranks is not None:
@@ -108,11 +108,11 @@ class ModelRunner:
 
     @property
     def num_parameters(self) -> int:
-        """Of the target, tied ones once."""
+        """The number of the target's parameters, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def _begin_check(self, path: str) -> ModelCheck:
-        """Run the model as it is, before anything in it is changed."""
+        """Run the model before anything in it is changed."""
         with self._stepping():
             return ModelCheck(
                 path,
@@ -133,7 +133,7 @@ class ModelRunner:
         return nullcontext() if self._ranks is None else self._ranks.stepping()
 
     def _begin_checked_pass(self, rows: int, lengths: Tensor) -> None:
-        """All ranks check at the same time. Rows are rotated as in a pass of these lengths."""
+        """Begin a pass of the check in all ranks, with the rotary frequencies of these lengths."""
         if self._ranks is not None:
             self._ranks.agree(rows)
         self.rotary.begin(lengths)
@@ -153,7 +153,7 @@ class ModelRunner:
 
     @property
     def graph_failure(self) -> str | None:
-        """Why passes are not recorded, if that was tried and failed."""
+        """Why recording failed; None if it did not."""
         return next((g.failure for g in self._graphs.values() if g.failure is not None), None)
 
     def prefill(
@@ -167,7 +167,7 @@ class ModelRunner:
 
         Args:
             token_ids: [R] int64.
-            plan: where they stand and what they see.
+            plan: their positions and what they see.
             logits_rows: [M] int64 rows whose logits are wanted.
             points: where the pass is to be read.
         """
@@ -184,7 +184,7 @@ class ModelRunner:
         return outputs
 
     def close(self) -> None:
-        """Free the weights, the graphs and the cache, whoever still holds the model."""
+        """Free the weights, the graphs and the cache, even if a plugin still holds the model."""
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
@@ -232,7 +232,7 @@ class ModelRunner:
 
 
 def _kv_shape_of(config: Any) -> KVShape:
-    """The shape of the cache as far as a configuration says it."""
+    """Derive the shape of the cache from the configuration, for a model that is not checked."""
     heads: int = config.num_attention_heads
     return KVShape(
         config.num_hidden_layers,
@@ -245,6 +245,6 @@ def _kv_shape_of(config: Any) -> KVShape:
 
 
 def _has_experts(config: Any) -> bool:
-    """Whether layers are mixtures of experts, as configurations name their number."""
+    """Whether layers are mixtures of experts, by the configuration."""
     names = "num_experts", "n_routed_experts", "num_local_experts"
     return any(getattr(config.get_text_config(), name, None) for name in names)
