@@ -35,10 +35,11 @@ class WantedOutputs:
                 columns = self._points.setdefault(output, {})
                 for point in collected.points:
                     columns.setdefault(point, len(columns))
-        self.points = tuple(point for columns in self._points.values() for point in columns)
+        points = (point for columns in self._points.values() for point in columns)
+        self.points = tuple(dict.fromkeys(points))
 
     def read(self, points: Mapping[Hashable, Tensor]) -> dict[str, Tensor]:
-        """The outputs that the pass itself gives, by name, [R, columns, …].
+        """Return the outputs that the pass itself gives, by name, [R, columns, …].
 
         Args:
             points: what stood at each, [R, …].
@@ -50,7 +51,8 @@ class WantedOutputs:
         }
 
     def sample(self, logits: Tensor, predict: Tensor) -> dict[str, Tensor]:
-        """The outputs that follow from logits [M, V] and the tokens chosen there, [M, …]."""
+        """Return the outputs that follow from logits [M, V] and the tokens chosen there [M]: by
+        name, [M, …]."""
         found: dict[str, Tensor] = {}
         for output, wants in self._wants.items():
             if output.is_sampled:
@@ -58,7 +60,7 @@ class WantedOutputs:
         return found
 
     def send(self, per_node: Mapping[str, Tensor], num_rows: int) -> HostOutputs:
-        """Start the way of what is wanted to the host.
+        """Start copying what is wanted to the host.
 
         Args:
             per_node: all outputs of the pass, by name.
@@ -104,7 +106,7 @@ class HostOutputs:
                 collected.take(position, self._cut(collected, rows))
 
     def _cut(self, collected: CollectedOutput, rows: slice) -> dict[str, Tensor]:
-        """Copies of a request's part: a view would keep the whole step's tensors."""
+        """Copy a request's part of the tensors. A view would keep those of the whole step."""
         output, want, columns = collected.output, collected.want, None
         place = self.columns[output.name]
         if len(collected.points) < len(place) or any(

@@ -44,7 +44,7 @@ def branches(name: str) -> bool:
 
 
 def watched(name: str) -> Any:
-    """The algorithm, with ``proposals``: prompt and root's position -> the nodes behind it, and
+    """The algorithm, with ``proposals``: prompt and root's position -> the nodes after it, and
     ``states``: the shapes of each draft input of received requests."""
     kind: Any = type(Registry().select(name).plugin)
 

@@ -191,7 +191,7 @@ def test_what_is_retracted_is_prefilled_here(plain: Plain, name: str) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
 def test_prefixes_that_are_lost_meanwhile_are_prefilled_here(plain: Plain, overlap: bool) -> None:
-    """A received that begins behind what the cache has kept is of no use."""
+    """A received prefill that begins after what the cache has kept is of no use."""
     head = plain.ids(TEXT[:120])
     prompts = [(*head, 100 + i) for i in range(3)]
     others = [tuple(range(300 + 40 * i, 340 + 40 * i)) for i in range(3)]

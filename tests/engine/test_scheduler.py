@@ -440,7 +440,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert chunk.request.status is expected
 
     def _check_postponed(self, postponed: list[Request]) -> None:
-        """Only the last one may stay behind, and only if a step in flight may end another."""
+        """Only the last one may be left out, and only if a step in flight may end another."""
         assert len(postponed) <= 1
         for request in postponed:
             SEEN["waits for a step in flight"] += 1
@@ -586,7 +586,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.pool.num_free == self.pool.num_pages - 1
 
     def _check_order(self, requests: list[tuple[Request, int]]) -> None:
-        """Those that have no more to do than one behind them have ended before it."""
+        """Those that have no more to do than one after them have ended before it."""
         place = {request: i for i, request in enumerate(self.ended)}
         for first, less in requests:
             for second, more in requests:
@@ -596,7 +596,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def _prefixes(node: CachedPage, before: Tokens, size: int) -> Iterator[tuple[int, Tokens]]:
-    """Each cached page, and the tokens up to its end and behind it that it is found by."""
+    """Each cached page, and the tokens up to its end and after it that it is found by."""
     for key, child in node.children.items():
         yield child.page, before + key
         yield from _prefixes(child, before + key[:size], size)
@@ -846,14 +846,14 @@ def test_retracted_request_waits_for_its_steps_in_flight() -> None:
     assert lost.in_flight == 1
     _end(scheduler, other)
     scheduler._retract(lost)
-    behind = _add(scheduler, 2, 1)
+    later = _add(scheduler, 2, 1)
     assert scheduler.schedule() is None
     _process(scheduler, first, {})
     step = scheduler.schedule()
     assert step is not None
     assert step.prefill
     assert step.retracted == (lost,)
-    assert [chunk.request for chunk in step.prefill.chunks] == [lost, behind]
+    assert [chunk.request for chunk in step.prefill.chunks] == [lost, later]
     assert step.prefill.chunks[0].end == len(lost.token_ids) == 8
     assert step.prefill.chunks[0].recomputed == 6 - step.prefill.chunks[0].start
 

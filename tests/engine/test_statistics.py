@@ -86,7 +86,7 @@ def test_trees_are_no_deeper_than_they_declare() -> None:
 def test_what_an_ended_request_is_given_is_not_counted() -> None:
     statistics = _sum(_decode([4, 3], [4, 2], kept=(2, 0)))
     assert (statistics.verifications, statistics.drafted, statistics.widths) == (1, 3, {4: 1})
-    assert statistics.accepted == 4, "what came out, though two of them were behind the end"
+    assert statistics.accepted == 4, "what came out, though two of them were after the end"
     assert statistics.output_tokens == 2
 
 
@@ -179,7 +179,7 @@ def run(request: pytest.FixtureRequest, tiny_model: Path, reference: Any, script
         def on_request_finished(self, report: RequestReport) -> None:
             ended.append(report)
 
-    # What is drafted behind a request's end means nothing, so nobody shall check it.
+    # What is drafted after a request's end means nothing, so nobody shall check it.
     known = {p: tokens[:20] for p, tokens in reference.tokens(["greedy"] * 7).items()}
     with LLM(
         tiny_model,

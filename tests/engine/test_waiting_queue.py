@@ -88,7 +88,7 @@ def test_only_who_waits_is_queued() -> None:
     assert len(queue) == 0
 
 
-def test_those_who_left_from_behind_leave_nothing() -> None:
+def test_requests_that_leave_out_of_turn_leave_nothing() -> None:
     """A thousand come and are aborted while the first one waits."""
     queue, first = WaitingQueue(), _request(0)
     queue.add(first)
