@@ -204,7 +204,7 @@ class Bench:
     """An engine with as many requests as a case has, and what keeps them as many.
 
     Args:
-        case: see there.
+        case: to measure.
         steps: how many will be run; the pool has pages for so many tokens of each request.
         tokenizer: to turn tokens into text as they come; None: no text.
     """

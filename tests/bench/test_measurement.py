@@ -1,4 +1,4 @@
-"""Who runs when, on what; and what happens to those who fail. The engine here is a stand-in."""
+"""The order of variants, their prompts, and those that fail. The engine here is a stand-in."""
 
 from __future__ import annotations
 

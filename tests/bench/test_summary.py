@@ -1,4 +1,4 @@
-"""What the runs come to."""
+"""The figures of a benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank process for the tests of data-parallel attention: does what it is told over a line.
+"""A rank process for the tests of data-parallel attention, controlled over a connection.
 
 Started by ``Ranks`` in ``test_dp_attention.py``. Each message is a method's name and its arguments;
 each answer is what it returned, or the error's type and text.
@@ -204,7 +204,7 @@ class RankWorker:
 
 
 def main(host: str, port: int, key: str) -> None:
-    """Do what comes over the line at this address, until it is told to end."""
+    """Run the methods that are called over the connection to this address, until the end."""
     torch.set_num_threads(1)
     worker = RankWorker()
     with Client((host, port), authkey=key.encode()) as line:

@@ -1,4 +1,4 @@
-"""Ranks that step together: the tokens of one process, whoever is idle; and none that hangs."""
+"""Ranks that step together give the tokens of one process, and never hang."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Job = tuple[int, Any, SamplingParams]
 
 
 class Process:
-    """A rank's process, and the line to it."""
+    """A rank's process, and the connection to it."""
 
     def __init__(self) -> None:
         key = secrets.token_hex(8)
@@ -335,8 +335,8 @@ def test_other_families_can_be_cut(
 def test_idle_inputs_are_rebuilt_as_the_worker_says(
     ranks: Ranks, tiny: Target, overlap: bool
 ) -> None:
-    """Verify hands on no hidden states; the one fixup makes them as wide as the worker's, which
-    are wider than the model's; and what is stashed has that width from the first step on."""
+    """Verify passes on no hidden states. The one fixup makes them as wide as the worker's, wider
+    than the model's, and what is stashed has that width from the first step on."""
     ranks.open(
         model=tiny.model,
         dtype="float64",

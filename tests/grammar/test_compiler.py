@@ -1,4 +1,4 @@
-"""Guides allow exactly what a fresh matcher accepts; what cannot be compiled is refused."""
+"""Grammar states allow exactly what a fresh matcher accepts; bad grammars are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equal prefixes share pages, and who was used least recently goes first."""
+"""Equal prefixes share pages, and the least recently used page is evicted first."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Holder:
 
 
 def _begin(cache: PrefixCache, tokens: Sequence[int]) -> Holder:
-    """Who holds all that is found of ``tokens``, and pages for the rest."""
+    """A sequence that holds the cached prefix of ``tokens``, and pages for the rest."""
     node = cache.match(tokens, len(tokens))
     cache.hold(node)
     pages = [used.page for used in node.path()][::-1]

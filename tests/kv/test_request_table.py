@@ -1,4 +1,4 @@
-"""The device's table is what the requests' pages say, after each flush and not before."""
+"""The device's table has the requests' pages after each flush, and not before."""
 
 from __future__ import annotations
 

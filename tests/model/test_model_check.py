@@ -1,4 +1,4 @@
-"""A target is proved when it is loaded, or refused with the place where it differs."""
+"""A target is checked when it is loaded, or refused with the place where it differs."""
 
 from __future__ import annotations
 
