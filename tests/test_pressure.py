@@ -158,8 +158,7 @@ def run(schedule: Schedule, algorithm: object, branches: bool) -> Counter[str]:
         for name, arrival in names.items():
             _check(arrival, ended[name])
         llm.flush_cache()
-        pool = llm._engine.scheduler.cache.pool
-        assert pool.num_free == pool.num_pages - 1
+        assert llm.occupancy["free"] == llm.occupancy["total"]
         stats = llm.stats()
     happened = ("retractions", "evicted_pages", "cached_tokens")
     return Counter({name: stats[name] > 0 for name in happened} | stats["steps"])

@@ -257,21 +257,16 @@ def test_a_plugin_that_fails_while_it_is_measured(plugin_folder):
     assert [row.split()[0] for row in rows] == ["NONE", "NGRAM"]
 
 
-def test_without_draft_weights_for_this_model(tmp_path, monkeypatch):
-    import shutil
-
-    from specplug.model.loading import ASSETS
-
+def test_without_draft_weights_for_this_model(shallow, monkeypatch):
     monkeypatch.setattr("specplug.cli.bench.Registry.entries", one_of_each)
-    shutil.copytree(ASSETS / "tiny_code", tmp_path / "model")
-    model = "--model", tmp_path / "model"
+    model = "--model", shallow.path
     done = bench(*model, *QUICK)
     assert done.exit_code == 0
     assert done.stderr.startswith("warning: EAGLE3, batch 1: left out: EAGLE3 needs draft weights")
     assert done.stderr.count("\n") == 1
     code, line = failure(*model, "--speculative-algorithms", "EAGLE3", *QUICK)
     assert (code, "EAGLE3 needs draft weights for this target" in line) == (2, True)
-    weights = Registry().select("EAGLE3").info.weights["tiny-code"]
+    weights = shallow.drafts["EAGLE3"]
     named = ("--speculative-draft-model-path", weights), ("--speculative-algorithms", "all")
     done = bench(*model, *QUICK, "--json", *named[0], *named[1])
     assert (done.exit_code, done.stderr) == (0, "")
