@@ -26,6 +26,7 @@ class Needs(enum.IntFlag):
     BIAS = 8
     GRAMMAR = 16
     OUTPUTS = 32
+    MIN_TOKENS = 64
 
 
 _HOTTEST = 1e6
@@ -40,6 +41,8 @@ MOST_STOPS, MOST_STOP_CHARACTERS = 64, 256
 """Each character takes a place in the table that finds all of them at once, which is made before
 a request starts; 64 times 256 take some 20 ms. OpenAI takes four strings."""
 
+
+_MOST_TOKENS = 2**31 - 1
 
 MOST_CHOICES = 128
 """Each is a request of its own."""
@@ -142,17 +145,22 @@ class BannedTokens:
 
     Attributes:
         always: at no place of its output.
+        early: not as one of its first ``min_tokens`` tokens either, since they end it.
     """
 
     always: frozenset[int] = frozenset()
+    early: frozenset[int] = frozenset()
+    min_tokens: int = 0
 
     def at(self, index: int) -> frozenset[int]:
         """Those that the output's token of that index, from 0 on, cannot be."""
-        return self.always
+        return self.always | self.early if index < self.min_tokens else self.always
 
     def setting_at(self, index: int) -> str:
         """The setting by which they are banned there."""
-        return "logit_bias"
+        if index >= self.min_tokens:
+            return "logit_bias"
+        return "min_tokens with logit_bias" if self.always else "min_tokens"
 
 
 @attrs.frozen(kw_only=True)
@@ -184,6 +192,16 @@ class SamplingParams:
         converter=plain_integer,
         option="--max-new-tokens",
         option_help="Most tokens to generate for a prompt.",
+    )
+    min_tokens: int = setting(
+        0,
+        Integer(least=0, most=_MOST_TOKENS, expected=f"an integer from 0 to {_MOST_TOKENS}"),
+        "Before so many tokens no end-of-sequence token and none of stop_token_ids is chosen, and "
+        "no stop string ends the output. A grammar whose match is complete does.",
+        group="Stopping",
+        unit="tokens",
+        converter=plain_integer,
+        served=True,
     )
     temperature: float = setting(
         0.0,
@@ -386,6 +404,13 @@ class SamplingParams:
                     f"{-MOST_BIAS:.0f} to {MOST_BIAS:.0f}; -inf bans the token"
                 )
 
+    @min_tokens.validator
+    def _reachable(self, attribute: attrs.Attribute[int], value: int) -> None:
+        if self.max_tokens is not None and value > self.max_tokens:
+            raise UsageError(
+                f"min_tokens={value} and max_tokens={self.max_tokens}: expected at most as many"
+            )
+
     @stop_token_ids.validator
     def _integers(self, attribute: attrs.Attribute[Any], value: tuple[int, ...]) -> None:
         _check_integers("stop_token_ids", value)
@@ -417,7 +442,7 @@ class SamplingParams:
 
     def for_first_token(self) -> SamplingParams:
         """These settings, to sample the first token alone, as a prefill instance does."""
-        return attrs.evolve(self, max_tokens=1, n=1)
+        return attrs.evolve(self, max_tokens=1, min_tokens=min(self.min_tokens, 1), n=1)
 
     def seed_of(self, index: int) -> int | None:
         """The seed of a prompt's output of that index: ``seed + index``, within 64 bits."""
@@ -445,9 +470,8 @@ class SamplingParams:
         Args:
             eos_token_ids: the model's end-of-sequence tokens.
         """
-        return BannedTokens(
-            frozenset(t for t, bias in self.logit_bias.items() if bias == -math.inf)
-        )
+        always = frozenset(t for t, bias in self.logit_bias.items() if bias == -math.inf)
+        return BannedTokens(always, eos_token_ids.union(self.stop_token_ids), self.min_tokens)
 
     @property
     def greedy(self) -> bool:
@@ -469,4 +493,6 @@ class SamplingParams:
             needs |= Needs.BIAS
         if self.grammar is not None:
             needs |= Needs.GRAMMAR
+        if self.min_tokens:
+            needs |= Needs.MIN_TOKENS
         return needs

@@ -24,6 +24,7 @@ class Detokenizer:
         self._skip_special = params.skip_special_tokens
         self._ids: list[int] = []
         self._stop = stop_strings(params.stop)
+        self._min_tokens = params.min_tokens
         self._state = 0
         self._stopped_at = 0
         self.text = ""
@@ -63,6 +64,6 @@ class Detokenizer:
         start = len(self.text)
         for end, character in enumerate(piece, start + 1):
             self._state = stop.step(self._state, character)
-            found = stop.found[self._state]
+            found = stop.found[self._state] if len(self._ids) > self._min_tokens else None
             if found is not None and (self.stopped is None or end - len(found) < self._stopped_at):
                 self.stopped, self._stopped_at = found, end - len(found)

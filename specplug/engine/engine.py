@@ -202,7 +202,12 @@ class Engine:
         if request.status is RequestStatus.RUNNING:  # a root is counted when it is verified
             output = output[: request.num_computed_tokens - len(request.prompt_token_ids)]
         self._runtime.sampler.admit(
-            request.req_index, request.params, request.seed, request.prompt_token_ids, output
+            request.req_index,
+            request.params,
+            request.seed,
+            request.prompt_token_ids,
+            output,
+            request.params.banned_tokens(request.eos_token_ids),
         )
 
     def _idle(self) -> None:

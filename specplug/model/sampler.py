@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from specplug.grammar.masks import mask_scores
-from specplug.sampling_params import Needs, SamplingParams
+from specplug.sampling_params import BannedTokens, Needs, SamplingParams
 from specplug.speculative.draft import Draft
 from specplug.speculative.host_copy import upload
 from specplug.speculative.noise import gumbel
 
 _COLDEST = 1e-6
 """The lowest temperature used. Lower ones choose the same, but overflow the logits."""
+
+_NOTHING_BANNED = BannedTokens()
 
 _LEAST_TOP_P = torch.finfo(torch.float32).tiny
 """The lowest top_p used. Less would be 0 in float32, which leaves no token."""
@@ -46,6 +48,10 @@ class Sampler:
         self._bias: Tensor | None = None
         self._in_prompt: Tensor | None = None
         self._output_counts: Tensor | None = None
+        # Tokens that end the output, [rows, most], and the position from which on each row may
+        # choose them.
+        self._enders = torch.zeros(req_table_size, 1, dtype=torch.int64, device=device)
+        self._may_end_at = torch.zeros(req_table_size, dtype=torch.int64, device=device)
 
     def admit(
         self,
@@ -54,13 +60,15 @@ class Sampler:
         seed: int,
         prompt: Sequence[int] = (),
         output: Sequence[int] = (),
+        banned: BannedTokens = _NOTHING_BANNED,
     ) -> None:
         """Enter a request's settings in its row.
 
         Args:
             seed: of its noise.
-            prompt: its tokens, for penalties.
+            prompt: its tokens, for penalties and for the place of its output.
             output: tokens that a retracted request has generated already.
+            banned: tokens that it must not choose early.
         """
         p, row = params, req_index
         temperature = 1.0 if p.greedy else max(p.temperature, _COLDEST)
@@ -77,6 +85,12 @@ class Sampler:
             self._bias[row] = 0.0  # clears the bias of the row's last request
         if p.needs & Needs.PENALTIES:
             self._admit_counts(row, prompt, output)
+        enders = sorted(token for token in banned.early if token < self._size[1])
+        if p.needs & Needs.MIN_TOKENS and enders:
+            self._admit_enders(row, enders)
+            self._may_end_at[row] = len(prompt) + p.min_tokens
+        else:
+            self._may_end_at[row] = 0
 
     def temperatures(self, rows: Tensor) -> Tensor:
         """Return [bs, 1] float32; 1 for greedy requests."""
@@ -124,6 +138,8 @@ class Sampler:
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if masks is not None:
             scores = mask_scores(scores, masks)
+        if needs & Needs.MIN_TOKENS:
+            scores = self._without_early_ends(scores, rows, positions)
         settings = self._settings[rows].to(scores.dtype)
         column = dict(zip(_COLUMNS, settings.unsqueeze(2).unbind(1), strict=True))
         if needs & Needs.BIAS:
@@ -164,6 +180,23 @@ class Sampler:
         scores = torch.where(scores > 0, scores / factor, scores * factor)
         scores = scores - column["frequency"] * counts
         return scores - column["presence"] * appeared
+
+    def _without_early_ends(self, scores: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """[T, V] with -inf for what ends the output of a row that must go on."""
+        enders = self._enders[rows]
+        early = (positions < self._may_end_at[rows]).unsqueeze(1)
+        kept = scores.gather(1, enders).masked_fill(early, float("-inf"))
+        return scores.scatter(1, enders, kept)
+
+    def _admit_enders(self, row: int, enders: Sequence[int]) -> None:
+        """Enter what ends a row's output, the first of them again where others have more."""
+        missing = len(enders) - self._enders.shape[1]
+        if missing > 0:
+            more = self._enders[:, :1].expand(-1, missing)
+            self._enders = torch.cat((self._enders, more), dim=1)
+        row_of = torch.full((self._enders.shape[1],), enders[0], dtype=torch.int64)
+        row_of[: len(enders)] = torch.tensor(enders)
+        self._enders[row] = row_of.to(self._device, non_blocking=True)
 
     def _admit_bias(self, row: int, bias: Mapping[int, float]) -> None:
         if self._bias is None:

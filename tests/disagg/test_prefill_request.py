@@ -25,6 +25,7 @@ VALUES: dict[str, Any] = {
     "stop": ("\n", "\u00e4"),
     "stop_token_ids": (5, 6),
     "ignore_eos": True,
+    "min_tokens": 1,
     "logprobs": 2,
     "skip_special_tokens": False,
     "return_routed_experts": True,

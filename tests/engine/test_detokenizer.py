@@ -92,3 +92,11 @@ def test_the_first_stop_string_ends_the_text(
     else:
         assert (detokenizer.text, found) == (text, None)
     assert detokenizer.text.startswith(sent)
+
+
+def test_stop_string_within_the_first_tokens_is_text(byte_tokenizer: Any) -> None:
+    params = SamplingParams(stop=["ab", "bc"], min_tokens=3)
+    detokenizer = Detokenizer(byte_tokenizer, params)
+    found = [detokenizer.push(token) for token in byte_tokenizer.encode("abbc").ids]
+    assert found == [None, None, None, "bc"], "it ends after the third token"
+    assert detokenizer.text == "ab"
