@@ -42,7 +42,8 @@ def _tensor_bytes() -> int:
 
 def _use(llm: LLM) -> None:
     """Generate, and leave a stream in the middle."""
-    llm.generate(["def f("], SamplingParams(max_tokens=4))
+    asked = SamplingParams(max_tokens=4, return_hidden_states=(0, 9), logprobs=1)
+    llm.generate(["def f("], asked)
     with closing(llm.stream(["class A"], SamplingParams(max_tokens=20))) as stream:
         next(stream)
 
