@@ -20,11 +20,11 @@ class StepClock:
         self._laps: list[tuple[str, float | torch.cuda.Event]] = [("", self._now())]
 
     def lap(self, part: str) -> None:
-        """``part`` ends here."""
+        """Note that ``part`` ends here."""
         self._laps.append((part, self._now()))
 
     def seconds(self) -> dict[str, float]:
-        """The time of each part."""
+        """Return the seconds of each part. On a GPU, once the step's results are there."""
         total: defaultdict[str, float] = defaultdict(float)
         for (_, before), (part, after) in zip(self._laps, self._laps[1:], strict=False):
             total[part] += _between(before, after)
