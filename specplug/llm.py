@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
@@ -14,7 +16,7 @@ from specplug.config import EngineConfig, config_of
 from specplug.disagg.instances import identity_of, make_decode_instance
 from specplug.disagg.prefill_loop import PrefillLoop
 from specplug.distributed.rank_group import RankGroup, join_ranks
-from specplug.engine.assembly import effective_config, make_engine, plan_steps
+from specplug.engine.assembly import effective_config, make_engine, plan_steps, startup_lines
 from specplug.engine.engine import Engine
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.features import Features
@@ -44,6 +46,8 @@ from specplug.speculative.hook_calls import HookCalls
 
 if TYPE_CHECKING:
     from specplug.disagg.decode_instance import DecodeInstance
+
+_log = logging.getLogger(__name__)
 
 
 class LLM:
@@ -128,7 +132,7 @@ class LLM:
 
     def _make(self, config: EngineConfig) -> None:
         """Make the parts of the run, each from those before it."""
-        registry = Registry()
+        began, registry = time.perf_counter(), Registry()
         selected = registry.select(config.speculative_algorithm)
         extensions = registry.extensions(config.disable_extensions)
         manager = build_plugin_manager(selected, extensions, CoreDefaults())
@@ -170,6 +174,9 @@ class LLM:
         self._stepper = Stepper(self._engine, ranks)
         self._input_processor = InputProcessor(config, runtime, runner, self.tokenizer, cache.pool)
         self._take_role(config)
+        for line in startup_lines(config, runtime, runner, cache.pool.num_tokens):
+            _log.info(line)
+        _log.info("ready in %.1f s", time.perf_counter() - began)
 
     def _take_role(self, config: EngineConfig) -> None:
         """Make what lets the engine prefill for others, or the instance that prefills for it."""

@@ -16,7 +16,16 @@ import click
 from specplug.bench.dataset import HELD_OUT, Deal, deal, read_prompts
 from specplug.bench.variant import EVERY, SETTINGS, Variant, parse_variants
 from specplug.cli import say
-from specplug.cli.options import COUNT, ENGINE, SAMPLING, Bounded, check_speculation, chosen
+from specplug.cli.options import (
+    COUNT,
+    ENGINE,
+    SAMPLING,
+    VERBOSE,
+    Bounded,
+    check_speculation,
+    chosen,
+)
+from specplug.cli.progress import told
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
 from specplug.config import EngineConfig
@@ -89,7 +98,7 @@ SHARED = tuple(
 """Arguments of ``LLM`` that are the same for all variants."""
 
 
-@click.command(params=[*MEASUREMENT, *SPECULATION, *SHARED, *SAMPLING])
+@click.command(params=[*MEASUREMENT, *SPECULATION, *SHARED, *SAMPLING, VERBOSE])
 @click.pass_context
 def bench(ctx: click.Context, /, **options: Any) -> None:
     """Measure algorithms beside plain decoding.
@@ -98,7 +107,7 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
     outputs are compared with those of NONE: exits with 1 if any differs, as rounding in bfloat16 on
     a GPU can make it do.
     """
-    with reserve_standard_output() as out:
+    with told(verbose=options["verbose"]), reserve_standard_output() as out:
         variants, problems = _variants(options)
         prompts = read_prompts(options["dataset"] or HELD_OUT)
         deals = {

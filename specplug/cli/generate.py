@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 import attrs
 import click
 
-from specplug.cli.options import ENGINE, GRAMMAR, SAMPLING, check_speculation, chosen
-from specplug.cli.progress import load
+from specplug.cli.options import ENGINE, GRAMMAR, SAMPLING, VERBOSE, check_speculation, chosen
+from specplug.cli.progress import load, told
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError
@@ -84,7 +84,7 @@ class Run:
         }
 
 
-@click.command(params=[*ENGINE, *SAMPLING, *GRAMMAR, *SOURCES])
+@click.command(params=[*ENGINE, *SAMPLING, *GRAMMAR, *SOURCES, VERBOSE])
 def generate(**options: Any) -> None:
     """Complete each PROMPT; a dash reads one from standard input.
 
@@ -93,7 +93,7 @@ def generate(**options: Any) -> None:
     from specplug.sampling_params import SamplingParams
 
     params = SamplingParams(**chosen((*SAMPLING, *GRAMMAR), options))
-    with reserve_standard_output() as out:
+    with told(verbose=options["verbose"]), reserve_standard_output() as out:
         if options["as_json"]:
             import json
 

@@ -149,6 +149,11 @@ ENGINE = options_of(EngineConfig, "Model", "Speculation", "Engine")
 DISAGGREGATION = options_of(EngineConfig, "Disaggregation")
 """Options of servers alone; ``ENGINE`` are those of all commands that load a model."""
 
+VERBOSE = click.Option(
+    ["-v", "--verbose"],
+    is_flag=True,
+    help="Say on standard error what is loaded, and what memory it takes.",
+)
 SAMPLING = options_of(SamplingParams, "Sampling", "Stopping")
 GRAMMAR = options_of(SamplingParams, "Structured output")
 

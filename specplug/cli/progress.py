@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import click
+
+from specplug.cli.printable import printable
 from specplug.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -21,6 +25,31 @@ def load(config: EngineConfig) -> LLM:
 
         silence_libraries()
         return LLM(config)
+
+
+class _StandardError(logging.Handler):
+    """Writes a line a record, above the spinner if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        click.echo(f"{record.levelname.lower()}: {printable(record.getMessage())}", err=True)
+
+
+@contextmanager
+def told(*, verbose: bool) -> Iterator[None]:
+    """Show on standard error what specplug logs, if that is asked for."""
+    if not verbose:
+        yield
+        return
+    logger, handler = logging.getLogger("specplug"), _StandardError()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @contextmanager

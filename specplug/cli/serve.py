@@ -14,6 +14,7 @@ from specplug.cli.options import (
     COUNT,
     DISAGGREGATION,
     ENGINE,
+    VERBOSE,
     Bounded,
     Duration,
     check_speculation,
@@ -63,6 +64,7 @@ SERVER = (
         help="The engines share the model's MLPs, a part each; else each has a copy of all.",
     ),
     click.Option(["--log-requests"], is_flag=True, help="A line for each request; no texts."),
+    VERBOSE,
 )
 """Where and how it serves."""
 
@@ -172,6 +174,7 @@ def serve(**options: Any) -> None:
             api_key=options["api_key"],
         ),
         log_requests=options["log_requests"],
+        verbose=options["verbose"],
     )
     with ExitStack() as loading:
         loading.enter_context(status(f"loading {config.model}"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -17,6 +17,7 @@ from specplug.engine.kv_transfer import KVTransfer
 from specplug.engine.remote_prefill import RemotePrefill
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.step import StepRunner
+from specplug.model.device_memory import in_mib
 from specplug.model.model_runner import ModelRunner
 from specplug.speculative.hook_calls import HookCalls
 
@@ -76,6 +77,41 @@ def make_engine(
         remote=remote,
         ranks=ranks,
         rest=_REST if config.disaggregation is None else _INSTANCE_REST,
+    )
+
+
+def startup_lines(
+    config: EngineConfig, runtime: EngineRuntime, runner: ModelRunner, slots: int
+) -> Iterator[str]:
+    """What a run has loaded, and what memory it takes, in lines for a log.
+
+    Args:
+        config: of the run.
+        runtime: of the run, with the KV pool.
+        runner: the target.
+        slots: of the KV pool.
+    """
+    spec, dtype = runtime.config, str(runtime.dtype).removeprefix("torch.")
+    yield (
+        f"model {config.model}: {type(runner.model).__name__}, {runner.num_parameters:,} "
+        f"parameters, {in_mib(runner.num_bytes)} of weights in {dtype} on {runtime.device}"
+    )
+    draft = ""
+    if spec.draft_model_path is not None:
+        size = sum(file.stat().st_size for file in spec.draft_model_path.glob("*.safetensors"))
+        draft = f"; draft weights {spec.draft_model_path}, {in_mib(size)} of files"
+    yield (
+        f"algorithm {spec.algorithm}: num_steps {spec.num_steps}, topk {spec.topk}, "
+        f"num_draft_tokens {spec.num_draft_tokens}{draft}"
+    )
+    target, *drafts = [pool.nbytes for pool in runtime.pools]
+    yield (
+        f"KV pool: {slots:,} slots in pages of {runtime.page_size}, {in_mib(target)} for the "
+        f"target" + (f" and {in_mib(sum(drafts))} for the draft" if drafts else "")
+    )
+    yield (
+        f"context {runtime.context_len:,} tokens, at most {runtime.max_running_requests:,} "
+        "requests at a time"
     )
 
 

@@ -26,3 +26,8 @@ def memory_of(device: torch.device) -> int:
 def in_gib(size: int) -> str:
     """A number of bytes as messages say it."""
     return f"{size / 2**30:,.1f} GiB" if size < 2**60 else f"over {2**30:,} GiB"
+
+
+def in_mib(size: int) -> str:
+    """A number of bytes as a log says it."""
+    return f"{size / 2**20:,.1f} MiB"

@@ -111,6 +111,11 @@ class ModelRunner:
         """The number of the target's parameters, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the target's parameters, tied ones once."""
+        return sum(each.numel() * each.element_size() for each in self.model.parameters())
+
     def _begin_check(self, path: str) -> ModelCheck:
         """Run the model before anything in it is changed."""
         with self._stepping():

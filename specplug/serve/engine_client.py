@@ -129,6 +129,7 @@ class EngineClient:
         name: how errors call it.
         chat_template: text of a template; None: the tokenizer's own.
         max_prompt_tokens: most of one prompt; None: what the context holds.
+        verbose: have the engine tell on standard error what it loads.
         on_warning: called with each warning of the engine.
         on_end: called with the reason when the engine ends and was not told to.
     """
@@ -140,6 +141,7 @@ class EngineClient:
         name: str = "the engine",
         chat_template: str | None,
         max_prompt_tokens: int | None,
+        verbose: bool = False,
         on_warning: Callable[[str], None],
         on_end: Callable[[str], None],
     ) -> None:
@@ -147,6 +149,7 @@ class EngineClient:
             "engine": config.as_json(),
             "chat_template": chat_template,
             "max_prompt_tokens": max_prompt_tokens,
+            "verbose": verbose,
         }
         self._name = name
         self._on_warning = on_warning

@@ -435,6 +435,8 @@ def main() -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("specplug").setLevel(logging.INFO)
     settings = json.loads(_first_line())
+    if not settings["verbose"]:
+        logging.getLogger("specplug.llm").setLevel(logging.WARNING)
     guard = threading.Thread(target=_end_with_the_server, daemon=True)
     guard.start()
     reports: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)

@@ -42,6 +42,7 @@ class Settings:
         enable_dp_attention: whether they share the model's MLPs; else each has a whole copy.
         limits: see there.
         log_requests: whether each request is a line on standard error.
+        verbose: whether what the engines load is told there.
     """
 
     config: EngineConfig
@@ -56,6 +57,7 @@ class Settings:
     enable_dp_attention: bool = False
     limits: Limits = attrs.field(factory=Limits)
     log_requests: bool = False
+    verbose: bool = False
 
 
 class _HTTP(uvicorn.Server):
@@ -108,6 +110,7 @@ class Server:
                 name="the engine" if len(ranks) == 1 else f"the engine of rank {rank}",
                 chat_template=settings.chat_template,
                 max_prompt_tokens=settings.max_prompt_tokens,
+                verbose=settings.verbose,
                 on_warning=on_warning,
                 on_end=self._fail,
             )

@@ -500,3 +500,19 @@ def test_a_grammar_holds_the_output(tmp_path):
     assert done.exit_code == 2
     assert done.stderr.startswith("error: regex='(': ")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_verbose_says_what_is_loaded():
+    algorithm = "--speculative-algorithm", "EAGLE3"
+    done = generate("-v", *algorithm, "--max-new-tokens", "2", "--json", PROMPT)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("info: ")]
+    whole = "\n".join(lines)
+    assert re.search(r"model tiny-code: LlamaForCausalLM, 7,9\d\d,\d+ parameters, 30\.2 MiB", whole)
+    assert re.search(r"in float32 on cpu$", lines[0])
+    assert re.search(r"algorithm EAGLE3: num_steps 5, .*; draft weights .*, \d\.\d MiB of f", whole)
+    slots = json.loads(done.stdout)["config"]["max_total_tokens"]
+    assert f"KV pool: {slots:,} slots in pages of 16, " in whole
+    assert "context 2,048 tokens, at most 8 requests at a time" in whole
+    assert re.fullmatch(r"info: ready in \d+\.\d s", lines[-1])
+    quiet = generate("--max-new-tokens", "2", "--json", PROMPT)
+    assert quiet.stderr == ""
