@@ -89,7 +89,7 @@ class RequestOutput:
 def by_prompt(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
     """The first output of each prompt, with the ``others`` that follow it."""
     firsts = [place for place, output in enumerate(outputs) if output.index == 0]
-    ends = [*firsts[1:], len(outputs)]
+    ends = [*firsts, len(outputs)][1:]
     return [
         attrs.evolve(outputs[first], others=tuple(outputs[first + 1 : end]))
         for first, end in zip(firsts, ends, strict=True)
