@@ -25,7 +25,7 @@ def test_a_short_run_gives_a_table_a_report_and_a_plot(
 
 def test_a_text_that_differs_is_told() -> None:
     texts = {"def f(": {"EAGLE3 plain": "x", "NONE plain": "y", "NGRAM plain": "y"}}
-    assert list(load.differences(texts)) == ["EAGLE3 plain differs from NONE plain behind 'def f('"]
+    assert list(load.differences(texts)) == ["EAGLE3 plain differs from NONE plain after 'def f('"]
 
 
 def test_arrivals_are_a_poisson_process() -> None:
