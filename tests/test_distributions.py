@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PROJECTS = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
+PROJECTS = [
+    ROOT,
+    *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml")),
+    *sorted(path.parent for path in ROOT.glob("hosts/*/pyproject.toml")),
+]
 
 
 def settings(project: Path) -> dict:
