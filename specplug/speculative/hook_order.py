@@ -153,17 +153,19 @@ class HookOrder(Generic[H]):
 
         Args:
             last_rows: [bs] int64, the row of each chunk's last token.
-            predict: [bs] int64, the token that the host sampled after each chunk.
+            predict: [bs] int64, the token that the host sampled after each chunk. Of a chunk that
+                does not end its prompt it is not used: the next prompt token follows there.
             per_node: named tensors of leading size R.
         """
         widths = upload(half.batch.chunk_widths, last_rows.device)
+        tails = chunk_tails(half.batch, 1, predict)
         output = CommittedOutput(
-            next_tokens=rotate_chunks(half.tokens, last_rows, chunk_tails(half.batch, 1, predict)),
+            next_tokens=rotate_chunks(half.tokens, last_rows, tails),
             own_tokens=half.tokens,
             per_node=per_node,
             last_rows=last_rows,
             accept_lens=widths,
-            bonus_tokens=predict,
+            bonus_tokens=tails,
         )
         self.extend(half, half.seq_lens + widths, output)
 

@@ -46,7 +46,9 @@ class CommittedOutput:
         per_node: named tensors of leading size R.
         last_rows: [bs] int64, each request's last row that counts.
         accept_lens: [bs] int64, rows of each request that count.
-        bonus_tokens: [bs] int64, the token after each request's last row.
+        bonus_tokens: [bs] int64, the token after each request's last row, ``next_tokens`` there:
+            what the target generates, or of a chunk that does not end its prompt the next prompt
+            token.
     """
 
     next_tokens: Tensor
