@@ -153,8 +153,8 @@ def create_worker(runtime: Runtime) -> object:
             return {"hidden_states": StateTensor((self.width,), runtime.dtype)}
 
     It is the one source for whoever has to make such a tensor: idle ranks, received requests, the
-    relay between steps. A declared tensor is always there in ``propose``, as zeros if nobody has
-    left it, and one of another form is refused. What is not declared is relayed as it comes, and
+    future map. A declared tensor is always there in ``propose``, as zeros if nobody has
+    left it, and one of another form is refused. What is not declared is carried as it comes, and
     absent where it did not. Other state an algorithm keeps by request row (``batch.req_indices``,
     below ``runtime.req_table_size``) or by ``request_id``.
 
@@ -172,10 +172,10 @@ def create_worker(runtime: Runtime) -> object:
 
 @hookspec(firstresult=True)
 def create_future_map(runtime: Runtime) -> FutureMap | None:
-    """Make the relay between one decode step and the next.
+    """Make the future map, which carries state from one decode step to the next.
 
     Called once, after ``create_worker``, with overlap and without: both loops run the same step. A
-    plugin returns a subclass to relay more than tensors by request row, such as a copy of the
+    plugin returns a subclass to carry more than tensors by request row, such as a copy of the
     accepted tokens on the host.
 
     Args:
@@ -209,7 +209,7 @@ def build_draft_input(  # type: ignore[empty-body]
         target_output: the committed rows. R is the number of prefill tokens, or bs·C after a
             verify. C is one more than the verified draft is deep, which is less than what was
             proposed where the KV pool is short: take it from ``len(next_tokens) // batch.size``.
-        future_map: the run's relay. It still holds what the step before left.
+        future_map: the run's. It still holds what the step before left.
 
     Returns:
         The roots of the next step and its state, leading size bs. The state is stashed by request
@@ -237,7 +237,7 @@ def build_disagg_draft_input(
         batch: the received requests; ``request.draft_state`` holds what ``export_draft_state``
             gave on the other side, ``batch.seq_lens`` the positions of the roots.
         last_tokens: [bs] int64, the roots of the first step.
-        future_map: the run's relay.
+        future_map: the run's.
 
     Returns:
         What ``build_draft_input`` would have. None: what was exported, as far as it is as
@@ -339,7 +339,7 @@ def export_draft_state(
     Args:
         runtime: the engine's.
         batch: the chunks, as in ``build_draft_input``.
-        future_map: the run's relay, with what this step has stashed.
+        future_map: the run's, with what this step has stashed.
 
     Returns:
         Named tensors of leading size bs, on the device. The core brings each request's row to the

@@ -160,8 +160,8 @@ class Engine:
         """Launch a step, then process the one before it while this one runs."""
         self._process_aborts()
         self._take_received()
-        launched = self._launch()
-        if len(self._launched) > launched:
+        newly_launched = 1 if self._launch() else 0
+        if len(self._launched) > newly_launched:  # an older step is still to be processed
             self._process()
         return self._finish_step()
 

@@ -176,10 +176,10 @@ class Scheduler:
         request.choose_rotary()
         most = self._most_reused(request)
         shared = self.cache.match(request.token_ids, most, request.rotary_set)
-        self.cache.hold(shared)
+        self.cache.lock(shared)
         size = self.cache.pool.pages_for(len(request.token_ids))
         if size - shared.depth + self._headroom(request) > self.cache.num_available:
-            self.cache.let_go(shared)
+            self.cache.unlock(shared)
             self._refused = request.request_id, self.cache.changes
             return None
         self._enter(request, shared, size)
@@ -208,7 +208,7 @@ class Scheduler:
         """Give a request its row and pages; it starts after the cached prefix ``shared``."""
         insort(self.running, request, key=attrgetter("sort_key"))
         pages = [node.page for node in shared.path()][::-1]
-        request.pages = pages + self.cache.take(num_pages - shared.depth)
+        request.pages = pages + self.cache.allocate(num_pages - shared.depth)
         request.shared = shared
         request.num_computed_tokens = request.max_computed_tokens = (
             shared.depth * self.cache.pool.page_size
@@ -216,7 +216,7 @@ class Scheduler:
         if not request.times_retracted:
             request.num_cached = request.num_computed_tokens
         request.status = RequestStatus.PREFILLING
-        request.req_index = self.table.take(
+        request.req_index = self.table.allocate(
             floor=request.num_computed_tokens, rotary_len=request.rotary_len
         )
         self.table.write(request.req_index, request.pages, range(num_pages))
@@ -263,7 +263,7 @@ class Scheduler:
         request.draft_state = received.draft_state
         request.num_computed_tokens = request.max_computed_tokens = received.end
         request.status = RequestStatus.RUNNING
-        replaced = self._keep(request)
+        replaced = self._insert_final_pages(request)
         assert not replaced, "a page is cached that the match did not find"
         return True
 
@@ -353,7 +353,7 @@ class Scheduler:
 
     def _give(self, request: Request, num_pages: int) -> int:
         """Give a request so many pages, or as many as there are; return how many."""
-        new = self.cache.take(min(num_pages, self.cache.num_available))
+        new = self.cache.allocate(min(num_pages, self.cache.num_available))
         request.pages += new
         added = range(len(request.pages) - len(new), len(request.pages))
         self.table.write(request.req_index, request.pages, added)
@@ -373,7 +373,7 @@ class Scheduler:
             needed = self.cache.pool.pages_for(tokens)
             if needed < len(request.pages):
                 surplus = range(needed, len(request.pages))
-                self.cache.pool.give_back(request.pages[needed:])
+                self.cache.pool.free(request.pages[needed:])
                 del request.pages[needed:]
                 self.table.write(request.req_index, request.pages, surplus)
                 self._refused = None
@@ -435,7 +435,8 @@ class Scheduler:
                 request.num_computed_tokens += committed
                 request.max_computed_tokens -= self.config.columns - committed
             else:
-                self.table.write(request.req_index, request.pages, self._keep(request))
+                replaced = self._insert_final_pages(request)
+                self.table.write(request.req_index, request.pages, replaced)
 
     def release(self, request: Request) -> None:
         """Take back the row and pages of a finished request.
@@ -450,18 +451,18 @@ class Scheduler:
             self.waiting.remove(request)
 
     def _give_up(self, request: Request) -> None:
-        self._keep(request)
+        self._insert_final_pages(request)
         self.cache.release(request.pages, request.shared)
-        self.table.give_back(request.req_index)
+        self.table.free(request.req_index)
         request.pages, request.shared, request.req_index = [], self.cache.root, 0
         self.running.remove(request)
 
-    def _keep(self, request: Request) -> list[int]:
+    def _insert_final_pages(self, request: Request) -> list[int]:
         """Insert the request's final pages into the prefix cache.
 
         Returns the indices of its pages that were replaced by equal cached ones.
         """
-        request.shared, replaced = self.cache.keep(
+        request.shared, replaced = self.cache.insert(
             request.pages,
             request.shared,
             request.token_ids,

@@ -45,7 +45,7 @@ class StepRunner:
         runtime: of the run.
         runner: the target.
         hooks: of the run's plugins.
-        future_map: the algorithm's relay between steps.
+        future_map: the algorithm's.
         kv_transfer: to other instances and from them.
         ranks: that run each pass of the target together with this one; None: it is alone.
     """

@@ -64,7 +64,7 @@ class Decode:
     """Requests that take one decode step.
 
     Attributes:
-        max_draft_nodes: for each, how many slots after its committed length are its own; 1 to
+        max_draft_nodes: for each, the most nodes that have a slot after its committed length; 1 to
             ``num_lookahead_slots``.
         max_slots: slots that any of them may reach.
     """

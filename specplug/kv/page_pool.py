@@ -40,11 +40,11 @@ class PagePool:
         """Free every page."""
         self._free = deque(range(1, self.num_pages))
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Take ``count`` free pages; there must be that many."""
         return [self._free.popleft() for _ in range(count)]
 
-    def give_back(self, pages: Iterable[int]) -> None:
+    def free(self, pages: Iterable[int]) -> None:
         """Free pages."""
         self._free.extend(pages)
 

@@ -91,7 +91,7 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """The pages that ``take`` can give: free ones and unused cached ones."""
+        """The pages that ``allocate`` can give: free ones and unused cached ones."""
         return self.pool.num_free + self.num_unused
 
     def match(self, tokens: Sequence[int], most: int, rotary_set: int = 0) -> CachedPage:
@@ -105,13 +105,13 @@ class PrefixCache:
                 node = child
         return node
 
-    def hold(self, node: CachedPage) -> None:
+    def lock(self, node: CachedPage) -> None:
         """Count a request as a user of the path to ``node``."""
         self._clock += 1
         for used in node.path():
             self._use(used)
 
-    def let_go(self, node: CachedPage) -> None:
+    def unlock(self, node: CachedPage) -> None:
         """End a request's use of the path to ``node``."""
         self._clock += 1
         self.changes += 1
@@ -121,7 +121,7 @@ class PrefixCache:
             self.num_unused += not used.users
         self._queue(node)
 
-    def keep(
+    def insert(
         self,
         pages: list[int],
         shared: CachedPage,
@@ -159,25 +159,25 @@ class PrefixCache:
                 if child is None:
                     child = self._add(node, key, pages[index])
                 else:
-                    self.pool.give_back([pages[index]])
+                    self.pool.free([pages[index]])
                     pages[index] = child.page
                     replaced.append(index)
                 self._use(child)
                 node = child
         return node, replaced
 
-    def take(self, num_pages: int) -> list[int]:
+    def allocate(self, num_pages: int) -> list[int]:
         """Take pages, at most ``num_available``; evict cached ones if too few are free."""
         missing = num_pages - self.pool.num_free
         if missing > 0:
             self._evict(missing)
             self.evicted += missing
-        return self.pool.take(num_pages)
+        return self.pool.allocate(num_pages)
 
     def release(self, pages: Sequence[int], shared: CachedPage) -> None:
         """Free a sequence's own pages and end its use of those up to ``shared``."""
-        self.pool.give_back(pages[shared.depth :])
-        self.let_go(shared)
+        self.pool.free(pages[shared.depth :])
+        self.unlock(shared)
 
     def clear(self) -> None:
         """Evict all pages. No request may be running."""
@@ -254,7 +254,7 @@ class PrefixCache:
                 continue
             assert node.parent is not None
             del node.parent.children[node.key]
-            self.pool.give_back([node.page])
+            self.pool.free([node.page])
             self.num_pages -= 1
             self.num_unused -= 1
             num_pages -= 1

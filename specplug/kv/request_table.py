@@ -56,7 +56,7 @@ class RequestTable:
         self._free = list(range(self.req_table_size - 1, 0, -1))
         self._taken, self._changes = {}, {}
 
-    def take(self, *, floor: int, rotary_len: int) -> int:
+    def allocate(self, *, floor: int, rotary_len: int) -> int:
         """Take a row whose first ``floor`` positions are shared; return its index."""
         req_index = self._free.pop()
         self._taken[req_index] = floor, rotary_len
@@ -68,7 +68,7 @@ class RequestTable:
         raised = self._upload(floors)
         self.floors.index_copy_(0, rows, torch.maximum(self.floors[rows], raised))
 
-    def give_back(self, req_index: int) -> None:
+    def free(self, req_index: int) -> None:
         """Free a row."""
         self._free.append(req_index)
 

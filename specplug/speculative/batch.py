@@ -65,11 +65,11 @@ class Batch:
         first_chunk: for each request of a prefill, whether it has just got its row: what was kept
             by row is another's, and what lies before the chunk was found in the prefix cache.
         last_chunk: for each request of a prefill, whether the chunk ends its ``token_ids``.
-        max_draft_nodes: for each request of a decode step, how many slots from ``seq_lens`` on are
-            its own, known on the host. At least 1; N or more unless the KV pool is short. It binds:
-            of a wider draft the first ``max_draft_nodes`` nodes are verified. So draft no more, and
-            put the likeliest nodes first. Keys that a draft model writes to later slots are lost,
-            and what reads them means nothing.
+        max_draft_nodes: for each request of a decode step, the most nodes that can be verified, a
+            slot each from ``seq_lens`` on. Known on the CPU. At least 1; N or more unless the KV
+            pool is short. It binds: of a wider draft the first so many are verified. So draft no
+            more, and put the likeliest nodes first. Keys that a draft model writes to later slots
+            are lost, and what reads them means nothing.
         greedy: whether every request takes the most likely token, so that no noise is needed.
         attention: the target pass's plan, in ``build_draft_input``: on a prefill a draft model
             uses it as its own. None before.

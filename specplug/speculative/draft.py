@@ -137,8 +137,8 @@ class Draft:
 
     @cached_property
     def lost(self) -> Tensor:
-        """[bs, N] bool, the nodes of a tree to which no path of at most ``depth`` steps leads from
-        the root, whose mask is not whole: none of a sound tree but, by convention, the root."""
+        """[bs, N] bool, nodes that can never be accepted: no path of at most ``depth`` steps leads
+        to them from the root. In a valid tree all are False but the root's, which nobody reads."""
         assert self.parents is not None
         return (self.parents < 0) | (self.depths > self.depth) | ~self.mask[:, :, 0]
 

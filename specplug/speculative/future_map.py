@@ -1,4 +1,4 @@
-"""The relay between one decode step and the next, on the device and by request row."""
+"""What one decode step leaves for the next, on the device and by request row."""
 
 from __future__ import annotations
 

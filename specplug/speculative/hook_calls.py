@@ -93,7 +93,7 @@ class HookCalls:
         return worker
 
     def create_future_map(self, runtime: Runtime) -> FutureMap:
-        """Return the relay between steps, with the buffers that the worker declares."""
+        """Return the future map, with the buffers that the worker declares."""
         hook = "create_future_map"
         found = self._plugins.call(hook, runtime=runtime)
         made = check_type(self._plugins, hook, found, FutureMap, "a specplug.FutureMap")
@@ -193,7 +193,7 @@ class HookCalls:
         state: Mapping[str, Tensor | None] = found
         return state
 
-    # The relay, which may be the algorithm's own
+    # The future map, which may be of the algorithm's own class
 
     def resolve(self, future_map: FutureMap, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
         """Return the committed lengths [bs] and the draft input of a batch, for the algorithm."""
@@ -205,7 +205,7 @@ class HookCalls:
             )
         return found
 
-    def relay(
+    def publish_and_stash(
         self,
         future_map: FutureMap,
         req_indices: Tensor,

@@ -11,7 +11,7 @@ The embedded engine drives it, and so can any other engine::
     received prefills  receive          build_disagg_draft_input -> publish, stash
     an idle rank       idle             verify -> fixup_idle -> publish, stash, of no request
 
-Nothing here reads device data on the host. All of it runs on the current stream, in the
+Nothing here reads device data on the CPU. All of it runs on the current stream, in the
 ``torch.inference_mode`` that the host has entered. It knows no request, cache, sampler or grammar.
 """
 
@@ -68,12 +68,12 @@ class Host(Protocol[H_contra]):
     """What a host does its own way in the middle of a step."""
 
     def keep_accepted(self, half: H_contra, verified: VerifyOutput) -> None:
-        """Make the accepted path the request's: move its KV to the slots after the committed
-        length, as a chain's already is, and count its tokens where penalties need that."""
+        """Move the KV of the accepted nodes to the slots from ``half.seq_lens`` on, in the order of
+        the path (a chain's is there already), and count their tokens where penalties need that."""
 
     def deliver(self, half: H_contra, output: CommittedOutput) -> None:
-        """Start the way of this step's outputs to the host, and set ``half.batch.attention``. From
-        here on the tensors of ``output`` and of the plan are the algorithm's, to write to too."""
+        """Start copying this step's outputs to the CPU, and set ``half.batch.attention``. After
+        this the algorithm may write to the tensors of ``output`` and of the plan."""
 
 
 class HookOrder(Generic[H]):
@@ -82,7 +82,8 @@ class HookOrder(Generic[H]):
     Args:
         runtime: of the run.
         hooks: of the run's plugins.
-        future_map: the algorithm's relay between steps, which may do to its own as it likes.
+        future_map: the algorithm's. It may be of a subclass, and hooks may write to it: so the
+            committed lengths and bonus tokens that count are kept in a map of the core's own.
         host: what the host does its own way.
     """
 
@@ -93,7 +94,7 @@ class HookOrder(Generic[H]):
         self._hooks = hooks
         self._future_map = future_map
         self._host = host
-        # The core's own relay: lengths and roots alone, out of every plugin's reach.
+        # The core's own: lengths and bonus tokens alone, out of every plugin's reach.
         self._committed = FutureMap(runtime.req_table_size, runtime.device)
 
     def begin_decode(
@@ -180,7 +181,7 @@ class HookOrder(Generic[H]):
         self._host.deliver(half, output)
         self._committed.publish(half.req_indices, seq_lens, output)
         made = self._hooks.build_draft_input(self._runtime, half.batch, output, self._future_map)
-        self._hooks.relay(self._future_map, half.req_indices, seq_lens, output, made)
+        self._hooks.publish_and_stash(self._future_map, half.req_indices, seq_lens, output, made)
 
     def export_draft_state(self, half: H) -> Mapping[str, Tensor | None]:
         """Return the draft state of prefilled requests, after ``finish_prefill``: named tensors of
@@ -206,7 +207,9 @@ class HookOrder(Generic[H]):
         made = self._hooks.build_disagg_draft_input(
             self._runtime, half.batch, roots.clone(), self._future_map
         )
-        self._hooks.relay(self._future_map, half.req_indices, half.seq_lens, output, made)
+        self._hooks.publish_and_stash(
+            self._future_map, half.req_indices, half.seq_lens, output, made
+        )
 
     def idle(self, logits: Tensor) -> None:
         """Take part in a step without a request: verify gets an empty batch, nothing captured.
@@ -223,4 +226,4 @@ class HookOrder(Generic[H]):
         committed = compact(self._hooks.verify(self._runtime, batch, draft, output), nothing, {})
         empty = DraftInput(bonus_tokens=committed.bonus_tokens)
         made = self._hooks.fixup_idle(self._runtime, batch, empty)
-        self._hooks.relay(self._future_map, nothing, nothing, committed, made)
+        self._hooks.publish_and_stash(self._future_map, nothing, nothing, committed, made)

@@ -1,4 +1,4 @@
-"""Tensors on their way between the host and the device."""
+"""Copies of tensors between the CPU and the device, which nothing waits for."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 def upload(values: Sequence[int], device: torch.device) -> Tensor:
-    """Integers on their way to the device: [n] int64."""
+    """Start copying integers to the device: [n] int64."""
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Start a tensor's way to pinned host memory; one that is on the CPU stays as it is."""
+    """Start copying a tensor to pinned memory of the CPU; return one that is there as it is."""
     return host_copy(tensor) if tensor.is_cuda else tensor
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """As ``to_host``, but always a copy: what is written to the tensor later does not matter."""
+    """Start copying a tensor to the CPU, also from there: later writes to it do not matter."""
     if not tensor.is_cuda:
         return tensor.clone()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -27,10 +27,10 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 class Arrival:
-    """When all that has been sent so far is there.
+    """An event after all copies that were started so far.
 
     Args:
-        device: that sends; on the CPU everything is there at once.
+        device: from which they are; copies from the CPU are done at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,6 +40,6 @@ class Arrival:
             self._event.record()
 
     def wait(self) -> None:
-        """Block until it is there."""
+        """Block until they are done."""
         if self._event is not None:
             self._event.synchronize()

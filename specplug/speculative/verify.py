@@ -73,9 +73,9 @@ class VerifyOutput:
         return index.shape[1] if isinstance(index, Tensor) and index.dim() == 2 else 0
 
     def bounded(self, draft: Draft, most_token: int) -> VerifyOutput:
-        """This result as far as it is a path of ``draft`` from each root, every token of which
-        ``predict`` gives at its parent: what is accepted is then what was written to the KV pool,
-        within each request's own slots. Nothing is read on the host.
+        """Cut this result to the longest valid prefix of each path: from the root on, each node a
+        child of the one before it, its token what ``predict`` says at its parent. So what is
+        accepted stands in the request's own slots. Nothing is read on the CPU.
 
         Args:
             most_token: the greatest token of the vocabulary.

@@ -1093,13 +1093,13 @@ def test_the_check_tells_what_is_wrong(harm: str, message: str) -> None:
     if harm == "page twice":
         other.pages = list(one.pages)
     elif harm == "page lost":
-        scheduler.cache.pool.take(1)
+        scheduler.cache.pool.allocate(1)
     elif harm == "row twice":
         other.req_index = one.req_index
     elif harm == "padding row":
         one.req_index = 0
     elif harm == "row lost":
-        scheduler.table.take(floor=0, rotary_len=1)
+        scheduler.table.allocate(floor=0, rotary_len=1)
     else:
         _add(scheduler, 2, 3).req_index = 3
     with pytest.raises(AssertionError, match=message):

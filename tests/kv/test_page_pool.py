@@ -18,13 +18,13 @@ def test_a_page_is_free_or_handed_out(num_pages: int, moves: list[tuple[bool, in
     pool, owned = PagePool(num_pages, 4), list[int]()
     for takes, count in moves:
         if takes:
-            taken = pool.take(min(count, pool.num_free))
+            taken = pool.allocate(min(count, pool.num_free))
             assert len(taken) == min(count, num_pages - 1 - len(owned))
             assert set(taken).isdisjoint(owned)
             assert 0 not in taken, "padding"
             owned += taken
         else:
-            pool.give_back(owned[:count])
+            pool.free(owned[:count])
             del owned[:count]
         assert pool.num_free == num_pages - 1 - len(owned)
         pool.check(owned)
@@ -40,7 +40,7 @@ def test_pages_that_hold_tokens() -> None:
 @pytest.mark.parametrize("owned", [[1], [1, 2, 2], [1, 2, 3], [0, 1, 2], [1, 2, 5]])
 def test_a_page_that_is_lost_or_has_two_owners_is_told(owned: list[int]) -> None:
     pool = PagePool(5, 4)
-    assert pool.take(2) == [1, 2]
+    assert pool.allocate(2) == [1, 2]
     pool.check([2, 1])
     with pytest.raises(AssertionError, match="a KV page leaked or has two owners"):
         pool.check(owned)
@@ -48,9 +48,9 @@ def test_a_page_that_is_lost_or_has_two_owners_is_told(owned: list[int]) -> None
 
 def test_a_page_that_is_given_back_twice_is_told() -> None:
     pool = PagePool(5, 4)
-    pages = pool.take(2)
-    pool.give_back(pages)
-    pool.give_back(pages[:1])
+    pages = pool.allocate(2)
+    pool.free(pages)
+    pool.free(pages[:1])
     with pytest.raises(AssertionError, match="two owners"):
         pool.check([])
 

@@ -28,7 +28,7 @@ class Holder:
 
     def keep(self) -> list[int]:
         """Insert what is final; the indices of the pages that were replaced."""
-        self.shared, replaced = self.cache.keep(
+        self.shared, replaced = self.cache.insert(
             self.pages, self.shared, self.token_ids, self.num_computed_tokens
         )
         return replaced
@@ -43,9 +43,9 @@ class Holder:
 def _begin(cache: PrefixCache, tokens: Sequence[int]) -> Holder:
     """A sequence that holds the cached prefix of ``tokens``, and pages for the rest."""
     node = cache.match(tokens, len(tokens))
-    cache.hold(node)
+    cache.lock(node)
     pages = [used.page for used in node.path()][::-1]
-    pages += cache.take(cache.pool.pages_for(len(tokens)) - node.depth)
+    pages += cache.allocate(cache.pool.pages_for(len(tokens)) - node.depth)
     return Holder(cache, list(tokens), pages, node, node.depth * cache.pool.page_size)
 
 
@@ -115,7 +115,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def _take(self, count: int) -> list[int]:
         """Take pages of the cache and check which ones it gave."""
         evicted = self._evict(count - len(self.free))
-        given = self.cache.take(count)
+        given = self.cache.allocate(count)
         assert len(set(given)) == len(given) == count
         assert set(given) <= self.free
         assert evicted <= set(given), "free pages go first"
@@ -167,10 +167,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         node = self.cache.match(tokens, most)
         assert [used.page for used in node.path()][::-1] == [entry.page for entry in found]
         assert node.depth == len(found)
-        self.cache.hold(node)
+        self.cache.lock(node)
         self._use(found, 1)
         if pages > self.cache.num_available:
-            self.cache.let_go(node)
+            self.cache.unlock(node)
             self._use(found, -1)
             return
         own = [entry.page for entry in found] + self._take(pages)
@@ -367,22 +367,22 @@ def test_eviction_is_least_recent_first_from_path_ends() -> None:
     _leave(cache, [1, 1, 2, 2])
     _leave(cache, [3, 3, 4, 4])
     _leave(cache, [5, 5])
-    cache.let_go(_hold(cache, [1, 1]))  # its end has not been used since
-    cache.take(2)
+    cache.unlock(_hold(cache, [1, 1]))  # its end has not been used since
+    cache.allocate(2)
     assert _cached(cache) == {(1, 1), (3, 3), (3, 3, 4, 4), (5, 5)}
     assert cache.evicted == 1
-    cache.take(2)
+    cache.allocate(2)
     assert _cached(cache) == {(1, 1), (5, 5)}
-    cache.take(1)
+    cache.allocate(1)
     assert _cached(cache) == {(1, 1)}
-    cache.take(1)
+    cache.allocate(1)
     assert cache.num_available == 0
     assert cache.evicted == 5
 
 
 def _hold(cache: PrefixCache, tokens: Sequence[int]) -> CachedPage:
     node = cache.match(tokens, len(tokens))
-    cache.hold(node)
+    cache.lock(node)
     return node
 
 
@@ -391,19 +391,19 @@ def test_what_is_used_again_while_it_waits_for_its_end_stays() -> None:
     for token in (1, 2, 3):
         _leave(cache, [token, token])
     node = _hold(cache, [1, 1])
-    cache.take(2)
+    cache.allocate(2)
     assert _cached(cache) == {(1, 1)}
     assert cache.num_available == 0
-    cache.let_go(node)
+    cache.unlock(node)
     assert cache.num_available == 1
 
 
 def test_free_pages_go_before_cached_ones() -> None:
     cache = _cache(pages=4)
     _leave(cache, [1, 1, 2, 2])
-    cache.take(2)
+    cache.allocate(2)
     assert (cache.evicted, cache.num_pages) == (0, 2)
-    cache.take(1)
+    cache.allocate(1)
     assert (cache.evicted, cache.num_pages) == (1, 1)
 
 
@@ -440,7 +440,7 @@ def test_clearing_forgets_all_but_not_under_a_running_request() -> None:
     node = _hold(cache, [1, 2])
     with pytest.raises(AssertionError, match="a request still uses the cache"):
         cache.clear()
-    cache.let_go(node)
+    cache.unlock(node)
     cache.clear()
     assert (cache.num_pages, cache.num_unused, cache.pool.num_free) == (0, 0, 16)
     assert _found(cache, [1, 2]) == 0
@@ -469,7 +469,7 @@ def test_the_order_of_eviction_does_not_grow_with_use() -> None:
     _leave(cache, [1, 1, 3, 3])
     for _ in range(100):
         for tokens in ([1, 1], [1, 1, 2, 2], [1, 1, 3, 3]):
-            cache.let_go(_hold(cache, tokens))
+            cache.unlock(_hold(cache, tokens))
     assert len(cache._order) <= cache.num_pages == 3
 
 

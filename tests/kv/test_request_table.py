@@ -25,7 +25,7 @@ class Holder:
     req_index: int = 0
 
     def take(self, table: RequestTable, floor: int = 0) -> None:
-        self.req_index = table.take(floor=floor, rotary_len=1)
+        self.req_index = table.allocate(floor=floor, rotary_len=1)
         self.write(table, range(len(self.pages)))
 
     def write(self, table: RequestTable, indices: Iterable[int]) -> None:
@@ -92,7 +92,7 @@ class RequestTableMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9))
     def give_back(self, which: int) -> None:
         request, _ = self.requests.pop(which % len(self.requests))
-        self.table.give_back(request.req_index)
+        self.table.free(request.req_index)
 
     @rule()
     def flush(self) -> None:
@@ -167,7 +167,7 @@ def test_reused_row_keeps_nothing_of_the_request_before() -> None:
     row = before.req_index
     before.pages[0] = 9
     before.write(table, [0])
-    table.give_back(before.req_index)
+    table.free(before.req_index)
     after = _entered(table, 6)
     assert after.req_index == row
     table.flush()
@@ -177,7 +177,7 @@ def test_reused_row_keeps_nothing_of_the_request_before() -> None:
 
 def test_row_taken_twice_between_flushes_is_the_last_ones() -> None:
     table = RequestTable(2, 8, 2, CPU)
-    table.give_back(_entered(table, 1, 2, 3, floor=6).req_index)
+    table.free(_entered(table, 1, 2, 3, floor=6).req_index)
     last = _entered(table, 4, floor=2)
     table.flush()
     assert table.slots[last.req_index].tolist() == [8, 9, 0, 0, 0, 0, 0, 0]
@@ -207,5 +207,5 @@ def test_rows_run_out() -> None:
     requests = [_entered(table) for _ in range(2)]
     assert sorted(request.req_index for request in requests) == [1, 2]
     assert table.num_free == 0
-    table.give_back(requests[0].req_index)
+    table.free(requests[0].req_index)
     assert table.num_free == 1
