@@ -544,7 +544,7 @@ class LLM:
             self._stepper.step()
 
     def _drain(self, requests: Sequence[Request]) -> None:
-        """Process aborts and what is in flight, so that nothing of these requests stays behind."""
+        """Process aborts and what is in flight, so that nothing of these requests is left."""
         while True:
             with self._turns:
                 done = self._engine is None or not self._engine.has_work

@@ -182,7 +182,7 @@ def _progress(count: int) -> Iterator[Callable[[RequestOutput], None] | None]:
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams, out: TextIO) -> RequestOutput:
-    """Print the completion as it comes; on a terminal behind its prompt."""
+    """Print the completion as it comes; on a terminal after its prompt."""
     shown = ""
     with closing(llm.stream(prompt, params)) as outputs:
         try:
@@ -199,7 +199,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, out: TextIO) -> Reque
 
 
 def _print_completions(outputs: Sequence[RequestOutput]) -> None:
-    """Each completion; on a terminal under a heading and behind its prompt."""
+    """Each completion; on a terminal under a heading and after its prompt."""
     on_terminal = sys.stdout.isatty()
     for number, output in enumerate(outputs, 1):
         text = _sound(output).text or ""

@@ -15,7 +15,7 @@ from specplug.sampling_params import SamplingParams
 
 @attrs.frozen(kw_only=True)
 class PrefillRequest:
-    """A prompt to prefill, and the one token to sample behind it.
+    """A prompt to prefill, and the one token to sample after it.
 
     Attributes:
         name: between the two instances.

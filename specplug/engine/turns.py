@@ -13,7 +13,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._next = Lock()  # whose holder waits for the turn; the others wait behind it
+        self._next = Lock()  # its holder waits for the turn, the others for it
         self._turn = Lock()
         self._owner: int | None = None
         self._depth = 0

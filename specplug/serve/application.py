@@ -59,20 +59,20 @@ class ClientGone(Exception):
 
 
 class EventStream(StreamingResponse):
-    """A job as server-sent events; when the response ends, however it does, so does the job."""
+    """A stream as server-sent events, which ends when the response does."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], job: RequestStream) -> None:
+    def __init__(self, events: AsyncIterator[str], stream: RequestStream) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache"})
-        self._job = job
+        self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Answer a request, as ASGI defines it."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._job.close()
+            self._stream.close()
 
 
 class OpenAIServing:
@@ -80,7 +80,7 @@ class OpenAIServing:
 
     Args:
         ranks: the engines.
-        limits: see there.
+        limits: of what clients may do.
         model: the name under which the model is served.
         metrics: where times go.
 
@@ -174,42 +174,42 @@ class OpenAIServing:
             )
         self.check_model(body.model)
         stopwatch = Stopwatch(self.metrics)
-        job = self.ranks.submit(
+        stream = self.ranks.submit(
             params=sampling_params(body).as_json(),
             priority=body.priority or 0,
             **fields,
         )
         seconds = self._limits.request_timeout
-        job.fail_after(seconds, timed_out(seconds))
+        stream.fail_after(seconds, timed_out(seconds))
         try:
-            reply.accept(await _unless_gone(request.receive, job.accepted()))
+            reply.accept(await _unless_gone(request.receive, stream.accepted()))
             if body.stream:
                 usage = body.stream_options is not None and body.stream_options.include_usage
-                return EventStream(_events(job, reply, stopwatch, bool(usage)), job)
-            await _unless_gone(request.receive, _collect(job, reply, stopwatch))
+                return EventStream(_events(stream, reply, stopwatch, bool(usage)), stream)
+            await _unless_gone(request.receive, _collect(stream, reply, stopwatch))
         except BaseException:
-            job.close()
+            stream.close()
             raise
         return Response(reply.whole().model_dump_json(), media_type="application/json")
 
 
-async def _collect(job: RequestStream, reply: Reply, stopwatch: Stopwatch) -> None:
-    async for update in job:
+async def _collect(stream: RequestStream, reply: Reply, stopwatch: Stopwatch) -> None:
+    async for update in stream:
         stopwatch.lap(update)
         reply.add(update)
 
 
 async def _events(
-    job: RequestStream, reply: Reply, stopwatch: Stopwatch, usage: bool
+    stream: RequestStream, reply: Reply, stopwatch: Stopwatch, usage: bool
 ) -> AsyncIterator[str]:
     try:
         for chunk in reply.begin():
             yield _event(chunk.model_dump_json())
-        async for update in job:
+        async for update in stream:
             stopwatch.lap(update)
-            news = reply.add(update)
-            if news is not None:
-                yield _event(news.model_dump_json())
+            added = reply.add(update)
+            if added is not None:
+                yield _event(added.model_dump_json())
         if usage:
             yield _event(reply.end().model_dump_json())
         yield _event("[DONE]")

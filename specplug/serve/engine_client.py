@@ -1,4 +1,4 @@
-"""The server's side of an engine process: starts it, gives it jobs, hands out what comes back."""
+"""The server's side of an engine process: starts it, gives it prompts, hands out its updates."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ class RequestStream:
         size: its requests.
     """
 
-    def __init__(self, name: str, size: int, on_end: Callable[[RequestStream, bool], None]) -> None:
-        self.name = name
+    def __init__(self, id: str, size: int, on_end: Callable[[RequestStream, bool], None]) -> None:
+        self.id = id
         self.size = size
         self._left = size
         self._on_end = on_end
         self._deadline: asyncio.TimerHandle | None = None
-        self._news: asyncio.Queue[Accepted | Update | APIError] = asyncio.Queue()
+        self._events: asyncio.Queue[Accepted | Update | APIError] = asyncio.Queue()
 
     @property
     def unfinished(self) -> bool:
         """Whether the engine still works on it."""
         return self._left > 0
 
-    def put(self, news: Accepted | Update | APIError) -> None:
+    def put(self, event: Accepted | Update | APIError) -> None:
         """Take what the engine reports, or why it will report no more."""
-        self._news.put_nowait(news)
-        if isinstance(news, APIError):
+        self._events.put_nowait(event)
+        if isinstance(event, APIError):
             self.close()
-        elif isinstance(news, Update) and news.finish_reason is not None:
+        elif isinstance(event, Update) and event.finish_reason is not None:
             self._left -= 1
             if not self._left:
                 self._end(aborted=False)
@@ -102,23 +102,23 @@ class RequestStream:
         Raises:
             APIError: it has not.
         """
-        news = await self._news.get()
-        if isinstance(news, APIError):
-            raise news
-        assert isinstance(news, Accepted), news
-        return news
+        event = await self._events.get()
+        if isinstance(event, APIError):
+            raise event
+        assert isinstance(event, Accepted), event
+        return event
 
     async def __aiter__(self) -> AsyncIterator[Update]:
         left = self.size
         while left:
-            news = await self._news.get()
-            if isinstance(news, APIError):
-                raise news
-            assert isinstance(news, Update), news
-            if news.finish_reason == "error":
-                raise engine_error(news.error or "the engine failed")
-            left -= news.finish_reason is not None
-            yield news
+            event = await self._events.get()
+            if isinstance(event, APIError):
+                raise event
+            assert isinstance(event, Update), event
+            if event.finish_reason == "error":
+                raise engine_error(event.error or "the engine failed")
+            left -= event.finish_reason is not None
+            yield event
 
 
 class EngineClient:
@@ -155,7 +155,7 @@ class EngineClient:
         self._on_warning = on_warning
         self._on_end = on_end
         self._numbers = count()
-        self._jobs: dict[str, RequestStream] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._asked: list[asyncio.Future[Stats]] = []
         self._failed: Failed | None = None
         self._ending = False
@@ -164,9 +164,9 @@ class EngineClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._resources = ExitStack()
         self.ended: str | None = None
-        """Why it takes no more jobs."""
+        """Why it takes no more requests."""
         self.idle = asyncio.Event()
-        """Set while no job is open."""
+        """Set while no stream is open."""
         self.idle.set()
 
     async def start(self) -> Ready:
@@ -207,13 +207,13 @@ class EngineClient:
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
-        return sum(job.size for job in self._jobs.values())
+        return sum(stream.size for stream in self._streams.values())
 
     def submit(self, size: int, **fields: Any) -> RequestStream:
-        """Give the engine a job.
+        """Have the engine complete prompts.
 
         Args:
-            size: requests of the job.
+            size: requests that they are.
             fields: of ``Add``, but for its id.
 
         Raises:
@@ -222,11 +222,11 @@ class EngineClient:
         if self.ended is not None:
             raise engine_error(self.ended)
         add = Add(id=str(next(self._numbers)), **fields)
-        job = RequestStream(add.id, size, self._end)
-        self._jobs[job.name] = job
+        stream = RequestStream(add.id, size, self._end)
+        self._streams[stream.id] = stream
         self.idle.clear()
         self._send(add)
-        return job
+        return stream
 
     async def stats(self) -> Stats:
         """What it has done and holds, asked between two steps.
@@ -242,12 +242,12 @@ class EngineClient:
         return await future
 
     def fail_all(self, error: APIError) -> None:
-        """End all jobs with an error."""
-        for job in list(self._jobs.values()):
-            job.fail(error)
+        """End all streams with an error."""
+        for stream in list(self._streams.values()):
+            stream.fail(error)
 
     async def stop(self) -> None:
-        """End the process; jobs that are open fail."""
+        """End the process; streams that are open fail."""
         self._ending = True
         if self._process is not None:
             await self._end_process(self._process)
@@ -272,13 +272,13 @@ class EngineClient:
     def _send(self, command: Command) -> None:
         self._commands.send(encode(command), zmq.NOBLOCK)
 
-    def _end(self, job: RequestStream, aborted: bool) -> None:
-        """Forget a job; the engine ends what of it still runs."""
-        del self._jobs[job.name]
-        if not self._jobs:
+    def _end(self, stream: RequestStream, aborted: bool) -> None:
+        """Forget a stream; the engine ends what of it still runs."""
+        del self._streams[stream.id]
+        if not self._streams:
             self.idle.set()
         if aborted and self.ended is None:
-            self._send(Abort(id=job.name))
+            self._send(Abort(id=stream.id))
 
     async def _receive(self) -> None:
         try:
@@ -315,10 +315,10 @@ class EngineClient:
                 assert self._process.stdin is not None
                 self._process.stdin.close()  # it waits for that
 
-    def _put(self, name: str, news: Accepted | Update | APIError) -> None:
-        job = self._jobs.get(name)
-        if job is not None:  # else nobody waits for it any more
-            job.put(news)
+    def _put(self, stream_id: str, event: Accepted | Update | APIError) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is not None:  # else nobody waits for it any more
+            stream.put(event)
 
     async def _watch(self) -> None:
         """Wait until the process ends, and tell all who wait for it."""

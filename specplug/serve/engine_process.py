@@ -73,7 +73,7 @@ _FAREWELL_SECONDS = 10.0
 
 @attrs.frozen(kw_only=True)
 class Prepared:
-    """A job whose requests are ready for the loop."""
+    """A command whose requests are ready for the loop."""
 
     id: str
     requests: list[Request]
@@ -81,13 +81,13 @@ class Prepared:
 
 
 class PreparationPool:
-    """Makes requests of jobs, beside the loop.
+    """Makes the requests of ``Add`` commands, beside the loop.
 
     Args:
         llm: whose ``prepare`` is called.
         chat_template: instead of the tokenizer's own.
         max_prompt_tokens: most of one prompt; None: what the context holds.
-        done: where to put each ``Prepared`` or ``Refused`` job.
+        done: where to put each ``Prepared`` or ``Refused``.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class PreparationPool:
         )
         self._done = done
         self._waiting: dict[str, Add] = {}
-        """Jobs that no thread has begun with. The threads' own queues have nothing but their names,
-        so what is dropped takes no room."""
+        """Commands that no thread has begun with. The threads' own queues have only their ids, so
+        what is dropped takes no room."""
         self._plain = ThreadPoolExecutor(_PREPARATION_THREADS, "preparation")
         self._grammars = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammars")
 
@@ -118,58 +118,58 @@ class PreparationPool:
         own = getattr(self._llm.tokenizer, "chat_template", None)
         return self._llm.tokenizer is not None and bool(self._template or own)
 
-    def take(self, job: Add) -> None:
-        """Begin with a job as soon as a thread is free."""
-        self._waiting[job.id] = job
-        grammar = any(job.params.get(name) for name in ("json_schema", "regex", "ebnf"))
-        (self._grammars if grammar else self._plain).submit(self._work, job.id)
+    def take(self, add: Add) -> None:
+        """Begin with a command as soon as a thread is free."""
+        self._waiting[add.id] = add
+        grammar = any(add.params.get(name) for name in ("json_schema", "regex", "ebnf"))
+        (self._grammars if grammar else self._plain).submit(self._work, add.id)
 
-    def drop(self, name: str) -> bool:
-        """Do not begin with a job. Returns whether that was in time: nothing comes of it then."""
-        return self._waiting.pop(name, None) is not None
+    def drop(self, stream_id: str) -> bool:
+        """Do not begin with a command. Returns whether that was in time."""
+        return self._waiting.pop(stream_id, None) is not None
 
-    def _work(self, name: str) -> None:
-        job = self._waiting.pop(name, None)
-        if job is None:
+    def _work(self, stream_id: str) -> None:
+        add = self._waiting.pop(stream_id, None)
+        if add is None:
             return
         try:
-            self._done.put(self._prepare(job))
+            self._done.put(self._prepare(add))
         except UsageError as error:
-            self._done.put(Refused(id=job.id, message=str(error)))
+            self._done.put(Refused(id=add.id, message=str(error)))
         except Exception as error:
             traceback.print_exc()
             why = f"{type(error).__name__} while the prompt was read"
-            self._done.put(Refused(id=job.id, message=why, error=True))
+            self._done.put(Refused(id=add.id, message=why, error=True))
 
-    def _prepare(self, job: Add) -> Prepared:
-        params = SamplingParams.from_json(job.params)
-        prompts = job.prompts if job.messages is None else [self._render(job)]
+    def _prepare(self, add: Add) -> Prepared:
+        params = SamplingParams.from_json(add.params)
+        prompts = add.prompts if add.messages is None else [self._render(add)]
         requests: list[Request] = []
         for number, prompt in enumerate(prompts, 1):
             try:
-                requests += self._choices(job, prompt, params)
+                requests += self._choices(add, prompt, params)
             except UsageError as error:
                 if len(prompts) == 1:
                     raise
                 raise UsageError(f"prompt {number} of {len(prompts)}: {error}") from error
         for index, request in enumerate(requests):
-            request.request_id = f"{job.id}.{index}"
+            request.request_id = f"{add.id}.{index}"
         firsts = requests[:: params.n]
         return Prepared(
-            id=job.id,
+            id=add.id,
             requests=requests,
             answer=Accepted(
-                id=job.id,
+                id=add.id,
                 prompt_tokens=[len(request.prompt_token_ids) for request in firsts],
-                echo=[self._text(request) for request in firsts] if job.echo else None,
+                echo=[self._text(request) for request in firsts] if add.echo else None,
             ),
         )
 
-    def _choices(self, job: Add, prompt: str | list[int], params: SamplingParams) -> list[Request]:
+    def _choices(self, add: Add, prompt: str | list[int], params: SamplingParams) -> list[Request]:
         """The requests of a prompt."""
         if isinstance(prompt, str):
             self._texts.check(prompt)
-        requests = self._llm.prepare(prompt, params, priority=job.priority)
+        requests = self._llm.prepare(prompt, params, priority=add.priority)
         count = len(requests[0].prompt_token_ids)
         if self._most is not None and count > self._most:
             raise UsageError(
@@ -178,7 +178,7 @@ class PreparationPool:
             )
         return requests
 
-    def _render(self, job: Add) -> list[int]:
+    def _render(self, add: Add) -> list[int]:
         """A chat as the prompt that the template makes of it."""
         if self._llm.tokenizer is None:
             raise UsageError("the model has no tokenizer, so it cannot chat: use /v1/completions")
@@ -189,10 +189,10 @@ class PreparationPool:
             )
         try:
             text = self._llm.tokenizer.apply_chat_template(
-                job.messages,
+                add.messages,
                 chat_template=self._template,
                 tokenize=False,
-                **{"add_generation_prompt": True, **job.template_options},
+                **{"add_generation_prompt": True, **add.template_options},
             )
         except Exception as error:  # a template refuses what it wants to, with any error
             raise UsageError(f"messages: the chat template refuses them: {error}") from error
@@ -215,7 +215,7 @@ class EngineLoop:
 
     Args:
         llm: the engine.
-        preparation: where jobs begin.
+        preparation: where commands begin.
         inbox: what the receiver and preparation put for the loop.
         reports: the socket to the server.
     """
@@ -232,11 +232,11 @@ class EngineLoop:
         self._inbox = inbox
         self._reports = reports
         self._preparing: dict[str, bool] = {}
-        """Jobs at preparation; whether they are still wanted."""
-        self._jobs: dict[str, set[int]] = {}
-        """Of each submitted job, the requests that have not ended."""
-        self._told: dict[str, int] = {}
-        """Of each request, the tokens that were told."""
+        """Streams at preparation; whether they are still wanted."""
+        self._unfinished: dict[str, set[int]] = {}
+        """Of each stream, the requests that have not ended."""
+        self._num_sent: dict[str, int] = {}
+        """Of each request, the tokens that were sent."""
         self._ended = False
 
     def take(self, command: Any) -> None:
@@ -285,19 +285,19 @@ class EngineLoop:
             case Exception():
                 raise item
 
-    def _submit(self, job: Prepared) -> None:
-        if not self._preparing.pop(job.id):
+    def _submit(self, prepared: Prepared) -> None:
+        if not self._preparing.pop(prepared.id):
             return
-        self._send(job.answer)
-        self._jobs[job.id] = set(range(len(job.requests)))
-        for request in job.requests:
+        self._send(prepared.answer)
+        self._unfinished[prepared.id] = set(range(len(prepared.requests)))
+        for request in prepared.requests:
             self._llm.submit(request)
 
-    def _abort(self, job: str) -> None:
-        if job in self._preparing:
-            self._preparing[job] = False
-        for index in self._jobs.get(job, ()):
-            self._llm.abort(f"{job}.{index}")
+    def _abort(self, stream_id: str) -> None:
+        if stream_id in self._preparing:
+            self._preparing[stream_id] = False
+        for index in self._unfinished.get(stream_id, ()):
+            self._llm.abort(f"{stream_id}.{index}")
 
     def _step(self) -> None:
         try:
@@ -307,55 +307,56 @@ class EngineLoop:
         except Exception:  # every request has ended; the next step says so
             traceback.print_exc()
             return
-        updates = [update for output in outputs if (update := self._news(output))]
+        updates = [update for output in outputs if (update := self._update_of(output))]
         if updates:
             self._send(Stepped(updates=updates))
 
-    def _news(self, output: RequestOutput) -> Update | None:
-        """What a step gave a request; None if it has been told of as failed."""
-        name, job, index = output.request_id, *_parsed(output.request_id)
-        if index not in self._jobs.get(job, ()):
+    def _update_of(self, output: RequestOutput) -> Update | None:
+        """The update of a request that a step moved; None if its end was reported before."""
+        request_id = output.request_id
+        stream_id, index = _parsed(request_id)
+        if index not in self._unfinished.get(stream_id, ()):
             return None
         try:
-            update = self._update(output, job, index)
+            update = self._update(output, stream_id, index)
         except Exception as error:  # it ends this request, and no other
             traceback.print_exc()
-            self._llm.abort(name)
+            self._llm.abort(request_id)
             why = f"{type(error).__name__} while the output was read"
-            update = Update(id=job, index=index, finish_reason="error", error=why)
+            update = Update(id=stream_id, index=index, finish_reason="error", error=why)
         if update.finish_reason is not None:
-            self._forget(name, job, index)
+            self._forget(request_id, stream_id, index)
         return update
 
-    def _update(self, output: RequestOutput, job: str, index: int) -> Update:
-        told = self._told.get(output.request_id, 0)
-        self._told[output.request_id] = len(output.token_ids)
-        new = None if output.logprobs is None else output.logprobs[told:]
+    def _update(self, output: RequestOutput, stream_id: str, index: int) -> Update:
+        sent = self._num_sent.get(output.request_id, 0)
+        self._num_sent[output.request_id] = len(output.token_ids)
+        new = None if output.logprobs is None else output.logprobs[sent:]
         return Update(
-            id=job,
+            id=stream_id,
             index=index,
             text=output.delta,
-            token_ids=list(output.token_ids[told:]),
-            logprobs=None if new is None else _logprobs(output.token_ids[told:], new),
+            token_ids=list(output.token_ids[sent:]),
+            logprobs=None if new is None else _logprobs(output.token_ids[sent:], new),
             cached_tokens=output.num_cached_tokens,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             error=output.error,
         )
 
-    def _forget(self, name: str, job: str, index: int) -> None:
-        self._told.pop(name, None)
-        self._jobs[job].discard(index)
-        if not self._jobs[job]:
-            del self._jobs[job]
+    def _forget(self, request_id: str, stream_id: str, index: int) -> None:
+        self._num_sent.pop(request_id, None)
+        self._unfinished[stream_id].discard(index)
+        if not self._unfinished[stream_id]:
+            del self._unfinished[stream_id]
 
     def _send(self, report: Report) -> None:
         self._reports.send(encode(report))
 
 
 def _parsed(request_id: str) -> tuple[str, int]:
-    job, _, index = request_id.rpartition(".")
-    return job, int(index)
+    stream_id, _, index = request_id.rpartition(".")
+    return stream_id, int(index)
 
 
 def _logprobs(tokens: Iterable[int], logprobs: Iterable[dict[int, Logprob]]) -> list[TokenLogprobs]:

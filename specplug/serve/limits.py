@@ -73,8 +73,8 @@ class LimitsMiddleware:
     """Lets through who knows the key and whose body is within bounds, which it reads whole.
 
     Args:
-        app: behind it.
-        limits: see there.
+        app: which gets what passes.
+        limits: that are held.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
@@ -84,7 +84,7 @@ class LimitsMiddleware:
         """Bytes of bodies that are not whole yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Answer a request, as ASGI defines it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

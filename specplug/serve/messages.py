@@ -13,7 +13,7 @@ class Add:
     """To the engine: complete prompts, all of them or none.
 
     Attributes:
-        id: of the job; its requests are numbered from 0, those of the first prompt first.
+        id: of the stream; its requests are numbered from 0, those of the first prompt first.
         prompts: texts or lists of token ids; empty if ``messages`` are given.
         messages: a chat, which the tokenizer's template makes a prompt of.
         template_options: further variables of the template.
@@ -33,7 +33,7 @@ class Add:
 
 @attrs.frozen(kw_only=True)
 class Abort:
-    """To the engine: end a job; unknown and ended ones are ignored."""
+    """To the engine: end a stream; unknown and ended ones are ignored."""
 
     id: str
 
@@ -85,7 +85,7 @@ class Warned:
 
 @attrs.frozen(kw_only=True)
 class Accepted:
-    """From the engine: a job's prompts can be completed.
+    """From the engine: prompts can be completed.
 
     Attributes:
         prompt_tokens: how many each prompt has.
@@ -99,7 +99,7 @@ class Accepted:
 
 @attrs.frozen(kw_only=True)
 class Refused:
-    """From the engine: a job cannot be run, and why.
+    """From the engine: prompts cannot be completed, and why.
 
     Attributes:
         error: whether the error is the server's, not the request's.
@@ -129,8 +129,8 @@ class Update:
     """What a step gave a request.
 
     Attributes:
-        id: of its job.
-        index: its number in the job.
+        id: of its stream.
+        index: its number in the stream.
         text: what came since its last update; no stop string is ever part of it.
         token_ids: likewise.
         logprobs: of these tokens, if asked for.

@@ -197,7 +197,7 @@ class Counted:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Answer a request, as ASGI defines it."""
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":

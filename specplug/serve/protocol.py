@@ -33,7 +33,7 @@ _REFUSED = {
     "tool_choice": "tools are not supported",
     "functions": "functions are not supported",
     "function_call": "functions are not supported",
-    "suffix": "text behind a gap is not supported",
+    "suffix": "text after a gap is not supported",
     "best_of": "choosing among candidates is not supported; use n",
     "modalities": "only text is supported",
     "audio": "only text is supported",

@@ -1,4 +1,4 @@
-"""All engine processes of a server: which one gets a job, and what they do together."""
+"""All engine processes of a server: which one gets a request, and what they do together."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class Ranks:
         return min(int(ready.config["context_len"]) for ready in self.ready)
 
     def submit(self, *, size: int, **fields: Any) -> RequestStream:
-        """Give a job to the engine that has the fewest open requests.
+        """Give prompts to the engine that has the fewest open requests.
 
         Args:
-            size: requests of the job.
+            size: requests that they are.
             fields: of ``messages.Add``, but for its id.
 
         Raises:
-            APIError: there is no room for the job, now or ever, or the engine has ended.
+            APIError: there is no room for them, now or ever, or the engine has ended.
         """
         if size > self.most_open:
             raise bad_request(
@@ -95,7 +95,7 @@ class Ranks:
         return min(self._engines, key=lambda engine: engine.num_open).submit(size, **fields)
 
     def fail_all(self, error: APIError) -> None:
-        """End all jobs with an error."""
+        """End all streams with an error."""
         for engine in self._engines:
             engine.fail_all(error)
 

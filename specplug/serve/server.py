@@ -1,4 +1,4 @@
-"""A server's life: it listens, loads, serves, and ends when it is told to or an engine does."""
+"""A server's life: it listens, loads, serves, and ends on a signal or when an engine does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Settings:
         shutdown_timeout: seconds that running requests have left when the server is to end.
         dp_size: engines, each a rank with requests of its own.
         enable_dp_attention: whether they share the model's MLPs; else each has a whole copy.
-        limits: see there.
+        limits: of what clients may do.
         log_requests: whether each request is a line on standard error.
         verbose: whether what the engines load is told there.
     """
@@ -80,7 +80,7 @@ class Server:
     """Serves one model until SIGTERM or SIGINT. A second signal ends it at once.
 
     Args:
-        settings: see there.
+        settings: what it serves, and how.
         on_loaded: called when the model is loaded.
         on_listening: called with the address then.
         on_warning: called with what is off or other than asked for.
@@ -117,7 +117,7 @@ class Server:
             for rank, config in enumerate(ranks)
         ]
         self._ranks = Ranks(engines, settings.max_queue)
-        self._desk = OpenAIServing(
+        self._serving = OpenAIServing(
             self._ranks, settings.limits, settings.served_model_name, Metrics()
         )
 
@@ -178,7 +178,7 @@ class Server:
 
     async def _serve(self, listener: socket.socket) -> None:
         config = uvicorn.Config(
-            create_application(self._desk, self._settings.limits),
+            create_application(self._serving, self._settings.limits),
             log_level="info" if self._settings.log_requests else "error",
             access_log=self._settings.log_requests,
             http=connections_within(self._settings.limits),
@@ -196,9 +196,9 @@ class Server:
             draining.cancel()
 
     async def _drain(self, http: uvicorn.Server) -> None:
-        """Once told to stop: take no more, let what runs finish or time out, and end."""
+        """Once it is to stop: take no more, let what runs finish or time out, and end."""
         await self._stopping.wait()
-        self._desk.draining = True
+        self._serving.draining = True
         ways = [asyncio.create_task(way) for way in (self._ranks.idle(), self._hurry.wait())]
         await asyncio.wait(
             ways, timeout=self._settings.shutdown_timeout, return_when=asyncio.FIRST_COMPLETED
