@@ -119,6 +119,7 @@ class LLM:
         self.config = config
         self._inbox: list[Request] = []
         self._turns = Turns()
+        began = time.perf_counter()
         try:
             self._make(config)
         except BaseException as error:
@@ -129,10 +130,14 @@ class LLM:
             if cause is not error:
                 raise cause from error
             raise
+        slots = self._engine.scheduler.cache.pool.num_tokens
+        for line in startup_lines(config, self._runtime, self._runner, slots):
+            _log.info(line)
+        _log.info("ready in %.1f s", time.perf_counter() - began)
 
     def _make(self, config: EngineConfig) -> None:
         """Make the parts of the run, each from those before it."""
-        began, registry = time.perf_counter(), Registry()
+        registry = Registry()
         selected = registry.select(config.speculative_algorithm)
         extensions = registry.extensions(config.disable_extensions)
         manager = build_plugin_manager(selected, extensions, CoreDefaults())
@@ -161,22 +166,14 @@ class LLM:
         limits = plan_steps(config, spec, overlap=runtime.overlap)
         cached = features.is_on("prefix_cache")
         cache, table = allocate_kv(runtime, limits, config.max_total_tokens, prefix_cache=cached)
-        self._remote = make_decode_instance(config, runtime, runner, cache)
+        scheduler = Scheduler(limits, cache, table)
+        self._remote = remote = make_decode_instance(config, runtime, runner, cache)
         self._engine = make_engine(
-            config,
-            runtime,
-            runner,
-            hooks,
-            Scheduler(limits, cache, table),
-            remote=self._remote,
-            ranks=ranks,
+            config, runtime, runner, hooks, scheduler, remote=remote, ranks=ranks
         )
         self._stepper = Stepper(self._engine, ranks)
         self._input_processor = InputProcessor(config, runtime, runner, self.tokenizer, cache.pool)
         self._take_role(config)
-        for line in startup_lines(config, runtime, runner, cache.pool.num_tokens):
-            _log.info(line)
-        _log.info("ready in %.1f s", time.perf_counter() - began)
 
     def _take_role(self, config: EngineConfig) -> None:
         """Make what lets the engine prefill for others, or the instance that prefills for it."""
