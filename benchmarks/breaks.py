@@ -300,7 +300,7 @@ BREAKS = (
     ),
     Break(
         "logprobs-of-a-neighbour",
-        "specplug/engine/per_token_outputs.py",
+        "specplug/engine/core_outputs.py",
         "return tensor[:, : 1 + want]",
         "return tensor",
         ("tests/model/test_sampler.py", "tests/engine/test_exactness.py"),

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from specplug.speculative.draft_state import ReceivedState, StateTensor, received_state
     from specplug.speculative.feature_drafter import FeatureDrafter
     from specplug.speculative.future_map import FutureMap
-    from specplug.speculative.per_token_output import PerTokenOutput
+    from specplug.speculative.output_kind import PerTokenOutput
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.rotation import chunk_tails, rotate_chunks
     from specplug.speculative.runtime import AttentionPlan, KVCache, Runtime
@@ -65,7 +65,7 @@ _LAZY = {
     "DraftInput": "specplug.speculative.draft",
     "FeatureDrafter": "specplug.speculative.feature_drafter",
     "FutureMap": "specplug.speculative.future_map",
-    "PerTokenOutput": "specplug.speculative.per_token_output",
+    "PerTokenOutput": "specplug.speculative.output_kind",
     "ReceivedState": "specplug.speculative.draft_state",
     "received_state": "specplug.speculative.draft_state",
     "RequestReport": "specplug.speculative.report",

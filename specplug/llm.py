@@ -17,12 +17,12 @@ from specplug.disagg.instances import identity_of, make_decode_instance
 from specplug.disagg.prefill_loop import PrefillLoop
 from specplug.distributed.rank_group import RankGroup, join_ranks
 from specplug.engine.assembly import effective_config, make_engine, plan_steps, startup_lines
+from specplug.engine.core_outputs import core_outputs
 from specplug.engine.engine import Engine
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.features import Features
 from specplug.engine.input_processor import InputProcessor, Prompt
 from specplug.engine.kv_memory import allocate_kv
-from specplug.engine.per_token_outputs import core_outputs
 from specplug.engine.request import Request
 from specplug.engine.scheduler import Scheduler
 from specplug.engine.statistics import Statistics

@@ -14,7 +14,7 @@ from specplug.engine.collected_output import CollectedOutput
 from specplug.engine.received_prefill import ReceivedPrefill
 from specplug.engine.request import Request
 from specplug.kv.tensors import KVShape
-from specplug.speculative.per_token_output import Form
+from specplug.speculative.output_kind import Form
 
 OUTPUT, STATE = "output.", "state."
 """How the names of tensors begin that are per-token outputs, and draft state."""

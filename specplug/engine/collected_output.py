@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specplug.errors import UsageError
 from specplug.sampling_params import SamplingParams
-from specplug.speculative.per_token_output import OutputKind
+from specplug.speculative.output_kind import OutputKind
 
 
 @attrs.define(eq=False, kw_only=True)

@@ -20,8 +20,8 @@ from specplug.model.rotary import FIXED
 from specplug.model.sampler import Sampler
 from specplug.speculative.batch import Batch
 from specplug.speculative.draft import described
+from specplug.speculative.output_kind import OutputKind, PerTokenOutput
 from specplug.speculative.padding import Padding
-from specplug.speculative.per_token_output import OutputKind, PerTokenOutput
 from specplug.speculative.runtime import KVCache, RankInfo
 
 _SHORTEST_GRAPH = 256

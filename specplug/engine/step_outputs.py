@@ -12,7 +12,7 @@ from torch import Tensor
 from specplug.engine.collected_output import CollectedOutput
 from specplug.engine.request import Request
 from specplug.speculative.host_copy import host_copy
-from specplug.speculative.per_token_output import OutputKind
+from specplug.speculative.output_kind import OutputKind
 
 
 class WantedOutputs:

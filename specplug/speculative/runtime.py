@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specplug.algorithm import SpecConfig
 from specplug.speculative.batch import Batch
-from specplug.speculative.per_token_output import PerTokenOutput
+from specplug.speculative.output_kind import PerTokenOutput
 
 
 @attrs.define(eq=False)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specplug import SamplingParams
 from specplug.engine.collected_output import CollectedOutput
-from specplug.speculative.per_token_output import Form, OutputKind
+from specplug.speculative.output_kind import Form, OutputKind
 
 
 class Positions(OutputKind):

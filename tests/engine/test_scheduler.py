@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from specplug import SamplingParams
 from specplug.engine.collected_output import collect
-from specplug.engine.per_token_outputs import RoutedExperts
+from specplug.engine.core_outputs import RoutedExperts
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.step_plan import Decode, Prefill, Step

@@ -16,7 +16,7 @@ from specplug.model.model_runner import ModelRunner
 from specplug.model.sampler import top_logprobs
 from specplug.outputs import Logprob
 from specplug.sampling_params import SamplingParams
-from specplug.speculative.per_token_output import Form, OutputKind
+from specplug.speculative.output_kind import Form, OutputKind
 
 
 def core_outputs(runner: ModelRunner, tokenizer: Any | None) -> tuple[OutputKind, ...]:
