@@ -345,7 +345,7 @@ BREAKS = (
     Break(
         "disconnected-stream",
         "specplug/serve/application.py",
-        "        finally:\n            self._job.close()\n",
+        "        finally:\n            self._stream.close()\n",
         "        finally:\n            del scope\n",
         ("tests/serve/test_disconnects.py",),
     ),
