@@ -323,6 +323,13 @@ def test_a_page_is_found_only_if_the_tokens_behind_it_agree() -> None:
     assert _found(cache, [1, 2, 3]) == 0, "the token after it is not known yet"
 
 
+def test_match_with_a_lookahead_reaches_to_most() -> None:
+    """The tokens after the last page are known, so they need not be within ``most``."""
+    cache, tokens = _cache(lookahead=2), [1, 2, 3, 4, 5, 6, 7, 8]
+    _leave(cache, tokens)
+    assert [cache.match(tokens, most).depth for most in range(9)] == [0, 0, 1, 1, 2, 2, 3, 3, 3]
+
+
 def test_a_page_stands_in_the_cache_once_for_each_continuation() -> None:
     cache = _cache(lookahead=1)
     _leave(cache, [1, 2, 3, 4, 5])
