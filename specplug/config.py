@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +31,18 @@ RANKS, INSTANCES = "ranks", "instances"
 other. Of the model they compare what is in its files, not its path."""
 
 
-def _model(value: str | Path | None) -> str:
-    return DEFAULT_MODEL if value is None else str(value)
+def _model(value: Any) -> Any:
+    return DEFAULT_MODEL if value is None else _path(value)
 
 
-def _path(value: str | Path | None) -> str | None:
-    return None if value is None else str(value)
+def _path(value: Any) -> Any:
+    """A path as text; what is none stays, to be refused."""
+    return str(value) if isinstance(value, Path) else value
 
 
 def _names(value: Any) -> Any:
     """A list as a tuple; the registry refuses what is neither."""
-    return tuple(value) if isinstance(value, list | set | frozenset) else value
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 
 @attrs.frozen(kw_only=True)

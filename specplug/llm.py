@@ -28,7 +28,7 @@ from specplug.engine.scheduler import Scheduler
 from specplug.engine.statistics import Statistics
 from specplug.engine.stepper import Stepper, take_all
 from specplug.engine.turns import Turns
-from specplug.errors import FallbackWarning, RankError, UsageError
+from specplug.errors import FallbackWarning, RankError, UsageError, shown
 from specplug.model.loading import (
     backend_of,
     choose_device,
@@ -408,6 +408,8 @@ class LLM:
 
         May be called at any time, from any thread, and between two outputs of ``stream``.
         """
+        if not isinstance(request_id, str):
+            raise UsageError(f"abort: request_id={shown(request_id)}: expected a request's id")
         engine = self._engine  # which another thread may close
         if engine is not None:
             engine.abort(request_id)

@@ -193,6 +193,10 @@ class Registry:
         Raises:
             UsageError: one is not the name of an installed extension.
         """
+        try:
+            names = names if isinstance(names, str) else tuple(names)
+        except TypeError:
+            names = str(names)
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise UsageError(f"disable_extensions={names!r}: expected a list of extensions' names")
         installed = {entry.name.upper(): entry.name for entry in self._extensions}

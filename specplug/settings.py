@@ -128,7 +128,7 @@ class Choice:
 
     def __call__(self, name: str, value: Any) -> None:
         """Refuse other names."""
-        if value not in self.names:
+        if not isinstance(value, str) or value not in self.names:
             _refuse(name, value, self.expected)
 
 

@@ -213,9 +213,14 @@ def test_an_output_of_another_form_is_told(
     [
         ((DEPTH, DEPTH), "there is an output 'depth' already"),
         ((PerTokenOutput(name="logprobs"),), "there is an output 'logprobs' already"),
+        ((PerTokenOutput(name="logprob_ids"),), "there is an output 'logprob_ids' already"),
+        (
+            (PerTokenOutput(name="aux_hidden_states", compute=lambda logits, predict: predict),),
+            "there is an output 'aux_hidden_states' already",
+        ),
         (("depth",), "of type str; expected a specplug.PerTokenOutput"),
     ],
-    ids=["twice", "the core's", "no output"],
+    ids=["twice", "the core's", "a tensor of the core's", "an algorithm's capture", "no output"],
 )
 def test_an_output_that_cannot_be_added_is_told(
     tiny_model: Path, adding: Any, outputs: Any, why: str
@@ -227,3 +232,23 @@ def test_an_output_that_cannot_be_added_is_told(
 def test_logits_are_not_known_at_every_position() -> None:
     with pytest.raises(PluginError, match="has compute and every_position; expected one of them"):
         PerTokenOutput(name="x", every_position=True, compute=lambda logits, predict: predict)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"name": ""}, "name=''"),
+        ({"name": 5}, "name=5"),
+        ({"shape": 3}, "shape=3"),
+        ({"shape": (-1,)}, r"shape=\(-1,\)"),
+        ({"dtype": "float32"}, "dtype='float32'"),
+        ({"dtype": torch.complex64}, "dtype=torch.complex64"),
+        ({"compute": 5}, "compute=5"),
+        ({"every_position": "yes"}, "every_position='yes'"),
+        ({"dtype": torch.int64, "fill": float("nan")}, "fill=nan"),
+    ],
+    ids=str,
+)
+def test_a_false_declaration_is_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(PluginError, match=f"{told}; expected .*; fix the plugin"):
+        PerTokenOutput(**{"name": "x", **fields})

@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 from specplug import LLM, EngineConfig, SamplingParams, UsageError
 from specplug.cli.options import DISAGGREGATION, ENGINE, GRAMMAR, SAMPLING
@@ -93,6 +94,10 @@ def test_config_survives_json() -> None:
         ({"disaggregation": "all"}, "disaggregation='all': expected prefill, decode, both, or"),
         ({"dp_rank": 2, "dp_size": 2}, "dp_rank=2: expected 0 to 1, since dp_size=2"),
         ({"dp_rank": 0, "dp_size": 2}, "dp_size=2 without enable_dp_attention"),
+        ({"model": True}, "model=True: expected a folder or a hub id"),
+        ({"model": {"page_size": 8}}, "model={'page_size': 8}: expected a folder or a hub id"),
+        ({"tokenizer": ["a"]}, r"tokenizer=\['a'\]: expected a folder or a hub id"),
+        ({"dtype": torch.ones(2)}, r"dtype=tensor\(.*: expected auto"),
     ],
 )
 def test_config_that_cannot_be_used_is_refused(settings: dict[str, Any], message: str) -> None:

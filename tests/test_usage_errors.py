@@ -70,6 +70,12 @@ def test_as_many_settings_as_prompts_are_expected(llm: LLM) -> None:
         llm.generate([[1], [2], [3]], [SamplingParams()] * 2)
 
 
+def test_abort_of_what_is_no_id_is_refused(llm: LLM) -> None:
+    with pytest.raises(UsageError, match=r"abort: request_id=\['a'\]: expected a request's id"):
+        llm.abort(["a"])  # type: ignore[arg-type]
+    assert llm.generate([[1, 2]], SamplingParams(max_tokens=1))[0].finish_reason == "length"
+
+
 def test_no_prompts_give_no_outputs(llm: LLM) -> None:
     assert llm.generate([]) == []
     assert list(llm.stream([])) == []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specplug.errors import SpecplugError
+from specplug.speculative.output_kind import DTYPES
 
 MAGIC = b"specplug/1"
 """First frame of every message. Each version of the protocol has its own."""
@@ -19,22 +20,7 @@ MAGIC = b"specplug/1"
 _GREATEST = 1 << 32
 """The greatest size of an axis. An empty tensor's other sizes are not bounded by its bytes."""
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
-
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 _MOST_AXES = 8
 

@@ -43,6 +43,7 @@ class Logprobs(OutputKind):
     is_sampled = True
     has_own_field = True
     streams = True
+    tensor_names = ("logprob_ids", "logprob_ranks")
     vocab_size: int
     dtype: torch.dtype
     tokenizer: Any | None

@@ -15,6 +15,7 @@ from specplug.kv.request_table import RequestTable
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
 from specplug.model.attention import LENGTH_STEP, PagedPlan, make_plan, round_up
 from specplug.model.graph_runner import GraphRunner, PassRunner
+from specplug.model.hidden_states import AUX_HIDDEN_STATES, LM_HEAD_INPUT
 from specplug.model.model_runner import ModelRunner
 from specplug.model.rotary import FIXED
 from specplug.model.sampler import Sampler
@@ -112,7 +113,10 @@ class EngineRuntime:
             raise PluginError(
                 f"add_output: {described(output)}; expected a specplug.PerTokenOutput"
             )
-        if output.name in self.outputs:
+        taken = {name for other in self.outputs.values() for name in other.tensor_names}
+        if output.is_sampled:  # what algorithms read in the same container
+            taken |= {AUX_HIDDEN_STATES, LM_HEAD_INPUT}
+        if output.name in self.outputs or output.name in taken:
             raise PluginError(
                 f"add_output: there is an output {output.name!r} already; expected another name"
             )

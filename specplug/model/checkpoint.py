@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -112,7 +113,7 @@ def check_model_path(path: str) -> None:
         CheckpointError: it looks like a path and there is no such folder, or no ``config.json``.
     """
     folder = Path(path)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # False, too, for what cannot be a path
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"model {path!r}: the folder has no config.json")
     elif path.startswith((".", "/", "~")) or path.count("/") != 1:

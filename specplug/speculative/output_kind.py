@@ -10,9 +10,23 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.errors import PluginError
+from specplug.errors import PluginError, shown
 from specplug.sampling_params import SamplingParams
 from specplug.speculative.draft import described
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+"""Types of tensors that go from one instance to another, and so of outputs."""
 
 Form = tuple[tuple[int | None, ...], torch.dtype]
 """Shape of one token's tensor (None: any size) and its type."""
@@ -34,6 +48,7 @@ class OutputKind(ABC):
         has_own_field: whether ``RequestOutput`` has a field of its name.
         streams: whether it is handed out while the request runs, as a tuple of ``entries``; else
             it is a tensor [tokens, …], at the end.
+        tensor_names: of its further tensors, which no other output may be called.
     """
 
     name: str
@@ -41,6 +56,7 @@ class OutputKind(ABC):
     is_sampled: bool = False
     has_own_field: bool = False
     streams: bool = False
+    tensor_names: tuple[str, ...] = ()
 
     @abstractmethod
     def asked(self, params: SamplingParams) -> Any:
@@ -128,12 +144,41 @@ class PerTokenOutput(OutputKind):
     is_sampled: bool = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self._check_form()
         object.__setattr__(self, "is_sampled", self.compute is not None)
         if self.is_sampled and self.every_position:
             raise PluginError(
                 f"output {self.name!r} has compute and every_position; expected one of them, as a "
                 "prompt has logits at its last token alone; leave one out"
             )
+
+    def _check_form(self) -> None:
+        """Refuse what no request could be given.
+
+        Raises:
+            PluginError: a field has another type, or ``dtype`` does not hold ``fill``.
+        """
+        sizes = self.shape if isinstance(self.shape, tuple) else (None,)
+        sound = {
+            "name": (isinstance(self.name, str) and self.name != "", "a name"),
+            "shape": (all(type(n) is int and n >= 0 for n in sizes), "a tuple of sizes"),
+            "dtype": (self.dtype in DTYPES, f"one of {', '.join(map(str, DTYPES))}"),
+            "compute": (self.compute is None or callable(self.compute), "a function or None"),
+            "every_position": (type(self.every_position) is bool, "True or False"),
+        }
+        for field, (is_sound, expected) in sound.items():
+            if not is_sound:
+                raise PluginError(
+                    f"PerTokenOutput: {field}={shown(getattr(self, field))}; expected {expected}; "
+                    "fix the plugin"
+                )
+        try:
+            torch.full((), self.fill, dtype=self.dtype)
+        except Exception as error:
+            raise PluginError(
+                f"output {self.name!r}: fill={shown(self.fill)}; expected a number that "
+                f"{self.dtype} holds; fix the plugin"
+            ) from error
 
     def asked(self, params: SamplingParams) -> bool | None:
         """True, or None."""
@@ -159,7 +204,7 @@ class PerTokenOutput(OutputKind):
                 f"output {self.name!r}: compute() raised {type(error).__name__}: {error}; expected "
                 "a tensor; fix the plugin"
             ) from error
-        self._check(found, len(predict))
+        self._check(found, len(predict), logits.device)
         return {self.name: found}
 
     def found_in(
@@ -177,9 +222,15 @@ class PerTokenOutput(OutputKind):
             self._check(found, num_rows)
         return {self.name: found}
 
-    def _check(self, found: object, num_rows: int) -> None:
+    def _check(self, found: object, num_rows: int, device: torch.device | None = None) -> None:
         expected = (num_rows, *self.shape)
-        if not isinstance(found, Tensor) or found.shape != expected or found.dtype != self.dtype:
+        if (
+            not isinstance(found, Tensor)
+            or found.shape != expected
+            or found.dtype != self.dtype
+            or found.layout != torch.strided
+            or (device is not None and found.device != device)
+        ):
             raise PluginError(
                 f"output {self.name!r} is {described(found)}; expected {list(expected)} of "
                 f"{self.dtype}; fix the plugin"
