@@ -109,10 +109,7 @@ def examine_algorithm(
         return None, mistaken
     info, described = _description(plugin, subject, name)
     if info is not None and info.api_version != API_VERSION:
-        return (
-            info,
-            described,
-        )  # findings by our contract would mislead
+        return info, described  # findings by our contract would mislead
     return info, [*_hook_problems(plugin, subject, hookspecs.REQUIRED), *described]
 
 
