@@ -28,7 +28,7 @@ LAYERS = (
     {"hookspecs"},
     {"config", "sampling_params", "outputs"},
     {"algorithm", "settings"},
-    {"bounds"},
+    {"bounds", "text_file"},
     {"errors", "debug"},
 )
 """From above to below. A module imports from its own package, or from layers below it."""

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from specplug.errors import UsageError
+from specplug.text_file import read_text
 
 HELD_OUT = Path(__file__).parent.parent / "assets" / "prompts" / "held_out.jsonl"
 """256 beginnings of Python functions that the default model was not trained on."""
@@ -67,16 +68,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
         UsageError: it cannot be read, has no prompt, or a line is not as expected.
     """
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        why = error.strerror or error
-        raise UsageError(f"dataset {str(path)!r} cannot be read: {why}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"dataset {str(path)!r} is not UTF-8 (byte {error.start}); expected UTF-8 text"
-        ) from error
-    lines = [line.strip() for line in text.split("\n")]
+    lines = [line.strip() for line in read_text("dataset", path).split("\n")]
     prompts = [_prompt(path, number, line) for number, line in enumerate(lines, 1) if line]
     if not prompts:
         raise UsageError(f'dataset {str(path)!r} has no prompt; expected {{"prompt": …}} a line')

@@ -18,6 +18,7 @@ from specplug.cli.standard_output import reserve_standard_output
 from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError
 from specplug.registry import Registry
+from specplug.text_file import decode_text, read_text
 
 if TYPE_CHECKING:
     from specplug.llm import LLM
@@ -130,12 +131,7 @@ def _read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
         raise UsageError("prompt '-' stands more than once; standard input can be read only once")
     prompts = [_standard_input() if prompt == "-" else prompt for prompt in arguments]
     if file is not None:
-        try:
-            text = _decode(f"prompt file {str(file)!r}", file.read_bytes())
-        except OSError as error:
-            why = error.strerror or error
-            raise UsageError(f"prompt file {str(file)!r} cannot be read: {why}") from error
-        lines = text.replace("\r\n", "\n").split("\n")
+        lines = read_text("prompt file", file).replace("\r\n", "\n").split("\n")
         prompts += [line for line in lines if line.strip()]
         if not prompts:
             raise UsageError(f"prompt file {str(file)!r} has no prompt; expected one a line")
@@ -147,19 +143,10 @@ def _read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
 
 
 def _standard_input() -> str:
-    text = _decode("standard input", sys.stdin.buffer.read())
+    text = decode_text("standard input", sys.stdin.buffer.read())
     if not text:
         raise UsageError("standard input is empty; expected a prompt")
     return text
-
-
-def _decode(what: str, data: bytes) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{what} is not UTF-8 (byte {error.start}); expected UTF-8 text"
-        ) from error
 
 
 @contextmanager

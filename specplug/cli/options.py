@@ -13,7 +13,7 @@ import click
 from specplug.algorithm import AlgorithmInfo, SpecConfig
 from specplug.bounds import MAX_SECONDS, bound_of
 from specplug.config import EngineConfig
-from specplug.errors import shown
+from specplug.errors import UsageError, shown
 from specplug.sampling_params import SamplingParams
 from specplug.settings import (
     Choice,
@@ -26,6 +26,7 @@ from specplug.settings import (
     Texts,
     settings_of,
 )
+from specplug.text_file import read_text
 
 
 def _no_limit(ctx: click.Context, option: click.Parameter, value: int) -> int | None:
@@ -39,16 +40,10 @@ def _no_limit(ctx: click.Context, option: click.Parameter, value: int) -> int | 
 def _text_or_file(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
     if value is None or not value.startswith("@"):
         return value
-    file = Path(value[1:])
     try:
-        return file.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        why = error.strerror or error
-        raise click.BadParameter(f"file {str(file)!r} cannot be read: {why}.") from error
-    except UnicodeDecodeError as error:
-        raise click.BadParameter(
-            f"file {str(file)!r} is not UTF-8 (byte {error.start}); expected UTF-8 text."
-        ) from error
+        return read_text("file", Path(value[1:]))
+    except UsageError as error:
+        raise click.BadParameter(f"{error}.") from error
 
 
 COUNT = click.IntRange(min=1)

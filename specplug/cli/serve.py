@@ -24,8 +24,9 @@ from specplug.cli.options import (
 from specplug.cli.progress import status
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.config import EngineConfig
-from specplug.errors import SpecplugError, UsageError
+from specplug.errors import SpecplugError
 from specplug.registry import Registry
+from specplug.text_file import read_text
 
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn", "zmq")
 
@@ -151,7 +152,8 @@ def serve(**options: Any) -> None:
         registry = Registry()
         check_speculation(registry.select(config.speculative_algorithm).info, config)
         registry.check_extensions(config.disable_extensions)
-    chat_template = _read(options["chat_template"])
+    template = options["chat_template"]
+    chat_template = None if template is None else read_text("chat template", template)
     import asyncio
 
     from specplug.serve.limits import Limits
@@ -189,18 +191,3 @@ def serve(**options: Any) -> None:
 
 def _announce(address: str) -> None:
     click.echo(f"listening on {address}")
-
-
-def _read(template: Path | None) -> str | None:
-    if template is None:
-        return None
-    try:
-        return template.read_text(encoding="utf-8")
-    except OSError as error:
-        why = error.strerror or error
-        raise UsageError(f"chat template {str(template)!r} cannot be read: {why}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"chat template {str(template)!r} is not UTF-8 (byte {error.start}); "
-            "expected UTF-8 text"
-        ) from error
