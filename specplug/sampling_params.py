@@ -47,6 +47,9 @@ _MOST_TOKENS = 2**31 - 1
 MOST_CHOICES = 128
 """Each is a request of its own."""
 
+GRAMMARS = ("json_schema", "regex", "ebnf")
+"""The settings that say what an output must match; at most one of them is given."""
+
 
 def plain_integer(value: Any) -> Any:
     """An integer of any type as Python's own; anything else, and a bool, as it is."""
@@ -432,8 +435,7 @@ class SamplingParams:
 
     @ebnf.validator
     def _one_grammar(self, attribute: attrs.Attribute[Any], value: Any) -> None:
-        names = ("json_schema", "regex", "ebnf")
-        given = [name for name in names if getattr(self, name) is not None]
+        given = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(given) > 1:
             raise UsageError(
                 f"{' and '.join(given)} are given: expected at most one of them; an output "
@@ -461,8 +463,8 @@ class SamplingParams:
     @property
     def grammar(self) -> tuple[str, str] | None:
         """The field that says what the output must match, and its text; None if there is none."""
-        fields = ("json_schema", self.json_schema), ("regex", self.regex), ("ebnf", self.ebnf)
-        return next(((name, text) for name, text in fields if text is not None), None)
+        texts = ((name, getattr(self, name)) for name in GRAMMARS)
+        return next(((name, text) for name, text in texts if text is not None), None)
 
     def banned_tokens(self, eos_token_ids: frozenset[int]) -> BannedTokens:
         """The tokens that are not to be chosen.

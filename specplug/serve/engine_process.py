@@ -38,7 +38,7 @@ from specplug.errors import InstanceError, SpecplugError, UsageError
 from specplug.llm import LLM
 from specplug.model.loading import backend_of, silence_libraries
 from specplug.outputs import Logprob, RequestOutput
-from specplug.sampling_params import SamplingParams
+from specplug.sampling_params import GRAMMARS, SamplingParams
 from specplug.serve.messages import (
     Abort,
     Accepted,
@@ -121,7 +121,7 @@ class PreparationPool:
     def take(self, add: Add) -> None:
         """Begin with a command as soon as a thread is free."""
         self._waiting[add.id] = add
-        grammar = any(add.params.get(name) for name in ("json_schema", "regex", "ebnf"))
+        grammar = any(add.params.get(name) for name in GRAMMARS)
         (self._grammars if grammar else self._plain).submit(self._work, add.id)
 
     def drop(self, stream_id: str) -> bool:
