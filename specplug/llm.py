@@ -338,9 +338,6 @@ class LLM:
             UsageError: this is a prefill instance, which takes requests from decode instances.
         """
         self._check_takes_requests()
-        self._submit(request)
-
-    def _submit(self, request: Request) -> None:
         with self._turns:
             self._check_open()
             request.inbox = self._inbox
