@@ -121,9 +121,9 @@ class OpenAIServing:
 
     def _check_lengths(self, prompts: list[str | list[int]]) -> None:
         """Refuse token ids that no context holds before anybody looks at each of them."""
-        most = (self.ranks.context_len or 0) - 1
+        most = self.ranks.context_len - 1
         longest = max((len(p) for p in prompts if isinstance(p, list)), default=0)
-        if longest > most >= 0:
+        if longest > most:
             raise APIError(
                 400, f"the prompt has {longest} tokens; expected at most {most}", param="prompt"
             )
@@ -132,9 +132,13 @@ class OpenAIServing:
         """Answer ``/v1/completions``."""
         self._check_lengths(body.prompts)
         reply = CompletionReply(body, self.model)
-        size = len(body.prompts) * (body.n or 1)
         return await self._answer(
-            body, request, reply, size=size, prompts=body.prompts, echo=bool(body.echo)
+            body,
+            request,
+            reply,
+            size=len(body.prompts) * body.num_choices,
+            prompts=body.prompts,
+            echo=bool(body.echo),
         )
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -143,7 +147,7 @@ class OpenAIServing:
             body,
             request,
             ChatReply(body, self.model),
-            size=body.n or 1,
+            size=body.num_choices,
             messages=[message.for_template() for message in body.messages],
             template_options=body.chat_template_kwargs or {},
         )
@@ -252,7 +256,7 @@ def create_application(serving: OpenAIServing, limits: Limits) -> ASGIApp:
         summary="An OpenAI-compatible server of one model",
         responses=_ERRORS,
     )
-    _add_faults(app)
+    _add_error_handlers(app)
 
     @app.post("/v1/completions", response_model=Completion, responses=_or_stream("A completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -297,8 +301,8 @@ def create_application(serving: OpenAIServing, limits: Limits) -> ASGIApp:
     return Counted(LimitsMiddleware(app, limits), serving.metrics)
 
 
-def _add_faults(app: FastAPI) -> None:
-    """Every error has OpenAI's shape."""
+def _add_error_handlers(app: FastAPI) -> None:
+    """Give every error OpenAI's shape."""
 
     @app.exception_handler(APIError)
     async def error(request: Request, error: APIError) -> Response:

@@ -353,6 +353,11 @@ class GenerationRequest(_SamplingRequest):  # type: ignore[misc, valid-type]
     priority: _Int64 | None = Field(None, description="Lower ones come first.")
     return_token_ids: bool | None = None
 
+    @property
+    def num_choices(self) -> int:
+        """Outputs of each prompt."""
+        return self.n or 1
+
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:

@@ -82,7 +82,7 @@ class Reply(ABC):
 
     def accept(self, accepted: Accepted) -> None:
         """The engine has taken the request."""
-        n = self._request.n or 1
+        n = self._request.num_choices
         self._prompt_tokens = accepted.prompt_tokens
         self.choices = [Choice(index=i) for i in range(n * len(accepted.prompt_tokens))]
         for choice in self.choices if accepted.echo else ():
@@ -102,7 +102,7 @@ class Reply(ABC):
 
     def usage(self) -> Usage:
         """Tokens so far. A prompt counts once, however many choices it has."""
-        n = self._request.n or 1
+        n = self._request.num_choices
         prompt = sum(self._prompt_tokens)
         completion = sum(len(choice.token_ids) for choice in self.choices)
         cached = sum(choice.cached_tokens for choice in self.choices[::n])
