@@ -11,9 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TextIO
 
 import attrs
 import openai
@@ -40,6 +40,21 @@ def is_alive(process: int) -> bool:
         return False
 
 
+class Process(Protocol):
+    """What is asked of a process, as ``subprocess.Popen`` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+    def send_signal(self, number: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 @attrs.define
 class ServerProcess:
     """``specplug serve`` as a process.
@@ -49,7 +64,7 @@ class ServerProcess:
         errors: what it wrote on standard error so far.
     """
 
-    process: subprocess.Popen[str]
+    process: Process
     url: str
     errors: list[str]
 
@@ -131,21 +146,36 @@ def free_port() -> int:
     return port
 
 
+def serve_arguments(options: Iterable[Any]) -> list[str]:
+    """The arguments of ``specplug`` for a server at a free port."""
+    return ["serve", "--port", "0", *map(str, options)]
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """A server's environment: this process' own without an API key, and these variables."""
+    kept = {name: value for name, value in os.environ.items() if name != "SPECPLUG_API_KEY"}
+    return {**kept, **variables}
+
+
 def start_server(*arguments: str, **variables: str) -> ServerProcess:
     """Start a server at a free port and wait until it listens."""
-    kept = {name: value for name, value in os.environ.items() if name != "SPECPLUG_API_KEY"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "specplug", "serve", "--port", "0", *map(str, arguments)],
+        [sys.executable, "-m", "specplug", *serve_arguments(arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**kept, **variables},
+        env=environment(variables),
     )
-    errors: list[str] = []
     assert process.stdout is not None
     assert process.stderr is not None
-    threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True).start()
-    line = process.stdout.readline()
+    return when_listening(process, process.stdout, process.stderr)
+
+
+def when_listening(process: Process, stdout: TextIO, stderr: TextIO) -> ServerProcess:
+    """The server that a process is, once it listens."""
+    errors: list[str] = []
+    threading.Thread(target=errors.extend, args=(stderr,), daemon=True).start()
+    line = stdout.readline()
     found = re.fullmatch(r"listening on (http://\S+)\n", line)
     assert found, (line, process.wait(DEADLINE), errors)
     return ServerProcess(process, found[1], errors)

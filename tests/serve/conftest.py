@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from server_process import ServerProcess, start_server
+from server_process import ServerProcess
+from warm_server import start_warm_server
 
 TEMPLATE = Path(__file__).parent / "chat.jinja"
 
@@ -36,7 +37,7 @@ def _servers() -> Iterator[StartServer]:
     with ExitStack() as ends:
 
         def start(*arguments: str, **variables: str) -> ServerProcess:
-            server = start_server(*arguments, **variables)
+            server = start_warm_server(*arguments, **variables)
             ends.callback(server.kill)  # which fails if an engine outlives its server
             return server
 

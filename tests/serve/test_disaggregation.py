@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import requests
-from server_process import DEADLINE, ServerProcess, free_port, start_server, wait_until
+from server_process import DEADLINE, ServerProcess, free_port, wait_until
+from warm_server import start_warm_server
 
 from specplug import LLM, SamplingParams
 
@@ -35,7 +36,7 @@ def instances(
     with ExitStack() as ends, ThreadPoolExecutor() as threads:
         starting = [
             threads.submit(
-                start_server,
+                start_warm_server,
                 *("--disaggregation-mode", mode, "--disaggregation-address", modes[mode]),
                 *speculative,
                 *COMMON,

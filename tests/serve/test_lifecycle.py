@@ -8,12 +8,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from server_process import DEADLINE, ServerProcess, is_alive, wait_until
+from server_process import DEADLINE, ServerProcess, is_alive, start_server, wait_until
+from warm_process import run_command
+from warm_server import serve_here
 
 from specplug import LLM, SamplingParams, UsageError
 from specplug.errors import SpecplugError
@@ -24,8 +27,16 @@ from specplug.serve.server import _listen, _listener
 LONG: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
 
 
-def test_a_server_that_is_told_to_end_lets_requests_finish(serve: Any) -> None:
-    server: ServerProcess = serve()
+@pytest.fixture
+def cold() -> Iterator[ServerProcess]:
+    """A server that is started as users do it."""
+    server = start_server()
+    yield server
+    server.kill()
+
+
+def test_a_server_that_is_told_to_end_lets_requests_finish(cold: ServerProcess) -> None:
+    server = cold
     (child,) = server.children()
     with LLM() as llm:
         (expected,) = llm.generate("def f(", SamplingParams(max_tokens=200, ignore_eos=True))
@@ -127,25 +138,19 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(plugin_folder: Any, s
     assert not is_alive(child)
 
 
-def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A server that does not get as far as to listen."""
-    return subprocess.run(
-        [sys.executable, "-m", "specplug", "serve", *arguments],
-        env={**os.environ, "SPECPLUG_DEBUG": "", **variables},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a server that does not get as far as to listen."""
+    environment = {**os.environ, "SPECPLUG_DEBUG": ""}
+    return run_command(["serve", *arguments], environment, run=serve_here)
 
 
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        done = run("--port", str(port))
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: cannot listen at 127.0.0.1:{port}: Address already in")
-    assert len(done.stderr.splitlines()) == 1
+        code, _, errors = run("--port", str(port))
+    assert code == 1
+    assert errors.startswith(f"error: cannot listen at 127.0.0.1:{port}: Address already in")
+    assert len(errors.splitlines()) == 1
 
 
 def test_a_port_that_another_takes_while_the_model_is_loaded() -> None:
@@ -165,14 +170,13 @@ def test_a_key_that_no_client_can_send_or_all_do(key: str) -> None:
 
 
 def test_an_engine_that_cannot_start(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(2) as runs:
-        asked = (("--model", str(tmp_path)), ("--device", "abacus"))
-        failed, misused = runs.map(lambda arguments: run("--port", "0", *arguments), asked)
-    assert (failed.returncode, failed.stdout) == (1, "")
-    assert failed.stderr.startswith("error: model ")
-    assert len(failed.stderr.splitlines()) == 1
-    assert (misused.returncode, misused.stdout) == (2, "")
-    assert misused.stderr.startswith("error: device='abacus': expected cpu, cuda or cuda:N")
+    code, output, errors = run("--port", "0", "--model", str(tmp_path))
+    assert (code, output) == (1, "")
+    assert errors.startswith("error: model ")
+    assert len(errors.splitlines()) == 1
+    code, output, errors = run("--port", "0", "--device", "abacus")
+    assert (code, output) == (2, "")
+    assert errors.startswith("error: device='abacus': expected cpu, cuda or cuda:N")
 
 
 def test_two_engines_share_the_requests_and_their_end(serve: Any) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import load
 import pytest
+from warm_server import start_warm_server
 
 
 def test_a_short_run_gives_a_table_a_report_and_a_plot(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(load, "start_server", start_warm_server)
     small = ["--rates", "20", "--requests", "4", "--rounds", "1", "--max-tokens", "12"]
     only = ["--algorithms", "NONE", "--modes", "plain", "--output", str(tmp_path)]
     assert load.main([*small, *only]) == 0
