@@ -15,6 +15,7 @@ from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
 from specplug.model.checkpoint import load_checkpoint, weights_fingerprint
 from specplug.model.direct_calls import shorten_calls
+from specplug.model.fused_norms import fuse_norms
 from specplug.model.graph_runner import GraphRunner
 from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.model_check import ModelCheck
@@ -76,6 +77,7 @@ class ModelRunner:
         check = None if skip_check else self._begin_check(path)
         self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
         self.num_layers = len(self.capture.layers)
+        fuse_norms(self.model)
         shorten_calls(self.model, keep=self.capture.hooked)
         if check is not None:
             self._end_check(check)

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from specplug import LLM, CheckpointError, SamplingParams
-from specplug.model import direct_calls
+from specplug.model import model_runner
 from specplug.model.attention import PagedPlan
 from specplug.model.model_runner import ModelRunner
 
@@ -167,17 +167,19 @@ def test_check_names_pass_that_differs(
         _load(folder)
 
 
+@pytest.mark.parametrize("change", ["fuse_norms", "shorten_calls"])
 def test_check_covers_changes_of_modules(
-    folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    change: str, folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check runs after the modules are changed."""
-    shorten = direct_calls.shorten_calls
+    right = getattr(model_runner, change)
 
-    def shorten_wrongly(model: Any, keep: Any) -> None:
-        shorten(model, keep)
+    def change_wrongly(model: Any, **how: Any) -> Any:
+        result = right(model, **how)
         model.model.layers[1].input_layernorm.weight.data.mul_(1.5)
+        return result
 
-    monkeypatch.setattr("specplug.model.model_runner.shorten_calls", shorten_wrongly)
+    monkeypatch.setattr(model_runner, change, change_wrongly)
     with pytest.raises(CheckpointError, match=r"whole: logits differ by .*, from layer 1 on"):
         _load(folder_of("LlamaConfig", initializer_range=0.3))
 
