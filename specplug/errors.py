@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from types import FrameType
+
 
 class SpecplugError(Exception):
     """Base of every error that specplug raises on purpose. Command-line exit code 1."""
@@ -39,6 +43,15 @@ class FallbackWarning(UserWarning):
 
     ``LLM.effective_config`` says it too.
     """
+
+
+def warn_fallback(message: str) -> None:
+    """Warn that something is off or adjusted, at the line that called specplug."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("specplug."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, FallbackWarning, stacklevel=level)
 
 
 def shown(value: object, most: int = 80) -> str:

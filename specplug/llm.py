@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -28,7 +27,7 @@ from specplug.engine.scheduler import Scheduler
 from specplug.engine.statistics import Statistics
 from specplug.engine.stepper import Stepper, take_all
 from specplug.engine.turns import Turns
-from specplug.errors import FallbackWarning, RankError, UsageError, shown
+from specplug.errors import RankError, UsageError, shown, warn_fallback
 from specplug.model.loading import (
     backend_of,
     choose_device,
@@ -552,4 +551,4 @@ class LLM:
 def _tell_adjustments(spec: SpecConfig) -> None:
     """Warn of what the algorithm has changed in its settings."""
     for adjustment in spec.adjustments:
-        warnings.warn(f"{spec.algorithm}: {adjustment}", FallbackWarning, stacklevel=5)
+        warn_fallback(f"{spec.algorithm}: {adjustment}")

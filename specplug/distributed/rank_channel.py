@@ -10,14 +10,13 @@ import socket
 import struct
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
-from specplug.errors import FallbackWarning, RankError, UsageError
+from specplug.errors import RankError, UsageError, warn_fallback
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -348,11 +347,9 @@ class RankChannel:
 
 
 def _warn_of_waiting(rank: int, other: int) -> None:
-    warnings.warn(
+    warn_fallback(
         f"rank {rank} has waited {_SLOW_STEP_SECONDS:g} s for rank {other}, which is alive: every "
-        "rank must go on calling step(), or wait_for_ranks(), while another has work",
-        FallbackWarning,
-        stacklevel=6,
+        "rank must go on calling step(), or wait_for_ranks(), while another has work"
     )
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import attrs
 
 from specplug.algorithm import AlgorithmInfo
 from specplug.config import EngineConfig
-from specplug.errors import FallbackWarning
+from specplug.errors import warn_fallback
 
 
 @attrs.define
@@ -53,7 +51,7 @@ class Features:
             self.states[name] = f"off: {refused_by}"
         elif obstacle is not None:
             self.states[name] = f"off: {obstacle}"
-            warnings.warn(f"{name} is off: {obstacle}", FallbackWarning, stacklevel=5)
+            warn_fallback(f"{name} is off: {obstacle}")
         else:
             self.states[name] = "on"
         return self.states[name] == "on"

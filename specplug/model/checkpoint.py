@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from specplug.errors import CheckpointError, FallbackWarning
+from specplug.errors import CheckpointError, warn_fallback
 from specplug.model.attention import IMPLEMENTATION, register
 
 DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
@@ -202,11 +201,9 @@ def _check_tensors(path: str, model: Any, info: Mapping[str, Any]) -> None:
             f"{_some(dropped)}; expected as many: look at num_hidden_layers"
         )
     if unexpected:
-        warnings.warn(
+        warn_fallback(
             f"model {path!r}: the checkpoint has tensors that {type(model).__name__} does not "
-            f"use: {_some(unexpected)}",
-            FallbackWarning,
-            stacklevel=2,
+            f"use: {_some(unexpected)}"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.errors import FallbackWarning
+from specplug.errors import warn_fallback
 from specplug.model.attention import PagedPlan
 
 _MOST_GRAPHS = 64
@@ -107,7 +106,7 @@ class GraphRunner(PassRunner):
         except RuntimeError as error:
             cause = error.__context__ or error  # the cause, not the end of the recording
             self.failure = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-            warnings.warn(f"cuda_graph is off: {self.failure}", FallbackWarning, stacklevel=2)
+            warn_fallback(f"cuda_graph is off: {self.failure}")
             return None
         finally:
             torch.cuda.set_stream(stream)  # a failed recording leaves its own stream current

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from specplug.algorithm import DEFAULT_MODEL, AlgorithmInfo, SpecConfig
 from specplug.config import EngineConfig
 from specplug.distributed.rank_group import RankGroup
-from specplug.errors import FallbackWarning, UsageError
+from specplug.errors import UsageError, warn_fallback
 from specplug.model.checkpoint import DATA_ONLY, check_model_path, needs_code, refuse_code
 from specplug.model.model_runner import ModelRunner
 
@@ -146,11 +145,9 @@ def load_tokenizer(config: EngineConfig) -> Any | None:
             refuse_code(f"tokenizer {named!r}", error)
             raise CheckpointError(f"tokenizer {named!r} cannot be loaded") from error
         if needs_code(error):
-            warnings.warn(
+            warn_fallback(
                 f"model {model!r}: its tokenizer is code in its repository, which specplug "
-                "never runs; prompts and outputs are token ids, or name another tokenizer",
-                FallbackWarning,
-                stacklevel=5,
+                "never runs; prompts and outputs are token ids, or name another tokenizer"
             )
         return None
 

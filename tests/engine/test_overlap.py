@@ -186,3 +186,23 @@ def test_an_algorithm_may_refuse_overlap_and_the_cache(successors: Any, tiny_mod
     ]
     assert config["overlap"] == "off: SUCCESSORS drafts from what the host has read"
     assert config["prefix_cache"].startswith("off: SUCCESSORS must itself see every token")
+
+
+def test_a_warning_at_loading_names_the_callers_file(successors: Any, tiny_model: Path) -> None:
+    import attrs
+
+    from specplug import Capabilities, FallbackWarning, hookimpl
+
+    class Adjusting(successors):  # type: ignore[misc]
+        @hookimpl
+        def describe(self) -> Any:
+            return attrs.evolve(super().describe(), capabilities=Capabilities(overlap=False))
+
+        @hookimpl
+        def validate_config(self, config: Any) -> Any:
+            return config.adjust("one step", num_steps=1, num_draft_tokens=2)
+
+    with pytest.warns(FallbackWarning) as told:
+        LLM(tiny_model, speculative_algorithm=Adjusting()).close()
+    assert len(told) == 2
+    assert {warning.filename for warning in told} == {__file__}
