@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import attrs
 
@@ -22,6 +23,8 @@ from specplug.settings import (
     setting,
     settings_of,
 )
+
+_P = ParamSpec("_P")
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DISAGGREGATION_MODES = ("prefill", "decode", "both")
@@ -355,19 +358,30 @@ def agreeing(by: str) -> dict[str, Setting]:
     return {name: about for name, about in settings_of(EngineConfig).items() if by in about.agree}
 
 
-def config_of(model: str | Path | EngineConfig | None, **settings: Any) -> EngineConfig:
-    """The settings that are given one by one, or all of them as ``model``.
+def one_way(function: Callable[_P, None]) -> Callable[_P, None]:
+    """Wrap a method that takes an ``EngineConfig`` as ``model``, or settings: have it refuse both.
+
+    The method itself cannot tell a setting that is given its default value from one that is not
+    given.
 
     Raises:
         UsageError: they are given both ways.
     """
-    if not isinstance(model, EngineConfig):
-        return EngineConfig(model=model, **settings)
-    defaults = EngineConfig()
-    more = [name for name, value in settings.items() if value != getattr(defaults, name)]
-    if more:
-        raise UsageError(
-            f"an EngineConfig and {more[0]}={shown(settings[more[0]])} are given: expected the one "
-            f"or the others; attrs.evolve(config, {more[0]}=…) makes a changed one"
-        )
-    return model
+
+    @wraps(function)
+    def checked(*args: _P.args, **settings: _P.kwargs) -> None:
+        model = settings.get("model", args[1] if len(args) > 1 else None)
+        more = [name for name in settings if name != "model"]
+        if isinstance(model, EngineConfig) and more:
+            raise UsageError(
+                f"an EngineConfig and {more[0]}={shown(settings[more[0]])} are given: expected the "
+                f"one or the others; attrs.evolve(config, {more[0]}=…) makes a changed one"
+            )
+        function(*args, **settings)
+
+    return checked
+
+
+def config_of(model: str | Path | EngineConfig | None, **settings: Any) -> EngineConfig:
+    """The settings that are given one by one, or all of them as ``model``."""
+    return model if isinstance(model, EngineConfig) else EngineConfig(model=model, **settings)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specplug.algorithm import SpecConfig
-from specplug.config import EngineConfig, config_of
+from specplug.config import EngineConfig, config_of, one_way
 from specplug.disagg.instances import identity_of, make_decode_instance
 from specplug.disagg.prefill_loop import PrefillLoop
 from specplug.distributed.rank_group import RankGroup, join_ranks
@@ -77,6 +77,7 @@ class LLM:
     _prefill: PrefillLoop | None = None
     _partner: LLM | None = None
 
+    @one_way
     def __init__(
         self,
         model: str | Path | EngineConfig | None = None,

@@ -63,8 +63,16 @@ def test_llm_takes_a_config_alone() -> None:
         assert llm.config == config
         assert llm.effective_config == effective
         assert llm.generate("import os", params)[0].token_ids == output.token_ids
-    with pytest.raises(UsageError, match=r"an EngineConfig and page_size=8 are given: expected"):
-        LLM(config, page_size=8)
+
+
+@pytest.mark.parametrize("page_size", [8, 16])
+def test_settings_beside_a_config_are_refused(page_size: int) -> None:
+    assert FIELDS["page_size"].default == 16, "so that it is refused at its default, too"
+    config, message = EngineConfig(page_size=4), f"an EngineConfig and page_size={page_size} are"
+    with pytest.raises(UsageError, match=message):
+        LLM(config, page_size=page_size)
+    with pytest.raises(UsageError, match=message):
+        LLM(model=config, page_size=page_size)
 
 
 def test_effective_config_has_every_setting() -> None:
