@@ -12,6 +12,8 @@ import attrs
 from specplug.algorithm import DEFAULT_MODEL
 from specplug.errors import UsageError, shown
 from specplug.settings import (
+    MAX_PORT,
+    Address,
     Anything,
     Choice,
     Flag,
@@ -235,7 +237,11 @@ class EngineConfig:
     )
     disaggregation_address: str | None = setting(
         None,
-        Text(expected="tcp://HOST:PORT"),
+        Address(
+            form=r"tcp://[^/,]+:(\d{1,5}|\*)|ipc://.+",
+            expected=f"tcp://HOST:PORT, with a port of at most {MAX_PORT}",
+            several=True,
+        ),
         "Where the decode instance waits for prefill instances; these may name several, with "
         "commas between them.",
         group="Disaggregation",
@@ -276,7 +282,10 @@ class EngineConfig:
     )
     dp_address: str | None = setting(
         None,
-        Text(expected="host:port of rank 0"),
+        Address(
+            form=r"[^/,]+:([1-9]\d{0,4})",
+            expected=f"host:port of rank 0, with a port from 1 to {MAX_PORT}",
+        ),
         "host:port at which rank 0 listens for the others.",
         group="Ranks",
         unset="none",
@@ -307,7 +316,7 @@ class EngineConfig:
         mode, address = self.disaggregation, self.disaggregation_address
         if mode is None and address is not None:
             raise UsageError(
-                f"disaggregation_address={address!r} without disaggregation: expected one of "
+                f"disaggregation_address={shown(address)} without disaggregation: expected one of "
                 f"{', '.join(DISAGGREGATION_MODES)} with it"
             )
         if mode == "both" and self.enable_dp_attention and self.dp_size != 1:

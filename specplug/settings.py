@@ -8,6 +8,7 @@ follow from them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from specplug.bounds import check_integer, check_seconds
 from specplug.errors import UsageError, shown
 
 _KEY = "specplug.setting"
+
+MAX_PORT = 65535
 
 
 class Check(Protocol):
@@ -148,6 +151,31 @@ class Text:
         """Refuse what is no text."""
         if not (isinstance(value, str) and value):
             _refuse(name, value, self.expected)
+
+
+@attrs.frozen(kw_only=True)
+class Address:
+    """An address with a port.
+
+    Attributes:
+        form: regular expression of an address; its group, if it takes part, is the port: a number
+            that must be at most ``MAX_PORT``, or what stands for any.
+        expected: what messages ask for.
+        several: several may be given, with commas between them.
+    """
+
+    form: str
+    expected: str
+    several: bool = False
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Refuse what is no address, or has a port that there cannot be."""
+        several = self.several and isinstance(value, str)
+        for one in map(str.strip, value.split(",")) if several else [value]:
+            found = re.fullmatch(self.form, one, re.ASCII) if isinstance(one, str) else None
+            port = found[1] if found else None
+            if not found or (port and port.isdecimal() and int(port) > MAX_PORT):
+                _refuse(name, one, self.expected)
 
 
 @attrs.frozen

@@ -113,6 +113,25 @@ def test_config_that_cannot_be_used_is_refused(settings: dict[str, Any], message
         EngineConfig(**settings)
 
 
+@pytest.mark.parametrize("port", ["", "-1", "65536", "99999", "1" * 5000, "²", " 90", "http"])
+def test_a_port_that_there_cannot_be_is_refused(port: str) -> None:
+    one = f"tcp://127.0.0.1:{port}"
+    for address in (one, f"tcp://127.0.0.1:9000,{one}"):
+        with pytest.raises(
+            UsageError, match=r"^disaggregation_address='tcp://127\.0\.0\.1:"
+        ) as told:
+            EngineConfig(disaggregation="prefill", disaggregation_address=address)
+        assert "expected tcp://HOST:PORT, with a port of at most 65535" in str(told.value)
+    with pytest.raises(UsageError, match=r"^dp_address='h:.*expected host:port of rank 0"):
+        EngineConfig(dp_address=f"h:{port}")
+
+
+@pytest.mark.parametrize("address", ["tcp://[::1]:65535", "tcp://a-b.c:1, tcp://*:*", "tcp://h:0"])
+def test_ports_that_there_can_be_are_taken(address: str) -> None:
+    EngineConfig(disaggregation="decode", disaggregation_address=address)
+    assert EngineConfig(dp_address="::1:65535").dp_address == "::1:65535"
+
+
 def test_options_are_those_that_the_fields_name() -> None:
     options = {option.name: option.opts[0] for option in (*ENGINE, *DISAGGREGATION)}
     wanted = {name: about.option for name, about in settings_of(EngineConfig).items()}

@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 from specplug.disagg.backoff import Backoff
 from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost
 from specplug.disagg.wire_message import WireError, WireMessage, decode, encode
-from specplug.errors import InstanceError, UsageError
+from specplug.errors import InstanceError, UsageError, shown
 
 _BEAT = b"beat"
 _LARGEST = 2 << 30
@@ -154,7 +154,7 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             self._hang_up()
             raise UsageError(
-                f"disaggregation_address={address!r}: {error.strerror}; expected "
+                f"disaggregation_address={shown(address)}: {error.strerror}; expected "
                 "tcp://HOST:PORT, free to be bound by a decode instance"
             ) from error
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
-from specplug.errors import RankError, UsageError, warn_fallback
+from specplug.errors import RankError, UsageError, shown, warn_fallback
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -360,15 +360,13 @@ def _open_store(rank: int, size: int, address: str, join_timeout: float) -> TCPS
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise UsageError(f"dp_address={address!r}: expected host:port of rank 0")
     wait = timedelta(seconds=join_timeout)
     try:
         return TCPStore(host, int(port), size, rank == 0, wait, wait_for_workers=False)
     except (DistError, RuntimeError) as error:
         if rank == 0:
             raise UsageError(
-                f"dp_address={address!r}: rank 0 cannot listen there: choose another"
+                f"dp_address={shown(address)}: rank 0 cannot listen there: choose another"
             ) from error
         raise RankError(
             f"rank {rank} found no rank 0 at {address} for {join_timeout:g} s: start all ranks, "

@@ -9,7 +9,8 @@ import attrs
 
 from specplug.bounds import check_integer
 from specplug.config import EngineConfig
-from specplug.errors import UsageError
+from specplug.errors import UsageError, shown
+from specplug.settings import MAX_PORT
 
 
 def settings_of_ranks(
@@ -74,12 +75,13 @@ def _address(config: EngineConfig, rank: int) -> str | None:
 
     address = config.disaggregation_address or DEFAULT_ADDRESS
     host, _, port = address.rpartition(":")
-    if not port.isdigit() or int(port) + rank > 65535:
+    first = int(port) if port.isdigit() else 0
+    if not 0 < first <= MAX_PORT - rank:
         raise UsageError(
-            f"disaggregation_address={address!r}: expected tcp://HOST:PORT; with several ranks "
-            "each takes the next port"
+            f"disaggregation_address={shown(address)}: expected tcp://HOST:PORT; with several "
+            "ranks each takes the next port"
         )
-    return f"{host}:{int(port) + rank}"
+    return f"{host}:{first + rank}"
 
 
 def _free_port() -> int:

@@ -77,5 +77,9 @@ def test_each_rank_has_a_gpu_and_a_port() -> None:
     assert [rank.dp_rank for rank in ranks] == [0, 1, 2]
     assert {rank.device for rank in ranks} == {"cpu"}
     assert settings_of_ranks(config, 1, enable_dp_attention=False, num_gpus=1) == [config]
+    for port in ("65535", "0", "*"):  # the last port, and two that stand for any
+        config = EngineConfig(disaggregation="decode", disaggregation_address=f"tcp://h:{port}")
+        with pytest.raises(UsageError, match="with several ranks each takes the next port"):
+            settings_of_ranks(config, 2, enable_dp_attention=False, num_gpus=0)
     with pytest.raises(UsageError, match=r"dp_size=1 with enable_dp_attention.*2 or more"):
         settings_of_ranks(config, 1, enable_dp_attention=True, num_gpus=1)
