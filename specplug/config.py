@@ -28,6 +28,9 @@ from specplug.settings import (
 
 _P = ParamSpec("_P")
 
+_LONGEST_PATH = 4096
+"""Characters, as on Linux. Messages that say what is wrong with a file give the whole path."""
+
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DISAGGREGATION_MODES = ("prefill", "decode", "both")
 
@@ -63,7 +66,7 @@ class EngineConfig:
 
     model: str | Path | None = setting(
         None,
-        Text(expected="a folder or a hub id"),
+        Text(expected="a folder or a hub id", most=_LONGEST_PATH),
         "Folder or hub id of a causal language model of transformers.",
         group="Model",
         unset=DEFAULT_MODEL,
@@ -71,7 +74,7 @@ class EngineConfig:
     )
     tokenizer: str | Path | None = setting(
         None,
-        Text(expected="a folder or a hub id"),
+        Text(expected="a folder or a hub id", most=_LONGEST_PATH),
         "Folder or hub id of the tokenizer. Where there is none, prompts are token ids and outputs "
         "have no text.",
         group="Model",
@@ -108,7 +111,7 @@ class EngineConfig:
     )
     speculative_draft_model_path: str | Path | None = setting(
         None,
-        Text(expected="a folder"),
+        Text(expected="a folder", most=_LONGEST_PATH),
         "Folder of the algorithm's draft weights.",
         group="Speculation",
         unset="those shipped for the model",

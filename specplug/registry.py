@@ -41,7 +41,7 @@ from specplug.entries import (
     lost_entries,
     parse_value,
 )
-from specplug.errors import PluginError, UnknownAlgorithm, UsageError
+from specplug.errors import PluginError, UnknownAlgorithm, UsageError, shown
 
 if TYPE_CHECKING:
     import click
@@ -193,20 +193,20 @@ class Registry:
         Raises:
             UsageError: one is not the name of an installed extension.
         """
-        try:
-            names = names if isinstance(names, str) else tuple(names)
-        except TypeError:
-            names = str(names)
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-            raise UsageError(f"disable_extensions={names!r}: expected a list of extensions' names")
+        listed = isinstance(names, Iterable) and not isinstance(names, str)
+        found = tuple(names) if listed else ()
+        if not listed or not all(isinstance(name, str) for name in found):
+            raise UsageError(
+                f"disable_extensions={shown(names)}: expected a list of extensions' names"
+            )
         installed = {entry.name.upper(): entry.name for entry in self._extensions}
-        for name in names:
+        for name in found:
             if name.strip().upper() not in installed:
                 near = nearest(name.strip().upper(), installed)
                 meant = f"did you mean {installed[near]}? " if near else ""
                 known = ", ".join(sorted(set(installed.values()))) or "none"
-                raise UsageError(f"unknown extension {name!r}: {meant}installed are {known}")
-        return frozenset(name.strip().upper() for name in names)
+                raise UsageError(f"unknown extension {shown(name)}: {meant}installed are {known}")
+        return frozenset(name.strip().upper() for name in found)
 
     def extensions(self, disabled: Iterable[str] = ()) -> list[Extension]:
         """Import all extensions; leave broken ones out with a ``PluginWarning``.
@@ -239,10 +239,13 @@ class Registry:
     def _unknown(self, typed: str) -> str:
         names = self.names()
         if not names:
-            return f"unknown algorithm {typed!r}: none is installed; install a plugin (pip install)"
+            return (
+                f"unknown algorithm {shown(typed)}: none is installed; install a plugin "
+                "(pip install)"
+            )
         near = nearest(typed.upper(), names)
         meant = f"did you mean {near}? " if near else ""
-        return f"unknown algorithm {typed!r}: {meant}installed are {', '.join(names)}"
+        return f"unknown algorithm {shown(typed)}: {meant}installed are {', '.join(names)}"
 
 
 def build_plugin_manager(

@@ -142,15 +142,19 @@ class Text:
     Attributes:
         expected: what messages ask for.
         from_file: on the command line ``@FILE`` is the text in a file.
+        most: characters; None: any number.
     """
 
     expected: str
     from_file: bool = False
+    most: int | None = None
 
     def __call__(self, name: str, value: Any) -> None:
-        """Refuse what is no text."""
+        """Refuse what is no text, or too long."""
         if not (isinstance(value, str) and value):
             _refuse(name, value, self.expected)
+        if self.most is not None and len(value) > self.most:
+            _refuse(name, value, f"{self.expected}, of at most {self.most} characters")
 
 
 @attrs.frozen(kw_only=True)

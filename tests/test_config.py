@@ -22,6 +22,7 @@ from specplug.settings import settings_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 FIELDS = attrs.fields_dict(EngineConfig)
+LONG = "x" * 1_000_000
 
 
 def test_arguments_of_llm_are_the_fields() -> None:
@@ -130,6 +131,36 @@ def test_a_port_that_there_cannot_be_is_refused(port: str) -> None:
 def test_ports_that_there_can_be_are_taken(address: str) -> None:
     EngineConfig(disaggregation="decode", disaggregation_address=address)
     assert EngineConfig(dp_address="::1:65535").dp_address == "::1:65535"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"model": LONG},
+        {"tokenizer": LONG},
+        {"speculative_draft_model_path": LONG, "speculative_algorithm": "NONE"},
+        {"speculative_algorithm": LONG},
+        {"device": LONG},
+        {"dtype": LONG},
+        {"disaggregation": LONG},
+        {"disaggregation_address": LONG},
+        {"disaggregation_address": "tcp://h:1," * 100_000 + "tcp://h:1"},
+        {"dp_address": LONG},
+        {"disable_extensions": [LONG]},
+        {"disable_extensions": LONG},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_messages_hold_no_more_than_a_bit_of_a_value(setting: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as told:
+        LLM(**setting)
+    assert len(str(told.value)) < 300
+
+
+@pytest.mark.parametrize("value", [7, None])
+def test_extensions_that_are_no_list_are_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match=f"^disable_extensions={value}: expected a list"):
+        LLM(disable_extensions=value)
 
 
 def test_options_are_those_that_the_fields_name() -> None:

@@ -129,7 +129,8 @@ class InputProcessor:
             )
         if params.stop and self._tokenizer is None:
             raise UsageError(
-                f"stop={params.stop!r} needs a tokenizer; the model has none: use stop_token_ids"
+                f"stop={shown(params.stop)} needs a tokenizer; the model has none: use "
+                "stop_token_ids"
             )
         banned = params.banned_tokens(self._eos)
         if len(banned.at(0)) == self._runner.vocab_size:
@@ -207,7 +208,7 @@ def _as_params(
     for each in found:
         if not isinstance(each, SamplingParams):
             raise UsageError(
-                f"sampling_params={each!r}: expected a SamplingParams, or one for each prompt"
+                f"sampling_params={shown(each)}: expected a SamplingParams, or one for each prompt"
             )
     if len(found) != count:
         raise UsageError(f"{len(found)} sampling_params for {count} prompts: expected as many")
@@ -219,11 +220,11 @@ def _as_priorities(priority: int | Sequence[int], count: int) -> list[int]:
         priorities = [priority] * count if isinstance(priority, int) else list(priority)
     except TypeError as error:
         raise UsageError(
-            f"priority={priority!r}: expected an integer, or one for each prompt"
+            f"priority={shown(priority)}: expected an integer, or one for each prompt"
         ) from error
     if len(priorities) != count:
         raise UsageError(f"{len(priorities)} priorities for {count} prompts: expected as many")
     for value in priorities:
         if not isinstance(value, int) or isinstance(value, bool):
-            raise UsageError(f"priority={value!r}: expected an integer; lower ones come first")
+            raise UsageError(f"priority={shown(value)}: expected an integer; lower ones come first")
     return priorities

@@ -13,7 +13,7 @@ import torch
 from specplug.algorithm import DEFAULT_MODEL, AlgorithmInfo, SpecConfig
 from specplug.config import EngineConfig
 from specplug.distributed.rank_group import RankGroup
-from specplug.errors import UsageError, warn_fallback
+from specplug.errors import UsageError, shown, warn_fallback
 from specplug.model.checkpoint import DATA_ONLY, check_model_path, needs_code, refuse_code
 from specplug.model.model_runner import ModelRunner
 
@@ -39,11 +39,11 @@ def choose_device(device: str | None) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise UsageError(f"device={device!r}: expected cpu, cuda or cuda:N") from error
+        raise UsageError(f"device={shown(device)}: expected cpu, cuda or cuda:N") from error
     if found.type not in ("cpu", "cuda"):
-        raise UsageError(f"device={device!r}: expected cpu, cuda or cuda:N")
+        raise UsageError(f"device={shown(device)}: expected cpu, cuda or cuda:N")
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device={device!r}: there is no CUDA device here; use cpu")
+        raise UsageError(f"device={shown(device)}: there is no CUDA device here; use cpu")
     return found
 
 
