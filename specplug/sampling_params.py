@@ -171,6 +171,7 @@ class SamplingParams:
     """Settings of one request; docs/settings.md shows all fields with their defaults.
 
     Numbers may be of any type that is one, as numpy's are, and become Python's own; a bool is none.
+    Equal settings have the same hash, so they may be keys of a dict.
 
     Raises:
         UsageError: a value cannot be used, or two of them not together.
@@ -274,6 +275,7 @@ class SamplingParams:
         "bans the token.",
         group="Sampling",
         converter=_bias,
+        hash=False,  # a mapping has none
         option="",
         served=True,
     )

@@ -230,6 +230,7 @@ def setting(
     group: str,
     option: str | None = None,
     converter: Callable[[Any], Any] | None = None,
+    hash: bool | None = None,
     **more: Any,
 ) -> Any:
     """Declare a field of an attrs class whose annotation says whether it may be None.
@@ -240,13 +241,17 @@ def setting(
         help: what it is.
         group: its heading.
         option: its option on the command line; None: its name with dashes, "": there is no option.
-        converter: of attrs.
+        converter, hash: of attrs.
         more: further attributes of ``Setting``.
     """
     flag = "-" if option is None else option  # its name is not known yet
     about = Setting(help=help, check=check, group=group, option=flag, **more)
     return attrs.field(
-        default=default, converter=converter, validator=_validate, metadata={_KEY: about}
+        default=default,
+        converter=converter,
+        validator=_validate,
+        hash=hash,
+        metadata={_KEY: about},
     )
 
 

@@ -163,6 +163,15 @@ def test_extensions_that_are_no_list_are_refused(value: Any) -> None:
         LLM(disable_extensions=value)
 
 
+def test_settings_can_be_keys() -> None:
+    one, same = (
+        SamplingParams(logit_bias={3: 1.0}, stop=["a"], return_hidden_states=[0]) for _ in range(2)
+    )
+    assert {one: 1}[same] == 1
+    assert one != attrs.evolve(one, logit_bias={3: 2.0})
+    assert {EngineConfig(disable_extensions=["A"]): 1}[EngineConfig(disable_extensions=("A",))] == 1
+
+
 def test_options_are_those_that_the_fields_name() -> None:
     options = {option.name: option.opts[0] for option in (*ENGINE, *DISAGGREGATION)}
     wanted = {name: about.option for name, about in settings_of(EngineConfig).items()}
