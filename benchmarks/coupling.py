@@ -30,7 +30,7 @@ def accept_length(
         dtype="float32", speculative_algorithm=algorithm, speculative_num_steps=num_steps
     ) as llm:
         if not coupled:
-            runtime = llm._engine._runtime
+            runtime = llm.engine.runtime
             offered = runtime.gumbel_noise
 
             def silence(*arguments: Any) -> torch.Tensor:

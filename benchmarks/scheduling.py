@@ -117,7 +117,7 @@ class Cost:
 class ReadySteps(StepRunner):
     """Stands in for the step runner: each request gets the same token, at once."""
 
-    def _run(self, step: Step) -> StepResult:
+    def launch(self, step: Step) -> StepResult:
         clock = StepClock(CPU)
         prefill = decode = None
         if step.prefill is not None:

@@ -340,14 +340,14 @@ class Soak:
         """Another chunk size. The config is frozen and read anew by each ``schedule()``, so that it
         may be replaced between two steps; no user can do this."""
         if self._steps == self._next_chunk:
-            scheduler = self._llm._engine.scheduler
+            scheduler = self._llm.engine.scheduler
             scheduler.config = attrs.evolve(
                 scheduler.config, chunked_prefill_size=self._load.chunk()
             )
             self._next_chunk += self._load.steps()
 
     def _abort(self) -> None:
-        request = self._load.victim(self._llm._engine.scheduler)
+        request = self._load.victim(self._llm.engine.scheduler)
         if request is not None:
             self.aborted[request.status.value] += 1
             self._llm.abort(request.request_id)
@@ -423,7 +423,7 @@ def losses(llm: LLM, others: Container[Request] = ()) -> list[str]:
     Args:
         others: requests that are somebody else's.
     """
-    scheduler, found = llm._engine.scheduler, []
+    scheduler, found = llm.engine.scheduler, []
     pool, cache, table = scheduler.cache.pool, scheduler.cache, scheduler.table
     try:
         llm.check_pool()

@@ -186,6 +186,29 @@ class LLM:
             self._partner = LLM(config.of_partner(self._remote.address))
 
     @property
+    def engine(self) -> Engine:
+        """The engine that runs the requests: its scheduler, its runtime, its steps. To look
+        inside; what it has may change from one version to the next."""
+        self._check_open()
+        return self._engine
+
+    @property
+    def decode_instance(self) -> DecodeInstance | None:
+        """What has prompts prefilled by other instances; None where they are prefilled here."""
+        return self._remote
+
+    @property
+    def partner(self) -> LLM | None:
+        """With ``disaggregation="both"`` the prefill instance that works for this one; otherwise
+        None."""
+        return self._partner
+
+    @property
+    def prefill_loop(self) -> PrefillLoop | None:
+        """The loop of a prefill instance, which ``step`` runs; None in any other role."""
+        return self._prefill
+
+    @property
     def context_len(self) -> int:
         """Most tokens of a request, prompt and output."""
         self._check_open()
@@ -535,8 +558,8 @@ class LLM:
         with self._turns:
             if self._engine is None:  # closed in the middle of a stream: its requests were aborted
                 return
-            if self._partner is not None and self._partner._prefill is not None:
-                self._partner._prefill.step(wait=False)
+            if self._partner is not None and self._partner.prefill_loop is not None:
+                self._partner.prefill_loop.step(wait=False)
             self._stepper.step()
 
     def _drain(self, requests: Sequence[Request]) -> None:

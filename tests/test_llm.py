@@ -17,8 +17,8 @@ OpenLLM = Callable[..., LLM]
 
 def _check_idle(llm: LLM) -> None:
     llm.check_pool()
-    scheduler = llm._engine.scheduler
-    assert not llm._engine.has_work
+    scheduler = llm.engine.scheduler
+    assert not llm.engine.has_work
     assert scheduler.cache.num_unused == scheduler.cache.num_pages
     assert scheduler.cache.num_available == scheduler.cache.pool.num_pages - 1
     assert scheduler.table.num_free == scheduler.config.max_running_requests
@@ -226,7 +226,7 @@ def test_settings_that_fail_on_admission_do_not_stay(
     open_llm: OpenLLM, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = open_llm()
-    sampler = llm._engine._runtime.sampler
+    sampler = llm.engine.runtime.sampler
     admit_well = sampler.admit
 
     def admit(req_index: int, params: SamplingParams, seed: int, *tokens: Any) -> None:

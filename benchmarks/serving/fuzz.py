@@ -103,11 +103,11 @@ class Fuzzer:
         self._left = requests
         self._seed = seed
         self._lock = threading.Lock()
-        self._generating = threading.Lock()
+        self.generating = threading.Lock()
         """Held by the one thread that generates or checks; several at a time would be too much for
         Python's own parser, which hypothesis asks for the source of lambdas."""
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-        self._operations = [found.ok() for found in schema.get_all_operations()]
+        self.operations = [found.ok() for found in schema.get_all_operations()]
 
     def run(self, workers: int, progress: Progress) -> Result:
         """Send all requests."""
@@ -121,8 +121,8 @@ class Fuzzer:
 
     def _work(self, number: int, progress: Progress, task: Any) -> None:
         chance = random.Random(f"{self._seed} {number}")
-        completing = [operation for operation in self._operations if operation.method == "post"]
-        others = [operation for operation in self._operations if operation.method != "post"]
+        completing = [operation for operation in self.operations if operation.method == "post"]
+        others = [operation for operation in self.operations if operation.method != "post"]
         while size := self._take(BATCH):
             heavy = chance.random() < COMPLETING_SHARE
             operation = chance.choice(completing if heavy else others)
@@ -158,19 +158,19 @@ class Fuzzer:
             nonlocal sent
             if sent < size:
                 sent += 1
-                self._one(case, mode)
+                self.send_one(case, mode)
 
-        with self._generating:
+        with self.generating:
             send()
         return sent
 
-    def _one(self, case: Any, mode: GenerationMode) -> None:
+    def send_one(self, case: Any, mode: GenerationMode) -> None:
         endpoint = f"{case.method} {case.operation.path}"
-        self._generating.release()
+        self.generating.release()
         try:
             response = case.call(timeout=DEADLINE)
         finally:
-            self._generating.acquire()
+            self.generating.acquire()
         key = endpoint, mode.value, response.status_code
         told = []
         try:

@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -102,6 +103,9 @@ class DecodeInstance:
             again, and seconds that a request waits for an instance to register.
         tries: how often a request is sent at most.
         moment: seconds that ``poll`` may wait.
+
+    Attributes:
+        identity, form, timeout: as given.
     """
 
     def __init__(
@@ -118,11 +122,11 @@ class DecodeInstance:
     ) -> None:
         self.transfers = Transfers()
         self._transport = transport
-        self._identity = identity
+        self.identity = identity
         self._cache = cache
-        self._form = form
+        self.form = form
         self._most_away = most_away
-        self._timeout = timeout
+        self.timeout = timeout
         self._tries = tries
         self._moment = moment
         self._name = uuid.uuid4().hex
@@ -141,6 +145,11 @@ class DecodeInstance:
     def has_work(self) -> bool:
         """Whether a request is here or away."""
         return bool(self._waiting or self._away or self._back)
+
+    @property
+    def away(self) -> Mapping[str, IncomingPrefill]:
+        """The requests that an instance has, by name, and what of them has come."""
+        return MappingProxyType(self._away)
 
     @property
     def address(self) -> str:
@@ -234,7 +243,7 @@ class DecodeInstance:
             peer=name,
             job=f"{self._name}-{self._jobs}",
             start=start,
-            form=self._form if peer.same_draft else self._form.target_alone,
+            form=self.form if peer.same_draft else self.form.target_alone,
         )
         if not peer.jobs:
             peer.heard = away.sent_at  # it had nothing to do till now
@@ -281,19 +290,19 @@ class DecodeInstance:
         long."""
         now = time.monotonic()
         for name, peer in list(self._peers.items()):
-            if peer.jobs and now - peer.heard > self._timeout:
-                why = f"the prefill instance gave nothing for {self._timeout:g} s"
+            if peer.jobs and now - peer.heard > self.timeout:
+                why = f"the prefill instance gave nothing for {self.timeout:g} s"
                 for away in list(peer.jobs.values()):
                     self._again(away, why)
                 peer.heard = now
                 _log.warning("%s (%s)", why, name[:8])
-        if not self._peers and self._waiting and now - self._alone_since > self._timeout:
+        if not self._peers and self._waiting and now - self._alone_since > self.timeout:
             why = (
-                f"no prefill instance has registered at {self.address} for {self._timeout:g} s; "
+                f"no prefill instance has registered at {self.address} for {self.timeout:g} s; "
                 f"start one with --disaggregation-mode prefill and this address"
             )
             for request in list(self._waiting):
-                if now - self._queued_at[request.request_id] > self._timeout:
+                if now - self._queued_at[request.request_id] > self.timeout:
                     self._unqueue(request)
                     self._fail(request, why)
 
@@ -342,7 +351,7 @@ class DecodeInstance:
         """Send requests again that their instance should know by now, and does not."""
         peer.heard = now = time.monotonic()
         for away in list(peer.jobs.values()):
-            if away.job not in names and now - away.sent_at > self._timeout:
+            if away.job not in names and now - away.sent_at > self.timeout:
                 self._again(away, "the prefill instance does not know of it")
 
     def _take_part(self, away: IncomingPrefill, message: WireMessage) -> None:
@@ -371,7 +380,7 @@ class DecodeInstance:
         self._lose(name, "the prefill instance has begun anew")
         try:
             theirs = Identity.from_fields(fields["identity"])
-            misfit = self._identity.misfit(theirs)
+            misfit = self.identity.misfit(theirs)
         except HandshakeError as error:
             misfit = str(error)
         if misfit is not None:
@@ -379,13 +388,13 @@ class DecodeInstance:
             _log.warning("a prefill instance was refused: %s", misfit)
             self._transport.send(name, WireMessage("refused", {"why": misfit}))
             return
-        same = theirs.draft == self._identity.draft
+        same = theirs.draft == self.identity.draft
         if not same:
             _log.warning(
                 "a prefill instance has the draft %r, this one has %r: requests begin without a "
                 "draft state",
                 theirs.draft,
-                self._identity.draft,
+                self.identity.draft,
             )
         self._peers[name] = _Peer(session, same, heard=time.monotonic())
         self.transfers.peers = len(self._peers)

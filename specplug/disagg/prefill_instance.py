@@ -84,6 +84,9 @@ class PrefillInstance:
         prepare: ``LLM.prepare``, which may be called from other threads.
         submit: queues a request.
         abort: ends one by its name.
+
+    Attributes:
+        links: as given.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class PrefillInstance:
         submit: Callable[[Request], None],
         abort: Callable[[str], None],
     ) -> None:
-        self._links = list(links)
+        self.links = list(links)
         self._identity = identity
         self._prepare = prepare
         self._submit = submit
@@ -104,6 +107,11 @@ class PrefillInstance:
         self._by_request: dict[Request, _Work] = {}
         self._preparing: dict[Future[Request], _Work] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a decode instance waits for a prefill of this one."""
+        return bool(self._work)
 
     def receive(self, *, wait: bool) -> None:
         """Register where that is due, and handle the messages that have come.
@@ -114,10 +122,10 @@ class PrefillInstance:
         Raises:
             HandshakeError: all decode instances refuse this one.
         """
-        for link in self._links:
+        for link in self.links:
             self._register(link)
             self._tell_jobs(link)
-            for event in link.transport.receive(_MOMENT / len(self._links) if wait else 0.0):
+            for event in link.transport.receive(_MOMENT / len(self.links) if wait else 0.0):
                 self._take(link, event)
         for future in [f for f in self._preparing if f.done()]:
             work = self._preparing.pop(future)
@@ -143,7 +151,7 @@ class PrefillInstance:
     def close(self) -> None:
         """Send ``leave`` and disconnect."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for link in self._links:
+        for link in self.links:
             link.say(WireMessage("leave"))
             link.transport.close()
 
@@ -202,7 +210,7 @@ class PrefillInstance:
     def _note_refusal(self, link: Link, why: str) -> None:
         """Note that a decode instance refuses this one; go on if there is another."""
         told = f"the decode instance at {link.transport.address} refuses this one: {why}"
-        if all(each.refused for each in self._links if each is not link):
+        if all(each.refused for each in self.links if each is not link):
             raise HandshakeError(told)
         if link.refused is None:
             _log.warning("%s", told)

@@ -402,7 +402,7 @@ def _connect_peers(store: TCPStore, rank: int, size: int, join_timeout: float) -
             connection = _connect(where, int(port), other)
             connection.sendall(_HEADER.pack(_Kind.HELLO, rank, 0, len(token)) + token)
             peers.append(_Peer(other, connection))
-        peers += _accept_peers(server, token, size - 1 - rank, join_timeout)
+        peers += accept_peers(server, token, size - 1 - rank, join_timeout)
     for peer in peers:
         peer.connection.settimeout(None)
         peer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -420,7 +420,7 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _accept_peers(
+def accept_peers(
     server: socket.socket, token: bytes, count: int, join_timeout: float
 ) -> list[_Peer]:
     """Accept ``count`` ranks. Strangers may connect too, and delay nobody."""

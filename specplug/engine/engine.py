@@ -40,6 +40,7 @@ class Engine:
         remote: who has requests prefilled by other instances; None: they are prefilled here.
 
     Attributes:
+        scheduler, steps, runtime, hooks: as given.
         outbox: prefilled slices for other instances, until the prefill instance sends them.
     """
 
@@ -59,9 +60,9 @@ class Engine:
         self.outbox: deque[PrefillSlice] = deque()
         self._remote = remote
         self.statistics = Statistics()
-        self._steps = steps
-        self._runtime = runtime
-        self._hooks = hooks
+        self.steps = steps
+        self.runtime = runtime
+        self.hooks = hooks
         self._carries_state = bool(state_spec(runtime.worker))
         self._told_stateless = False
         self._ranks = ranks
@@ -105,7 +106,7 @@ class Engine:
     @property
     def cuda_graph(self) -> str:
         """Whether passes are replayed as CUDA graphs: "on", or "off" and why."""
-        return self._runtime.cuda_graph
+        return self.runtime.cuda_graph
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -190,7 +191,7 @@ class Engine:
         for request in step.admitted:
             self._admit(request)
         scheduled = time.perf_counter()
-        result = self._steps.run(step)
+        result = self.steps.run(step)
         result.host_seconds = scheduled - began
         self._launched.append(result)
         self._launching = None
@@ -201,7 +202,7 @@ class Engine:
         output: Sequence[int] = request.output_token_ids
         if request.status is RequestStatus.RUNNING:  # a root is counted when it is verified
             output = output[: request.num_computed_tokens - len(request.prompt_token_ids)]
-        self._runtime.sampler.admit(
+        self.runtime.sampler.admit(
             request.req_index,
             request.params,
             request.seed,
@@ -217,7 +218,7 @@ class Engine:
         if not self._is_busy:
             self._ranks.rest(self._rest)
         if self._ranks.called:
-            self._steps.idle()
+            self.steps.idle()
             self.statistics.steps["idle"] += 1
 
     def _process(self) -> None:
@@ -235,7 +236,7 @@ class Engine:
         result.host_seconds += time.perf_counter() - began
         report = _report(result, sampled, kept)
         self.statistics.add(report)
-        self._hooks.on_step(self._runtime, report)
+        self.hooks.on_step(self.runtime, report)
 
     def _process_prefill(self, result: StepResult) -> list[bool]:
         """Hand out the results of a prefill; return for each chunk whether it gave a token."""
@@ -328,7 +329,7 @@ class Engine:
                 "request %s came without a draft state: %s drafts it from its last tokens, as all "
                 "that come so (counted as 'stateless' in the statistics)",
                 request.request_id,
-                self._runtime.config.algorithm,
+                self.runtime.config.algorithm,
             )
 
     def _process_aborts(self) -> None:
@@ -359,7 +360,7 @@ class Engine:
             accept_lens=tuple(request.accept_lens),
         )
         self.statistics.add_request(report)
-        self._hooks.on_request_finished(self._runtime, report)
+        self.hooks.on_request_finished(self.runtime, report)
 
 
 def _prefill_slice(kv: KVSlice, token: int) -> PrefillSlice:

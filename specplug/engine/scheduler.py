@@ -336,7 +336,7 @@ class Scheduler:
                 loser = self._who_loses_least(request)
                 if loser is request and self._others_in_flight(request):
                     break
-                self._retract(loser)
+                self.retract(loser)
             else:
                 secured.append(request)
         return [request for request in secured if request.req_index]
@@ -401,9 +401,9 @@ class Scheduler:
         for request in [
             r for r in self.running if r.num_computed_tokens >= r.outgrows and not r.in_flight
         ]:
-            self._retract(request)
+            self.retract(request)
 
-    def _retract(self, request: Request) -> None:
+    def retract(self, request: Request) -> None:
         """Take a request's row and pages, and let it wait again at its old place.
 
         What it has computed stays in the prefix cache while there is room.

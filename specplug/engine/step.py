@@ -48,6 +48,9 @@ class StepRunner:
         future_map: the algorithm's.
         kv_transfer: to other instances and from them.
         ranks: that run each pass of the target together with this one; None: it is alone.
+
+    Attributes:
+        runner: as given.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class StepRunner:
     ) -> None:
         self._runtime = runtime
         self._device = runtime.device
-        self._runner = runner
+        self.runner = runner
         self._order: HookOrder[EngineHalf] = HookOrder(
             runtime, hooks, future_map, EngineHost(runtime)
         )
@@ -75,7 +78,7 @@ class StepRunner:
         """Launch a step, whichever thread it is called from."""
         with self._current_device():
             self._runtime.table.flush()
-            return self._run(step)
+            return self.launch(step)
 
     @torch.inference_mode()
     def idle(self) -> None:
@@ -88,7 +91,7 @@ class StepRunner:
             self._runtime.max_slots = 1
             row = upload([0], self._device)
             self._agree(row)
-            logits, *_ = self._runner.verify(row, self._runtime.make_plan(row, row, 1))
+            logits, *_ = self.runner.verify(row, self._runtime.make_plan(row, row, 1))
             self._order.idle(logits[:0])
 
     def _agree(self, *rows: Tensor) -> None:
@@ -101,7 +104,8 @@ class StepRunner:
         device = self._device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-    def _run(self, step: Step) -> StepResult:
+    def launch(self, step: Step) -> StepResult:
+        """Launch a step whose rows are in the request table; ``run`` sees to that."""
         clock = StepClock(self._device)
         slots = [chunk.end for chunk in step.prefill.chunks] if step.prefill else []
         slots += [placed.received.end for placed in step.placed]
@@ -207,14 +211,14 @@ class StepRunner:
         if prefill is None:
             if decode is None:
                 return None, None
-            return None, self._runner.verify(decode.tokens, decode.plan, decode.points)
+            return None, self.runner.verify(decode.tokens, decode.plan, decode.points)
         assert prefill.last_rows is not None
         if decode is None:
             rows = prefill.last_rows
-            return self._runner.prefill(prefill.tokens, prefill.plan, rows, prefill.points), None
+            return self.runner.prefill(prefill.tokens, prefill.plan, rows, prefill.points), None
         width, ends = len(prefill.tokens), prefill.last_rows
         nodes = torch.arange(width, width + len(decode.tokens), device=ends.device)
-        logits, captured, points = self._runner.prefill(
+        logits, captured, points = self.runner.prefill(
             torch.cat((prefill.tokens, decode.tokens)),
             JoinedPlan((prefill.plan, decode.plan)),
             torch.cat((ends, nodes)),

@@ -18,6 +18,11 @@ class Turns:
         self._owner: int | None = None
         self._depth = 0
 
+    @property
+    def wanted(self) -> bool:
+        """Whether a thread waits for the turn."""
+        return self._next.locked()
+
     def __enter__(self) -> None:
         if self._owner != get_ident():
             with self._next:

@@ -220,6 +220,8 @@ class PrefixCache:
             known = node.users or node.parent is self._root
             assert known or node.parent.last_used >= node.last_used, "evicted before its children"
             assert node.users or node.children or node.queued, "a cached page can never be evicted"
+        queued = sum(node.queued for node in nodes)
+        assert len(self._order) == queued, "the order of eviction grows with use"
 
     def _key(self, tokens: Sequence[int], start: int, rotary_set: int) -> Key:
         own = tokens[start : start + self.pool.page_size + self.lookahead]

@@ -61,6 +61,11 @@ class GraphRunner(PassRunner):
         self._recordings: dict[Any, _Recording] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
+    @property
+    def num_recordings(self) -> int:
+        """The shapes that are recorded."""
+        return len(self._recordings)
+
     def close(self) -> None:
         """Free the graphs too."""
         self._recordings.clear()

@@ -131,7 +131,7 @@ class ModelRunner:
 
     def _end_check(self, check: ModelCheck) -> None:
         def run(token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | int) -> Tensor:
-            return self._forward(token_ids, plan, logits_rows)[0]
+            return self.prefill(token_ids, plan, logits_rows)[0]
 
         with self._stepping():
             check.compare(run, self.cache)
@@ -159,6 +159,11 @@ class ModelRunner:
         return self._graphs[kinds]
 
     @property
+    def recordings(self) -> dict[frozenset[str], int]:
+        """How many shapes of ``verify``'s pass are recorded, by the kinds of points it keeps."""
+        return {kinds: graph.num_recordings for kinds, graph in self._graphs.items()}
+
+    @property
     def graph_failure(self) -> str | None:
         """Why recording failed; None if it did not."""
         return next((g.failure for g in self._graphs.values() if g.failure is not None), None)
@@ -167,7 +172,7 @@ class ModelRunner:
         self,
         token_ids: Tensor,
         plan: PagedPlan | JoinedPlan,
-        logits_rows: Tensor,
+        logits_rows: Tensor | int,
         points: tuple[Point, ...] = (),
     ) -> PassOutput:
         """Run a pass over prompt tokens, and in a mixed step over the nodes of drafts after them.
@@ -175,7 +180,7 @@ class ModelRunner:
         Args:
             token_ids: [R] int64.
             plan: their positions and what they see.
-            logits_rows: [M] int64 rows whose logits are wanted.
+            logits_rows: [M] int64 rows whose logits are wanted, or 0: those of all rows.
             points: where the pass is to be read.
         """
         return self._forward(token_ids, plan, logits_rows, points)

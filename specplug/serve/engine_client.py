@@ -159,7 +159,10 @@ class EngineClient:
         self._asked: list[asyncio.Future[Stats]] = []
         self._failed: Failed | None = None
         self._ending = False
-        self._process: Process | None = None
+        self.process: Process | None = None
+        """The engine, once it is started."""
+        self.addresses: dict[str, str] = {}
+        """Of the sockets for its "reports" and its "commands", once they are open."""
         self._ready: asyncio.Future[Ready]
         self._tasks: list[asyncio.Task[None]] = []
         self._resources = ExitStack()
@@ -177,15 +180,15 @@ class EngineClient:
         """
         self._open_sockets()
         self._ready = asyncio.get_running_loop().create_future()
-        self._process = await asyncio.create_subprocess_exec(
+        self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "specplug.serve.engine_process"),
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.stderr.fileno(),
             start_new_session=True,  # Ctrl-C is the server's to handle
         )
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(self._settings).encode() + b"\n")
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(self._settings | self.addresses).encode() + b"\n")
         self._tasks += [asyncio.create_task(work()) for work in (self._receive, self._watch)]
         return await asyncio.shield(self._ready)  # who waits may be called off
 
@@ -200,9 +203,9 @@ class EngineClient:
         for socket, name in ((self._reports, "reports"), (self._commands, "commands")):
             socket.set_hwm(0)
             self._resources.callback(socket.close, linger=0)
-            self._settings[name] = f"ipc://{Path(folder) / name}"
-        self._reports.bind(self._settings["reports"])
-        self._commands.connect(self._settings["commands"])
+            self.addresses[name] = f"ipc://{Path(folder) / name}"
+        self._reports.bind(self.addresses["reports"])
+        self._commands.connect(self.addresses["commands"])
 
     @property
     def num_open(self) -> int:
@@ -249,8 +252,8 @@ class EngineClient:
     async def stop(self) -> None:
         """End the process; streams that are open fail."""
         self._ending = True
-        if self._process is not None:
-            await self._end_process(self._process)
+        if self.process is not None:
+            await self._end_process(self.process)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -258,8 +261,8 @@ class EngineClient:
 
     def kill(self) -> None:
         """End the process at once."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
 
     async def _end_process(self, process: Process) -> None:
         if process.returncode is None and self._ready.done():
@@ -311,9 +314,9 @@ class EngineClient:
                 self._on_warning(report.message)
             case Failed():
                 self._failed = report
-                assert self._process is not None
-                assert self._process.stdin is not None
-                self._process.stdin.close()  # it waits for that
+                assert self.process is not None
+                assert self.process.stdin is not None
+                self.process.stdin.close()  # it waits for that
 
     def _put(self, stream_id: str, event: Accepted | Update | APIError) -> None:
         stream = self._streams.get(stream_id)
@@ -322,8 +325,8 @@ class EngineClient:
 
     async def _watch(self) -> None:
         """Wait until the process ends, and tell all who wait for it."""
-        assert self._process is not None
-        code = await self._process.wait()
+        assert self.process is not None
+        code = await self.process.wait()
         why = self._failed.message if self._failed else f"its process ended with exit code {code}"
         self.ended = f"{self._name} has ended: {why}"
         if not self._ready.done():

@@ -118,6 +118,11 @@ class PreparationPool:
         own = getattr(self._llm.tokenizer, "chat_template", None)
         return self._llm.tokenizer is not None and bool(self._template or own)
 
+    @property
+    def num_waiting(self) -> int:
+        """Commands that no thread has begun with."""
+        return len(self._waiting)
+
     def take(self, add: Add) -> None:
         """Begin with a command as soon as a thread is free."""
         self._waiting[add.id] = add
@@ -238,6 +243,11 @@ class EngineLoop:
         self._num_sent: dict[str, int] = {}
         """Of each request, the tokens that were sent."""
         self._ended = False
+
+    @property
+    def num_preparing(self) -> int:
+        """Streams at preparation, those included that nobody wants any more."""
+        return len(self._preparing)
 
     def take(self, command: Any) -> None:
         """Called by the receiver for each command."""

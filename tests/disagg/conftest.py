@@ -127,10 +127,10 @@ class Pair:
         names = [self.decode.add_request(p, s) for p, s in zip(prompts, each, strict=True)]
         ended: dict[str, RequestOutput] = {}
         while self.decode.has_unfinished_requests:
-            self.prefill._prefill.step(wait=False)
+            self.prefill.prefill_loop.step(wait=False)
             ended.update({o.request_id: o for o in self.decode.step() if o.finished})
-        while self.prefill._engine.has_work:
-            self.prefill._prefill.step(wait=False)
+        while self.prefill.engine.has_work:
+            self.prefill.prefill_loop.step(wait=False)
         for llm in (self.decode, self.prefill):
             check_whole(llm)
         return [ended[name] for name in names]

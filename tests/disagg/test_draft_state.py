@@ -113,11 +113,11 @@ def test_the_proposals_are_those_of_a_single_process(
 
 def pools_at(llm: LLM, prompt: tuple[int, ...], size: int) -> list[torch.Tensor]:
     """What each KV pool has cached for the first positions of a prompt that has ended."""
-    engine = llm._engine
+    engine = llm.engine
     node = engine.scheduler.cache.match(prompt, size)
     assert node.depth == size, "pages of 1 are positions"
     slots = [page.page for page in node.path()][::-1]
-    return [pool[:, :, slots] for pool in engine._runtime.pools]
+    return [pool[:, :, slots] for pool in engine.runtime.pools]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "NGRAM"])
@@ -288,7 +288,7 @@ def test_a_state_nobody_declared_is_told_by_its_name(plain: Plain) -> None:
         name = pair.decode.add_request(plain.ids("import "), PARAMS)
         outputs: dict[str, Any] = {}
         while name not in outputs:
-            pair.prefill._prefill.step(wait=False)
+            pair.prefill.prefill_loop.step(wait=False)
             with suppress(Exception):
                 outputs.update({o.request_id: o for o in pair.decode.step() if o.finished})
     assert "'feature' is absent" in (outputs[name].error or "")
@@ -297,7 +297,7 @@ def test_a_state_nobody_declared_is_told_by_its_name(plain: Plain) -> None:
 
 def received(llm: LLM, num_requests: int) -> Batch:
     """A batch of requests that came without anything, in rows of their own."""
-    rows = torch.arange(1, num_requests + 1, device=llm._engine._runtime.device)
+    rows = torch.arange(1, num_requests + 1, device=llm.engine.runtime.device)
     requests = [llm.prepare([3, 4, 5 + i], PARAMS)[0] for i in range(num_requests)]
     for request in requests:
         request.token_ids.append(7)
@@ -317,17 +317,17 @@ def test_empty_and_stateless_batches_have_the_same_form(name: str, topk: int | N
     """K states a request where the draft branches, S of them where there is one layer a step."""
     target = shallow_target().options(name)
     with LLM(**target, dtype="float64", speculative_eagle_topk=topk) as llm:
-        steps, hidden = llm.spec_config.num_steps, llm._engine._runtime.hidden_size
+        steps, hidden = llm.spec_config.num_steps, llm.engine.runtime.hidden_size
         forms = {}
         for size in (0, 2):
             with torch.inference_mode():
                 batch = received(llm, size)
-                llm._engine._runtime.max_slots = 4
-                draft_input = llm._hooks.build_disagg_draft_input(
-                    runtime=llm._engine._runtime,
+                llm.engine.runtime.max_slots = 4
+                draft_input = llm.engine.hooks.build_disagg_draft_input(
+                    runtime=llm.engine.runtime,
                     batch=batch,
                     last_tokens=torch.full_like(batch.req_indices, 7),
-                    future_map=llm._hooks.create_future_map(llm._engine._runtime),
+                    future_map=llm.engine.hooks.create_future_map(llm.engine.runtime),
                 )
             assert draft_input.bonus_tokens.shape == (size,)
             state = {n: t for n, t in draft_input.state.items() if t is not None}
@@ -359,10 +359,10 @@ def test_a_mixture_of_instances_serves_one_batch(plain: Plain) -> None:
             while pair.decode.stats()["prefill_instances"] < 2:
                 for llm in (other, pair.prefill, pair.decode):
                     llm.step()
-            step: Callable[..., None] = pair.prefill._prefill.step
+            step: Callable[..., None] = pair.prefill.prefill_loop.step
 
             def both(*, wait: bool) -> None:
-                other._prefill.step(wait=wait)
+                other.prefill_loop.step(wait=wait)
                 step(wait=wait)
 
             names = [pair.decode.add_request(prompt, PARAMS) for prompt in prompts]

@@ -122,12 +122,12 @@ def check(output: RequestOutput, expected: RequestOutput) -> None:
 
 def settle(llm: LLM) -> None:
     """Let the prefill side hear of what has ended, and look for lost pages on both."""
-    assert llm._partner is not None
+    assert llm.partner is not None
     for _ in range(1000):
         llm.step()
-        if not llm._partner._prefill.instance._work and not llm._partner._engine.has_work:
+        if not llm.partner.prefill_loop.instance.has_work and not llm.partner.engine.has_work:
             break
-    for side in (llm, llm._partner):
+    for side in (llm, llm.partner):
         check_whole(side)
         side.flush_cache()
         assert side.occupancy["free"] == side.occupancy["total"]
@@ -273,9 +273,9 @@ def test_of_prompts_that_begin_alike_only_the_rest_is_written(plain: Plain) -> N
 
 
 def _where(llm: LLM, name: str) -> str:
-    remote, scheduler = llm._remote, llm._engine.scheduler
+    remote, scheduler = llm.decode_instance, llm.engine.scheduler
     assert remote is not None
-    if name in remote._away:
+    if name in remote.away:
         return "away"
     if scheduler.waiting.get(name):
         return "back"

@@ -46,8 +46,8 @@ class FalsePeer:
         step_until(site.llm, lambda: site.llm.stats()["prefill_instances"] > before)
 
     def register(self) -> None:
-        assert self._site.llm._remote is not None
-        identity = self._site.llm._remote._identity.as_fields()
+        assert self._site.llm.decode_instance is not None
+        identity = self._site.llm.decode_instance.identity.as_fields()
         self.say(encode(WireMessage("register", {"session": self.session, "identity": identity})))
 
     def say(self, frames: Frames) -> None:
@@ -70,8 +70,8 @@ class FalsePeer:
 
 
 def caches(site: Site, size: int) -> dict[str, Any]:
-    assert site.llm._remote is not None
-    form = site.llm._remote._form
+    assert site.llm.decode_instance is not None
+    form = site.llm.decode_instance.form
     return {
         f"cache{number}": torch.zeros(
             shape.num_layers, 2, size, shape.num_kv_heads, shape.head_dim, dtype=form.dtype
@@ -280,7 +280,7 @@ def test_a_peer_that_says_nothing_but_that_it_lives_is_given_up(
 ) -> None:
     with ExitStack() as stack:
         site = open_site(stack, tmp_path)
-        site.llm._remote._timeout = 0.5
+        site.llm.decode_instance.timeout = 0.5
         peer = FalsePeer(site, lambda job, size, site: [])
         stack.callback(peer.close)
         site.llm.add_request(plain.ids("import os\n"), PARAMS)

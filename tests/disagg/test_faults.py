@@ -28,13 +28,13 @@ OpenSite = Callable[..., Site]
 
 def one_and_a_half_parts(site: Site) -> int:
     """Bytes."""
-    return site.llm._engine._runtime.bytes_per_slot() * 12
+    return site.llm.engine.runtime.bytes_per_slot() * 12
 
 
 def came(site: Site) -> int:
     """Positions that have come so far of the request that is away."""
-    assert site.llm._remote is not None
-    return sum(incoming.end for incoming in site.llm._remote._away.values())
+    assert site.llm.decode_instance is not None
+    return sum(incoming.end for incoming in site.llm.decode_instance.away.values())
 
 
 def before(site: Site, prompt: tuple[int, ...], others: int = 0) -> None:
@@ -221,18 +221,18 @@ def test_an_abort_while_away_gives_the_pages_back(
 
 def test_an_abort_while_away_ends_the_prefill_too(long_prompt: tuple[int, ...]) -> None:
     with Pair.open({"chunked_prefill_size": 8}, decode="NONE", prefill="NONE") as pair:
-        remote, loop = pair.decode._remote, pair.prefill._prefill
+        remote, loop = pair.decode.decode_instance, pair.prefill.prefill_loop
         assert remote is not None
         assert loop is not None
         prefilling = loop.instance
         name = pair.decode.add_request(long_prompt, PARAMS)
-        while not any(incoming.end for incoming in remote._away.values()):
-            pair.prefill._prefill.step(wait=False)
+        while not any(incoming.end for incoming in remote.away.values()):
+            pair.prefill.prefill_loop.step(wait=False)
             pair.decode.step()
         pair.decode.abort(name)
         finish(pair.decode)
         deadline = time.monotonic() + DEADLINE
-        while prefilling._work:
+        while prefilling.has_work:
             assert time.monotonic() < deadline, "it was not told"
             prefilling.receive(wait=True)
         while pair.prefill.has_unfinished_requests:
@@ -308,17 +308,17 @@ def test_a_step_that_fails_at_the_prefill_instance_is_told(plain: Plain) -> None
             raise failures.pop()
 
     with LLM(dtype="float64", disaggregation="both") as llm:
-        assert llm._partner is not None
-        llm._partner._runner.capture.layers[-1].register_forward_pre_hook(fail_once)
+        assert llm.partner is not None
+        llm.partner.engine.steps.runner.capture.layers[-1].register_forward_pre_hook(fail_once)
         prompts = [plain.ids("import os\n"), plain.ids("class ")]
         began = time.monotonic()
         for prompt, output in zip(prompts, llm.generate(prompts, PARAMS), strict=True):
             assert output.token_ids == plain.output(prompt, PARAMS).token_ids
         assert time.monotonic() - began < 25, "it was not told: the timeout did it"
-        lost = llm._partner.stats()["requests"]["error"]  # those of the step: one, or both
+        lost = llm.partner.stats()["requests"]["error"]  # those of the step: one, or both
         assert llm.stats()["transfers"]["tries_again"] == lost > 0
         check_whole(llm)
-        check_whole(llm._partner)
+        check_whole(llm.partner)
 
 
 def test_a_step_that_fails_here_ends_what_is_away_too(plain: Plain) -> None:
@@ -334,7 +334,7 @@ def test_a_step_that_fails_here_ends_what_is_away_too(plain: Plain) -> None:
             if failures:
                 raise failures.pop()
 
-        llm._runner.capture.layers[-1].register_forward_pre_hook(fail_once)
+        llm.engine.steps.runner.capture.layers[-1].register_forward_pre_hook(fail_once)
         prompts = [plain.ids(text) for text in ("import os\n", "class ", "x")]
         names = {llm.add_request(prompt, PARAMS) for prompt in prompts}
         ended: dict[str, RequestOutput] = {}
@@ -346,7 +346,7 @@ def test_a_step_that_fails_here_ends_what_is_away_too(plain: Plain) -> None:
         for prompt, output in zip(prompts, llm.generate(prompts, PARAMS), strict=True):
             assert output.token_ids == plain.output(prompt, PARAMS).token_ids
         check_whole(llm)
-        check_whole(llm._partner)
+        check_whole(llm.partner)
 
 
 def test_delays_grow_and_jitter() -> None:
@@ -381,7 +381,7 @@ def test_unanswered_instance_registers_ever_more_seldom() -> None:
                 if frames != [b"beat"]:
                     assert read(frames).kind == "register"
                     times.append(time.monotonic())
-        llm._prefill.instance._links[0].transport.send("", read(frames))  # it still speaks
+        llm.prefill_loop.instance.links[0].transport.send("", read(frames))  # it still speaks
     router.close()
     context.term()
     gaps = [b - a for a, b in pairwise(times)]

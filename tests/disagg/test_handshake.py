@@ -78,7 +78,7 @@ def test_an_instance_that_does_not_fit_ends_and_says_why(
     refused(site)
     assert instance.wait() == 1
     said = instance.log.read_text()
-    ours = site.llm._remote._identity
+    ours = site.llm.decode_instance.identity
     if name == "model":
         told = re.search(r"and '(LlamaForCausalLM [0-9a-f]{16})' at", said)
         assert told is not None, said

@@ -87,13 +87,13 @@ def test_a_hook_that_fails_loses_no_request_that_came_with_it(plain: Plain) -> N
 
     prompts = [plain.ids(text) for text in ("import os\n", "class A:\n", "def f(x):\n", "for i")]
     with Pair.open({}, decode=Failing(), prefill="NONE") as pair:
-        remote = pair.decode._remote
+        remote = pair.decode.decode_instance
         assert remote is not None
         names = [pair.decode.add_request(p, SamplingParams(max_tokens=1)) for p in prompts]
         deadline = time.monotonic() + 30
         while pair.prefill.stats()["requests"].get("length", 0) < len(prompts):
             assert time.monotonic() < deadline
-            pair.prefill._prefill.step(wait=False)
+            pair.prefill.prefill_loop.step(wait=False)
             if remote.transfers.sent < len(prompts):
                 assert remote.poll(0, wait=True) == []
         time.sleep(0.2)  # so that all of them come with the same step
@@ -107,7 +107,7 @@ def test_a_hook_that_fails_loses_no_request_that_came_with_it(plain: Plain) -> N
 
 
 def test_job_unknown_to_its_instance_is_sent_again(lonely: Site, plain: Plain) -> None:
-    lonely.llm._remote._timeout = 0.3
+    lonely.llm.decode_instance.timeout = 0.3
     peer = FalsePeer(lonely, lambda job, size, site: [])
     prompt = plain.ids("import os\n")
     lonely.llm.add_request(prompt, PARAMS)
@@ -187,7 +187,7 @@ def test_outputs_of_a_false_form_end_the_request_alone(
 
 def test_a_draft_state_out_of_the_vocabulary_changes_no_token(lonely: Site, plain: Plain) -> None:
     def answer(job: str, size: int, site: Site) -> list[Any]:
-        spec = site.llm._engine._runtime.worker.state_spec()
+        spec = site.llm.engine.runtime.worker.state_spec()
         state = {
             "state.hidden_states": torch.zeros(spec["hidden_states"].shape, dtype=torch.float64),
             "state.tokens": torch.tensor([10**9]),
@@ -257,6 +257,6 @@ def test_counts_begin_anew(plain: Plain) -> None:
         assert stats["transfers"]["received"] == stats["received"] == 0
         assert stats["prefill_instances"] == 1
         llm.flush_cache()
-        for side in (llm, llm._partner):
+        for side in (llm, llm.partner):
             assert side is not None
             assert side.occupancy["cached"] == 0

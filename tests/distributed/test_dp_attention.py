@@ -78,44 +78,44 @@ class Ranks:
     """Rank processes that are used again and again; who died is started anew."""
 
     def __init__(self) -> None:
-        self._processes: list[Process] = []
+        self.processes: list[Process] = []
 
     def __getitem__(self, rank: Any) -> Any:
-        return self._processes[rank]
+        return self.processes[rank]
 
     def open(self, **settings: Any) -> list[dict[str, Any]]:
         """Have two processes make an LLM; what each uses."""
         self.begin({}, {}, **settings)
-        return [process.answer() for process in self._processes]
+        return [process.answer() for process in self.processes]
 
     def begin(self, *own: dict[str, Any], **common: Any) -> None:
         """Begin to make an LLM in as many processes as there are settings of their own."""
-        alive = [p for p in self._processes if p.process.poll() is None]
+        alive = [p for p in self.processes if p.process.poll() is None]
         started = [Process() for _ in range(len(own) - len(alive))]
         for process in started:
             assert process.reply(DEADLINE) == "ready"
-        self._processes = alive + started
+        self.processes = alive + started
         where = f"127.0.0.1:{free_port()}"
         group = {"dp_size": len(own), "dp_address": where, "enable_dp_attention": True}
-        for rank, (process, settings) in enumerate(zip(self._processes, own, strict=True)):
+        for rank, (process, settings) in enumerate(zip(self.processes, own, strict=True)):
             process.ask("open", **{**common, **settings, **group, "dp_rank": rank})
 
     def all(self, name: str, *arguments: Any) -> list[Any]:
         """Have every process do something."""
-        for process in self._processes:
+        for process in self.processes:
             process.ask(name, *arguments)
-        return [process.answer() for process in self._processes]
+        return [process.answer() for process in self.processes]
 
     def run(self, *loads: Sequence[Job]) -> list[Any]:
         """Have each process run its requests; see ``RankWorker.run``."""
-        for process, jobs in zip(self._processes, loads, strict=True):
+        for process, jobs in zip(self.processes, loads, strict=True):
             process.ask("run", list(jobs))
-        return [process.answer() for process in self._processes]
+        return [process.answer() for process in self.processes]
 
     def kill(self) -> None:
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
-        self._processes = []
+        self.processes = []
 
 
 def free_port() -> int:
@@ -134,7 +134,7 @@ def all_ranks() -> Iterator[Ranks]:
 def ranks(all_ranks: Ranks) -> Iterator[Ranks]:
     """Rank processes; without an LLM afterwards, and without those that do not answer."""
     yield all_ranks
-    for process in all_ranks._processes:
+    for process in all_ranks.processes:
         if not process.forget():
             process.kill()
 
@@ -264,7 +264,7 @@ def test_routed_experts_are_those_of_the_own_rows(ranks: Ranks, moe_model: Path)
     ]
     with LLM(moe_model, dtype="float64", device="cpu") as llm:
         expected = llm.generate(prompts, params)
-        whole = llm._runner.num_parameters
+        whole = llm.engine.steps.runner.num_parameters
     ranks.open(model=moe_model, dtype="float64", chunked_prefill_size=8)
     assert all(parameters < 0.75 * whole for parameters in ranks.all("parameters"))
     (many, _), (one, _) = ranks.run(

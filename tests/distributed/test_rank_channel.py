@@ -171,7 +171,7 @@ def test_a_rank_may_go_on_before_it_is_answered() -> None:
         with socket.create_connection(server.getsockname()) as caller:
             hello = rank_channel._HEADER.pack(rank_channel._Kind.HELLO, 1, 0, len(token))
             caller.sendall(hello + token + alive)
-            (peer,) = rank_channel._accept_peers(server, token, 1, DEADLINE)
+            (peer,) = rank_channel.accept_peers(server, token, 1, DEADLINE)
         with peer.connection:
             assert peer.rank == 1
             assert peer.connection.recv(65536) == alive, "this is for the listening thread"

@@ -87,7 +87,7 @@ def open_llm(
     yield make
     for llm in made:
         llm.check_pool()
-        assert not llm._engine.has_work, "a step of an ended request was left in flight"
+        assert not llm.engine.has_work, "a step of an ended request was left in flight"
         llm.close()
 
 

@@ -59,13 +59,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> HostReads:
     """Every step is counted, but for the checks that only run in tests."""
     monkeypatch.setattr(draft, "DEBUG", False)
     monkeypatch.setattr(hook_results, "DEBUG", False)
-    counted, launch = HostReads(), StepRunner._run
+    counted, launch = HostReads(), StepRunner.launch
 
     def run(self: StepRunner, step: Any) -> Any:
         with counted:
             return launch(self, step)
 
-    monkeypatch.setattr(StepRunner, "_run", run)
+    monkeypatch.setattr(StepRunner, "launch", run)
     return counted
 
 
@@ -135,13 +135,13 @@ def test_no_step_waits_for_a_gpu(
 ) -> None:
     monkeypatch.setattr(draft, "DEBUG", False)
     monkeypatch.setattr(hook_results, "DEBUG", False)
-    launch = StepRunner._run
+    launch = StepRunner.launch
 
     def run(self: StepRunner, step: Any) -> Any:
         with no_waiting():
             return launch(self, step)
 
-    monkeypatch.setattr(StepRunner, "_run", run)
+    monkeypatch.setattr(StepRunner, "launch", run)
     with LLM(
         dtype="float32",
         speculative_algorithm=successors() if name == "SUCCESSORS" else name,

@@ -845,7 +845,7 @@ def test_retracted_request_waits_for_its_steps_in_flight() -> None:
     assert first is not None
     assert lost.in_flight == 1
     _end(scheduler, other)
-    scheduler._retract(lost)
+    scheduler.retract(lost)
     later = _add(scheduler, 2, 1)
     assert scheduler.schedule() is None
     _process(scheduler, first, {})
@@ -1018,7 +1018,7 @@ def test_who_wants_its_experts_computes_what_has_none_yet() -> None:
     assert step.prefill
     assert step.prefill.chunks[0].start == 0
     request.outputs["routed_experts"].take(0, {"routed_experts": torch.zeros(9, 1, 1)})
-    scheduler._retract(request)
+    scheduler.retract(request)
     step = _turn(scheduler)
     assert step.prefill
     assert step.prefill.chunks[0].start == 8, "the ninth token's page has tokens without"
@@ -1047,7 +1047,7 @@ def test_tokens_lost_by_two_retractions_count_as_recomputed() -> None:
     for _ in range(3):
         _turn(scheduler)
     for _ in range(2):
-        scheduler._retract(request)
+        scheduler.retract(request)
         step = _turn(scheduler)
         assert step.prefill
         assert step.prefill.chunks[0].recomputed == 4

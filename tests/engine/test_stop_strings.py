@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,18 +29,17 @@ def test_a_character_takes_constant_time_on_average() -> None:
     """The worst text: it always nearly matches, and each string's end is another's middle."""
     looked_up = 0
 
-    class Counting(list[Any]):
-        def __getitem__(self, index: Any) -> Any:
+    class Counting(str):
+        def __hash__(self) -> int:
             nonlocal looked_up
             looked_up += 1
-            return super().__getitem__(index)
+            return super().__hash__()
 
     stop = StopStrings([("a" * n) + "b" for n in range(190, 254)])
-    stop._shorter = Counting(stop._shorter)
     state, text = 0, ("a" * 180 + "c") * 20
     for character in text:
-        state = stop.step(state, character)
-    assert looked_up <= len(text)
+        state = stop.step(state, Counting(character))
+    assert looked_up <= 3 * len(text), "two look-ups a character, and one a shorter state"
 
 
 def test_choices_share_their_stop_strings() -> None:

@@ -111,7 +111,7 @@ def test_a_turn_goes_to_the_thread_that_waits() -> None:
     thread = threading.Thread(target=wait)
     with turns:
         thread.start()
-        while not turns._next.locked():
+        while not turns.wanted:
             pass
     with turns, turns:  # asks at once, and again while it has it
         order.append("who asked again")

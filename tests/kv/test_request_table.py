@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
-import pytest
 import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from torch.overrides import TorchFunctionMode
 
 from specplug.kv.request_table import RequestTable
 
@@ -136,28 +136,37 @@ def test_nothing_reaches_the_device_before_a_flush() -> None:
     assert int(table.slots.any(1).sum()) == 1, "no other row"
 
 
-def test_all_changes_go_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    uploads: list[int] = []
-    upload: Callable[..., Any] = RequestTable._upload
+class Uploads(TorchFunctionMode):
+    """Notes the length of every list that is made a tensor."""
 
-    def counted(self: RequestTable, values: list[Any]) -> Any:
-        uploads.append(len(values))
-        return upload(self, values)
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[int] = []
 
-    monkeypatch.setattr(RequestTable, "_upload", counted)
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in (torch.tensor, torch.as_tensor):
+            self.lengths.append(len(args[0]))
+        return function(*args, **(kwargs or {}))
+
+
+def test_all_changes_go_up_together() -> None:
     table = RequestTable(9, 8, 2, CPU)
     requests = [_entered(table, 3 * i + 1, 3 * i + 2) for i in range(8)]
-    table.flush()
-    assert uploads == [3, 16], "the rows with their floors and lengths, and every page"
-    uploads.clear()
-    table.flush()
-    assert uploads == [], "nothing has changed"
+    with Uploads() as uploads:
+        table.flush()
+    assert uploads.lengths == [3, 16], "the rows with their floors and lengths, and every page"
+    with Uploads() as uploads:
+        table.flush()
+    assert uploads.lengths == [], "nothing has changed"
     for request in requests:
         request.pages.append(50 + request.req_index)
         request.write(table, [2])
         request.write(table, [2])
-    table.flush()
-    assert uploads == [8], "each page once, and no row"
+    with Uploads() as uploads:
+        table.flush()
+    assert uploads.lengths == [8], "each page once, and no row"
 
 
 def test_reused_row_keeps_nothing_of_the_request_before() -> None:

@@ -46,8 +46,8 @@ def test_replays_give_the_same_tokens(
             outputs = llm.generate(reference.prompts, reference.params[kind])
             assert [o.token_ids for o in outputs] == list(known.values())
             assert llm.effective_config["cuda_graph"] == "on"
-            recorded = bool(llm._runner._graphs[frozenset()]._recordings)
-            assert recorded or ragged, "passes of one width were recorded"
+            recorded = llm.engine.steps.runner.recordings
+            assert recorded[frozenset()] or ragged, "passes of one width were recorded"
 
 
 @needs_cuda
@@ -64,9 +64,9 @@ def test_replays_leave_the_hidden_states_of_any_layers(
             asked = [attrs.evolve(each, return_hidden_states=layers) for each in greedy]
             found.append([output.hidden_states for output in llm.generate(prompts, asked)])
         assert llm.effective_config["cuda_graph"] == "on"
-        graphs = llm._runner._graphs
-        assert set(graphs) == {frozenset(), frozenset({"hidden_states"})}
-        assert all(graph._recordings for graph in graphs.values())
+        recorded = llm.engine.steps.runner.recordings
+        assert set(recorded) == {frozenset(), frozenset({"hidden_states"})}
+        assert all(recorded.values())
     for layers, states in zip(chosen[1:4], found[1:4], strict=True):
         columns = [2] if layers is True else list(layers)
         for some, every in zip(states, found[0], strict=True):

@@ -153,7 +153,7 @@ def test_check_names_pass_that_differs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A mistake in the way that one pass is planned, as the engine could make it."""
-    whole, count = ModelRunner._forward, []
+    whole, count = ModelRunner.prefill, []
 
     def forward(self: ModelRunner, tokens: Any, plan: Any, *how: Any, **more: Any) -> Any:
         if len(count) == number:
@@ -161,7 +161,7 @@ def test_check_names_pass_that_differs(
         count.append(1)
         return whole(self, tokens, plan, *how, **more)
 
-    monkeypatch.setattr(ModelRunner, "_forward", forward)
+    monkeypatch.setattr(ModelRunner, "prefill", forward)
     folder = folder_of("LlamaConfig", initializer_range=0.3)
     with pytest.raises(CheckpointError, match=f"{name}: logits differ by .*, from layer 0 on"):
         _load(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import tempfile
 import threading
 import time
@@ -82,7 +81,7 @@ def test_intake_does_not_begin_with_what_is_aborted(
     for number in range(20):
         running.loop.take(Add(id=str(number), prompts=["y" * 1000]))
         running.loop.take(Abort(id=str(number)))
-    assert running.preparation._waiting == {}, "their prompts take no room"
+    assert running.preparation.num_waiting == 0, "their prompts take no room"
     for name in ("first", "second"):
         running.loop.take(Abort(id=name))
     running.loop.take(Add(id="last", prompts=["z"], params={"max_tokens": 1}))
@@ -90,7 +89,7 @@ def test_intake_does_not_begin_with_what_is_aborted(
     assert running.report() == Accepted(id="last", prompt_tokens=[1])
     assert begun.get(timeout=DEADLINE) == "z"
     assert begun.empty()
-    wait_until(lambda: not running.loop._preparing)
+    wait_until(lambda: running.loop.num_preparing == 0)
 
 
 def test_an_output_that_cannot_be_told_ends_its_request_alone(
@@ -149,13 +148,13 @@ def new_client(on_end: Any = None) -> EngineClient:
 async def test_an_engine_that_loads_is_ended_at_once() -> None:
     client = new_client()
     starting = asyncio.create_task(client.start())
-    while client._process is None:
+    while client.process is None:
         await asyncio.sleep(0)
     starting.cancel()
     await asyncio.wait({starting})
     began = time.monotonic()
     await client.stop()
-    assert client._process.returncode == -9, "it is not asked to end, which it would not hear"
+    assert client.process.returncode == -9, "it is not asked to end, which it would not hear"
     assert time.monotonic() - began < engine_client._END_SECONDS / 2
 
 
@@ -165,19 +164,18 @@ async def test_a_reader_that_fails_ends_the_engine(reader: str) -> None:
     why: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     client = new_client(why.set_result)
     await client.start()
-    assert client._process is not None
-    if reader == "engine":
-        client._commands.send(b"no JSON")
-    else:
-        with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
-            stranger.connect(client._settings["reports"])
-            stranger.send(json.dumps(["Strange", {}]).encode())
+    assert client.process is not None
+    told = {"engine": ("commands", b"no JSON"), "server": ("reports", b'["Strange", {}]')}
+    socket, message = told[reader]
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(client.addresses[socket])
+        stranger.send(message)
     job = client.submit(1, prompts=["x"], params={"max_tokens": 2000, "ignore_eos": True})
     reason = await asyncio.wait_for(why, DEADLINE)
     assert reason.startswith("the engine has ended: ")
     assert ("JSONDecodeError" if reader == "engine" else "KeyError") in reason
     assert not job.unfinished
-    assert not is_alive(client._process.pid)
+    assert not is_alive(client.process.pid)
     await client.stop()
 
 
@@ -189,8 +187,12 @@ async def test_sockets_where_temporary_files_have_long_paths(
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     client = new_client()
-    client._open_sockets()
-    name = Path(client._settings["reports"].removeprefix("ipc://"))
+    starting = asyncio.create_task(client.start())
+    while client.process is None:
+        await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait({starting})
+    name = Path(client.addresses["reports"].removeprefix("ipc://"))
     wait_until(name.exists)
     assert not name.is_relative_to(tmp_path)
     await client.stop()

@@ -26,7 +26,7 @@ def test_some_fuzzed_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_wrong_is_told(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """A response that the schema does not know: the server's own, but for its status."""
     fuzzer = fuzz.Fuzzer(server, 5, seed=0)
-    (operation,) = [o for o in fuzzer._operations if o.path == "/v1/models"]
+    (operation,) = [o for o in fuzzer.operations if o.path == "/v1/models"]
     call = operation.Case().call
 
     def changed(status: int) -> Any:
@@ -40,7 +40,7 @@ def test_what_is_wrong_is_told(server: ServerProcess, monkeypatch: pytest.Monkey
     case = operation.Case()
     for status, complaint in ((500, "Server error"), (302, "Received: 302")):
         monkeypatch.setattr(type(case), "call", changed(status))
-        with fuzzer._generating:
-            fuzzer._one(case, schema_mode := fuzz.GenerationMode.POSITIVE)
+        with fuzzer.generating:
+            fuzzer.send_one(case, schema_mode := fuzz.GenerationMode.POSITIVE)
         assert any(complaint in failure for failure in fuzzer.result.failures), complaint
         assert fuzzer.result.statuses["GET /v1/models", schema_mode.value, status] == 1

@@ -261,18 +261,18 @@ class ToyHost:
 
     def decode(self, rows: Sequence[int], max_draft_nodes: int = 4) -> None:
         """Take one decode step."""
-        half, draft = self._begin(rows, max_draft_nodes)
+        half, draft = self.begin(rows, max_draft_nodes)
         predict, logits = following(half.tokens), torch.zeros(draft.total, VOCAB)
         self.order.finish_decode(half, predict, logits, {"after": predict})
 
     def decode_verifying_itself(self, rows: Sequence[int]) -> None:
         """Take one decode step, the draft verified by the host."""
-        half, draft = self._begin(rows, 4)
+        half, draft = self.begin(rows, 4)
         verified = verify_tree(draft, following(half.tokens))
         output = compact(verified, half.tokens, {"after": following(half.tokens)})
         self.order.extend(half, half.seq_lens + verified.accept_lens, output)
 
-    def _begin(self, rows: Sequence[int], max_draft_nodes: int) -> tuple[Half, Draft]:
+    def begin(self, rows: Sequence[int], max_draft_nodes: int) -> tuple[Half, Draft]:
         half = self._half(rows)
         views = [View(request_id=str(row), token_ids=()) for row in rows]
         most = (max_draft_nodes,) * len(rows)
@@ -379,7 +379,7 @@ def test_wrong_roots_of_an_algorithm_are_not_verified(
     future_map = host.future_map
     host.prefill(PROMPTS)
     future_map.bonus_tokens.zero_()
-    half, draft = host._begin([2, 5], 4)
+    half, draft = host.begin([2, 5], 4)
     assert draft.tokens[:, 0].tolist() == [*plain(PROMPTS[2], 1), *plain(PROMPTS[5], 1)]
     future_map.seq_lens.add_(1)
     assert half.seq_lens.tolist() == [5, 3]

@@ -22,11 +22,14 @@ class DFlashWorker:
 
     Args:
         runtime: the engine's.
+
+    Attributes:
+        network: the draft model.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._network = network = load_network(runtime)
+        self.network = network = load_network(runtime)
         config = network.config
         own_embedding, own_head = network.embed_tokens, network.lm_head
         self._embed = runtime.embed_tokens if own_embedding is None else own_embedding
@@ -50,7 +53,7 @@ class DFlashWorker:
 
     def _capture(self, runtime: Runtime) -> None:
         """Ask the target for the features that are fused."""
-        config = self._network.config
+        config = self.network.config
         normed = [config.normed_last and i == runtime.num_layers for i in config.feature_layers]
         inputs = [i for i, last in zip(config.feature_layers, normed, strict=True) if not last]
         self._inputs = runtime.capture_layer_inputs(tuple(inputs)) if inputs else None
@@ -76,8 +79,8 @@ class DFlashWorker:
                 width = output.next_tokens.shape[0] // batch.size
                 plan = self._runtime.plan_attention(batch, batch.seq_lens, width)
             assert plan is not None
-            context = self._network.fuse(self._features(output))
-            for layer, (k, v) in enumerate(self._network.context_kv(context, plan.positions)):
+            context = self.network.fuse(self._features(output))
+            for layer, (k, v) in enumerate(self.network.context_kv(context, plan.positions)):
                 plan.write(self._cache, layer, k, v)
         return DraftInput(bonus_tokens=output.bonus_tokens)
 
@@ -107,13 +110,13 @@ class DFlashWorker:
             Logits [bs * (N - 1), V_draft].
         """
         kinds = dict(zip(self._block_masks, plans, strict=True))
-        config = self._network.config
+        config = self.network.config
         of_layer = [kinds[causal] for causal in config.causal]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             window = config.windows[layer]
             return of_layer[layer].attend(self._cache, layer, q, k, v, window=window)
 
-        hidden: Tensor = self._network(self._embed(block.flatten()), plans[0].positions, attend)
+        hidden: Tensor = self.network(self._embed(block.flatten()), plans[0].positions, attend)
         drafted = hidden.view(*block.shape, -1)[:, 1:].flatten(0, 1)
-        return self._lm_head(self._network.norm(drafted))
+        return self._lm_head(self.network.norm(drafted))

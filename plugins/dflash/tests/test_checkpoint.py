@@ -38,7 +38,7 @@ def load(target: Path, draft: Path, **settings: object) -> LLM:
 
 
 def network_of(llm: LLM) -> DFlashNetwork:
-    network: DFlashNetwork = llm._engine._runtime.worker._network
+    network: DFlashNetwork = llm.engine.runtime.worker.network
     return network
 
 

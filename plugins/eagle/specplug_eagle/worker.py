@@ -14,13 +14,16 @@ class EagleWorker(FeatureDrafter):
 
     Args:
         runtime: the engine's.
+
+    Attributes:
+        network: the draft model.
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._network = load_network(runtime)
+        self.network = load_network(runtime)
         self._captured = runtime.capture_lm_head_input()
-        self._embed = self._network.embed_tokens or runtime.embed_tokens
-        config = self._network.config
+        self._embed = self.network.embed_tokens or runtime.embed_tokens
+        config = self.network.config
         super().__init__(
             runtime,
             hidden_size=config.hidden_size,
@@ -38,7 +41,7 @@ class EagleWorker(FeatureDrafter):
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: layers.Attend
     ) -> Tensor:
         """Run the network on token ids [R] and features [R, hidden]."""
-        output: Tensor = self._network(self._embed(tokens), hidden, positions, attend)
+        output: Tensor = self.network(self._embed(tokens), hidden, positions, attend)
         return output
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def load(target: Path, draft: Path | None, **settings: object) -> LLM:
 
 
 def assert_loaded(llm: LLM, tensors: dict[str, Tensor]) -> None:
-    state = llm._engine._runtime.worker._network.state_dict()
+    state = llm.engine.runtime.worker.network.state_dict()
     assert state.keys() == tensors.keys()
     for name, tensor in tensors.items():
         torch.testing.assert_close(state[name].cpu(), tensor, rtol=0, atol=0)

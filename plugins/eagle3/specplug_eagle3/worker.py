@@ -14,18 +14,21 @@ class Eagle3Worker(FeatureDrafter):
 
     Args:
         runtime: the engine's.
+
+    Attributes:
+        network: the draft model.
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._network = load_network(runtime)
-        config = self._network.config
+        self.network = load_network(runtime)
+        config = self.network.config
         self._captured = runtime.capture_layer_inputs(config.aux_layer_ids)
-        self._embed = self._network.embed_tokens or runtime.embed_tokens
+        self._embed = self.network.embed_tokens or runtime.embed_tokens
         order = torch.arange(config.draft_vocab_size, device=runtime.device)
         super().__init__(
             runtime,
             hidden_size=config.hidden_size,
-            token_ids=order + self._network.d2t,
+            token_ids=order + self.network.d2t,
             num_layers=1,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
@@ -33,15 +36,15 @@ class Eagle3Worker(FeatureDrafter):
 
     def features(self, output: CommittedOutput) -> Tensor:
         """Return the fused features of the chosen target layers, [R, hidden]."""
-        return self._network.fuse(output.per_node[self._captured])
+        return self.network.fuse(output.per_node[self._captured])
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: layers.Attend
     ) -> Tensor:
         """Run the network on token ids [R] and features [R, hidden]."""
-        output: Tensor = self._network(self._embed(tokens), hidden, positions, attend)
+        output: Tensor = self.network(self._embed(tokens), hidden, positions, attend)
         return output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits over the draft's own vocabulary: [R, hidden] to [R, V_draft]."""
-        return self._network.logits(hidden)
+        return self.network.logits(hidden)

@@ -34,8 +34,8 @@ def load(target: Path, draft: Path, **settings: object) -> LLM:
 
 
 def network_of(llm: LLM) -> Eagle3Network:
-    worker = llm._engine._runtime.worker
-    network: Eagle3Network = worker._network
+    worker = llm.engine.runtime.worker
+    network: Eagle3Network = worker.network
     return network
 
 

@@ -54,6 +54,9 @@ class MultiLayerEagleWorker:
 
     Args:
         runtime: the engine's.
+
+    Attributes:
+        network: the draft model.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -61,9 +64,9 @@ class MultiLayerEagleWorker:
         # A draft of the root alone needs no layer.
         self._steps = runtime.config.num_steps if runtime.config.num_draft_tokens > 1 else 0
         self._earlier = max(self._steps - 1, 0)
-        self._network = load_network(runtime)
+        self.network = load_network(runtime)
         self._captured = runtime.capture_lm_head_input()
-        config = self._network.config
+        config = self.network.config
         self._cache = runtime.allocate_kv(self._steps, config.num_key_value_heads, config.head_dim)
         self._vocabulary = torch.arange(runtime.vocab_size, device=runtime.device)
         self._back = torch.arange(-self._earlier, 0, device=runtime.device) + 1
@@ -145,7 +148,7 @@ class MultiLayerEagleWorker:
         Args:
             first: [bs] int64, position of the bonus token.
         """
-        runtime, network, plan = self._runtime, self._network, window.plan
+        runtime, network, plan = self._runtime, self.network, window.plan
         hidden, tokens, last_rows = window.hidden, window.tokens, window.last_rows
         rotary = network.rotary(plan.positions)
         masked = (plan.positions == 0).unsqueeze(1) if network.config.masks_first else None

@@ -38,7 +38,7 @@ def load(target: Path, draft: Path, **settings: Any) -> LLM:
 
 
 def network_of(llm: LLM) -> MTPNetwork:
-    network: MTPNetwork = llm._engine._runtime.worker._network
+    network: MTPNetwork = llm.engine.runtime.worker.network
     return network
 
 

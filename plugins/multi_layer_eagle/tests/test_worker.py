@@ -26,6 +26,7 @@ from specplug import (
     hookimpl,
 )
 from specplug_multi_layer_eagle import MultiLayerEagle
+from specplug_multi_layer_eagle.worker import MultiLayerEagleWorker
 
 Write = Callable[..., Path]
 DEPTH, EPS, THETA, HEAD_DIM = 3, 1e-5, 1e4, 8
@@ -96,12 +97,32 @@ class Spy(MultiLayerEagle):
         return made
 
 
+class Watched:
+    """A runtime, watched: the last token of each look-up is kept in ``read``."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.read: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runtime, name)
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        self.read.append(int(tokens[-1]))
+        return self.runtime.embed_tokens(tokens)
+
+
 class TailSpy(MultiLayerEagle):
     """Keeps, of chunks that do not end a prompt, the token that each layer reads at the last row:
     (end of the chunk, tokens)."""
 
     def __init__(self) -> None:
         self.tails: list[tuple[int, list[int]]] = []
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> MultiLayerEagleWorker:
+        self.watched = Watched(runtime)
+        return super().create_worker(self.watched)
 
     @hookimpl
     def build_draft_input(
@@ -111,19 +132,7 @@ class TailSpy(MultiLayerEagle):
         target_output: CommittedOutput,
         future_map: FutureMap,
     ) -> DraftInput:
-        read: list[int] = []
-
-        class Watched:
-            """The runtime, watched."""
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(runtime, name)
-
-            def embed_tokens(self, tokens: Tensor) -> Tensor:
-                read.append(int(tokens[-1]))
-                return runtime.embed_tokens(tokens)
-
-        runtime.worker._runtime = Watched()
+        read = self.watched.read = []
         made = super().build_draft_input(runtime, batch, target_output, future_map)
         if batch.is_prefill and not batch.last_chunk[0]:
             self.tails.append((batch.chunk_ends[0], read))
@@ -243,8 +252,7 @@ class FamilyReference(Reference):
         from transformers import AutoConfig
 
         super().__init__(draft, target, first)
-        config = AutoConfig.from_pretrained(draft)
-        config._attn_implementation = "eager"
+        config = AutoConfig.from_pretrained(draft, attn_implementation="eager")
         module = import_module(f"transformers.models.{package}.modeling_{package}")
         self.rotary = getattr(module, f"{prefix}RotaryEmbedding")(config)
         self.make = lambda: getattr(module, f"{prefix}DecoderLayer")(config, 2).to(torch.float64)

@@ -18,7 +18,7 @@ CAPACITY = 1 << 20
 
 
 @attrs.define(eq=False)
-class _Request:
+class RequestState:
     """The state of a running request. Its tokens are in the history, also after it has ended.
 
     Attributes:
@@ -42,12 +42,16 @@ class NgramWorker:
     Args:
         shape: limits of what is proposed for each request.
         capacity: tokens that are kept, a power of two.
+
+    Attributes:
+        history: the tokens of all requests.
+        requests: the state of each running request, by its id.
     """
 
     def __init__(self, shape: Shape, capacity: int = CAPACITY) -> None:
         self._shape = shape
-        self._history = History(capacity)
-        self._requests: dict[str, _Request] = {}
+        self.history = History(capacity)
+        self.requests: dict[str, RequestState] = {}
 
     def read_prompts(self, views: Sequence[RequestView], ends: Sequence[int]) -> None:
         """Add each request's prompt up to ``ends`` to the history.
@@ -55,20 +59,20 @@ class NgramWorker:
         A long prompt is added a chunk at a time, while the device is busy with the chunk.
         """
         for view, end in zip(views, ends, strict=True):
-            request = self._requests.setdefault(view.request_id, _Request())
+            request = self.requests.setdefault(view.request_id, RequestState())
             chunk = view.prompt_token_ids[request.prompt_read : end]
-            self._history.extend(request.stream, chunk)
+            self.history.extend(request.stream, chunk)
             request.prompt_read += len(chunk)
 
     def observe(self, request_id: str, tokens: Sequence[int]) -> None:
         """Add a request's new tokens; ignore a request that has ended."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is None:
             return
         if request.tree is not None:
             request.tree.learn(request.novelty, tokens)
             request.tree = None
-        self._history.extend(request.stream, tokens)
+        self.history.extend(request.stream, tokens)
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         """Draft a tree for each request, within its ``max_draft_nodes``; chains if none branches.
@@ -96,16 +100,16 @@ class NgramWorker:
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended; its tokens stay in the history."""
-        self._requests.pop(request_id, None)
+        self.requests.pop(request_id, None)
 
     def _draft(self, request_id: str, least: float, room: int) -> DraftTree:
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is None:  # it ended while this step was launched
             return DraftTree([Node(0, 0, 1.0, [])])
         shape = self._shape
         if room < shape.num_draft_tokens:
             shape = attrs.evolve(shape, num_draft_tokens=room)
-        request.tree = draft_tree(self._history, request.stream, request.novelty, shape, least)
+        request.tree = draft_tree(self.history, request.stream, request.novelty, shape, least)
         return request.tree
 
 

@@ -148,8 +148,10 @@ def test_the_history_is_the_prompt_and_then_the_output(
         disable_overlap_schedule=not overlap,
     ) as llm:
         output = llm.generate([prompt], PARAMS[0])[0].token_ids
-        history = llm._engine._runtime.worker._history
-    written = history._tokens[1 : history.end + 1].tolist()
+        history = llm.engine.runtime.worker.history
+    entries = history.continuations(range(1, history.end + 1))
+    by_entry = {entry: token for token, of in entries.items() for entry in of}
+    written = [by_entry[entry] for entry in range(1, history.end + 1)]
     # The last steps' tokens may come after the request has ended, or go beyond its end.
     assert len(written) > len(prompt) + 1
     common = min(len(written), len(prompt) + len(output))

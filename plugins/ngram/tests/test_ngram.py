@@ -112,9 +112,9 @@ def test_aborted_and_short_requests_leave_no_history() -> None:
         stream.close()
         llm.generate(PROMPTS, SamplingParams(max_tokens=1))
         llm.check_pool()
-        worker = llm._engine._runtime.worker
-        assert worker._requests == {}
-        assert len(worker._history) > 0
+        worker = llm.engine.runtime.worker
+        assert worker.requests == {}
+        assert len(worker.history) > 0
 
 
 @pytest.mark.parametrize(

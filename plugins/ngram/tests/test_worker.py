@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import attrs
 import pytest
 import torch
@@ -97,7 +99,7 @@ def test_a_draft_too_weak_for_the_whole_batch_is_left_out() -> None:
     batch = _batch(REPEATS, *others)
     assert worker.propose(batch, _input(7, *range(7))).tokens.shape == (8, 1)
     worker.observe("repeats", [8])
-    assert worker._requests["repeats"].novelty.log < Novelty().log  # it was right nonetheless
+    assert worker.requests["repeats"].novelty.log < Novelty().log  # it was right nonetheless
 
 
 def test_branches_make_a_tree_beside_chains_and_bare_roots() -> None:
@@ -128,7 +130,7 @@ def test_requests_learn_from_one_another() -> None:
     assert worker.propose(_batch(other), _input(24)).tokens.tolist() == [[24, 27, 28]]
     worker.forget("knows nothing")
     assert worker.propose(_batch(other), _input(24)).tokens.tolist() == [[24, 27, 28]]
-    assert "knows nothing" not in worker._requests
+    assert "knows nothing" not in worker.requests
 
 
 def test_what_is_no_longer_remembered_is_not_proposed() -> None:
@@ -142,10 +144,10 @@ def test_what_is_no_longer_remembered_is_not_proposed() -> None:
 
 def test_it_learns_from_what_it_did_not_propose() -> None:
     worker = _worker(REPEATS)
-    worker._requests["repeats"].novelty.log = 3.9
+    worker.requests["repeats"].novelty.log = 3.9
     assert worker.propose(_batch(REPEATS), _input(7)).total == 1
     worker.observe("repeats", [8])
-    assert worker._requests["repeats"].novelty.log < 3.9
+    assert worker.requests["repeats"].novelty.log < 3.9
 
 
 def test_tokens_and_the_end_of_an_unknown_request_are_ignored() -> None:
@@ -154,7 +156,7 @@ def test_tokens_and_the_end_of_an_unknown_request_are_ignored() -> None:
     worker.forget("never met")
     draft = worker.propose(_batch(Request("never met", (1, 2))), _input(2))
     assert draft.tokens.tolist() == [[2]]
-    assert worker._requests == {}
+    assert worker.requests == {}
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
@@ -163,7 +165,7 @@ def test_a_prompt_is_read_once_a_chunk_at_a_time(chunk: int) -> None:
     for start in range(0, 9, chunk):
         end = min(start + chunk, 9)
         worker.read_prompts([REPEATS], [end])
-        assert len(worker._history) == end
+        assert len(worker.history) == end
     assert worker.propose(_batch(REPEATS), _input(7)).tokens.tolist() == [[7, 8, 9, 1]]
 
 
@@ -172,7 +174,7 @@ def test_what_a_prefix_cache_skipped_is_read_too() -> None:
     worker.read_prompts([REPEATS], [6])
     _read(worker, REPEATS)
     _read(worker, REPEATS)
-    assert len(worker._history) == 9
+    assert len(worker.history) == 9
 
 
 @attrs.frozen
@@ -191,7 +193,7 @@ def test_requests_that_were_prefilled_elsewhere_are_known(received: tuple[Reques
     draft_input = algorithm.build_disagg_draft_input(Run(worker), batch, last_tokens, future_map)
     assert draft_input.bonus_tokens.tolist() == last_tokens.tolist()
     future_map.resolve(batch.req_indices)
-    assert len(worker._history) == sum(len(r.prompt_token_ids) + 1 for r in received)
+    assert len(worker.history) == sum(len(r.prompt_token_ids) + 1 for r in received)
     if received:
         assert worker.propose(batch, draft_input).tokens[0].tolist() == [8, 9, 1, 5]
 
@@ -220,7 +222,11 @@ def test_accepted_tokens_reach_the_host_in_order() -> None:
 def test_prefills_without_a_decode_step_do_not_pile_up() -> None:
     seen: list[tuple[str, list[int]]] = []
     future_map = _map(seen)
+    relayed: list[weakref.ref[Tensor]] = []
     for number in range(100):
-        future_map.relay(_batch(Request(str(number), (1,))), *_tensors([[11]], [1]))
-    assert len(future_map._relayed) <= 2
+        tokens, counts = _tensors([[11]], [1])
+        future_map.relay(_batch(Request(str(number), (1,))), tokens, counts)
+        relayed.append(weakref.ref(tokens))
+    del tokens
+    assert sum(each() is not None for each in relayed) <= 2
     assert [name for name, _ in seen] == [str(number) for number in range(98)]
