@@ -194,8 +194,20 @@ def test_names_that_are_none_are_refused(outputs: Any) -> None:
             PerTokenOutput(name="none", compute=lambda logits, predict: None),  # type: ignore[arg-type,return-value]
             "'none' is of type NoneType; expected",
         ),
+        (
+            PerTokenOutput(
+                name="far", compute=lambda logits, predict: torch.zeros(len(predict), device="meta")
+            ),
+            r"'far' is \[1\] of torch.float32 on meta; expected \[1\] of torch.float32 on cpu;",
+        ),
+        (
+            PerTokenOutput(
+                name="sparse", compute=lambda logits, predict: torch.ones(len(predict)).to_sparse()
+            ),
+            r"'sparse' is \[1\] of torch.float32 on cpu in torch.sparse_coo; expected",
+        ),
     ],
-    ids=["dtype", "shape", "computed", "no tensor"],
+    ids=["dtype", "shape", "computed", "no tensor", "device", "layout"],
 )
 def test_an_output_of_another_form_is_told(
     tiny_model: Path, reference: Any, adding: Any, output: PerTokenOutput, why: str

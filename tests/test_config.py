@@ -94,6 +94,12 @@ def test_config_survives_json() -> None:
     assert EngineConfig.from_json(json.loads(json.dumps(config.as_json()))) == config
 
 
+def test_names_that_can_be_read_once_are_kept() -> None:
+    config = EngineConfig(disable_extensions=(name for name in "AB"))
+    assert config.disable_extensions == ("A", "B")
+    assert json.loads(json.dumps(config.as_json()))["disable_extensions"] == ["A", "B"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

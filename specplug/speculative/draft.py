@@ -282,10 +282,12 @@ def _expect(holds: Tensor, what: str, found: Tensor) -> None:
 
 
 def described(value: object) -> str:
-    """A tensor by its shape, dtype and device; anything else by its type."""
+    """A tensor by its shape, dtype, device and, if it is not dense, its layout; anything else by
+    its type."""
     if not isinstance(value, Tensor):
         return f"of type {type(value).__name__}"
-    return f"{list(value.shape)} of {value.dtype} on {value.device}"
+    layout = "" if value.layout == torch.strided else f" in {value.layout}"
+    return f"{list(value.shape)} of {value.dtype} on {value.device}{layout}"
 
 
 def _ragged(widths: Sequence[int] | None, width: int) -> tuple[int, ...] | None:

@@ -231,7 +231,8 @@ class PerTokenOutput(OutputKind):
             or found.layout != torch.strided
             or (device is not None and found.device != device)
         ):
+            where = "" if device is None else f" on {device}"
             raise PluginError(
                 f"output {self.name!r} is {described(found)}; expected {list(expected)} of "
-                f"{self.dtype}; fix the plugin"
+                f"{self.dtype}{where}; fix the plugin"
             )

@@ -265,6 +265,7 @@ def test_disabled_extension_does_not_run(plugin_folder, monkeypatch):
 
     from specplug import LLM, UsageError
     from specplug.cli import main
+    from specplug.registry import Registry
 
     marker = plugin_folder.path / "ran"
     code = EXTENSION.replace("from specplug", f"open({str(marker)!r}, 'w')\nfrom specplug")
@@ -281,6 +282,9 @@ def test_disabled_extension_does_not_run(plugin_folder, monkeypatch):
         LLM(disable_extensions=["tracr"])
     with pytest.raises(UsageError, match="disable_extensions='tracer': expected a list"):
         LLM(disable_extensions="tracer")
+    with LLM(disable_extensions=(name for name in ["tracer"])):  # which can be read once
+        assert not marker.exists()
+    assert Registry().extensions(name for name in ["tracer"]) == []
     with LLM():
         assert marker.exists()
 
