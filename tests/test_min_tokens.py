@@ -9,10 +9,9 @@ from typing import Any
 
 import attrs
 import pytest
-from shallow_target import ShallowTarget
+from shallow_target import ShallowTarget, chains_and_trees
 
 from specplug import LLM, RequestOutput, SamplingParams, UsageError
-from specplug.registry import Registry
 
 PROMPTS = ("def mean(values):\n    ", "import ", "class Stack:\n    ", "x = [1, 2", "for i in ")
 MAX_TOKENS = 18
@@ -101,15 +100,8 @@ def test_output_is_that_of_a_naive_reference(
     assert {(0, 1), (1, 2), (6, 7), (14, 15)} <= lengths, "they end as soon as they may"
 
 
-def _shapes() -> list[tuple[str, int | None]]:
-    """Each algorithm with chains, and with trees where it branches."""
-    registry = Registry()
-    branches = {n: registry.select(n).info.capabilities.branching for n in registry.names()}
-    return [(n, k) for n in branches for k in ((1, 4) if branches[n] else (None,))]
-
-
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain loop"])
-@pytest.mark.parametrize(("name", "topk"), _shapes())
+@pytest.mark.parametrize(("name", "topk"), chains_and_trees())
 def test_tokens_are_those_of_none(
     name: str,
     topk: int | None,

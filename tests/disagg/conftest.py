@@ -210,33 +210,3 @@ def open_site(tmp_path: Path) -> Iterator[Callable[..., Site]]:
             return Site(llm, options, tmp_path, stack)
 
         yield make
-
-
-@pytest.fixture(scope="session")
-def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random Qwen3-MoE: three layers, the middle one dense; two of five experts."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=5,
-        num_experts_per_tok=2,
-        mlp_only_layers=[1],
-        norm_topk_prob=True,
-        max_position_embeddings=96,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    folder = tmp_path_factory.mktemp("moe")
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(folder)
-    return folder

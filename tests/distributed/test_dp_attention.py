@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from shallow_target import ShallowTarget
+from tiny_targets import DEEPSEEK_V3
 from warm_process import WarmProcess
 
 from specplug import LLM, SamplingParams, UsageError
@@ -284,25 +285,7 @@ def test_routed_experts_are_those_of_the_own_rows(ranks: Ranks, moe_model: Path)
     [
         ("GPTNeoXConfig", {"num_attention_heads": 4}),  # biases: the down projection's counts once
         ("Gemma2Config", {"head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}),
-        (
-            "DeepseekV3Config",
-            {
-                "num_attention_heads": 4,
-                "num_key_value_heads": 4,
-                "q_lora_rank": 12,
-                "kv_lora_rank": 10,
-                "qk_nope_head_dim": 8,
-                "qk_rope_head_dim": 4,
-                "v_head_dim": 6,
-                "n_routed_experts": 4,
-                "num_experts_per_tok": 2,
-                "n_shared_experts": 1,
-                "n_group": 2,
-                "topk_group": 1,
-                "moe_intermediate_size": 16,
-                "first_k_dense_replace": 1,
-            },
-        ),
+        ("DeepseekV3Config", {"num_attention_heads": 4, **DEEPSEEK_V3}),
     ],
 )
 def test_other_families_can_be_cut(

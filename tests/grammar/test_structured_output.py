@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shallow_target import ShallowTarget
+from shallow_target import ShallowTarget, chains_and_trees
 
 from specplug import LLM, SamplingParams, UsageError
-from specplug.registry import Registry
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -86,15 +85,8 @@ def test_outputs_match_their_grammars(plain: dict[float, list[Any]]) -> None:
     assert ended >= 3, "most grammars end within 60 tokens"
 
 
-def _shapes() -> list[tuple[str, int | None]]:
-    """Each algorithm with chains, and with trees where it branches."""
-    registry = Registry()
-    branches = {n: registry.select(n).info.capabilities.branching for n in registry.names()}
-    return [(n, k) for n in branches for k in ((1, 4) if branches[n] else (None,))]
-
-
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain loop"])
-@pytest.mark.parametrize(("name", "topk"), _shapes())
+@pytest.mark.parametrize(("name", "topk"), chains_and_trees())
 def test_tokens_are_those_of_none(
     name: str,
     topk: int | None,

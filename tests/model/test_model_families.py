@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from tiny_targets import DEEPSEEK_V3
 from torch import Tensor
 
 from specplug import LLM, CheckpointError, SamplingParams
@@ -113,21 +114,7 @@ FAMILIES = {
     ),
     "deepseek latent attention": Family(
         "DeepseekV3Config",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 12,
-            "kv_lora_rank": 10,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 6,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "n_group": 2,
-            "topk_group": 1,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-        },
+        DEEPSEEK_V3,
         ("head_dim",),
     ),
     "gpt-oss": Family(

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from drafted_tokens import CONTEXT, HIDDEN, VOCAB, save_llama
 from safetensors.torch import save_file
 from torch import Tensor
 
-VOCAB, DRAFT_VOCAB, HIDDEN, CONTEXT, BLOCK, MASK = 97, 50, 32, 160, 8, 96
+DRAFT_VOCAB, BLOCK, MASK = 50, 8, 96
 
 DECODER = {
     "hidden_size": HIDDEN,
@@ -57,26 +58,7 @@ SPECULATORS = {
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of four layers with grouped heads."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).to(torch.float64)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    path = tmp_path_factory.mktemp("target")
-    model.save_pretrained(path)
-    return path
+    return save_llama(tmp_path_factory.mktemp("target"), layers=4)
 
 
 def z_lab_shapes(hidden: int = HIDDEN, features: int = 2 * HIDDEN) -> dict[str, tuple[int, ...]]:

@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from drafted_tokens import CONTEXT, HIDDEN, VOCAB, save_llama
 from safetensors.torch import save_file
 from torch import Tensor
 
 from specplug_eagle3.network import Eagle3Config, Eagle3Network
 
-VOCAB, DRAFT_VOCAB, TARGET_HIDDEN, CONTEXT = 97, 50, 32, 160
+DRAFT_VOCAB = 50
 
 CONFIG = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
     "hidden_size": 24,  # another width than the target's
-    "target_hidden_size": TARGET_HIDDEN,
+    "target_hidden_size": HIDDEN,
     "intermediate_size": 48,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -38,26 +39,7 @@ CONFIG = {
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of four layers with grouped heads."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=TARGET_HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).to(torch.float64)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    path = tmp_path_factory.mktemp("target")
-    model.save_pretrained(path)
-    return path
+    return save_llama(tmp_path_factory.mktemp("target"), layers=4)
 
 
 def random_tensors(seed: int = 1, **options: Any) -> dict[str, Tensor]:
@@ -69,7 +51,7 @@ def random_tensors(seed: int = 1, **options: Any) -> dict[str, Tensor]:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        target_hidden_size=TARGET_HIDDEN,
+        target_hidden_size=HIDDEN,
         vocab_size=VOCAB,
         draft_vocab_size=DRAFT_VOCAB,
         rms_norm_eps=1e-5,
@@ -133,7 +115,7 @@ def write_speculator(tmp_path: Path) -> Callable[..., tuple[Path, dict[str, Tens
             "speculators_version": "0.5.0",
             "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy"},
             "draft_vocab_size": DRAFT_VOCAB,
-            "target_hidden_size": TARGET_HIDDEN,
+            "target_hidden_size": HIDDEN,
             "norm_before_fc": norm_before_fc,
             "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
             "transformer_layer_config": layer,
@@ -141,7 +123,7 @@ def write_speculator(tmp_path: Path) -> Callable[..., tuple[Path, dict[str, Tens
         }
         (tmp_path / "config.json").write_text(json.dumps(config))
         saved = {name.replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
-        saved["verifier_norm.weight"] = torch.ones(TARGET_HIDDEN)  # the target's own
+        saved["verifier_norm.weight"] = torch.ones(HIDDEN)  # the target's own
         save_file(saved, tmp_path / "model.safetensors")
         return tmp_path, tensors
 

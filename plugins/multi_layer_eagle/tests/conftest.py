@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from drafted_tokens import CONTEXT, HIDDEN, save_llama, save_random
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-VOCAB, HIDDEN, CONTEXT, DEPTH = 41, 32, 160, 3
+VOCAB, DEPTH = 41, 3
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 48
 
 CONFIG = {
@@ -33,35 +34,10 @@ CONFIG = {
 }
 
 
-def save_target(config: Any, path: Path) -> Path:
-    """A random model of a transformers config."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).to(torch.float64)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(path)
-    return path
-
-
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with grouped heads."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=DEPTH,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return save_target(config, tmp_path_factory.mktemp("target"))
+    return save_llama(tmp_path_factory.mktemp("target"), layers=DEPTH, vocab_size=VOCAB)
 
 
 def block_shapes() -> dict[str, tuple[int, ...]]:
@@ -166,7 +142,7 @@ def mimo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=None,
         eos_token_id=None,
     )
-    folder = save_target(config, tmp_path_factory.mktemp("mimo"))
+    folder = save_random(config, tmp_path_factory.mktemp("mimo"))
     biases = {f"self_attn.{p}_proj.bias": (h * HEAD_DIM,) for p, h in BIASED}
     tensors = rename_mimo(mtp_tensors(layers=2, block={**block_shapes(), **biases}))
     return add_shard(folder, tensors, num_nextn_predict_layers=2)
@@ -220,7 +196,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=None,
         **EXPERTS,
     )
-    folder = save_target(config, tmp_path_factory.mktemp("glm"))
+    folder = save_random(config, tmp_path_factory.mktemp("glm"))
     attention = {n: s for n, s in block_shapes().items() if n.startswith("self_attn")}
     biases = {f"self_attn.{p}_proj.bias": (h * HEAD_DIM,) for p, h in BIASED}
     norms = {f"self_attn.{p}_norm.weight": (HEAD_DIM,) for p in "qk"}

@@ -7,17 +7,11 @@ from pathlib import Path
 
 import pytest
 from default_completion import Completion
+from drafted_tokens import Tokens, check_shipped_weights, plain_tokens, tokens_of
 
-from specplug import LLM, SamplingParams
+from specplug import LLM
 from specplug_multi_layer_eagle import algorithm
 
-SAMPLINGS = {
-    "greedy": SamplingParams(max_tokens=20),
-    "sampled": SamplingParams(max_tokens=20, temperature=0.8, seed=9, top_p=0.9),
-    "penalized": SamplingParams(
-        max_tokens=20, temperature=1.0, seed=9, presence_penalty=0.5, repetition_penalty=1.2
-    ),
-}
 SHAPES = [(1, 1), (1, 2), (4, 1), (4, 5)]
 SIZES = [(1, None), (16, 8), (3, 5), (16, 1)]
 SETTINGS = [
@@ -29,19 +23,15 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="session")
-def expected(target: Path, prompts: list[list[int]]) -> dict[str, list[tuple[int, ...]]]:
-    llm = LLM(target, dtype="float64")
-    return {
-        name: [output.token_ids for output in llm.generate(prompts, params)]
-        for name, params in SAMPLINGS.items()
-    }
+def expected(target: Path, prompts: list[list[int]]) -> Tokens:
+    return plain_tokens(target, prompts)
 
 
 @pytest.mark.parametrize(("shape", "sizes", "overlap"), SETTINGS)
 def test_tokens_are_those_of_none(
     target: Path,
     prompts: list[list[int]],
-    expected: dict[str, list[tuple[int, ...]]],
+    expected: Tokens,
     write_draft: Callable[..., Path],
     shape: tuple[int, int],
     sizes: tuple[int, int | None],
@@ -61,18 +51,11 @@ def test_tokens_are_those_of_none(
         chunked_prefill_size=chunk,
         max_running_requests=3,
     )
-    for name, params in SAMPLINGS.items():
-        got = [output.token_ids for output in llm.generate(prompts, params)]
-        assert got == expected[name], name
+    assert tokens_of(llm, prompts) == expected
     llm.check_pool()
     # Random layers are right now and then, the more so with the target's noise.
     assert (llm.stats()["mean_accept_length"] > 1.02) == (nodes > 1)
 
 
 def test_shipped_weights_draft_for_the_default_model(default_completion: Completion) -> None:
-    expected = default_completion
-    with LLM(speculative_algorithm="MULTI_LAYER_EAGLE") as llm:
-        drafted = llm.generate(expected.prompt, expected.params)[0]
-        assert drafted.token_ids == expected.output.token_ids
-        assert drafted.text == expected.output.text
-        assert llm.stats()["mean_accept_length"] > 2
+    check_shipped_weights("MULTI_LAYER_EAGLE", default_completion)
