@@ -388,7 +388,7 @@ BREAKS = (
     Break(
         "eagle3-d2t",
         "plugins/eagle3/specplug_eagle3/worker.py",
-        "token_ids=order + self._network.d2t,",
+        "token_ids=order + self.network.d2t,",
         "token_ids=order,",
         ("plugins/eagle3/tests",),
     ),
