@@ -22,6 +22,7 @@ from specplug.cli.options import (
     SAMPLING,
     VERBOSE,
     Bounded,
+    GroupedCommand,
     check_speculation,
     chosen,
 )
@@ -58,8 +59,8 @@ MEASUREMENT = (
         default=(EVERY,),
         show_default=True,
         metavar="A,B,…",
-        help="Installed algorithms, or all; NONE always runs. One under settings of its own: "
-        "NAME:steps=7,topk=4,tokens=16 (also draft=FOLDER).",
+        help="Installed algorithms, or all; NONE always runs. An algorithm may have settings of "
+        "its own: NAME:steps=7,topk=4,tokens=16 (also draft=FOLDER).",
     ),
     click.Option(
         ["--batch-sizes"],
@@ -72,13 +73,23 @@ MEASUREMENT = (
     click.Option(
         ["--dataset"],
         type=click.Path(dir_okay=False, path_type=Path),
-        help='JSON Lines, {"prompt": …} each.  [default: Python that tiny-code never saw]',
+        show_default="Python that tiny-code never saw",
+        help='JSON Lines file, {"prompt": …} per line.',
     ),
-    click.Option(["--rounds"], type=COUNT, default=5, show_default=True, help="Rounds measured."),
+    click.Option(
+        ["--rounds"],
+        type=COUNT,
+        default=5,
+        show_default=True,
+        metavar="N",
+        help="Rounds that are measured.",
+    ),
     click.Option(
         ["--num-prompts"],
         type=COUNT,
-        help="Prompts in a round; each round has others.  [default: the batch size, at least 4]",
+        metavar="N",
+        show_default="the batch size, at least 4",
+        help="Prompts per round; each round has others.",
     ),
     click.Option(
         ["--output"],
@@ -98,7 +109,11 @@ SHARED = tuple(
 """Arguments of ``LLM`` that are the same for all variants."""
 
 
-@click.command(params=[*MEASUREMENT, *SPECULATION, *SHARED, *SAMPLING, VERBOSE])
+@click.command(
+    cls=GroupedCommand,
+    params=[*MEASUREMENT, *SPECULATION, *SHARED, *SAMPLING, VERBOSE],
+    headings={"Measurement": MEASUREMENT},
+)
 @click.pass_context
 def bench(ctx: click.Context, /, **options: Any) -> None:
     """Measure algorithms beside plain decoding.

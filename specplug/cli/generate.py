@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 import attrs
 import click
 
-from specplug.cli.options import ENGINE, GRAMMAR, SAMPLING, VERBOSE, check_speculation, chosen
+from specplug.cli.options import (
+    ENGINE,
+    GRAMMAR,
+    SAMPLING,
+    VERBOSE,
+    GroupedCommand,
+    check_speculation,
+    chosen,
+)
 from specplug.cli.progress import load, told
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.config import EngineConfig
@@ -30,7 +38,7 @@ SOURCES = (
     click.Option(
         ["--prompt-file"],
         type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
-        help="Text file with one prompt a line; empty lines are left out.",
+        help="Text file with one prompt per line; empty lines are left out.",
     ),
     click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object."),
     click.Argument(["prompts"], nargs=-1, metavar="PROMPT..."),
@@ -85,7 +93,11 @@ class Run:
         }
 
 
-@click.command(params=[*ENGINE, *SAMPLING, *GRAMMAR, *SOURCES, VERBOSE])
+@click.command(
+    cls=GroupedCommand,
+    params=[*SOURCES, *ENGINE, *SAMPLING, *GRAMMAR, VERBOSE],
+    headings={"Prompts and output": SOURCES},
+)
 def generate(**options: Any) -> None:
     """Complete each PROMPT; a dash reads one from standard input.
 

@@ -14,15 +14,19 @@ from specplug.sources import look
 
 
 @click.command("list")
-@click.option("--check", is_flag=True, help="Import each algorithm and say whether it is sound.")
+@click.option(
+    "--check", is_flag=True, help="Import each algorithm and report what is wrong with it."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_algorithms(check: bool, as_json: bool) -> None:
     """List the installed algorithms.
 
-    Nothing is imported, so the status is `installed`, `disabled` or, where the metadata or the
-    source shows it, `broken: why`. The summary is the algorithm's own if its source says it
-    plainly, else its distribution's. With --check each is imported: the status is `ok` or
-    `broken: why`, the summary is the algorithm's own, and entry points that were lost are told.
+    Nothing is imported. The status is `installed`, `disabled`, or `broken: why` if the metadata or
+    the source shows a problem. The summary is the algorithm's own if its source has it as a
+    literal, else its distribution's.
+
+    With --check each algorithm is imported: the status is `ok` or `broken: why`, the summary is
+    the algorithm's own, and entry points that no listing finds are listed, too.
     """
     with reserve_standard_output() as out:
         registry = Registry()

@@ -85,7 +85,40 @@ class Duration(click.FloatRange):
         return number
 
 
-def options_of(kind: type[attrs.AttrsInstance], *groups: str) -> tuple[click.Option, ...]:
+class SettingOption(click.Option):
+    """The option of a setting; ``group`` is the setting's."""
+
+    group = ""
+
+
+class GroupedCommand(click.Command):
+    """A command whose help has a heading over each group of options.
+
+    Args:
+        headings: heading -> options that are no settings; these stand under their group. The
+            headings come in the order of the options.
+    """
+
+    def __init__(
+        self, *args: Any, headings: Mapping[str, Sequence[click.Parameter]], **more: Any
+    ) -> None:
+        super().__init__(*args, **more)
+        self._headings = {option: name for name, options in headings.items() for option in options}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the groups, and last the options that are in none."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
+            if record is not None:
+                own = option.group if isinstance(option, SettingOption) else "Other"
+                groups.setdefault(self._headings.get(option, own), []).append(record)
+        for name in sorted(groups, key=lambda name: name == "Other"):
+            with formatter.section(name):
+                formatter.write_dl(groups[name])
+
+
+def options_of(kind: type[attrs.AttrsInstance], *groups: str) -> tuple[SettingOption, ...]:
     """Make the options of all settings of a class that have one, in the order of ``groups``."""
     fields = attrs.fields_dict(kind)
     return tuple(
@@ -96,19 +129,23 @@ def options_of(kind: type[attrs.AttrsInstance], *groups: str) -> tuple[click.Opt
     )
 
 
-def _option(field: attrs.Attribute[Any], about: Setting) -> click.Option:
-    text = about.option_help or about.help
-    if about.unset:
-        text += f"  [default: {about.unset}]"
-    return click.Option(
+def _option(field: attrs.Attribute[Any], about: Setting) -> SettingOption:
+    shown = field.default not in (None, ()) and field.default is not False
+    unset = "" if about.unset == "none" else about.unset
+    option = SettingOption(
         [about.option, field.name],
         default=field.default,
-        show_default=field.default not in (None, ()) and field.default is not False,
-        help=text,
-        metavar=about.metavar,
+        show_default=unset or shown,
+        help=about.option_help or about.help,
+        metavar=about.metavar or _METAVARS.get(type(about.check)),
         callback=_callback(about),
         **_kind(about),
     )
+    option.group = about.group
+    return option
+
+
+_METAVARS: dict[type, str] = {Integer: "N", Number: "X", Seconds: "SECONDS"}
 
 
 def _kind(about: Setting) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from specplug.cli.options import (
     VERBOSE,
     Bounded,
     Duration,
+    GroupedCommand,
     check_speculation,
     chosen,
     options_of,
@@ -26,6 +27,7 @@ from specplug.cli.standard_output import reserve_standard_output
 from specplug.config import EngineConfig
 from specplug.errors import SpecplugError
 from specplug.registry import Registry
+from specplug.settings import MAX_PORT
 from specplug.text_file import read_text
 
 _NEEDED = ("fastapi", "prometheus_client", "uvicorn", "zmq")
@@ -41,30 +43,42 @@ SERVER = (
     ),
     click.Option(
         ["--port"],
-        type=click.IntRange(0, 65535),
+        type=click.IntRange(0, MAX_PORT),
         default=30000,
         show_default=True,
-        help="0: any that is free; it is printed.",
+        metavar="N",
+        help="Port to listen at; 0: any that is free. It is printed.",
     ),
-    click.Option(["--served-model-name"], help="What clients call the model.  [default: --model]"),
+    click.Option(
+        ["--served-model-name"],
+        metavar="NAME",
+        show_default="--model",
+        help="What clients call the model.",
+    ),
     click.Option(
         ["--chat-template"],
         type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
-        help="Template of chats in Jinja.  [default: the tokenizer's own]",
+        show_default="the tokenizer's own",
+        help="Template of chats in Jinja.",
     ),
     click.Option(
         ["--dp-size"],
+        metavar="N",
         type=Bounded("num_engines"),
         default=1,
         show_default=True,
-        help="Engines, each a process with requests of its own, and a GPU if there are any.",
+        help="Engines: processes with requests of their own, each with a GPU if there are any.",
     ),
     click.Option(
         ["--enable-dp-attention"],
         is_flag=True,
-        help="The engines share the model's MLPs, a part each; else each has a copy of all.",
+        help="Let the engines share the model's MLPs, a part each, instead of a copy of all each.",
     ),
-    click.Option(["--log-requests"], is_flag=True, help="A line for each request; no texts."),
+    click.Option(
+        ["--log-requests"],
+        is_flag=True,
+        help="Write a line for each request to standard error; no texts.",
+    ),
     VERBOSE,
 )
 """Where and how it serves."""
@@ -75,16 +89,20 @@ LIMITS = (
         ["--api-key"],
         envvar="SPECPLUG_API_KEY",
         show_envvar=True,
-        help="What clients must know; all but /health asks for it.",
+        metavar="KEY",
+        help="Key that clients must send; every path but /health asks for it.",
     ),
     *MODEL_LIMITS,
     click.Option(
         ["--max-prompt-tokens"],
+        metavar="N",
         type=COUNT,
-        help="Most tokens of a prompt.  [default: what the context holds]",
+        show_default="what the context holds",
+        help="Most tokens of a prompt.",
     ),
     click.Option(
         ["--max-queue"],
+        metavar="N",
         type=click.IntRange(min=0),
         default=256,
         show_default=True,
@@ -92,50 +110,37 @@ LIMITS = (
     ),
     click.Option(
         ["--max-body-size"],
+        metavar="BYTES",
         type=COUNT,
         default=4 << 20,
         show_default=True,
-        help="Most bytes of a request's body.",
+        help="Size of the largest request body that is taken.",
     ),
     click.Option(
         ["--request-timeout"],
+        metavar="SECONDS",
         type=_SECONDS,
         default=600.0,
         show_default=True,
-        help="Seconds from a request's arrival to its last token.",
+        help="Most time from a request's arrival to its last token.",
     ),
     click.Option(
         ["--shutdown-timeout"],
+        metavar="SECONDS",
         type=_SECONDS,
         default=60.0,
         show_default=True,
-        help="Seconds that running requests have left on SIGTERM or Ctrl-C.",
+        help="Time that running requests have left on SIGTERM or Ctrl-C.",
     ),
 )
 """What clients may do."""
 
 
-class Grouped(click.Command):
-    """A command whose help has a heading over each group of options."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the groups."""
-        ours = {*SERVER, *LIMITS, *ENGINE, *DISAGGREGATION}
-        others = [option for option in self.get_params(ctx) if option not in ours]
-        groups = {
-            "Server": SERVER,
-            "Limits": LIMITS,
-            "Engine": ENGINE,
-            "Disaggregation": DISAGGREGATION,
-            "Other": others,
-        }
-        for title, options in groups.items():
-            records = [record for option in options if (record := option.get_help_record(ctx))]
-            with formatter.section(title):
-                formatter.write_dl(records)
-
-
-@click.command(cls=Grouped, params=[*SERVER, *LIMITS, *ENGINE, *DISAGGREGATION])
+@click.command(
+    cls=GroupedCommand,
+    params=[*SERVER, *LIMITS, *ENGINE, *DISAGGREGATION],
+    headings={"Server": SERVER, "Limits": LIMITS},
+)
 def serve(**options: Any) -> None:
     """Serve a model to OpenAI's clients, until SIGTERM or Ctrl-C.
 

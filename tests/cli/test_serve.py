@@ -30,7 +30,8 @@ def serve(*arguments: str) -> Result:
 def test_help_has_groups() -> None:
     text = serve("--help").output
     headings = re.findall(r"^(\w+):$", text, re.MULTILINE)
-    assert headings == ["Server", "Limits", "Engine", "Disaggregation", "Other"]
+    of_the_engine = ["Model", "Speculation", "Engine"]
+    assert headings == ["Server", "Limits", *of_the_engine, "Disaggregation", "Other"]
     for option in (*command.SERVER, *command.LIMITS, *ENGINE):
         assert option.opts[0] in text
     assert "127.0.0.1" in text
