@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import attrs
+import click
 
 from specplug import EngineConfig, SamplingParams
+from specplug.cli.bench import bench
+from specplug.cli.generate import generate
+from specplug.cli.options import VERBOSE, SettingOption
+from specplug.cli.serve import LIMITS, SERVER, serve
 from specplug.config import INSTANCES, RANKS
+from specplug.serve.protocol import ChatRequest, CompletionRequest
 from specplug.settings import Setting, settings_of
 
 PAGE = Path(__file__).with_name("settings.md")
@@ -39,38 +45,107 @@ with LLM(config) as llm, LLM(attrs.evolve(config, page_size=4)) as other:
 
 `LLM.effective_config` says what a run really uses. The ranks of a run, and instances that prefill
 and decode for each other, must also have the same model; they compare its files, not its path.
+
+Each group of settings says which commands have its options. The unit of a number stands beside its
+type.
 """
 
 REQUESTS = """\
-Those that a server takes under the same name are marked; docs/serving.md says what OpenAI's own
-fields mean.
+The column *server* says which are fields of a request to `specplug serve`, too. "yes": with the
+same name and meaning; "OpenAI's": with OpenAI's meaning or default, see
+[serving.md](serving.md).
 """
 
+OPTIONS_OF_SERVE = """\
+These are options of `specplug serve` alone, beside those of `EngineConfig` above.
+"""
+
+GROUPS = {
+    "Ranks": "Python only: for programs that start a process for each rank "
+    "([data_parallel.md](data_parallel.md)). `specplug serve` sets them from its own `--dp-size` "
+    "and `--enable-dp-attention`.",
+    "Limits": "An option of `specplug serve`; in Python a setting of every run.",
+}
+"""What there is to say of a group beyond its commands."""
+
+COMMANDS = (generate, bench, serve)
 AGREE = {RANKS: "the ranks of a run", INSTANCES: "the two instances of a pair"}
+REQUEST_FIELDS = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
 
 
 def page() -> str:
     """The text of the page."""
     lines = [INTRODUCTION, "## Settings of a run: `EngineConfig`\n", *_tables(EngineConfig)]
     lines += ["## Settings of a request: `SamplingParams`\n", REQUESTS, *_tables(SamplingParams)]
+    lines += ["## Settings of a server\n", OPTIONS_OF_SERVE, *_options(SERVER, LIMITS)]
     return "\n".join(lines)
 
 
 def _tables(kind: type[attrs.AttrsInstance]) -> Iterator[str]:
     """A heading and a table for each group of a class."""
     settings, fields = settings_of(kind), attrs.fields_dict(kind)
+    more = ("server",) if kind is SamplingParams else ()
     for group in dict.fromkeys(about.group for about in settings.values()):
+        members = {name: about for name, about in settings.items() if about.group == group}
         yield f"### {group}\n"
-        yield "| setting | option | type | default | what it is |"
-        yield "| --- | --- | --- | --- | --- |"
-        for name, about in settings.items():
-            if about.group == group:
-                option = f"`{about.option}`" if about.option else ""
-                kinds = "`" + str(fields[name].type).replace("|", "\\|") + "`"
-                kinds += f", {about.unit}" if about.unit else ""
-                default = _default(fields[name].default, about)
-                yield f"| `{name}` | {option} | {kinds} | {default} | {_what(about)} |"
+        commands = _commands_of(*members.values())
+        yield f"{GROUPS.get(group) or _options_of(commands)}\n"
+        yield from _head("setting", "option", *more, "type", "default", "what it is")
+        for name, about in members.items():
+            option = f"`{about.option}`" if about.option else ""
+            cells = [f"`{name}`", option, *([_of_server(name, about)] if more else [])]
+            kinds = "`" + str(fields[name].type) + "`" + (f", {about.unit}" if about.unit else "")
+            what = _what(about, missing=commands - _commands_of(about))
+            yield _row(*cells, kinds, _default(fields[name].default, about), what)
         yield ""
+
+
+def _options(*groups: Sequence[click.Parameter]) -> Iterator[str]:
+    """A table of the options that are no settings."""
+    yield from _head("option", "default", "what it is")
+    for option in (each for group in groups for each in group):
+        if not isinstance(option, click.Option) or isinstance(option, SettingOption):
+            continue
+        if option is not VERBOSE:
+            yield _row(f"`{option.opts[-1]}`", _default_of(option), option.help or "")
+    yield ""
+
+
+def _default_of(option: click.Option) -> str:
+    if isinstance(option.show_default, str):
+        return option.show_default
+    if option.is_flag:
+        return "off"
+    return f"`{option.default}`" if isinstance(option.default, str | int | float) else "none"
+
+
+def _head(*columns: str) -> Iterator[str]:
+    yield _row(*columns)
+    yield _row(*("---" for _ in columns))
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _commands_of(*settings: Setting) -> set[str]:
+    """The names of the commands that have an option of any of these settings."""
+    flags = {about.option for about in settings if about.option}
+    return {c.name or "" for c in COMMANDS if flags & {o for p in c.params for o in p.opts}}
+
+
+def _options_of(commands: Collection[str]) -> str:
+    names = [f"`{c.name}`" for c in COMMANDS if c.name in commands]
+    if not names:
+        return "No options of the command line."
+    first = names[0].replace("`", "`specplug ", 1)
+    return "Options of " + " and ".join([", ".join([first, *names[1:-1]]), *names[1:][-1:]]) + "."
+
+
+def _of_server(name: str, about: Setting) -> str:
+    if about.served:
+        return "yes"
+    return "OpenAI's" if name in REQUEST_FIELDS else ""
 
 
 def _default(value: object, about: Setting) -> str:
@@ -81,13 +156,20 @@ def _default(value: object, about: Setting) -> str:
     return f"`{json.dumps(value)}`" if isinstance(value, str) else f"`{value}`"
 
 
-def _what(about: Setting) -> str:
+def _what(about: Setting, missing: Collection[str]) -> str:
+    """The help and what else there is to know.
+
+    Args:
+        missing: commands that have other options of the group, and not this one.
+    """
     parts = [about.help]
+    if about.option:
+        parts += [f"Not an option of `{command}`." for command in sorted(missing)]
+    if about.unlimited:
+        parts.append(f"`{about.option} -1` is None.")
     if about.agree:
-        parts.append(f"The same for {' and '.join(AGREE[who] for who in about.agree)}.")
-    if about.served:
-        parts.append("Also of servers.")
-    return " ".join(parts).replace("|", "\\|")
+        parts.append(f"Must be the same for {' and '.join(AGREE[who] for who in about.agree)}.")
+    return " ".join(parts)
 
 
 if __name__ == "__main__":

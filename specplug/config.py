@@ -70,6 +70,7 @@ class EngineConfig:
         "Folder or hub id of a causal language model of transformers.",
         group="Model",
         unset=DEFAULT_MODEL,
+        metavar="FOLDER|ID",
         converter=_model,
     )
     tokenizer: str | Path | None = setting(
@@ -85,21 +86,23 @@ class EngineConfig:
     dtype: str = setting(
         "auto",
         Choice(DTYPES, f"auto, {', '.join(DTYPES[1:])}"),
-        "Of weights and activations; auto: float32 on the CPU, else the checkpoint's.",
+        "Number format of weights and activations; auto: float32 on the CPU, else the "
+        "checkpoint's.",
         group="Model",
         agree=(RANKS, INSTANCES),
     )
     device: str | None = setting(
         None,
         Text(expected="cpu, cuda or cuda:N"),
-        "cpu, cuda or cuda:N.",
+        "Where the model runs: cpu, cuda or cuda:N.",
         group="Model",
         unset="CUDA if there is one",
+        metavar="DEVICE",
     )
     seed: int = setting(
         0,
         Integer(least=None),
-        "Of the sampling noise; each request without a seed derives its own from it.",
+        "Seed of the sampling noise; each request without a seed derives its own from it.",
         group="Model",
     )
     speculative_algorithm: str | object = setting(
@@ -108,6 +111,7 @@ class EngineConfig:
         "An installed algorithm (specplug list). In Python a plugin object, too.",
         group="Speculation",
         option_help="An installed algorithm (specplug list).",
+        metavar="NAME",
     )
     speculative_draft_model_path: str | Path | None = setting(
         None,
@@ -115,6 +119,7 @@ class EngineConfig:
         "Folder of the algorithm's draft weights.",
         group="Speculation",
         unset="those shipped for the model",
+        metavar="FOLDER",
         converter=_path,
     )
     speculative_num_steps: int | None = setting(
@@ -127,21 +132,21 @@ class EngineConfig:
     speculative_eagle_topk: int | None = setting(
         None,
         Integer(bound="topk"),
-        "Branches K kept a step.",
+        "Branches K kept per step.",
         group="Speculation",
         unset="the algorithm's",
     )
     speculative_num_draft_tokens: int | None = setting(
         None,
         Integer(bound="num_draft_tokens"),
-        "Tokens N that the target verifies a step for each request, root included.",
+        "Tokens N that the target verifies per step for each request, root included.",
         group="Speculation",
         unset="the algorithm's",
     )
     page_size: int = setting(
         16,
         Integer(bound="page_size"),
-        "Tokens a KV page.",
+        "Tokens per KV page.",
         group="Engine",
         unit="tokens",
         agree=(INSTANCES,),
@@ -149,12 +154,12 @@ class EngineConfig:
     chunked_prefill_size: int | None = setting(
         512,
         Integer(),
-        "Token budget of a step: most prompt tokens, and with mixed chunks the nodes of drafts "
-        "too; None: no limit.",
+        "Most tokens in a step: prompt tokens, and with mixed chunks the nodes of drafts too; "
+        "None: no limit.",
         group="Engine",
         unit="tokens",
-        option_help="Token budget of a step: prompt tokens, and drafts if they share it; -1: no "
-        "limit.",
+        option_help="Most tokens in a step: prompt tokens, and with --enable-mixed-chunk the "
+        "nodes of drafts too; -1: no limit.",
         unlimited=True,
     )
     max_running_requests: int = setting(
@@ -167,7 +172,7 @@ class EngineConfig:
     max_total_tokens: int | None = setting(
         None,
         Integer(),
-        "Slots of the KV pool, one a token.",
+        "Slots of the KV pool, one per token.",
         group="Engine",
         unit="tokens",
         unset="what fits a memory budget",
@@ -183,8 +188,8 @@ class EngineConfig:
     enable_mixed_chunk: bool = setting(
         False,
         Flag(),
-        "Prompts and drafts share a step, so that a long prompt holds up nobody. Else prompts go "
-        "first, in steps of their own.",
+        "Let prompts and drafts share steps, so that a long prompt holds up no other request. "
+        "Otherwise prompts go first, in steps of their own.",
         group="Engine",
     )
     disable_overlap_schedule: bool = setting(
@@ -196,13 +201,13 @@ class EngineConfig:
     disable_radix_cache: bool = setting(
         False,
         Flag(),
-        "Do not keep the KV of prompts and outputs for others that begin alike.",
+        "Do not keep the KV of prompts and outputs for requests that begin alike.",
         group="Engine",
     )
     disable_cuda_graph: bool = setting(
         False,
         Flag(),
-        "Do not record passes as CUDA graphs. On the CPU there are none.",
+        "Do not record forward passes as CUDA graphs. On the CPU there are none.",
         group="Engine",
     )
     disable_extensions: Sequence[str] = setting(
@@ -218,8 +223,8 @@ class EngineConfig:
     skip_model_check: bool = setting(
         False,
         Flag(),
-        "Do not prove at loading that the model gives its own logits here. A model that would be "
-        "refused then runs, and its tokens may be wrong.",
+        "Skip the proof, at loading, that the engine gives the model's own logits. A model that "
+        "fails it then runs, and its tokens may be wrong.",
         group="Model",
         agree=(RANKS,),
     )
@@ -245,8 +250,8 @@ class EngineConfig:
             expected=f"tcp://HOST:PORT, with a port of at most {MAX_PORT}",
             several=True,
         ),
-        "Where the decode instance waits for prefill instances; these may name several, with "
-        "commas between them.",
+        "Where the decode instance waits for prefill instances. A prefill instance may name "
+        "several, with commas between them.",
         group="Disaggregation",
         unset="port 30100 of this machine",
         metavar="tcp://HOST:PORT",
@@ -254,8 +259,8 @@ class EngineConfig:
     disaggregation_timeout: float = setting(
         30.0,
         Seconds(),
-        "Without progress for so long a request is given to another prefill instance, or ends with "
-        "an error if there is none.",
+        "Time without progress after which a request is given to another prefill instance, or "
+        "ends with an error if there is none.",
         group="Disaggregation",
         unit="seconds",
     )
@@ -266,12 +271,12 @@ class EngineConfig:
         "model, of under 50 million parameters, are too short to share.",
         group="Model",
         unset="one for a small model, else torch's choice",
-        option_help="torch's on the CPU.",
+        option_help="torch's threads on the CPU.",
     )
     dp_rank: int = setting(
         0,
         Integer(least=0, bound="dp_rank"),
-        "This process's place among those that share the work; one LLM in each.",
+        "This process's number among the processes that share the work, from 0; each has one LLM.",
         group="Ranks",
         option="",
     )
@@ -297,7 +302,7 @@ class EngineConfig:
     dp_timeout: float = setting(
         15.0,
         Seconds(),
-        "Another rank that is silent for so long is taken for dead.",
+        "Time of silence after which another rank is taken for dead.",
         group="Ranks",
         unit="seconds",
         option="",
@@ -305,8 +310,7 @@ class EngineConfig:
     enable_dp_attention: bool = setting(
         False,
         Flag(),
-        "Each rank has its own requests and KV, and a part of every MLP, so that all ranks step "
-        "together.",
+        "Give each rank its own requests and KV, and a part of every MLP. All ranks step together.",
         group="Ranks",
         option="",
     )

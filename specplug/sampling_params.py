@@ -180,7 +180,7 @@ class SamplingParams:
     n: int = setting(
         1,
         Integer(most=MOST_CHOICES, expected=f"an integer from 1 to {MOST_CHOICES}"),
-        "Outputs of each prompt. With a seed, the i-th one's is seed + i.",
+        "Outputs per prompt. With a seed, that of the i-th one is seed + i.",
         group="Output",
         unit="outputs",
         converter=plain_integer,
@@ -200,8 +200,8 @@ class SamplingParams:
     min_tokens: int = setting(
         0,
         Integer(least=0, most=_MOST_TOKENS, expected=f"an integer from 0 to {_MOST_TOKENS}"),
-        "Before so many tokens no end-of-sequence token and none of stop_token_ids is chosen, and "
-        "no stop string ends the output. A grammar whose match is complete does.",
+        "Least tokens to generate: before, no end-of-sequence token and none of stop_token_ids is "
+        "chosen, and no stop string ends the output. A complete match of a grammar ends it.",
         group="Stopping",
         unit="tokens",
         converter=plain_integer,
@@ -210,7 +210,7 @@ class SamplingParams:
     temperature: float = setting(
         0.0,
         Number(0, _HOTTEST, f"a number from 0 to {_HOTTEST:.0f}; 0 is greedy"),
-        "Divides the logits; 0 is greedy: the most likely token is taken.",
+        "The logits are divided by it; 0 is greedy: the most likely token is taken.",
         group="Sampling",
         converter=_plain_number,
         served=True,
@@ -246,8 +246,8 @@ class SamplingParams:
             _MOST_PENALTY,
             f"a number from {_LEAST_PENALTY:g} to {_MOST_PENALTY:.0f}; 1 is none",
         ),
-        "Divides (or, if negative, multiplies) the logits of tokens that stand in the prompt or "
-        "the output; 1: none.",
+        "The logits of tokens in the prompt or the output are divided by it, or multiplied if they "
+        "are negative; 1: no penalty.",
         group="Sampling",
         converter=_plain_number,
         served=True,
@@ -255,7 +255,7 @@ class SamplingParams:
     presence_penalty: float = setting(
         0.0,
         Number(-2, 2, "a number in [-2, 2]"),
-        "Taken off the logits of tokens in the output, once.",
+        "Subtracted from the logits of tokens in the output, once.",
         group="Sampling",
         converter=_plain_number,
         served=True,
@@ -263,7 +263,7 @@ class SamplingParams:
     frequency_penalty: float = setting(
         0.0,
         Number(-2, 2, "a number in [-2, 2]"),
-        "Taken off the logits of tokens in the output, for each time they occur.",
+        "Subtracted from the logits of tokens in the output, for each time they occur.",
         group="Sampling",
         converter=_plain_number,
         served=True,
@@ -282,7 +282,7 @@ class SamplingParams:
     seed: int | None = setting(
         None,
         Integer(least=-(2**63), most=2**63 - 1, expected="an integer of 64 bits, or None"),
-        "Of this request's noise; the same seed gives the same tokens, whatever else runs.",
+        "Seed of this request's noise; the same seed gives the same tokens, whatever else runs.",
         group="Sampling",
         unset="derived from the engine's seed and the request's number",
         converter=plain_integer,
@@ -292,8 +292,8 @@ class SamplingParams:
     stop: tuple[str, ...] = setting(
         (),
         Texts(),
-        f"Strings that end the output; they are not part of the text. At most {MOST_STOPS} of "
-        f"{MOST_STOP_CHARACTERS} characters.",
+        f"Strings that end the output and are not part of the text. At most {MOST_STOPS}, each of "
+        f"at most {MOST_STOP_CHARACTERS} characters.",
         group="Stopping",
         converter=_strings,
         option_help="String that ends the output; may be given many times.",
@@ -302,7 +302,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = setting(
         (),
         Anything(),
-        "Tokens that end the output; they are the last of its token ids.",
+        "Tokens that end the output and are the last of its token ids.",
         group="Stopping",
         converter=_tokens,
         option="",
@@ -318,7 +318,7 @@ class SamplingParams:
     logprobs: int | None = setting(
         None,
         Integer(least=0, expected="an integer of at least 0, or None"),
-        "Give the log-probabilities of this many top tokens, and of the chosen one.",
+        "Return the log-probabilities of this many top tokens, and of the chosen one.",
         group="Output",
         unit="tokens",
         unset="none",
@@ -336,16 +336,16 @@ class SamplingParams:
     return_routed_experts: bool = setting(
         False,
         Flag(),
-        "Give the experts that a mixture-of-experts target routed each token to.",
+        "Return the experts that a mixture-of-experts target routed each token to.",
         group="Output",
         option="",
     )
     return_hidden_states: bool | tuple[int, ...] = setting(
         False,
         Anything(),
-        "Give the hidden states of every token: True: those that the LM head reads; or of these "
-        "layers, numbered as in transformers' hidden_states: what enters layer 0, 1, …, and last "
-        "what the LM head reads, after the final norm.",
+        "Return the hidden states of every token. True: those that the LM head reads. A tuple: of "
+        "these layers, numbered as in transformers' hidden_states: i is what enters layer i, and "
+        "the last number is what the LM head reads, after the final norm.",
         group="Output",
         converter=_layers,
         option="",
@@ -353,8 +353,8 @@ class SamplingParams:
     token_outputs: tuple[str, ...] = setting(
         (),
         Anything(),
-        "Names of the outputs to give for each token, of those that plugins and extensions add: "
-        "see specplug.PerTokenOutput.",
+        "Names of the per-token outputs to return, of those that plugins and extensions add: see "
+        "specplug.PerTokenOutput.",
         group="Output",
         converter=_names,
         option="",
