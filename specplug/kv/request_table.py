@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from specplug.speculative.host_copy import upload
+
 
 class RequestTable:
     """Rows of slots, on the device. Row 0 is padding; all its slots are slot 0.
@@ -65,7 +67,7 @@ class RequestTable:
 
     def raise_floors(self, rows: torch.Tensor, floors: list[int]) -> None:
         """Raise the floors of ``rows`` [bs] to these positions, where they are lower."""
-        raised = self._upload(floors)
+        raised = upload(floors, self.slots.device)
         self.floors.index_copy_(0, rows, torch.maximum(self.floors[rows], raised))
 
     def free(self, req_index: int) -> None:
@@ -83,7 +85,7 @@ class RequestTable:
         """Copy all changes to the device."""
         if self._taken:
             columns = [list(self._taken), *map(list, zip(*self._taken.values(), strict=True))]
-            rows, floors, lengths = self._upload(columns)
+            rows, floors, lengths = upload(columns, self.slots.device)
             self.slots.index_fill_(0, rows, 0)
             self.floors.index_copy_(0, rows, floors)
             self.lengths.index_copy_(0, rows, lengths)
@@ -94,13 +96,7 @@ class RequestTable:
             for index, page in of_row.items()
         ]
         if changes:
-            row, index, page = self._upload(changes).unsqueeze(2).unbind(1)
+            row, index, page = upload(changes, self.slots.device).unsqueeze(2).unbind(1)
             slots = torch.where(page > 0, page * self.page_size + self._in_page, 0)
             self.slots[row, index * self.page_size + self._in_page] = slots
         self._changes = {}
-
-    def _upload(
-        self, values: list[int] | list[list[int]] | list[tuple[int, int, int]]
-    ) -> torch.Tensor:
-        tensor = torch.tensor(values, dtype=torch.int64)
-        return tensor.to(self.slots.device, non_blocking=True)

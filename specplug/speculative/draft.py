@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specplug.debug import DEBUG
+from specplug.speculative.host_copy import upload
 from specplug.speculative.padding import Padding
 
 
@@ -149,7 +150,7 @@ class Draft:
         if self.widths is None:
             return arange(self.tokens.shape[0], device) * self.width
         starts = [0, *accumulate(self.widths)][:-1]
-        return torch.tensor(starts, dtype=torch.int64).to(device, non_blocking=True)
+        return upload(starts, device)
 
     @cached_property
     def padding(self) -> Padding | None:
@@ -177,7 +178,7 @@ class Draft:
         order = arange(width, self.tokens.device)
         parents = order.expand(bs, -1) - 1 if self.parents is None else self.parents
         if self.widths is not None:
-            counts = torch.tensor(self.widths).to(parents.device, non_blocking=True).unsqueeze(1)
+            counts = upload(self.widths, parents.device).unsqueeze(1)
             parents = torch.where(order < counts, parents, -2)
         child_of = parents.unsqueeze(1) == order.unsqueeze(1)  # [bs, N, N], node j is i's child
         is_node = parents.unsqueeze(2) >= 0

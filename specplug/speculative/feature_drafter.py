@@ -18,6 +18,7 @@ from specplug.speculative.batch import Batch
 from specplug.speculative.coupling import couple
 from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.draft_state import StateTensor, received_state
+from specplug.speculative.host_copy import upload
 from specplug.speculative.layers import Attend
 from specplug.speculative.runtime import AttentionPlan, Runtime
 from specplug.speculative.target_output import CommittedOutput
@@ -162,7 +163,7 @@ class FeatureDrafter(ABC):
 
     def _part(self, batch: Batch, indices: list[int]) -> tuple[Tensor, Batch]:
         """Some requests of a batch: their indices [n] int64, and a batch of them."""
-        index = torch.tensor(indices).to(self._runtime.device, non_blocking=True)
+        index = upload(indices, self._runtime.device)
         part = attrs.evolve(
             batch,
             requests=[batch.requests[i] for i in indices],

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-def upload(values: Sequence[int], device: torch.device) -> Tensor:
-    """Start copying integers to the device: [n] int64."""
+def upload(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Start copying integers to the device: [n] int64, or [m, n] for rows of them."""
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 

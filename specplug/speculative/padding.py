@@ -8,6 +8,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.speculative.host_copy import upload
+
 
 @attrs.frozen(eq=False)
 class Padding:
@@ -30,5 +32,4 @@ class Padding:
         padded = [0] * (len(widths) * width)
         for row, place in enumerate(flat):
             padded[place] = row
-        both = torch.tensor(flat, dtype=torch.int64), torch.tensor(padded, dtype=torch.int64)
-        return cls(*(index.to(device, non_blocking=True) for index in both))
+        return cls(upload(flat, device), upload(padded, device))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specplug.speculative.batch import Batch
+from specplug.speculative.host_copy import upload
 
 
 def rotate_chunks(tokens: Tensor, last_rows: Tensor, tails: Tensor) -> Tensor:
@@ -41,8 +42,7 @@ def chunk_tails(batch: Batch, ahead: int, generated: Tensor) -> Tensor:
     """
     if all(batch.last_chunk):  # a decode batch too, which has no chunks
         return generated
-    known = torch.tensor(_known_tokens(batch, ahead), dtype=torch.int64)
-    known = known.to(generated.device, non_blocking=True)
+    known = upload(_known_tokens(batch, ahead), generated.device)
     return torch.where(known < 0, generated, known)
 
 
