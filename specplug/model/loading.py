@@ -13,7 +13,7 @@ import torch
 from specplug.algorithm import DEFAULT_MODEL, AlgorithmInfo, SpecConfig
 from specplug.config import EngineConfig
 from specplug.distributed.rank_group import RankGroup
-from specplug.errors import UsageError, shown, warn_fallback
+from specplug.errors import CheckpointError, UsageError, shown, warn_fallback
 from specplug.model.checkpoint import DATA_ONLY, check_model_path, needs_code, refuse_code
 from specplug.model.model_runner import ModelRunner
 
@@ -114,8 +114,6 @@ def read_target_config(path: str) -> dict[str, Any]:
     """The target's ``config.json``, read before any weight so that a misfit is told early."""
     from transformers import AutoConfig
 
-    from specplug.errors import CheckpointError
-
     check_model_path(path)
     try:
         found = AutoConfig.from_pretrained(path, **DATA_ONLY)
@@ -134,8 +132,6 @@ def load_tokenizer(config: EngineConfig) -> Any | None:
         CheckpointError: the one that is named cannot be loaded.
     """
     from transformers import AutoTokenizer
-
-    from specplug.errors import CheckpointError
 
     named, model = config.tokenizer, find_model(config.model)
     try:
