@@ -140,6 +140,12 @@ class SpecConfig:
     target_config: Mapping[str, Any] = attrs.field(factory=dict)
     adjustments: tuple[str, ...] = ()
 
+    @property
+    def num_lookahead_slots(self) -> int:
+        """Slots after a request's committed length that a decode step may write: for the nodes that
+        are verified, for those that the draft model expands, and for the tokens that are kept."""
+        return max(self.num_draft_tokens, self.num_draft_slots, self.num_steps + 1)
+
     def adjust(self, reason: str, **changes: Any) -> SpecConfig:
         """Return the configuration with ``changes``; the user is shown the reason."""
         return attrs.evolve(self, adjustments=(*self.adjustments, reason), **changes)

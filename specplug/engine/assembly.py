@@ -33,14 +33,13 @@ def plan_steps(config: EngineConfig, spec: SpecConfig, *, overlap: bool) -> Sche
         spec: of its speculation.
         overlap: whether a step is launched before the last one's results are processed.
     """
-    columns = spec.num_steps + 1
     return SchedulerConfig(
         max_running_requests=config.max_running_requests,
         chunked_prefill_size=config.chunked_prefill_size,
         mixed_chunk=config.enable_mixed_chunk,
-        columns=columns,
+        columns=spec.num_steps + 1,
         num_draft_tokens=spec.num_draft_tokens,
-        num_lookahead_slots=max(spec.num_draft_tokens, spec.num_draft_slots, columns),
+        num_lookahead_slots=spec.num_lookahead_slots,
         steps_in_flight=2 if overlap else 1,
     )
 

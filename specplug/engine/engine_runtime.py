@@ -84,9 +84,6 @@ class EngineRuntime:
         )
         self._draft_runners: list[PassRunner] = []
         self._sealed = False
-        self._most_slots = max(
-            config.num_draft_tokens, config.num_draft_slots, config.num_steps + 1
-        )
         self.draft_verifies = draft_verifies
         if self._graphs:
             runner.record_graphs()
@@ -174,7 +171,7 @@ class EngineRuntime:
         mask: Tensor | None,
     ) -> None:
         """Refuse a pass that would write outside the slots that are kept for drafts."""
-        bs, most = batch.size, max(self._most_slots, *batch.chunk_widths, 0)
+        bs, most = batch.size, max(self.config.num_lookahead_slots, *batch.chunk_widths, 0)
         if not 1 <= width <= most - offset:
             raise PluginError(
                 f"plan_attention: width {width} at offset {offset}; expected at least 1 and, with "

@@ -169,11 +169,11 @@ class Runtime(Protocol):
         Args:
             starts: [bs] int64 committed length of each request.
             width: rows a request, R = bs * width; or one number for each request, R their sum.
-            offset: the first slot, counted from ``starts``; ``offset + width`` is at most the run's
-                ``num_draft_tokens`` or ``num_draft_slots``, whichever is greater. A negative
-                offset writes committed positions again; each row then sees those up to itself.
-                A row before position 0, or in the part of the prompt that was found in the prefix
-                cache, is padding: it writes nothing, and its result means nothing.
+            offset: the first slot, counted from ``starts``; ``offset + width`` is at most
+                ``config.num_lookahead_slots``. A negative offset writes committed positions again;
+                each row then sees those up to itself. A row before position 0, or in the part of
+                the prompt that was found in the prefix cache, is padding: it writes nothing, and
+                its result means nothing.
             positions: [bs, width] int64 absolute positions, with the greatest width where they
                 differ; ``starts + offset + i`` if None.
             mask: [bs or 1, width, offset + width] bool over the slots from ``starts`` on; only
