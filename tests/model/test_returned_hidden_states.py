@@ -48,20 +48,28 @@ def layernorm_model(build_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def expected(layernorm_model: Path) -> Known:
-    """NONE's tokens, and the hidden states that transformers has for them."""
+    """NONE's tokens, and the hidden states that transformers has for them.
+
+    It computes them on the run's own device: rotary angles are float32 in a float64 model too, and
+    their last bit is not the same on every device.
+    """
     from transformers import AutoModelForCausalLM
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     with LLM(layernorm_model, dtype="float64", disable_overlap_schedule=True) as llm:
         outputs = llm.generate(PROMPTS, SILENT)
-    model = AutoModelForCausalLM.from_pretrained(layernorm_model, dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_pretrained(layernorm_model, dtype=torch.float64).to(device)
     found = []
     for output, layers in zip(outputs, LAYERS, strict=True):
-        ids = torch.tensor([[*output.prompt_token_ids, *output.token_ids][:-1]])
+        known = [*output.prompt_token_ids, *output.token_ids][:-1]
         with torch.inference_mode():
+            ids = torch.tensor([known], device=device)
             states = model(ids, output_hidden_states=True, use_cache=False).hidden_states
         chosen = (NUM_LAYERS,) if layers is True else layers
         assert isinstance(chosen, tuple)
-        found.append((output.token_ids, torch.cat([states[n] for n in chosen]).transpose(0, 1)))
+        found.append(
+            (output.token_ids, torch.cat([states[n] for n in chosen]).transpose(0, 1).cpu())
+        )
     return found
 
 
