@@ -67,11 +67,11 @@ class StepReport:
 
 @attrs.frozen(kw_only=True)
 class RequestReport:
-    """One ended request.
+    """One ended request. A host may know no more of it than its name.
 
     Attributes:
         request_id: its name.
-        finish_reason: "stop", "length", "abort" or "error".
+        finish_reason: "stop", "length", "abort" or "error"; "" from a host that does not know.
         num_prompt_tokens: length of its prompt.
         num_cached_tokens: how many of these were in the prefix cache when it was first admitted.
         num_output_tokens: tokens generated.
@@ -80,9 +80,9 @@ class RequestReport:
     """
 
     request_id: str
-    finish_reason: str
-    num_prompt_tokens: int
+    finish_reason: str = ""
+    num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    num_output_tokens: int
+    num_output_tokens: int = 0
     times_retracted: int = 0
-    accept_lens: tuple[int, ...]
+    accept_lens: tuple[int, ...] = ()
