@@ -1,6 +1,6 @@
 """The order of the hooks in a step, written once for whoever hosts an algorithm.
 
-The embedded engine drives it, and so can any other engine::
+The embedded engine drives it, and so can any other engine (docs/hosting.md has one of a page)::
 
     a decode step      begin_decode     resolve -> propose -> narrow
                        (the host)       runs the target's pass over the nodes, samples at each
