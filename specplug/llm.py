@@ -358,8 +358,14 @@ class LLM:
         """Queue a prepared request for ``step``.
 
         Raises:
-            UsageError: this is a prefill instance, which takes requests from decode instances.
+            UsageError: it is no request; or this is a prefill instance, which takes requests from
+                decode instances.
         """
+        if not isinstance(request, Request):
+            raise UsageError(
+                f"submit: request={shown(request)}: expected a request that prepare() has made; "
+                "give a prompt to add_request()"
+            )
         self._check_takes_requests()
         with self._turns:
             self._check_open()

@@ -47,6 +47,14 @@ def test_a_bad_prompt_is_refused_and_nothing_runs(prompts: Any, message: str, ll
     assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=3))[0].token_ids) == 3
 
 
+@pytest.mark.parametrize("wrong", ["words", [1, 2], None])
+def test_submit_of_what_was_not_prepared_is_refused(wrong: Any, llm: LLM) -> None:
+    expected = r"submit: request=.*: expected a request that prepare\(\) has made"
+    with pytest.raises(UsageError, match=expected):
+        llm.submit(wrong)
+    assert not llm.has_unfinished_requests
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
