@@ -73,7 +73,7 @@ class LLM:
     _runner: ModelRunner = None  # type: ignore[assignment]
     _runtime: EngineRuntime = None  # type: ignore[assignment]
     _ranks: RankGroup | None = None
-    _remote: DecodeInstance | None = None
+    _decode_instance: DecodeInstance | None = None
     _prefill: PrefillLoop | None = None
     _partner: LLM | None = None
 
@@ -167,7 +167,7 @@ class LLM:
         cached = features.is_on("prefix_cache")
         cache, table = allocate_kv(runtime, limits, config.max_total_tokens, prefix_cache=cached)
         scheduler = Scheduler(limits, cache, table)
-        self._remote = remote = make_decode_instance(config, runtime, runner, cache)
+        self._decode_instance = remote = make_decode_instance(config, runtime, runner, cache)
         self._engine = make_engine(
             config, runtime, runner, hooks, scheduler, remote=remote, ranks=ranks
         )
@@ -182,8 +182,8 @@ class LLM:
             self._prefill = PrefillLoop(
                 config, identity, self._engine, self._input_processor, self._ranks
             )
-        elif config.disaggregation == "both" and self._remote is not None:
-            self._partner = LLM(config.of_partner(self._remote.address))
+        elif config.disaggregation == "both" and self._decode_instance is not None:
+            self._partner = LLM(config.of_partner(self._decode_instance.address))
 
     @property
     def engine(self) -> Engine:
@@ -195,7 +195,7 @@ class LLM:
     @property
     def decode_instance(self) -> DecodeInstance | None:
         """What has prompts prefilled by other instances; None where they are prefilled here."""
-        return self._remote
+        return self._decode_instance
 
     @property
     def partner(self) -> LLM | None:
@@ -218,11 +218,11 @@ class LLM:
         """Leave the instances that this one works with, and let go of the model and its caches,
         so that no reference cycle keeps them until the garbage collector comes by."""
         try:
-            for other in (self._partner, self._prefill, self._remote):
+            for other in (self._partner, self._prefill, self._decode_instance):
                 if other is not None:
                     other.close()
         finally:
-            self._partner = self._prefill = self._remote = None
+            self._partner = self._prefill = self._decode_instance = None
             self._drop_tensors()
             self._inbox.clear()
             self._engine = self._stepper = self._input_processor = None  # type: ignore[assignment]
@@ -445,8 +445,8 @@ class LLM:
         with self._turns:
             self._check_open()
             stats = self._engine.statistics.as_dict()
-            if self._remote is not None:
-                stats |= self._remote.transfers.as_dict()
+            if self._decode_instance is not None:
+                stats |= self._decode_instance.transfers.as_dict()
             return stats
 
     @property
@@ -476,8 +476,8 @@ class LLM:
         with self._turns:
             self._check_open()
             self._engine.statistics = Statistics()
-            if self._remote is not None:
-                self._remote.reset_transfers()
+            if self._decode_instance is not None:
+                self._decode_instance.reset_transfers()
             if self._partner is not None:
                 self._partner.reset_stats()
 
@@ -491,7 +491,7 @@ class LLM:
             self._engine,
             features=self._features.states,
             extensions=self._hooks.extensions,
-            disaggregation_address=self._remote.address if self._remote else None,
+            disaggregation_address=self._decode_instance.address if self._decode_instance else None,
         )
 
     def check_pool(self) -> None:
