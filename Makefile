@@ -15,8 +15,9 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 run: $(VENV)/.installed
 	$(BIN)/python examples/complete.py
 
+# Some hundred processes import the same modules, which are compiled once.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from typing import Any
@@ -28,6 +29,16 @@ if os.environ.get("SPECPLUG_FIRST_FAILURE"):  # of benchmarks/breaks.py: nobody 
     settings.load_profile("first failure")
 
 _peaks: dict[str, float] = {}
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported and collected to itself: it lives as long as this process, and the
+    garbage collector would look at it all again and again. Modules that tests write from now on are
+    not compiled to files: a test may write one anew within the second by which those are dated."""
+    gc.collect()
+    gc.freeze()
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 
 def pytest_testnodedown(node: Any) -> None:
