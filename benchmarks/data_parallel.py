@@ -36,6 +36,7 @@ from specplug.errors import RankError
 from specplug.registry import Registry
 
 WAIT_SECONDS = 300.0
+_LIBRARIES = "specplug.llm", "transformers.models.llama.modeling_llama", "transformers.generation"
 
 
 @attrs.frozen(kw_only=True)
@@ -132,7 +133,8 @@ def launch(task: Task) -> dict[int, tuple[Any, float]]:
         serve(0, task, here)
         rank, what, number = here.get()
         return {rank: (what, number)}
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")  # whose processes begin with what it has imported
+    context.set_forkserver_preload(["__main__", *_LIBRARIES])
     answers = context.Queue()
     ranks = [context.Process(target=serve, args=(r, task, answers)) for r in range(task.size)]
     for process in ranks:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+from warm_process import run_command
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -77,12 +78,17 @@ def test_bash(block, command):
     elif words[:2] == ["pip", "install"]:
         targets = [word for word in words[2:] if not word.startswith("-")]
         assert all((ROOT / target / "pyproject.toml").is_file() for target in targets)
+    elif words[0] == "specplug" and "|" not in words:
+        code, shown, errors = run_command(words[1:], os.environ, ROOT)
+        assert code == 0, errors
+        assert shown
     else:
         run(command)
 
 
 def run(command: str) -> None:
-    """Run a line as a reader would, with the virtual environment active."""
+    """Run a line as a reader would, with the virtual environment active. One with a pipe is a
+    ``specplug`` that begins cold."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],

@@ -8,13 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from server_process import DEADLINE, ServerProcess, is_alive, start_server, wait_until
+from server_process import DEADLINE, ServerProcess, is_alive, wait_until
 from warm_process import run_command
 from warm_server import serve_here
 
@@ -27,16 +26,8 @@ from specplug.serve.server import _listen, _listener
 LONG: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True}
 
 
-@pytest.fixture
-def cold() -> Iterator[ServerProcess]:
-    """A server that is started as users do it."""
-    server = start_server()
-    yield server
-    server.kill()
-
-
-def test_a_server_that_is_told_to_end_lets_requests_finish(cold: ServerProcess) -> None:
-    server = cold
+def test_a_server_that_is_told_to_end_lets_requests_finish(serve: Any) -> None:
+    server: ServerProcess = serve()
     (child,) = server.children()
     with LLM() as llm:
         (expected,) = llm.generate("def f(", SamplingParams(max_tokens=200, ignore_eos=True))
