@@ -127,8 +127,8 @@ BREAKS = (
     Break(
         "noise-position",
         "specplug/engine/step.py",
-        "self._sample(half, rows, half.plan.positions + 1, logits)",
-        "self._sample(half, rows, half.plan.positions, logits)",
+        "self._sample(half, req_indices, half.plan.positions + 1, logits)",
+        "self._sample(half, req_indices, half.plan.positions, logits)",
         ("tests/engine/test_exactness.py",),
     ),
     Break(
@@ -323,7 +323,7 @@ BREAKS = (
     Break(
         "write-before-floor",
         "specplug/model/attention.py",
-        "torch.where(index >= floors[rows].unsqueeze(1), slots, 0)",
+        "torch.where(index >= floors[req_indices].unsqueeze(1), slots, 0)",
         "torch.where(index >= 0, slots, 0)",
         ("tests/model/test_attention.py", "tests/kv/test_prefix_cache.py"),
     ),

@@ -189,11 +189,13 @@ class EngineRuntime:
                     f"{bs} requests of {width} rows at offset {offset}"
                 )
 
-    def make_plan(self, rows: Tensor, starts: Tensor, width: int, **layout: Any) -> PagedPlan:
+    def make_plan(
+        self, req_indices: Tensor, starts: Tensor, width: int, **layout: Any
+    ) -> PagedPlan:
         """Plan a pass of the target or of a draft model, within the ``max_slots`` of the step."""
         return make_plan(
             self.table.slots,
-            rows,
+            req_indices,
             starts,
             width,
             self._key_length(),
@@ -235,9 +237,9 @@ class EngineRuntime:
 
     def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
         bs, width = positions.shape
-        rows = batch.req_indices.repeat_interleave(width, output_size=bs * width)
-        random = self.sampler.is_random(rows)
-        noise = self.sampler.noise(rows, random, positions.reshape(-1), token_ids)
+        req_indices = batch.req_indices.repeat_interleave(width, output_size=bs * width)
+        random = self.sampler.is_random(req_indices)
+        noise = self.sampler.noise(req_indices, random, positions.reshape(-1), token_ids)
         return noise.to(torch.float32).view(bs, width, -1)
 
     @property

@@ -252,18 +252,26 @@ class StepRunner:
         """Sample at each node, verify, compact, and feed the draft model."""
         (logits, per_node, points), wanted = passed, half.wanted
         assert half.draft is not None
-        rows = half.req_indices[half.draft.batch_index]
-        predict = self._sample(half, rows, half.plan.positions + 1, logits)
+        req_indices = half.req_indices[half.draft.batch_index]
+        predict = self._sample(half, req_indices, half.plan.positions + 1, logits)
         if wanted is not None:
             per_node = {**per_node, **wanted.read(points), **wanted.sample(logits, predict)}
         self._order.finish_decode(half, predict, logits, per_node)
         half.clock.lap("extend")
 
-    def _sample(self, half: EngineHalf, rows: Tensor, positions: Tensor, logits: Tensor) -> Tensor:
+    def _sample(
+        self, half: EngineHalf, req_indices: Tensor, positions: Tensor, logits: Tensor
+    ) -> Tensor:
+        """Return the target's token for each row of logits, [M] int64.
+
+        Args:
+            req_indices: [M] int64, the request of each row.
+            positions: [M] int64 position of the token being chosen.
+        """
         sampler, needs = self._runtime.sampler, half.needs
-        random = sampler.is_random(rows) if needs & Needs.NOISE else None
+        random = sampler.is_random(req_indices) if needs & Needs.NOISE else None
         masks = self._masks(half, len(logits)) if needs & Needs.GRAMMAR else None
-        return sampler.sample(logits, needs, random, rows, positions, half.draft, masks)
+        return sampler.sample(logits, needs, random, req_indices, positions, half.draft, masks)
 
     def _masks(self, half: EngineHalf, num_rows: int) -> Tensor:
         """Return what the requests' grammars allow after each row, [num_rows, words] int32.

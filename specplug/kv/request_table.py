@@ -65,10 +65,10 @@ class RequestTable:
         self._changes[req_index] = {}
         return req_index
 
-    def raise_floors(self, rows: torch.Tensor, floors: list[int]) -> None:
-        """Raise the floors of ``rows`` [bs] to these positions, where they are lower."""
+    def raise_floors(self, req_indices: torch.Tensor, floors: list[int]) -> None:
+        """Raise the floors of requests [bs] to these positions, where they are lower."""
         raised = upload(floors, self.slots.device)
-        self.floors.index_copy_(0, rows, torch.maximum(self.floors[rows], raised))
+        self.floors.index_copy_(0, req_indices, torch.maximum(self.floors[req_indices], raised))
 
     def free(self, req_index: int) -> None:
         """Free a row."""
@@ -85,10 +85,10 @@ class RequestTable:
         """Copy all changes to the device."""
         if self._taken:
             columns = [list(self._taken), *map(list, zip(*self._taken.values(), strict=True))]
-            rows, floors, lengths = upload(columns, self.slots.device)
-            self.slots.index_fill_(0, rows, 0)
-            self.floors.index_copy_(0, rows, floors)
-            self.lengths.index_copy_(0, rows, lengths)
+            req_indices, floors, lengths = upload(columns, self.slots.device)
+            self.slots.index_fill_(0, req_indices, 0)
+            self.floors.index_copy_(0, req_indices, floors)
+            self.lengths.index_copy_(0, req_indices, lengths)
             self._taken = {}
         changes = [
             (row, index, page)

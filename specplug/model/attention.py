@@ -213,7 +213,7 @@ class JoinedPlan:
 
 def make_plan(
     request_table: Tensor,
-    rows: Tensor,
+    req_indices: Tensor,
     starts: Tensor,
     width: int,
     length: int,
@@ -230,7 +230,7 @@ def make_plan(
 
     Args:
         request_table: [rows, context] int64 slots by request row and position.
-        rows: [bs] int64.
+        req_indices: [bs] int64, each request's row in that table.
         starts: [bs] int64 committed lengths.
         width: Q.
         length: L, at least every request's length after the pass.
@@ -241,19 +241,19 @@ def make_plan(
         lengths: [rows] int64, by request row the least length that sets its rotary frequencies.
         offset, positions [bs or 1, Q], mask, padding: see ``PagedPlan``.
     """
-    bs = rows.shape[0]
-    index = starts.unsqueeze(1) + torch.arange(offset, offset + width, device=rows.device)
+    bs = req_indices.shape[0]
+    index = starts.unsqueeze(1) + torch.arange(offset, offset + width, device=req_indices.device)
     if padding is not None:
         index = index.clamp(max=request_table.shape[1] - 1)  # padding of a shorter request
-    slots = request_table[rows.unsqueeze(1), index.clamp(min=0) if offset < 0 else index]
+    slots = request_table[req_indices.unsqueeze(1), index.clamp(min=0) if offset < 0 else index]
     if offset < 0:  # before its floor a request owns nothing: these rows write to the padding slot
         assert floors is not None
-        slots = torch.where(index >= floors[rows].unsqueeze(1), slots, 0)
+        slots = torch.where(index >= floors[req_indices].unsqueeze(1), slots, 0)
         index = index.clamp(min=0)
     slots = slots.view(-1)
     positions = index if positions is None else positions
     if lengths is not None:
-        lengths = torch.maximum(positions + 1, lengths[rows].unsqueeze(1)).view(-1)
+        lengths = torch.maximum(positions + 1, lengths[req_indices].unsqueeze(1)).view(-1)
     positions = positions.reshape(-1)
     if padding is not None:
         slots, positions = slots[padding.flat_index], positions[padding.flat_index]
@@ -262,7 +262,7 @@ def make_plan(
         positions=positions.clamp(max=last_position),
         lengths=lengths,
         slots=slots,
-        table=request_table[:, :length].index_select(0, rows).view(-1),
+        table=request_table[:, :length].index_select(0, req_indices).view(-1),
         starts=starts,
         offset=offset,
         bs=bs,

@@ -92,20 +92,25 @@ class Sampler:
         else:
             self._may_end_at[row] = 0
 
-    def temperatures(self, rows: Tensor) -> Tensor:
-        """Return [bs, 1] float32; 1 for greedy requests."""
-        return self._settings[rows, :1]
+    def temperatures(self, req_indices: Tensor) -> Tensor:
+        """Return the temperatures of requests [bs]: [bs, 1] float32, 1 for greedy ones."""
+        return self._settings[req_indices, :1]
 
-    def is_random(self, rows: Tensor) -> Tensor:
-        """Return whether the requests of rows [n] sample, [n] bool."""
-        return self._random[rows]
+    def is_random(self, req_indices: Tensor) -> Tensor:
+        """Return whether each request samples: [n] int64 to [n] bool."""
+        return self._random[req_indices]
 
     def noise(
-        self, rows: Tensor, random: Tensor, positions: Tensor, token_ids: Tensor | None = None
+        self,
+        req_indices: Tensor,
+        random: Tensor,
+        positions: Tensor,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
-        """Compute Gumbel noise [n, V] float64 of rows and positions [n]; 0 where not ``random``."""
+        """Return the Gumbel noise of each request and position [n]: [n, V] float64, 0 where not
+        ``random``."""
         tokens = self._vocab if token_ids is None else token_ids
-        noise = gumbel(self._seeds[rows], positions, tokens)
+        noise = gumbel(self._seeds[req_indices], positions, tokens)
         return noise.masked_fill_(~random.unsqueeze(1), 0.0)
 
     def sample(
@@ -113,7 +118,7 @@ class Sampler:
         logits: Tensor,
         needs: Needs,
         random: Tensor | None,
-        rows: Tensor,
+        req_indices: Tensor,
         positions: Tensor,
         draft: Draft | None,
         masks: Tensor | None = None,
@@ -124,7 +129,7 @@ class Sampler:
             logits: [T, V].
             needs: what the requests of the batch need, together.
             random: [T] bool, whether the row's request samples; None if none does.
-            rows: [T] int64 request row of each.
+            req_indices: [T] int64, the request of each row.
             positions: [T] int64 position of the token being chosen.
             draft: whose nodes the rows are, so that penalties follow each node's path; None on a
                 prefill.
@@ -139,25 +144,25 @@ class Sampler:
         if masks is not None:
             scores = mask_scores(scores, masks)
         if needs & Needs.MIN_TOKENS:
-            scores = self._without_early_ends(scores, rows, positions)
-        settings = self._settings[rows].to(scores.dtype)
+            scores = self._without_early_ends(scores, req_indices, positions)
+        settings = self._settings[req_indices].to(scores.dtype)
         column = dict(zip(_COLUMNS, settings.unsqueeze(2).unbind(1), strict=True))
         if needs & Needs.BIAS:
             assert self._bias is not None
-            scores = scores + self._bias[rows]
+            scores = scores + self._bias[req_indices]
         if needs & Needs.PENALTIES:
-            scores = self._penalize(scores, column, rows, draft)
+            scores = self._penalize(scores, column, req_indices, draft)
         if random is not None:
             scores = scores / column["temperature"]
             if needs & Needs.TRUNCATION:
                 scores = truncate(scores, column["min_p"], column["top_k"], column["top_p"])
-            scores = scores + self.noise(rows, random, positions)
+            scores = scores + self.noise(req_indices, random, positions)
         return scores.argmax(-1)
 
-    def count(self, rows: Tensor, tokens: Tensor, valid: Tensor) -> None:
-        """Count committed output tokens: rows [bs], tokens [bs, C], valid [bs, C] bool."""
+    def count(self, req_indices: Tensor, tokens: Tensor, valid: Tensor) -> None:
+        """Count committed output tokens [bs, C] of the requests [bs], where ``valid`` [bs, C]."""
         if self._output_counts is not None:
-            index = rows.unsqueeze(1).expand_as(tokens)
+            index = req_indices.unsqueeze(1).expand_as(tokens)
             self._output_counts.index_put_(
                 (index, tokens), valid.to(self._output_counts.dtype), accumulate=True
             )
@@ -166,25 +171,26 @@ class Sampler:
         self,
         scores: Tensor,
         column: Mapping[str, Tensor],
-        rows: Tensor,
+        req_indices: Tensor,
         draft: Draft | None,
     ) -> Tensor:
         assert self._output_counts is not None
         assert self._in_prompt is not None
-        counts = self._output_counts[rows]
+        counts = self._output_counts[req_indices]
         if draft is not None:
             counts = counts + path_counts(draft, scores.shape[1], counts.dtype)
         appeared = counts > 0
-        seen = appeared | self._in_prompt[rows]
+        seen = appeared | self._in_prompt[req_indices]
         factor = torch.where(seen, column["repetition"], 1.0)
         scores = torch.where(scores > 0, scores / factor, scores * factor)
         scores = scores - column["frequency"] * counts
         return scores - column["presence"] * appeared
 
-    def _without_early_ends(self, scores: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """[T, V] with -inf for what ends the output of a row that must go on."""
-        enders = self._enders[rows]
-        early = (positions < self._may_end_at[rows]).unsqueeze(1)
+    def _without_early_ends(self, scores: Tensor, req_indices: Tensor, positions: Tensor) -> Tensor:
+        """Return the scores [T, V], with -inf for what ends the output of a request that must go
+        on."""
+        enders = self._enders[req_indices]
+        early = (positions < self._may_end_at[req_indices]).unsqueeze(1)
         kept = scores.gather(1, enders).masked_fill(early, float("-inf"))
         return scores.scatter(1, enders, kept)
 
