@@ -100,7 +100,8 @@ class StepRunner:
             self._ranks.agree(sum(map(len, rows)))
 
     def _current_device(self) -> AbstractContextManager[None]:
-        """Streams, events and graphs are those of the current device, which is a thread's own."""
+        """Make the run's device this thread's current one: a step uses the streams, events and
+        graphs of that."""
         device = self._device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -112,8 +113,8 @@ class StepRunner:
         self._runtime.max_slots = max([*slots, step.decode.max_slots if step.decode else 0])
         if step.placed:
             self._receive(step.placed, clock)
-        prefill = self._chunks(step.prefill, clock) if step.prefill else None
-        decode = self._nodes(step.decode, clock) if step.decode else None
+        prefill = self._begin_prefill(step.prefill, clock) if step.prefill else None
+        decode = self._begin_decode(step.decode, clock) if step.decode else None
         clock.lap("propose")
         if prefill or decode:
             self._agree(*(half.tokens for half in (prefill, decode) if half))
@@ -135,15 +136,15 @@ class StepRunner:
             self._unread = [*(r for r in self._unread if not r.grammars_advanced), result]
         return result
 
-    # What is received, and the rows of the target's pass
+    # Before the target's pass: what is received, and each half's rows
 
     def _receive(self, placed: Sequence[PlacedPrefill], clock: StepClock) -> None:
         """Write received prefills to the pool, and leave the draft input of their first step."""
         live = self._kv_transfer.write(placed)
-        half = self._half([p.request for p in live], clock)
+        half = self._make_half([p.request for p in live], clock)
         half.seq_lens = upload([p.received.end for p in live], self._device)
         half.tokens = upload([p.request.token_ids[p.received.end - 1] for p in live], self._device)
-        half.batch = _lent(half, ForwardMode.DECODE)
+        half.batch = _make_batch(half, ForwardMode.DECODE)
         roots = upload([p.request.token_ids[p.received.end] for p in live], self._device)
         self._order.receive(half, roots)
         self._kv_transfer.protect(live, half.req_indices)
@@ -151,26 +152,26 @@ class StepRunner:
             request.draft_state = {}
         clock.lap("receive")
 
-    def _chunks(self, scheduled: Prefill, clock: StepClock) -> EngineHalf:
-        """Make the rows of a prefill: its prompt tokens."""
+    def _begin_prefill(self, scheduled: Prefill, clock: StepClock) -> EngineHalf:
+        """Return the prefill half: its rows are the chunks' tokens."""
         chunks, runtime = scheduled.chunks, self._runtime
         widths = tuple(chunk.end - chunk.start for chunk in chunks)
-        half = self._half(scheduled.requests, clock)
+        half = self._make_half(scheduled.requests, clock)
         half.seq_lens = upload([chunk.start for chunk in chunks], self._device)
         half.tokens = upload([token for chunk in chunks for token in chunk.tokens], self._device)
         half.last_rows = upload([end - 1 for end in accumulate(widths)], self._device)
         padding = Padding.of(widths, max(widths), self._device)
         half.plan = runtime.make_plan(half.req_indices, half.seq_lens, max(widths), padding=padding)
-        half.batch = batch = _lent(half, ForwardMode.PREFILL)
+        half.batch = batch = _make_batch(half, ForwardMode.PREFILL)
         batch.chunk_widths = widths
         batch.chunk_ends = tuple(chunk.end for chunk in chunks)
         batch.first_chunk = tuple(chunk.is_first for chunk in chunks)
         batch.last_chunk = tuple(chunk.is_last for chunk in chunks)
         return half
 
-    def _nodes(self, scheduled: Decode, clock: StepClock) -> EngineHalf:
-        """Have the algorithm propose the nodes of a decode step."""
-        half = self._half(scheduled.requests, clock)
+    def _begin_decode(self, scheduled: Decode, clock: StepClock) -> EngineHalf:
+        """Return the decode half: its rows are the nodes that the algorithm proposes."""
+        half = self._make_half(scheduled.requests, clock)
         draft = self._order.begin_decode(
             half,
             tuple(map(ReadOnlyRequest, half.requests)),
@@ -189,7 +190,8 @@ class StepRunner:
             half.tree = HostTree.of(draft)
         return half
 
-    def _half(self, requests: Sequence[Request], clock: StepClock) -> EngineHalf:
+    def _make_half(self, requests: Sequence[Request], clock: StepClock) -> EngineHalf:
+        """Return a half of a step of these requests, with what they need together, and no rows."""
         needs = Needs.NOTHING
         for request in requests:
             needs |= request.needs
@@ -206,8 +208,8 @@ class StepRunner:
     def _target_pass(
         self, prefill: EngineHalf | None, decode: EngineHalf | None
     ) -> tuple[PassOutput | None, PassOutput | None]:
-        """The target's forward over the rows of both halves, together if there are two: the logits
-        that each wants, and what was captured."""
+        """Run the target over the rows of both halves, together if there are two. Returns for each
+        the logits that it wants and what was captured; None for one that is not there."""
         if prefill is None:
             if decode is None:
                 return None, None
@@ -229,7 +231,7 @@ class StepRunner:
             (logits[len(ends) :], _rows(captured, width, None), _rows(points, width, None)),
         )
 
-    # What each half makes of it
+    # After the target's pass: what each half makes of it
 
     def _finish_prefill(self, scheduled: Prefill, half: EngineHalf, passed: PassOutput) -> None:
         """Sample after each chunk, feed the draft model, and cut out what others wait for."""
@@ -295,8 +297,8 @@ class StepRunner:
         return masks.to(self._device, non_blocking=True)
 
 
-def _lent(half: EngineHalf, mode: ForwardMode) -> Batch:
-    """Return the batch of a half as hooks get it, with tensors of its own."""
+def _make_batch(half: EngineHalf, mode: ForwardMode) -> Batch:
+    """Return a half's batch as hooks get it, with tensors of its own."""
     return Batch(
         mode=mode,
         requests=tuple(map(ReadOnlyRequest, half.requests)),
