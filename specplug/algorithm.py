@@ -60,7 +60,7 @@ class Defaults:
 
     Attributes:
         num_steps: draft depth S, at least 1.
-        topk: branches K kept a step, at least 1.
+        topk: branches K kept per step, at least 1.
         num_draft_tokens: nodes N the target verifies for each request, root included; None
             means ``num_steps * topk + 1``.
     """
@@ -115,7 +115,7 @@ class SpecConfig:
     Attributes:
         algorithm: the algorithm's name.
         num_steps: draft depth S.
-        topk: branches K kept a step.
+        topk: branches K kept per step.
         num_draft_tokens: nodes N that the target verifies for each request, root included.
         num_draft_slots: KV slots after a request's committed length that the draft model may
             write while it drafts; the engine reserves at least N. A request has fewer when the KV

@@ -10,7 +10,7 @@ and all installed extensions (group ``specplug.extensions``). An extension's wra
 (``hookimpl(wrapper=True)``) can time, trace or veto any hook of any algorithm. An implementation
 may take fewer arguments than its hook has.
 
-Words: bs batch size; S ``num_steps``; K ``topk``; N nodes a request; T the nodes of all requests
+Words: bs batch size; S ``num_steps``; K ``topk``; N nodes per request; T the nodes of all requests
 (bs·N where all are equally wide); R rows of a tensor; C columns, the most tokens that a step can
 accept.
 
@@ -352,8 +352,8 @@ def export_draft_state(
 def on_step(runtime: Runtime, report: StepReport) -> None:
     """Look at a step that has been processed. For extensions.
 
-    Called once a step, all implementations. With overlap the next step is on the device by then. A
-    call that blocks holds up the launch of the step after that.
+    Called once per step, all implementations. With overlap the next step is on the device by then.
+    A call that blocks holds up the launch of the step after that.
 
     Args:
         runtime: the engine's.
@@ -365,7 +365,7 @@ def on_step(runtime: Runtime, report: StepReport) -> None:
 def on_request_finished(runtime: Runtime, report: RequestReport) -> None:
     """Look at a request that has ended, for whatever reason.
 
-    Called once a request, all implementations. An algorithm that keeps state by ``request_id``
+    Called once per request, all implementations. An algorithm that keeps state by ``request_id``
     drops it here. With overlap a step that still
     contains the request may be on the device, and its row is not free before that is processed.
 

@@ -286,7 +286,7 @@ class LLM:
             on_finished: called with each request's output when it ends (for a progress bar).
 
         Returns:
-            One output a prompt, in the prompts' order. With ``SamplingParams.n`` its ``outputs``
+            One output per prompt, in the prompts' order. With ``SamplingParams.n`` its ``outputs``
             are all of the prompt's, itself the first; ``on_finished`` is called with each.
 
         Raises:

@@ -41,9 +41,9 @@ class RequestOutput:
         stop_reason: the stop string or stop token that ended it, if one did.
         accept_lens: tokens kept at each decode step; all ones without speculation. A prefill gives
             one more token, the first and the one after each retraction.
-        routed_experts: [tokens - 1, layers, experts a token] int64, the experts of every prompt and
-            output token but the last, which the target never read; fewer if the request was aborted
-            in its prefill. None before it has ended, and if not asked for.
+        routed_experts: [tokens - 1, layers, experts per token] int64, the experts of every prompt
+            and output token but the last, which the target never read; fewer if the request was
+            aborted in its prefill. None before it has ended, and if not asked for.
         hidden_states: [tokens - 1, layers, hidden size] in the target's dtype, of the same tokens
             as ``routed_experts`` and None when that is; the layers in the order asked for.
         token_outputs: name -> values, of the outputs that plugins add: see

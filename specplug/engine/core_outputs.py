@@ -96,7 +96,7 @@ class Logprobs(OutputKind):
 
 @attrs.frozen(kw_only=True, eq=False)
 class RoutedExperts(OutputKind):
-    """``SamplingParams.return_routed_experts``: [tokens, routers, experts a token] int64."""
+    """``SamplingParams.return_routed_experts``: [tokens, routers, experts per token] int64."""
 
     name = "routed_experts"
     every_position = True

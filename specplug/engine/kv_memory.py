@@ -74,8 +74,8 @@ def _check_memory(
         typed = max_total_tokens is not None
         what = f"max_total_tokens={shown(max_total_tokens)}" if typed else f"{num_slots} KV slots"
         raise UsageError(
-            f"{what}: needs {in_gib(pool)}, {runtime.bytes_per_slot()} bytes a token; expected at "
-            f"most the {in_gib(memory)} that {runtime.device} has; lower max_total_tokens, "
+            f"{what}: needs {in_gib(pool)}, {runtime.bytes_per_slot()} bytes per token; expected "
+            f"at most the {in_gib(memory)} that {runtime.device} has; lower max_total_tokens, "
             "page_size or max_model_len"
         )
 

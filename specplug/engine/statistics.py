@@ -69,7 +69,7 @@ class Statistics:
 
     @property
     def mean_accept_length(self) -> float:
-        """Accepted tokens a verification, the bonus token included; 0 before the first."""
+        """Accepted tokens per verification, the bonus token included; 0 before the first."""
         return self.accepted / self.verifications if self.verifications else 0.0
 
     @property

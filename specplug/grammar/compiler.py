@@ -43,7 +43,7 @@ _SLICE_SECONDS = 0.1
 _TRIAL_TOKENS = 16
 _TRIAL_SECONDS = 1.0
 """Processor time of the trial. ``((((a{0,100}){0,100}){0,100}){0,100})`` compiles at once but takes
-seconds a token; 50 µs are usual."""
+seconds per token; 50 µs are usual."""
 
 _BAN_SECONDS = 600.0
 """How long a grammar that took too long is refused at once. The machine may have been the cause."""

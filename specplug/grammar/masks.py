@@ -1,4 +1,4 @@
-"""Token masks: a bit a token, packed in 32-bit words as xgrammar writes them.
+"""Token masks: one bit per token, packed in 32-bit words as xgrammar writes them.
 
 Bit ``t % 32`` of word ``t // 32`` is token t. It is 1 where the token is allowed.
 """

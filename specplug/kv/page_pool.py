@@ -11,7 +11,7 @@ class PagePool:
 
     Args:
         num_pages: pages, page 0 included.
-        page_size: tokens a page.
+        page_size: tokens per page.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:

@@ -26,7 +26,7 @@ class RequestTable:
     Args:
         req_table_size: rows, row 0 included.
         width: the most positions of a request, with the draft slots after its end.
-        page_size: tokens a page.
+        page_size: tokens per page.
     """
 
     def __init__(

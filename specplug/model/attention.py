@@ -137,7 +137,7 @@ class PagedPlan:
         )
 
     def _bias_for(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
-        """Return the additive mask [bs, 1, group * Q, L]; made once a pass for a kind of layer."""
+        """Return the additive mask [bs, 1, group * Q, L], made once per pass and kind of layer."""
         bias = self._bias.get((window, group))
         if bias is None:
             hidden = self.visible(window).logical_not_()

@@ -97,7 +97,7 @@ class GraphRunner(PassRunner):
         """Record the pass after a warm-up run. None if that fails; it is not tried again then."""
         inputs = tuple(tensor.clone() for tensor in tensors)
         stream, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
-        if mode:  # recording synchronizes, once a shape; each call of this warns
+        if mode:  # recording synchronizes, once per shape; each call of this warns
             torch.cuda.set_sync_debug_mode("default")
         try:
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

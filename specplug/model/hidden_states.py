@@ -24,7 +24,7 @@ class Point(NamedTuple):
     Attributes:
         kind: ``HIDDEN_STATES``: [R, H] before layer ``number``; the number of layers: what the LM
             head reads, after the final norm (as transformers numbers its ``hidden_states``).
-            ``ROUTED_EXPERTS``: [R, experts a token] int64 of router ``number``.
+            ``ROUTED_EXPERTS``: [R, experts per token] int64 of router ``number``.
         number: which of that kind.
     """
 

@@ -56,7 +56,7 @@ class Batch:
 
     Attributes:
         mode: prefill, decode, or idle (no request; the rank only takes part).
-        requests: one view a request, bs of them.
+        requests: one view per request, bs of them.
         req_indices: [bs] int64, each request's row in the request table; row 0 is padding.
         seq_lens: [bs] int64, tokens of each request whose KV is committed **before** this step,
             which is the position of its first token in this step.

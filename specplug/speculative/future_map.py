@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class FutureMap:
     """What a step leaves for the step that is scheduled before its results reach the host.
 
-    Buffers hold one row a request (row 0 is padding: what is published there is never read).
+    Buffers hold one row per request (row 0 is padding: what is published there is never read).
     Steps run in the order they are launched, so a row written by step n is what step n+1 reads.
     """
 

@@ -32,7 +32,7 @@ def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise g(seed, position, token).
 
     Args:
-        seeds: [T] int64, one a row.
+        seeds: [T] int64, one per row.
         positions: [T] int64, the absolute position of the token that is being chosen.
         tokens: [V] or [T, V] int64 vocabulary indices.
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Plain:
-    """Proposes the root alone, so that the target verifies one node: one token a step."""
+    """Proposes the root alone, so that the target verifies one node: one token per step."""
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:

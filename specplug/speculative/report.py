@@ -7,7 +7,7 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class StepReport:
-    """One processed step. Tuples of equal description belong together, an entry a request.
+    """One processed step. Tuples of equal description belong together, one entry per request.
 
     Attributes:
         number: of the step, from 1 on.

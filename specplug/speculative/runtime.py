@@ -88,7 +88,7 @@ class Runtime(Protocol):
         rank: facts about this process's place.
         vocab_size, hidden_size, num_layers, context_len: of the target.
         max_running_requests: the greatest bs of a decode step.
-        page_size: tokens a page of the KV pool.
+        page_size: tokens per page of the KV pool.
         chunked_prefill_size: the most prompt tokens of a step; None: no limit.
         overlap: whether a step is launched before the host knows what the last one accepted.
         req_table_size: request rows, row 0 (padding) included.
@@ -160,7 +160,7 @@ class Runtime(Protocol):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> AttentionPlan:
-        """Plan a pass of the draft model over ``width`` rows a request.
+        """Plan a pass of the draft model over ``width`` rows per request.
 
         Keys and values go to the slots ``starts + offset ... + width - 1`` of each request. Every
         row sees what is committed (before ``starts``) and, of the slots from ``starts`` on, those
@@ -168,7 +168,7 @@ class Runtime(Protocol):
 
         Args:
             starts: [bs] int64 committed length of each request.
-            width: rows a request, R = bs * width; or one number for each request, R their sum.
+            width: rows per request, R = bs * width; or one number for each request, R their sum.
             offset: the first slot, counted from ``starts``; ``offset + width`` is at most
                 ``config.num_lookahead_slots``. A negative offset writes committed positions again;
                 each row then sees those up to itself. A row before position 0, or in the part of

@@ -45,7 +45,9 @@ class CommittedOutput:
             the accepted nodes, the root first.
         per_node: named tensors of leading size R.
         last_rows: [bs] int64, each request's last row that counts.
-        accept_lens: [bs] int64, rows of each request that count.
+        accept_lens: [bs] int64, rows of each request that count: after a verify the accepted
+            tokens with the bonus token, 1 to C; of a prefill the width of each chunk. So the
+            position of ``bonus_tokens`` is ``batch.seq_lens + accept_lens`` in both.
         bonus_tokens: [bs] int64, the token after each request's last row, ``next_tokens`` there:
             what the target generates, or of a chunk that does not end its prompt the next prompt
             token.

@@ -65,7 +65,7 @@ def test_absurd_number_is_refused_or_works(name: str, tiny_model: Path) -> None:
         ),
         (
             {"max_total_tokens": 10**12},
-            r"max_total_tokens=1000000000000: needs [0-9,.]+ GiB, \d+ bytes a token; expected at "
+            r"max_total_tokens=1000000000000: needs [0-9,.]+ GiB, \d+ bytes per token; expected at "
             r"most the [0-9,.]+ GiB that cpu has; lower max_total_tokens",
         ),
         ({"page_size": 5000}, "page_size=5000: expected at most 4096, as a request that has one"),

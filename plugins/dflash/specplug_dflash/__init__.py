@@ -72,7 +72,7 @@ class DFlash:
 
     @hookimpl
     def supports_target_verify_for_draft(self) -> bool:
-        """Return True: the draft's pass has N rows a request, as the target's verify has."""
+        """Return True: the draft's pass has N rows per request, as the target's verify has."""
         return True
 
 

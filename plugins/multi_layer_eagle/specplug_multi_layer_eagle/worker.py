@@ -180,7 +180,7 @@ def _interleave(earlier: Tensor | None, new: Tensor, widths: list[int], count: i
 
     Args:
         earlier: [bs, count * …]; None: zeros, since nothing is committed.
-        new: [R, …], ``widths`` rows a request.
+        new: [R, …], ``widths`` rows per request.
     """
     bs = len(widths)
     if earlier is None:
