@@ -441,7 +441,7 @@ class LLM:
             engine.abort(request_id)
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the engine was made; see ``specplug.engine.statistics``."""
+        """Return totals since the engine was made; see ``specplug.engine.statistics``."""
         with self._turns:
             self._check_open()
             stats = self._engine.statistics.as_dict()

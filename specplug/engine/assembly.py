@@ -26,7 +26,7 @@ _REST, _INSTANCE_REST = 0.01, 0.002
 
 
 def plan_steps(config: EngineConfig, spec: SpecConfig, *, overlap: bool) -> SchedulerConfig:
-    """The limits of a run's steps.
+    """Return the limits of a run's steps.
 
     Args:
         config: of the run.
@@ -54,7 +54,7 @@ def make_engine(
     remote: RemotePrefill | None,
     ranks: RankGroup | None,
 ) -> Engine:
-    """The engine of a run.
+    """Make the engine of a run.
 
     Args:
         config: of the run.
@@ -82,7 +82,7 @@ def make_engine(
 def startup_lines(
     config: EngineConfig, runtime: EngineRuntime, runner: ModelRunner, slots: int
 ) -> Iterator[str]:
-    """What a run has loaded, and what memory it takes, in lines for a log.
+    """Yield what a run has loaded, and what memory it takes, in lines for a log.
 
     Args:
         config: of the run.
@@ -123,7 +123,7 @@ def effective_config(
     extensions: Sequence[Mapping[str, str]],
     disaggregation_address: str | None,
 ) -> dict[str, Any]:
-    """What a run really uses: its settings, as adjusted, and what is off and why.
+    """Return what a run really uses: its settings, as adjusted, and what is off and why.
 
     Args:
         config: of the run.

@@ -62,13 +62,14 @@ class CollectedOutput:
         self.take(0 if self.output.every_position else self.num_prompt_tokens - 1, own)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that is here, by name, [num_tokens, …]; empty if there is nothing."""
+        """Return all that is here, by name, [num_tokens, …]; empty if there is nothing."""
         if not self._pieces:
             return {}
         return {name: torch.cat([p[name] for p in self._pieces]) for name in self._pieces[0]}
 
     def hand_out(self, num_output_tokens: int, *, finished: bool) -> Any:
-        """What ``RequestOutput`` gets of it: a tuple so far, or the tensor of a finished request.
+        """Return what ``RequestOutput`` gets of it: a tuple so far, or the tensor of a finished
+        request.
 
         A step may have given values for more tokens than the request took from it.
         """
@@ -88,7 +89,7 @@ class CollectedOutput:
 def collect(
     table: Iterable[OutputKind], params: SamplingParams, num_prompt_tokens: int
 ) -> dict[str, CollectedOutput]:
-    """What a request asks for, by name, with nothing in it yet.
+    """Return what a request asks for, by name, with nothing in it yet.
 
     Raises:
         UsageError: the target cannot give it, or there is no output of that name.

@@ -20,7 +20,7 @@ from specplug.speculative.output_kind import Form, OutputKind
 
 
 def core_outputs(runner: ModelRunner, tokenizer: Any | None) -> tuple[OutputKind, ...]:
-    """The table's own rows; plugins may add others.
+    """Return the table's own rows; plugins may add others.
 
     Args:
         runner: the target.
@@ -49,7 +49,7 @@ class Logprobs(OutputKind):
     tokenizer: Any | None
 
     def asked(self, params: SamplingParams) -> int | None:
-        """How many top tokens."""
+        """Return how many top tokens are wanted."""
         if (params.logprobs or 0) > self.vocab_size:
             raise UsageError(
                 f"logprobs={params.logprobs}: expected at most the vocabulary's {self.vocab_size}"
@@ -57,7 +57,7 @@ class Logprobs(OutputKind):
         return params.logprobs
 
     def forms(self, want: int) -> Mapping[str, Form]:
-        """As ``top_logprobs`` has them."""
+        """Return the forms of what ``top_logprobs`` gives."""
         shape = (1 + want,)
         return {
             "logprobs": (shape, torch.promote_types(self.dtype, torch.float32)),
@@ -66,15 +66,15 @@ class Logprobs(OutputKind):
         }
 
     def sample(self, logits: Tensor, predict: Tensor, wants: Sequence[int]) -> dict[str, Tensor]:
-        """As many top tokens as anyone wants."""
+        """Return as many top tokens as anyone wants."""
         return top_logprobs(logits, predict, max(wants))
 
     def cut(self, want: int, tensor: Tensor) -> Tensor:
-        """The chosen token and the first of the top tokens."""
+        """Return the chosen token and the first of the top tokens."""
         return tensor[:, : 1 + want]
 
     def entries(self, want: int, tensors: Mapping[str, Tensor]) -> list[dict[int, Logprob]]:
-        """Token id -> ``Logprob``, the chosen token first."""
+        """Return for each token a mapping of token id to ``Logprob``, the chosen one first."""
         columns = (tensors[name].tolist() for name in ("logprob_ids", "logprobs", "logprob_ranks"))
         return [self._entry(*row) for row in zip(*columns, strict=True)]
 
@@ -88,7 +88,7 @@ class Logprobs(OutputKind):
         return entry
 
     def is_sound(self, tensors: Mapping[str, Tensor], first_token: int) -> bool:
-        """Whether they are of this token and of others that there are."""
+        """Return whether they are of this token and of others that there are."""
         ids = tensors["logprob_ids"]
         known = bool(((ids >= 0) & (ids < self.vocab_size)).all())
         return known and int(ids[0, 0]) == first_token
@@ -104,7 +104,7 @@ class RoutedExperts(OutputKind):
     num_routers: int
 
     def asked(self, params: SamplingParams) -> bool | None:
-        """True, or None."""
+        """Return True, or None."""
         if params.return_routed_experts and not self.num_routers:
             raise UsageError(
                 "return_routed_experts=True: the target is no mixture of experts, or transformers "
@@ -113,11 +113,11 @@ class RoutedExperts(OutputKind):
         return params.return_routed_experts or None
 
     def forms(self, want: bool) -> Mapping[str, Form]:
-        """As many experts a token as the routers choose."""
+        """Return a form with as many experts per token as the routers choose."""
         return {self.name: ((self.num_routers, None), torch.int64)}
 
     def points(self, want: bool) -> tuple[Hashable, ...]:
-        """All routers, in the order of their layers."""
+        """Return all routers, in the order of their layers."""
         return tuple(Point(ROUTED_EXPERTS, number) for number in range(self.num_routers))
 
 
@@ -133,7 +133,7 @@ class HiddenStates(OutputKind):
     dtype: torch.dtype
 
     def asked(self, params: SamplingParams) -> tuple[int, ...] | None:
-        """Which layers."""
+        """Return the layers that are wanted."""
         layers = params.return_hidden_states
         if layers is True:
             return (self.num_layers,)
@@ -145,9 +145,9 @@ class HiddenStates(OutputKind):
         return layers or None
 
     def forms(self, want: tuple[int, ...]) -> Mapping[str, Form]:
-        """A column for each layer."""
+        """Return a form with a column for each layer."""
         return {self.name: ((len(want), self.hidden_size), self.dtype)}
 
     def points(self, want: tuple[int, ...]) -> tuple[Hashable, ...]:
-        """The layers as they were asked for."""
+        """Return the layers as they were asked for."""
         return tuple(Point(HIDDEN_STATES, layer) for layer in want)

@@ -37,11 +37,11 @@ class Features:
         return features
 
     def is_on(self, name: str) -> bool:
-        """Whether a feature has been found to be on."""
+        """Return whether a feature has been found to be on."""
         return self.states[name] == "on"
 
     def decide(self, name: str, *, refused_by: str | None, obstacle: str | None) -> bool:
-        """Whether a feature is on.
+        """Decide whether a feature is on, and return it.
 
         Args:
             refused_by: the option by which the caller turned it off, or None.

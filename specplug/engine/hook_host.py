@@ -65,7 +65,7 @@ class EngineHost:
         self._runtime = runtime
 
     def keep_accepted(self, half: EngineHalf, verified: VerifyOutput) -> None:
-        """See ``Host``."""
+        """Move the KV of a tree's accepted nodes, and count their tokens for penalties."""
         index, draft = verified.accept_index, half.draft
         assert draft is not None
         valid = index >= 0
@@ -82,7 +82,7 @@ class EngineHost:
             self._runtime.sampler.count(half.req_indices, nodes, valid)
 
     def deliver(self, half: EngineHalf, output: CommittedOutput) -> None:
-        """See ``Host``."""
+        """Start copying tokens and wanted outputs to the host, as ``half``'s result."""
         half.clock.lap("verify")
         half.batch.attention = half.plan
         wanted, rows = half.wanted, len(output.next_tokens)

@@ -79,7 +79,7 @@ class InputProcessor:
         return requests
 
     def _choices(self, prompt: Prompt, params: SamplingParams, priority: int) -> Iterator[Request]:
-        """The requests of one prompt, which is tokenized and checked once."""
+        """Yield the requests of one prompt, which is tokenized and checked once."""
         params = attrs.evolve(params)  # a copy: the caller may change the mapping in it
         text, ids = self._tokenize(prompt)
         self._check_tokens("logit_bias", params.logit_bias)

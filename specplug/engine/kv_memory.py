@@ -81,7 +81,7 @@ def _check_memory(
 
 
 def _default_slots(runtime: EngineRuntime, width: int) -> int:
-    """As many slots as a memory budget holds, at most what all running requests can need."""
+    """Return as many slots as a memory budget holds, at most what all running requests can need."""
     if runtime.device.type == "cuda":
         budget = int(torch.cuda.mem_get_info(runtime.device)[0] * _CUDA_POOL_SHARE)
     else:

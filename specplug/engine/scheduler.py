@@ -342,7 +342,7 @@ class Scheduler:
         return [request for request in secured if request.req_index]
 
     def _others_in_flight(self, request: Request) -> bool:
-        """Whether another request may end by a step whose results are not processed."""
+        """Return whether another request may end by a step whose results are not processed."""
         return any(other.in_flight for other in self.running if other is not request)
 
     def _grow(self, request: Request, num_slots: int) -> bool:

@@ -160,13 +160,13 @@ class GrammarState:
             self._end()
 
     def _mask_without(self, tokens: frozenset[int]) -> Tensor:
-        """[words] int32, all tokens but these."""
+        """Return the mask of all tokens but these, [words] int32."""
         if tokens not in self._masks:
             self._masks[tokens] = mask_without(tokens, self._vocab_size)
         return self._masks[tokens]
 
     def _is_match(self, allowed: Tensor) -> bool:
-        """Whether the output is a complete match: a token that ends it is allowed."""
+        """Return whether the output is a complete match: a token that ends it is allowed."""
         stops = self._matcher.stop_token_ids
         return any(bool(allowed[t // 32] >> (t % 32) & 1) for t in stops)
 

@@ -148,7 +148,7 @@ class PagedPlan:
         return bias
 
     def _padded_positions(self) -> Tensor:
-        """[bs, Q] int64."""
+        """Return the positions, [bs, Q] int64."""
         if self.padding is None:
             return self.positions.view(self.bs, self.width)
         return self.positions[self.padding.padded_rows].view(self.bs, self.width)

@@ -72,7 +72,8 @@ def load_checkpoint(path: str, dtype: torch.dtype | None) -> Any:
 
 
 def needs_code(error: Exception) -> bool:
-    """Whether transformers refuses to load because it would have to run the repository's code."""
+    """Return whether transformers refuses to load because it would have to run the repository's
+    code."""
     return isinstance(error, ValueError) and "custom code" in str(error)
 
 
@@ -208,7 +209,8 @@ def _check_tensors(path: str, model: Any, info: Mapping[str, Any]) -> None:
 
 
 def _is_of_a_layer_too_many(name: str, model: Any) -> bool:
-    """Whether a tensor is of a layer after the last; MTP layers (as DeepSeek's) do not count."""
+    """Return whether a tensor is of a layer after the last; MTP layers (as DeepSeek's) do not
+    count."""
     config = model.config.get_text_config()
     found = re.search(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.", name)
     drafting = getattr(config, "num_nextn_predict_layers", None) or 0

@@ -12,7 +12,8 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of a device: of a GPU, or of this machine as far as its control group may use it."""
+    """Return the bytes of a device: of a GPU, or of this machine as far as its control group may
+    use it."""
     if device.type == "cuda":
         total: int = torch.cuda.get_device_properties(device).total_memory
         return total
@@ -24,10 +25,10 @@ def memory_of(device: torch.device) -> int:
 
 
 def in_gib(size: int) -> str:
-    """A number of bytes as messages say it."""
+    """Format a number of bytes for messages."""
     return f"{size / 2**30:,.1f} GiB" if size < 2**60 else f"over {2**30:,} GiB"
 
 
 def in_mib(size: int) -> str:
-    """A number of bytes as a log says it."""
+    """Format a number of bytes for a log."""
     return f"{size / 2**20:,.1f} MiB"

@@ -70,7 +70,7 @@ class HiddenStateCapture:
         return len(self._routers)
 
     def points(self, kinds: Collection[str]) -> tuple[Point, ...]:
-        """All points of these kinds."""
+        """Return all points of these kinds."""
         sizes = {HIDDEN_STATES: len(self.layers) + 1, ROUTED_EXPERTS: len(self._routers)}
         return tuple(Point(kind, i) for kind in sizes if kind in kinds for i in range(sizes[kind]))
 
@@ -122,7 +122,7 @@ class HiddenStateCapture:
         return self.layers[point.number].register_forward_pre_hook(hook, with_kwargs=True)
 
     def collect(self) -> dict[str, Tensor]:
-        """What algorithms have asked for, of the last pass, by name, leading size R."""
+        """Return what algorithms have asked for, of the last pass, by name, leading size R."""
         kept, found = self._kept, {}
         if self._layer_ids:
             states = [kept[AUX_HIDDEN_STATES, i].squeeze(0) for i in self._layer_ids]
@@ -132,7 +132,7 @@ class HiddenStateCapture:
         return found
 
     def collect_points(self) -> dict[Hashable, Tensor]:
-        """What stood at the points of the last pass, leading size R."""
+        """Return what stood at the points of the last pass, leading size R."""
         return {point: self._read(point, self._kept.pop(point)) for point in self._points}
 
     def _read(self, point: Point, tensor: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class HiddenStateCapture:
 
 
 def _keep_input(kept: dict[Hashable, Tensor], key: Hashable) -> Callable[..., None]:
-    """A hook before a layer."""
+    """Return a hook before a layer."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kept[key] = args[0] if args else kwargs["hidden_states"]
@@ -153,7 +153,7 @@ def _keep_input(kept: dict[Hashable, Tensor], key: Hashable) -> Callable[..., No
 
 
 def _keep_output(kept: dict[Hashable, Tensor], key: Hashable) -> Callable[..., None]:
-    """A hook after a layer or the decoder, whose outputs begin with the hidden states."""
+    """Return a hook after a layer or the decoder, whose outputs begin with the hidden states."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         kept[key] = output if isinstance(output, Tensor) else output[0]
@@ -162,7 +162,7 @@ def _keep_output(kept: dict[Hashable, Tensor], key: Hashable) -> Callable[..., N
 
 
 def _keep_experts(kept: dict[Hashable, Tensor], key: Hashable) -> Callable[..., None]:
-    """A hook after a router."""
+    """Return a hook after a router."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         kept[key] = next(t for t in output if not t.is_floating_point())
@@ -171,14 +171,15 @@ def _keep_experts(kept: dict[Hashable, Tensor], key: Hashable) -> Callable[..., 
 
 
 def _decoder(model: Any) -> nn.Module:
-    """What has the layers. Some models call their output head so (ModernBERT)."""
+    """Return the module that has the layers. Some models call their output head the decoder
+    (ModernBERT)."""
     decoder: nn.Module = model.get_decoder()
     base: nn.Module = model.base_model
     return base if isinstance(decoder, nn.Linear) else decoder
 
 
 def _layers(decoder: nn.Module, name: str) -> nn.ModuleList:
-    """Models name their layers ``layers``, ``h``, … or have them in an ``encoder``."""
+    """Return the layers, which models name ``layers``, ``h``, … or have them in an ``encoder``."""
     for modules in (decoder.children(), decoder.modules()):
         for module in modules:
             if isinstance(module, nn.ModuleList):
@@ -190,7 +191,7 @@ def _layers(decoder: nn.Module, name: str) -> nn.ModuleList:
 
 
 def _routers(model: Any) -> list[nn.Module]:
-    """The routers of a mixture of experts, in the order of their layers.
+    """Return the routers of a mixture of experts, in the order of their layers.
 
     transformers says which class records ``router_logits``; only those that also put out which
     experts they chose are of use.
@@ -205,7 +206,7 @@ def _routers(model: Any) -> list[nn.Module]:
 
 @torch.inference_mode()
 def _tells_experts(router: nn.Module, row: Tensor) -> bool:
-    """Whether a router's output holds the numbers of the experts of each row."""
+    """Return whether a router's output holds the numbers of the experts of each row."""
     try:
         output = router(row)
     except Exception:  # whatever it takes, it is not rows of hidden states

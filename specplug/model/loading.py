@@ -22,14 +22,15 @@ _SMALL_MODEL = 50_000_000
 
 
 def silence_libraries() -> None:
-    """No warnings or progress bars of the libraries that load models: errors say what matters."""
+    """Turn off the warnings and progress bars of the libraries that load models: errors say what
+    matters."""
     for library in ("transformers", "huggingface_hub"):
         import_module(f"{library}.utils.logging").set_verbosity_error()
     import_module("transformers.utils.logging").disable_progress_bar()
 
 
 def choose_device(device: str | None) -> torch.device:
-    """The device of that name; None: CUDA if there is one.
+    """Return the device of that name; None: CUDA if there is one.
 
     Raises:
         UsageError: there is no such device.
@@ -48,7 +49,7 @@ def choose_device(device: str | None) -> torch.device:
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of that name; None is the checkpoint's."""
+    """Return the dtype of that name; None is the checkpoint's."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else None
     value: torch.dtype = getattr(torch, dtype)
@@ -56,7 +57,7 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
 
 
 def resolve_speculation(config: EngineConfig, algorithm: AlgorithmInfo) -> SpecConfig:
-    """The speculation settings of a run, over the algorithm's defaults, with the target's
+    """Return the speculation settings of a run, over the algorithm's defaults, with the target's
     ``config.json``.
 
     Raises:
@@ -77,7 +78,7 @@ def resolve_speculation(config: EngineConfig, algorithm: AlgorithmInfo) -> SpecC
 
 
 def load_target(config: EngineConfig, device: torch.device, ranks: RankGroup | None) -> ModelRunner:
-    """The target of a run, on its device; on the CPU torch's threads are set, too.
+    """Load the target of a run to its device; on the CPU set torch's threads, too.
 
     Raises:
         CheckpointError: there is no such model, it cannot be loaded, or not be run rightly here.
@@ -104,14 +105,14 @@ def set_threads(num_threads: int | None, num_parameters: int) -> None:
 
 
 def find_model(model: str | Path | None) -> str:
-    """The folder or hub id of a model; None or ``"tiny-code"``: the folder of the default model."""
+    """Return a model's folder or hub id; for None and ``"tiny-code"`` the default model's."""
     if model is None or str(model) == DEFAULT_MODEL:
         return str(ASSETS / "tiny_code")
     return str(model)
 
 
 def read_target_config(path: str) -> dict[str, Any]:
-    """The target's ``config.json``, read before any weight so that a misfit is told early."""
+    """Read the target's ``config.json``, before any weight so that a misfit is told early."""
     from transformers import AutoConfig
 
     check_model_path(path)
@@ -126,7 +127,7 @@ def read_target_config(path: str) -> dict[str, Any]:
 
 
 def load_tokenizer(config: EngineConfig) -> Any | None:
-    """The tokenizer that a run's settings name, or the model's own; None if that has none.
+    """Load the tokenizer that a run's settings name, or the model's own; None if that has none.
 
     Raises:
         CheckpointError: the one that is named cannot be loaded.
@@ -149,7 +150,7 @@ def load_tokenizer(config: EngineConfig) -> Any | None:
 
 
 def backend_of(tokenizer: Any | None) -> Any | None:
-    """The ``tokenizers.Tokenizer`` within a tokenizer of transformers."""
+    """Return the ``tokenizers.Tokenizer`` within a tokenizer of transformers."""
     return None if tokenizer is None else tokenizer.backend_tokenizer
 
 

@@ -106,7 +106,7 @@ class ModelCheck:
         self.kv_shape = self._kv_shape()
 
     def _make_tokens(self, vocab_size: int) -> Tensor:
-        """[2, T] int64."""
+        """Return the token ids of two sequences, [2, T] int64."""
         generator = torch.Generator().manual_seed(0)
         most = min(vocab_size, 4096)  # special tokens come after these
         tokens = torch.randint(most // 8, most, (2, self._length), generator=generator)
@@ -118,7 +118,7 @@ class ModelCheck:
 
     @torch.inference_mode()
     def _run_own(self, model: Any) -> Tensor:
-        """[2 * T, V]."""
+        """Run the model's own forward; return its scores [2 * T, V]."""
         _register()
         model.set_attn_implementation(_WATCHED)
         running = _CHECK.set(self)
@@ -229,7 +229,7 @@ class ModelCheck:
             )
 
     def _same_far_away(self, function: Callable[..., Tensor], window: int | None) -> bool:
-        """Whether a mask equals that of a window, at positions up to the context's end."""
+        """Return whether a mask equals that of a window, at positions up to the context's end."""
         last, pairs = self._context_len - 1, []
         near = window or 1
         for query in {last, last // 2, min(near, last), min(2 * near, last), min(near + 1, last)}:

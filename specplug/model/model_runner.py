@@ -151,8 +151,8 @@ class ModelRunner:
         self._recorded(frozenset())
 
     def _recorded(self, kinds: frozenset[str]) -> GraphRunner:
-        """The recorded pass that keeps all points of these kinds. A pass is recorded anew for the
-        kinds that requests want, and not for each choice of points among them."""
+        """Return the recorded pass that keeps all points of these kinds. A pass is recorded anew
+        for the kinds that requests want, and not for each choice of points among them."""
         if kinds not in self._graphs:
             points = self.capture.points(kinds)
             self._graphs[kinds] = GraphRunner(partial(self._keeping_forward, points=points))
@@ -232,8 +232,8 @@ class ModelRunner:
     def _keeping_forward(
         self, token_ids: Tensor, plan: PagedPlan, points: tuple[Point, ...]
     ) -> PassOutput:
-        """A pass as it is recorded. What stood at the points goes to buffers that all recordings
-        share: a recording of each shape would else keep that memory for itself."""
+        """Run a pass as it is recorded. What stood at the points goes to buffers that all
+        recordings share: a recording of each shape would else keep that memory for itself."""
         logits, captured, kept = self._forward(token_ids, plan, 0, points)
         for point, tensor in kept.items():
             buffer = self._buffers.get(point)
@@ -257,6 +257,6 @@ def _kv_shape_of(config: Any) -> KVShape:
 
 
 def _has_experts(config: Any) -> bool:
-    """Whether layers are mixtures of experts, by the configuration."""
+    """Return whether layers are mixtures of experts, by the configuration."""
     names = "num_experts", "n_routed_experts", "num_local_experts"
     return any(getattr(config.get_text_config(), name, None) for name in names)

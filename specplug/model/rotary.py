@@ -92,7 +92,7 @@ class _Rows:
         self.lengths: Tensor | None = None
 
     def sets(self, position_ids: Tensor) -> Tensor:
-        """[1, R] int64."""
+        """Return the set of each row, [1, R] int64."""
         lengths = position_ids.view(-1, position_ids.shape[-1])[:1] + 1
         if self.lengths is not None:
             lengths = self.lengths.unsqueeze(0)
@@ -231,7 +231,8 @@ def _buffer(part: str | None) -> str:
 
 
 def _recomputes(model: Any, limit: int) -> bool:
-    """Whether the model's ``generate`` computes a sequence anew when it outgrows the limit."""
+    """Return whether the model's ``generate`` computes a sequence anew when it outgrows the
+    limit."""
     from transformers import DynamicCache
 
     past, nothing = DynamicCache(), torch.zeros(1, 1, limit, 1)

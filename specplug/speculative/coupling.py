@@ -11,7 +11,7 @@ from specplug.speculative.runtime import Runtime
 def couple(
     runtime: Runtime, batch: Batch, logits: Tensor, positions: Tensor, token_ids: Tensor
 ) -> Tensor:
-    """Draft scores whose best tokens are those that the target is likeliest to choose.
+    """Return draft scores whose best tokens are those that the target is likeliest to choose.
 
     The target takes argmax(log p + g) with noise g that is known beforehand, and argmax(log q + g)
     agrees with it more often than the top token of q does: Daliri, Musco and Suresh,

@@ -18,7 +18,8 @@ from specplug.speculative.padding import Padding
 
 @lru_cache(maxsize=64)
 def arange(length: int, device: torch.device) -> Tensor:
-    """[length] int64, the same tensor each time: for the core alone, never lent to a plugin."""
+    """Return [length] int64, the same tensor each time: for the core alone, never lent to a
+    plugin."""
     return torch.arange(length, device=device)
 
 
@@ -44,7 +45,7 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Tensor, widths: Sequence[int] | None = None) -> Draft:
-        """A chain for each request: ``tokens`` [bs, N], of which ``widths`` count.
+        """Make a chain for each request: ``tokens`` [bs, N], of which ``widths`` count.
 
         Raises:
             ValueError: they do not fit; see ``check``.
@@ -58,7 +59,7 @@ class Draft:
     def tree(
         cls, tokens: Tensor, parents: Tensor, depth: int, widths: Sequence[int] | None = None
     ) -> Draft:
-        """A tree for each request.
+        """Make a tree for each request.
 
         Args:
             tokens: [bs, N] int64; siblings differ.
@@ -188,18 +189,18 @@ class Draft:
         return _first(child_of, order), _first(later, order)
 
     def flatten(self, padded: Tensor) -> Tensor:
-        """[bs or 1, N] -> [T], in the flat order."""
+        """Put what stands at each node in the flat order: [bs or 1, N] -> [T]."""
         return self.select(padded.expand(self.tokens.shape).reshape(-1))
 
     def pad(self, flat: Tensor, fill: int) -> Tensor:
-        """[T] -> [bs, N], with ``fill`` at nodes that do not count."""
+        """Pad [T] to [bs, N], with ``fill`` at nodes that do not count."""
         if self.padding is None:
             return flat.view(self.tokens.shape)
         padded = flat.new_full((self.tokens.numel(),), fill)
         return padded.index_copy_(0, self.padding.flat_index, flat).view(self.tokens.shape)
 
     def select(self, padded: Tensor) -> Tensor:
-        """[bs·N, …] rows in the padded order -> [T, …] in the flat order."""
+        """Select the nodes' rows: [bs·N, …] in the padded order -> [T, …] in the flat order."""
         return padded if self.padding is None else padded[self.padding.flat_index]
 
     def narrow(self, max_draft_nodes: Sequence[int]) -> Draft:
@@ -283,8 +284,8 @@ def _expect(holds: Tensor, what: str, found: Tensor) -> None:
 
 
 def described(value: object) -> str:
-    """A tensor by its shape, dtype, device and, if it is not dense, its layout; anything else by
-    its type."""
+    """Describe a tensor by its shape, dtype, device and, if it is not dense, its layout; anything
+    else by its type."""
     if not isinstance(value, Tensor):
         return f"of type {type(value).__name__}"
     layout = "" if value.layout == torch.strided else f" in {value.layout}"
@@ -298,14 +299,15 @@ def _ragged(widths: Sequence[int] | None, width: int) -> tuple[int, ...] | None:
 
 
 def _first(chosen: Tensor, order: Tensor) -> Tensor:
-    """[bs, N, N] bool -> [bs, N] int64, each row's first chosen index, -1 if there is none."""
+    """Return each row's first chosen index, [bs, N, N] bool -> [bs, N] int64, -1 if there is
+    none."""
     none = len(order)
     first = torch.where(chosen, order, none).amin(-1)
     return torch.where(first < none, first, -1)
 
 
 def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
-    """[bs, N] parents -> [bs, N, N] bool: j is i or an ancestor of i.
+    """Return which nodes each sees, [bs, N] parents -> [bs, N, N] bool: j is i or an ancestor of i.
 
     Doubling: after k rounds every node sees 2^k generations, so log2(depth) rounds suffice.
     """

@@ -43,7 +43,7 @@ class Checkpoint:
 
     @staticmethod
     def read_config(path: Path) -> Mapping[str, Any]:
-        """``config.json`` of a folder, and nothing else of it.
+        """Read ``config.json`` of a folder, and nothing else of it.
 
         Raises:
             CheckpointError: the folder or its config is missing or unreadable.
@@ -64,7 +64,7 @@ class Checkpoint:
         return config
 
     def require(self, key: str) -> Any:
-        """A key of ``config.json``.
+        """Return a key of ``config.json``.
 
         Raises:
             CheckpointError: it is absent.
@@ -112,7 +112,8 @@ class Checkpoint:
                 )
 
     def target_ids(self, d2t: Tensor, vocab_size: int) -> Tensor:
-        """[V_draft] int64, the draft vocabulary in the target's ids: ``d2t`` holds the offsets.
+        """Return the draft vocabulary in the target's ids, [V_draft] int64: ``d2t`` holds the
+        offsets.
 
         Raises:
             CheckpointError: an id is outside the target's vocabulary, or two are the same.

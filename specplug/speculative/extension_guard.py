@@ -114,8 +114,8 @@ class ExtensionGuard:
 
 
 def _as_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook of pluggy's older kind (``hookwrapper=True``), which changes an outcome that it is
-    given, as one that returns the result."""
+    """Turn a hook of pluggy's older kind (``hookwrapper=True``), which changes an outcome that it
+    is given, into one that returns the result."""
 
     def wrap(*arguments: Any) -> Generator[None, Any, Any]:
         wrapper = function(*arguments)

@@ -90,11 +90,11 @@ class FeatureDrafter(ABC):
 
     @abstractmethod
     def features(self, output: CommittedOutput) -> Tensor:
-        """[R, H]: what the target computed for the committed rows, as the network reads it."""
+        """Return what the target computed for the committed rows, as the network reads it."""
 
     @abstractmethod
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """One pass: at position p, the token at p + 1 and the feature of p.
+        """Run one pass: at position p, the token at p + 1 and the feature of p.
 
         Args:
             tokens: [R] int64 target ids.
@@ -108,10 +108,11 @@ class FeatureDrafter(ABC):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H], a result of ``forward`` -> [R, V_draft]: of the token at p + 2."""
+        """Return the logits of the token at p + 2, [R, V_draft], for a result of ``forward``
+        [R, H]."""
 
     def state_spec(self) -> dict[str, StateTensor]:
-        """What a draft input carries: hidden states as wide as the network's own."""
+        """Declare what a draft input carries: hidden states as wide as the network's own."""
         precise = torch.promote_types(self._runtime.dtype, torch.float32)
         return {
             "hidden_states": StateTensor((self._hidden_size,), self._runtime.dtype),
@@ -136,9 +137,10 @@ class FeatureDrafter(ABC):
         return DraftInput(bonus_tokens=output.bonus_tokens, state=state)
 
     def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
-        """The state of requests that another instance has prefilled. One that came without it is
-        drafted from its last token alone: one pass of the network, the feature unknown. Of more
-        branches than are kept here the best are taken; where there are fewer, they are chosen anew.
+        """Return the state of requests that another instance has prefilled. One that came without
+        it is drafted from its last token alone: one pass of the network, the feature unknown. Of
+        more branches than are kept here the best are taken; where there are fewer, they are chosen
+        anew.
 
         Args:
             last_tokens: [bs] int64, the roots of the next step.
@@ -162,7 +164,7 @@ class FeatureDrafter(ABC):
         return DraftInput(bonus_tokens=last_tokens, state=state)
 
     def _part(self, batch: Batch, indices: list[int]) -> tuple[Tensor, Batch]:
-        """Some requests of a batch: their indices [n] int64, and a batch of them."""
+        """Take some requests of a batch: return their indices [n] int64, and a batch of them."""
         index = upload(indices, self._runtime.device)
         part = attrs.evolve(
             batch,
@@ -217,7 +219,7 @@ class FeatureDrafter(ABC):
         return select_tree(draft_input.bonus_tokens, all_scores, all_tokens, parents, nodes, steps)
 
     def _beam(self, max_draft_nodes: Sequence[int], steps: int) -> int:
-        """F, the nodes of each level to expand: K, or as many as have slots for their keys.
+        """Return F, the nodes of each level to expand: K, or as many as have slots for their keys.
 
         Each level takes F slots of every request, ``steps - 1`` levels. A node without a slot would
         be expanded as if it were not there. Who has no slot for each level even of a chain keeps
@@ -231,7 +233,8 @@ class FeatureDrafter(ABC):
     def _expand(
         self, batch: Batch, frontier: _Frontier, step: int
     ) -> tuple[_Frontier, tuple[Tensor, Tensor, Tensor]]:
-        """The K children of each node of the frontier, and the F best of them, which is the next.
+        """Find the K children of each node of the frontier, and the F best of them, which is the
+        next.
 
         Returns:
             The next frontier, and all F * K children: scores, tokens and parents [bs, F * K].
@@ -272,7 +275,7 @@ class FeatureDrafter(ABC):
         return self.forward(tokens, hidden, plan.positions, attend)
 
     def _best(self, batch: Batch, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The K best tokens of each row: ([R, K] log-scores, [R, K] target ids).
+        """Return the K best tokens of each row: ([R, K] log-scores, [R, K] target ids).
 
         Args:
             hidden: [R, H], R = bs * w.

@@ -63,15 +63,15 @@ class FutureMap:
             buffer.index_copy_(0, req_indices, tensor)
 
     def resolve(self, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
-        """The committed lengths [bs] and the draft input of these requests [bs]."""
+        """Return the committed lengths [bs] and the draft input of these requests [bs]."""
         state = {name: buffer[req_indices] for name, buffer in self.state.items()}
         seq_lens, bonus_tokens = self._known.index_select(1, req_indices).unbind(0)
         return seq_lens, DraftInput(bonus_tokens=bonus_tokens, state=state)
 
 
 def _below(upper: Tensor, lower: Tensor) -> Tensor:
-    """Two tensors one below the other, whatever their shapes, in a type that holds both: each is
-    filled up with zeros to the larger size of every further axis."""
+    """Join two tensors one below the other, whatever their shapes, in a type that holds both: each
+    is filled up with zeros to the larger size of every further axis."""
     rank = max(upper.dim(), lower.dim())
     shaped = [t.reshape(t.shape + (1,) * (rank - t.dim())) for t in (upper, lower)]
     shape = [max(sizes) for sizes in zip(*(t.shape[1:] for t in shaped), strict=True)]

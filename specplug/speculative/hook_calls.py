@@ -61,7 +61,7 @@ class HookCalls:
 
     @property
     def extensions(self) -> list[dict[str, str]]:
-        """See ``PluginGuard``."""
+        """The extensions of the run, with their state; see ``PluginGuard``."""
         return self._plugins.extensions
 
     # Before the run

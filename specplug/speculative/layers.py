@@ -82,7 +82,7 @@ class QKVProjection(nn.Module):
         self._packed = weight, bias, norm
 
     def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of [R, input_size], turned by cos and sin [R, 1, D]."""
+        """Return queries, keys and values of [R, input_size], turned by cos and sin [R, 1, D]."""
         if self._packed is not None:
             return self._joint_qkv(x, cos, sin, *self._packed)
         parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -100,7 +100,7 @@ class QKVProjection(nn.Module):
         bias: Tensor | None,
         norm: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One product, one norm and one rotation for queries and keys together."""
+        """Compute as ``qkv``, with one product, one norm and one rotation for queries and keys."""
         joint = F.linear(x, weight, bias).view(x.shape[0], -1, self.head_dim)
         heads, kv_heads = self.heads
         qk, v = joint[:, : heads + kv_heads], joint[:, heads + kv_heads :]
@@ -110,7 +110,7 @@ class QKVProjection(nn.Module):
         return qk[:, :heads], qk[:, heads:], v
 
     def kv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values alone, each [R, Hkv, D]."""
+        """Return keys and values alone, each [R, Hkv, D]."""
         k, v = (part(x).view(x.shape[0], -1, self.head_dim) for part in (self.k_proj, self.v_proj))
         return self._turned_keys(k, cos, sin), v
 
@@ -241,7 +241,7 @@ class Rotary(nn.Module):
 def _rotary_tables(
     config: Mapping[str, Any], head_dim: int, num_positions: int
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, D] float32, the halves repeated (Llama's layout)."""
+    """Return cos and sin [positions, D] float32, the halves repeated (Llama's layout)."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -294,7 +294,7 @@ def tabulate_rotary(rotary: Any, num_positions: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [R, H, D] by what ``Rotary`` gives, [R, 1, D]."""
+    """Apply the rotary embedding to [R, H, D] by what ``Rotary`` gives, [R, 1, D]."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 

@@ -17,19 +17,19 @@ _MULTIPLY_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of int64, whose own shift keeps the sign."""
+    """Shift int64 without its sign, which its own shift keeps."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer over int64, elementwise."""
+    """Apply SplitMix64's finalizer to int64, elementwise."""
     x = (x ^ _shift_right(x, 30)) * _MULTIPLY_1
     x = (x ^ _shift_right(x, 27)) * _MULTIPLY_2
     return x ^ _shift_right(x, 31)
 
 
 def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise g(seed, position, token).
+    """Return standard Gumbel noise g(seed, position, token).
 
     Args:
         seeds: [T] int64, one per row.

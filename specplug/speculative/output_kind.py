@@ -60,7 +60,7 @@ class OutputKind(ABC):
 
     @abstractmethod
     def asked(self, params: SamplingParams) -> Any:
-        """What a request wants of it; None: nothing.
+        """Return what a request wants of it; None: nothing.
 
         Raises:
             UsageError: this target cannot give that.
@@ -68,14 +68,16 @@ class OutputKind(ABC):
 
     @abstractmethod
     def forms(self, want: Any) -> Mapping[str, Form]:
-        """Its tensors by name, as a request that wants this keeps them for each token."""
+        """Return its tensors by name, as a request that wants this keeps them for each token."""
 
     def points(self, want: Any) -> tuple[Hashable, ...]:
-        """Where the target's pass is read: a column [R, …] of its tensor each; () if nowhere."""
+        """Return where the target's pass is read: a column [R, …] of its tensor each; () if
+        nowhere."""
         return ()
 
     def sample(self, logits: Tensor, predict: Tensor, wants: Sequence[Any]) -> dict[str, Tensor]:
-        """Its tensors by name, [M, …], for logits [M, V] and the token chosen from each row [M].
+        """Return its tensors by name, [M, …], for logits [M, V] and the token chosen from each row
+        [M].
 
         Args:
             wants: of the requests in the batch that ask.
@@ -85,7 +87,7 @@ class OutputKind(ABC):
     def found_in(
         self, per_node: Mapping[str, Tensor], want: Any, num_rows: int
     ) -> dict[str, Tensor]:
-        """Its tensors [rows, …] among the outputs of a pass.
+        """Return its tensors [rows, …] among the outputs of a pass.
 
         Args:
             want: of any request that asks.
@@ -94,15 +96,15 @@ class OutputKind(ABC):
         return {name: per_node[name] for name in self.forms(want)}
 
     def cut(self, want: Any, tensor: Tensor) -> Tensor:
-        """The part of a batch's tensor [rows, …] that a request which wants this gets."""
+        """Return the part of a batch's tensor [rows, …] that a request which wants this gets."""
         return tensor
 
     def entries(self, want: Any, tensors: Mapping[str, Tensor]) -> list[Any]:
-        """The values of some tokens, one each, if it ``streams``."""
+        """Return the values of some tokens, one each, if it ``streams``."""
         raise NotImplementedError
 
     def is_sound(self, tensors: Mapping[str, Tensor], first_token: int) -> bool:
-        """Whether tensors that another instance has sent with a prefill, and that have their
+        """Return whether tensors that another instance has sent with a prefill, and that have their
         ``forms``, can be those of a request whose first token is this."""
         return True
 
@@ -181,15 +183,15 @@ class PerTokenOutput(OutputKind):
             ) from error
 
     def asked(self, params: SamplingParams) -> bool | None:
-        """True, or None."""
+        """Return True, or None."""
         return self.name in params.token_outputs or None
 
     def forms(self, want: bool) -> Mapping[str, Form]:
-        """One tensor."""
+        """Return the form of its one tensor."""
         return {self.name: (self.shape, self.dtype)}
 
     def sample(self, logits: Tensor, predict: Tensor, wants: Sequence[bool]) -> dict[str, Tensor]:
-        """What ``compute`` gives.
+        """Return what ``compute`` gives.
 
         Raises:
             PluginError: it fails, or gives something else.
@@ -210,7 +212,7 @@ class PerTokenOutput(OutputKind):
     def found_in(
         self, per_node: Mapping[str, Tensor], want: bool, num_rows: int
     ) -> dict[str, Tensor]:
-        """The tensor, or as many times ``fill``.
+        """Return the tensor, or as many times ``fill``.
 
         Raises:
             PluginError: it has another form.

@@ -25,7 +25,7 @@ class Padding:
 
     @classmethod
     def of(cls, widths: Sequence[int], width: int, device: torch.device) -> Padding | None:
-        """The padding of ``widths`` to ``width``; None if there is none."""
+        """Return the padding of ``widths`` to ``width``; None if there is none."""
         if all(w == width for w in widths):
             return None
         flat = [b * width + i for b, w in enumerate(widths) for i in range(w)]

@@ -137,7 +137,7 @@ class PluginGuard:
 
 
 def _is_told(what: str, error: BaseException) -> bool:
-    """Whether an error is not the plugin's own failure, and is told as it is."""
+    """Return whether an error is not the plugin's own failure, and is told as it is."""
     refuses = isinstance(error, SpecplugError) and not isinstance(error, PluginError)
     return isinstance(error, InstanceError) or (refuses and what in _BEFORE_THE_RUN)
 

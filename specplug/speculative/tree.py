@@ -20,7 +20,7 @@ def select_tree(
     num_draft_tokens: int,
     depth: int,
 ) -> Draft:
-    """The ``num_draft_tokens - 1`` best candidates, best first, as a tree under the root.
+    """Return the ``num_draft_tokens - 1`` best candidates, best first, as a tree under the root.
 
     So what the core cuts where the KV pool is short, the last nodes, is what is least likely.
 

@@ -51,7 +51,7 @@ class MTPConfig:
 
 
 def decoder_block(config: MTPConfig) -> layers.DecoderLayer:
-    """The decoder layer of a dense family."""
+    """Return the decoder layer of a dense family."""
     return layers.DecoderLayer(
         config.hidden_size,
         config.intermediate_size,

@@ -60,7 +60,7 @@ class History:
         self._heads = [array("q", bytes(8 * capacity)) for _ in ORDERS]
 
     def __len__(self) -> int:
-        """The number of tokens kept."""
+        """Return the number of tokens kept."""
         return min(self.end, self.capacity)
 
     @property

@@ -68,7 +68,8 @@ class StepCost:
         return NODE_COST * self.bs / self.plain
 
     def pays(self, gain: float, nodes: int) -> bool:
-        """Whether drafting ``nodes`` pays, if ``gain`` of them are expected to be accepted."""
+        """Return whether drafting ``nodes`` pays, if ``gain`` of them are expected to be
+        accepted."""
         padding = PADDING_COST * (self.bs - 1)
         drafted = self.plain + DRAFT_COST + padding + NODE_COST * nodes
         return (self.bs + gain) * self.plain > self.bs * drafted
