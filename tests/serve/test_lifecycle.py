@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_engines import serve_here
 from server_process import DEADLINE, ServerProcess, is_alive, wait_until
 from warm_process import run_command
-from warm_server import serve_here
 
 from specplug import LLM, SamplingParams, UsageError
 from specplug.errors import SpecplugError
