@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import pytest
 import zmq
+from forked_engines import fork_engines
 from server_process import DEADLINE, is_alive, wait_until
 
 from specplug import LLM, SamplingParams
@@ -160,7 +161,10 @@ async def test_an_engine_that_loads_is_ended_at_once() -> None:
 
 @pytest.mark.parametrize("reader", ["server", "engine"])
 @in_a_loop
-async def test_a_reader_that_fails_ends_the_engine(reader: str) -> None:
+async def test_a_reader_that_fails_ends_the_engine(
+    reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fork_engines())
     why: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     client = new_client(why.set_result)
     await client.start()
