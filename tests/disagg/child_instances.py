@@ -84,6 +84,14 @@ def prefill(pipe: Any, **options: Any) -> None:
                 told = ended
 
 
+def prefill_as(pipe: Any, *, version: str, **options: Any) -> None:
+    """Prefill as another version of specplug."""
+    import specplug
+
+    specplug.__version__ = version
+    prefill(pipe, **options)
+
+
 def decode(pipe: Any, **options: Any) -> None:
     """Complete prompts that come through the pipe with their settings, and say the tokens; says
     its address first, and its statistics for None."""

@@ -66,9 +66,9 @@ def shallow_plain(shallow: ShallowTarget) -> Iterator[Plain]:
 
 
 @pytest.fixture(scope="session")
-def long_prompt(plain: Plain) -> tuple[int, ...]:
+def long_prompt(shallow_plain: Plain) -> tuple[int, ...]:
     """Tokens enough for many chunks of 8."""
-    return plain.ids(TEXT * 3)
+    return shallow_plain.ids(TEXT * 3)
 
 
 def step_until(llm: LLM, true: Callable[[], bool], what: str = "it") -> list[RequestOutput]:
@@ -189,13 +189,14 @@ class Site:
 
 @pytest.fixture
 def open_site(tmp_path: Path) -> Iterator[Callable[..., Site]]:
-    """``open_site(timeout, **options)``: a ``Site``, EAGLE3's, with chunks of 8."""
+    """``open_site(timeout, **options)``: a ``Site``, EAGLE3's of the shallow target, with chunks of
+    8."""
     with ExitStack() as stack:
 
         def make(timeout: float = DEADLINE, **options: Any) -> Site:
             options = {
+                **shallow_target().options("EAGLE3"),
                 "dtype": "float64",
-                "speculative_algorithm": "EAGLE3",
                 "chunked_prefill_size": 8,
                 "max_total_tokens": 4096,
                 **options,

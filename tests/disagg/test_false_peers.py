@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from shallow_target import shallow_target
 
 from conftest import Plain, Site, check_whole, finish, step_until
 from specplug import LLM, SamplingParams
@@ -194,7 +195,7 @@ SPOILS: list[tuple[Callable[..., list[Frames]], str]] = [
 
 
 def open_site(stack: ExitStack, folder: Any) -> Site:
-    options: dict[str, Any] = {"dtype": "float64", "speculative_algorithm": "EAGLE3"}
+    options: dict[str, Any] = {**shallow_target().options("EAGLE3"), "dtype": "float64"}
     llm = LLM(
         disaggregation="decode",
         disaggregation_address="tcp://127.0.0.1:*",
@@ -246,10 +247,10 @@ def part_with(site: Site, peer: FalsePeer) -> None:
     ("answer", "why"), SPOILS, ids=lambda value: getattr(value, "__name__", "")
 )
 def test_what_makes_no_sense_ends_with_what_it_was(
-    lonely: Site, plain: Plain, answer: Callable[..., Any], why: str, caplog: Any
+    lonely: Site, shallow_plain: Plain, answer: Callable[..., Any], why: str, caplog: Any
 ) -> None:
     peer = FalsePeer(lonely, answer)
-    lonely.llm.add_request(plain.ids("import os\nimport re\n"), PARAMS)
+    lonely.llm.add_request(shallow_plain.ids("import os\nimport re\n"), PARAMS)
     (output,) = finish_with(lonely, peer).values()
     assert output.finish_reason == "error"
     assert output.token_ids == ()
@@ -261,29 +262,29 @@ def test_what_makes_no_sense_ends_with_what_it_was(
 
 @pytest.mark.parametrize("answer", [cut_short, garbage, out_of_order, wrong_token(-1), failed])
 def test_a_sound_instance_does_what_another_spoils(
-    served: Site, plain: Plain, answer: Callable[..., Any]
+    served: Site, shallow_plain: Plain, answer: Callable[..., Any]
 ) -> None:
     peer = FalsePeer(served, answer)
-    prompts = [plain.ids(text) for text in ("import os\n", "class Stack:\n", "def f(x):\n")]
+    prompts = [shallow_plain.ids(text) for text in ("import os\n", "class Stack:\n", "def f(x):\n")]
     before = served.transfers
     names = [served.llm.add_request(prompt, PARAMS) for prompt in prompts]
     outputs = finish_with(served, peer)
     for prompt, name in zip(prompts, names, strict=True):
-        assert outputs[name].token_ids == plain.output(prompt, PARAMS).token_ids
+        assert outputs[name].token_ids == shallow_plain.output(prompt, PARAMS).token_ids
     assert peer.jobs >= 1
     assert served.transfers["tries_again"] == before["tries_again"] + peer.jobs
     part_with(served, peer)
 
 
 def test_a_peer_that_says_nothing_but_that_it_lives_is_given_up(
-    plain: Plain, tmp_path: Any
+    shallow_plain: Plain, tmp_path: Any
 ) -> None:
     with ExitStack() as stack:
         site = open_site(stack, tmp_path)
         site.llm.decode_instance.timeout = 0.5
         peer = FalsePeer(site, lambda job, size, site: [])
         stack.callback(peer.close)
-        site.llm.add_request(plain.ids("import os\n"), PARAMS)
+        site.llm.add_request(shallow_plain.ids("import os\n"), PARAMS)
         (output,) = finish_with(site, peer).values()
         assert output.error is not None
         assert "the prefill instance gave nothing for 0.5 s" in output.error
@@ -308,7 +309,9 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("registered", [True, False])
-def test_nonsense_about_nothing_is_let_pass(served: Site, plain: Plain, registered: bool) -> None:
+def test_nonsense_about_nothing_is_let_pass(
+    served: Site, shallow_plain: Plain, registered: bool
+) -> None:
     """Before a peer has registered again after its leave, or each time after it has."""
     peer = FalsePeer(served, failed)
     for message in NONSENSE:
@@ -317,7 +320,7 @@ def test_nonsense_about_nothing_is_let_pass(served: Site, plain: Plain, register
         peer.say(encode(message))
     peer.close()
     step_until(served.llm, lambda: served.llm.stats()["prefill_instances"] == 1, "its end")
-    prompt = plain.ids("import os\n")
+    prompt = shallow_plain.ids("import os\n")
     served.llm.add_request(prompt, PARAMS)
     (output,) = finish(served.llm).values()
-    assert output.token_ids == plain.output(prompt, PARAMS).token_ids
+    assert output.token_ids == shallow_plain.output(prompt, PARAMS).token_ids

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import zmq
 from child_instances import DEADLINE, Instance, check_whole, decode, prefill
+from shallow_target import shallow_target
 
 from conftest import Pair, Plain, Site, finish, step_until
 from specplug import LLM, RequestOutput, SamplingParams
@@ -69,29 +70,29 @@ Fault = Callable[..., None]
 FAULTS = pytest.mark.parametrize("fault", [before, during])
 
 
-def check_end(site: Site, plain: Plain, prompt: tuple[int, ...], began: float) -> None:
+def check_end(site: Site, shallow_plain: Plain, prompt: tuple[int, ...], began: float) -> None:
     """Wait for the one request's end; it is as it ought to be, and nothing is left behind."""
     (output,) = finish(site.llm).values()
     print(f"recovered in {time.monotonic() - began:.2f} s")
     assert output.error is None
-    assert output.token_ids == plain.output(prompt, PARAMS).token_ids
-    assert output.finish_reason == plain.output(prompt, PARAMS).finish_reason
+    assert output.token_ids == shallow_plain.output(prompt, PARAMS).token_ids
+    assert output.finish_reason == shallow_plain.output(prompt, PARAMS).finish_reason
     check_whole(site.llm)
 
 
 @FAULTS
 def test_a_lost_prefill_is_done_by_another_instance(
-    open_site: OpenSite, plain: Plain, long_prompt: tuple[int, ...], fault: Fault
+    open_site: OpenSite, shallow_plain: Plain, long_prompt: tuple[int, ...], fault: Fault
 ) -> None:
     site = open_site()
     fault(site, long_prompt, others=1)
-    check_end(site, plain, long_prompt, time.monotonic())
+    check_end(site, shallow_plain, long_prompt, time.monotonic())
     assert site.transfers["tries_again"] == site.transfers["lost"] == 1
 
 
 @FAULTS
 def test_a_lost_prefill_waits_for_an_instance_that_comes(
-    open_site: OpenSite, plain: Plain, long_prompt: tuple[int, ...], fault: Fault
+    open_site: OpenSite, shallow_plain: Plain, long_prompt: tuple[int, ...], fault: Fault
 ) -> None:
     site = open_site()
     fault(site, long_prompt)
@@ -99,7 +100,7 @@ def test_a_lost_prefill_waits_for_an_instance_that_comes(
     step_until(site.llm, lambda: site.transfers["lost"] == 1, "the loss")
     assert site.llm.has_unfinished_requests
     newcomer = site.prefill()
-    check_end(site, plain, long_prompt, began)
+    check_end(site, shallow_plain, long_prompt, began)
     assert site.transfers["tries_again"] == 1
     newcomer.hear()
 
@@ -132,21 +133,21 @@ def test_request_without_an_instance_ends_with_the_reason(
 
 
 def test_instance_gone_after_the_transfer_is_not_missed(
-    open_site: OpenSite, plain: Plain, long_prompt: tuple[int, ...]
+    open_site: OpenSite, shallow_plain: Plain, long_prompt: tuple[int, ...]
 ) -> None:
     site = open_site()
     instance = site.registered()
     site.llm.add_request(long_prompt, PARAMS)
     step_until(site.llm, lambda: site.transfers["received"] == 1, "the transfer")
     instance.kill()
-    check_end(site, plain, long_prompt, time.monotonic())
+    check_end(site, shallow_plain, long_prompt, time.monotonic())
     assert site.transfers["tries_again"] == 0
     step_until(site.llm, lambda: site.transfers["lost"] == 1, "the loss")
     assert site.llm.stats()["prefill_instances"] == 0
 
 
 def test_an_instance_that_takes_leave_is_not_waited_for(
-    open_site: OpenSite, plain: Plain, long_prompt: tuple[int, ...]
+    open_site: OpenSite, shallow_plain: Plain, long_prompt: tuple[int, ...]
 ) -> None:
     site = open_site()
     instance = site.registered()
@@ -156,11 +157,11 @@ def test_an_instance_that_takes_leave_is_not_waited_for(
     site.llm.add_request(long_prompt, PARAMS)
     began = time.monotonic()
     site.prefill()
-    check_end(site, plain, long_prompt, began)
+    check_end(site, shallow_plain, long_prompt, began)
 
 
 def test_an_instance_that_hangs_is_given_up(
-    open_site: OpenSite, plain: Plain, long_prompt: tuple[int, ...]
+    open_site: OpenSite, shallow_plain: Plain, long_prompt: tuple[int, ...]
 ) -> None:
     """The other one gets what it has, and it may come back."""
     site = open_site(timeout=1.0)
@@ -168,14 +169,14 @@ def test_an_instance_that_hangs_is_given_up(
     first.halt()
     site.llm.add_request(long_prompt, PARAMS)
     began = time.monotonic()
-    check_end(site, plain, long_prompt, began)
+    check_end(site, shallow_plain, long_prompt, began)
     assert site.transfers["tries_again"] == 1, "the one that hangs got it again"
     first.resume()
     step_until(site.llm, lambda: site.llm.stats()["prefill_instances"] == 2, "its return")
 
 
 def test_connection_cut_in_a_message_costs_only_time(
-    open_site: OpenSite, plain: Plain, long_prompt: tuple[int, ...]
+    open_site: OpenSite, shallow_plain: Plain, long_prompt: tuple[int, ...]
 ) -> None:
     """The same instance registers again and does it once more; nothing of the half is used.
 
@@ -189,7 +190,7 @@ def test_connection_cut_in_a_message_costs_only_time(
         tries, lost = site.transfers["tries_again"], site.transfers["lost"]
         proxy.cut_after(one_and_a_half_parts(site))
         site.llm.add_request(prompt, PARAMS)
-        check_end(site, plain, prompt, time.monotonic())
+        check_end(site, shallow_plain, prompt, time.monotonic())
         proxy.wait_until_cut(0)
         assert site.transfers["tries_again"] > tries
         assert site.transfers["lost"] > lost
@@ -200,11 +201,11 @@ def test_connection_cut_in_a_message_costs_only_time(
 
 
 def test_an_abort_while_away_gives_the_pages_back(
-    open_site: OpenSite, plain: Plain, long_prompt: tuple[int, ...]
+    open_site: OpenSite, shallow_plain: Plain, long_prompt: tuple[int, ...]
 ) -> None:
     site = open_site()
     instance = site.registered()
-    prompt = (*long_prompt, *long_prompt)
+    prompt = long_prompt * 4
     name = site.llm.add_request(prompt, PARAMS)
     step_until(site.llm, lambda: came(site) > 0, "the first part")
     instance.halt()
@@ -216,7 +217,7 @@ def test_an_abort_while_away_gives_the_pages_back(
     instance.resume()
     assert instance.hear() == 1, "its pages were looked at when it was idle"
     site.llm.add_request(long_prompt, PARAMS)
-    check_end(site, plain, long_prompt, time.monotonic())
+    check_end(site, shallow_plain, long_prompt, time.monotonic())
 
 
 def test_an_abort_while_away_ends_the_prefill_too(long_prompt: tuple[int, ...]) -> None:
@@ -248,19 +249,19 @@ def free_port() -> int:
 
 
 def test_a_decode_instance_that_is_started_again_is_served(
-    plain: Plain, long_prompt: tuple[int, ...], tmp_path: Path
+    shallow_plain: Plain, long_prompt: tuple[int, ...], tmp_path: Path
 ) -> None:
     """Killed with a request away and one decoding: the prefill instance registers again by itself,
     and what it had been asked for holds no page there."""
     address = f"tcp://127.0.0.1:{free_port()}"
     options: dict[str, Any] = {
+        **shallow_target().options("EAGLE3"),
         "dtype": "float64",
-        "speculative_algorithm": "EAGLE3",
         "chunked_prefill_size": 8,
         "disaggregation_address": address,
     }
     settings = {"max_tokens": 24, "temperature": 0.7, "seed": 5}
-    expected = plain.output(long_prompt, PARAMS)
+    expected = shallow_plain.output(long_prompt, PARAMS)
     instances = []
     try:
         prefilling = Instance(prefill, tmp_path / "prefill.log", **options)
@@ -299,7 +300,7 @@ def test_what_an_instance_cannot_do_ends_with_what_it_said(
     check_whole(site.llm)
 
 
-def test_a_step_that_fails_at_the_prefill_instance_is_told(plain: Plain) -> None:
+def test_a_step_that_fails_at_the_prefill_instance_is_told(shallow_plain: Plain) -> None:
     """Its requests end there, the decode instance tries them again, and goes on."""
     failures = [RuntimeError("in the last layer")]
 
@@ -307,13 +308,14 @@ def test_a_step_that_fails_at_the_prefill_instance_is_told(plain: Plain) -> None
         if failures:
             raise failures.pop()
 
-    with LLM(dtype="float64", disaggregation="both") as llm:
+    options = shallow_target().options("NONE")
+    with LLM(**options, dtype="float64", disaggregation="both") as llm:
         assert llm.partner is not None
         llm.partner.engine.steps.runner.capture.layers[-1].register_forward_pre_hook(fail_once)
-        prompts = [plain.ids("import os\n"), plain.ids("class ")]
+        prompts = [shallow_plain.ids("import os\n"), shallow_plain.ids("class ")]
         began = time.monotonic()
         for prompt, output in zip(prompts, llm.generate(prompts, PARAMS), strict=True):
-            assert output.token_ids == plain.output(prompt, PARAMS).token_ids
+            assert output.token_ids == shallow_plain.output(prompt, PARAMS).token_ids
         assert time.monotonic() - began < 25, "it was not told: the timeout did it"
         lost = llm.partner.stats()["requests"]["error"]  # those of the step: one, or both
         assert llm.stats()["transfers"]["tries_again"] == lost > 0
@@ -321,8 +323,9 @@ def test_a_step_that_fails_at_the_prefill_instance_is_told(plain: Plain) -> None
         check_whole(llm.partner)
 
 
-def test_a_step_that_fails_here_ends_what_is_away_too(plain: Plain) -> None:
+def test_a_step_that_fails_here_ends_what_is_away_too(shallow_plain: Plain) -> None:
     with LLM(
+        **shallow_target().options("NONE"),
         dtype="float64",
         max_running_requests=1,
         disaggregation="both",
@@ -335,7 +338,7 @@ def test_a_step_that_fails_here_ends_what_is_away_too(plain: Plain) -> None:
                 raise failures.pop()
 
         llm.engine.steps.runner.capture.layers[-1].register_forward_pre_hook(fail_once)
-        prompts = [plain.ids(text) for text in ("import os\n", "class ", "x")]
+        prompts = [shallow_plain.ids(text) for text in ("import os\n", "class ", "x")]
         names = {llm.add_request(prompt, PARAMS) for prompt in prompts}
         ended: dict[str, RequestOutput] = {}
         with pytest.raises(RuntimeError, match="in the last layer"):
@@ -344,7 +347,7 @@ def test_a_step_that_fails_here_ends_what_is_away_too(plain: Plain) -> None:
         assert ended.keys() == names
         assert {o.error for o in ended.values()} == {"RuntimeError: in the last layer"}
         for prompt, output in zip(prompts, llm.generate(prompts, PARAMS), strict=True):
-            assert output.token_ids == plain.output(prompt, PARAMS).token_ids
+            assert output.token_ids == shallow_plain.output(prompt, PARAMS).token_ids
         check_whole(llm)
         check_whole(llm.partner)
 

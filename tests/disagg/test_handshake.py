@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from child_instances import DEADLINE
+from child_instances import Instance, prefill_as
 from safetensors.torch import load_file, save_file
 
 import specplug
@@ -93,22 +91,18 @@ def test_an_instance_that_does_not_fit_ends_and_says_why(
     check_serves_on(site, plain)
 
 
-def test_an_instance_of_another_version_ends_and_says_why(site: Site, plain: Plain) -> None:
-    code = f"""
-import specplug
-specplug.__version__ = "0.0.7"
-from specplug import LLM
-with LLM(dtype="float64", disaggregation="prefill", disaggregation_address={site.address!r}) as llm:
-    while True:
-        llm.step()
-"""
-    child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    try:
-        refused(site)
-        said = child.communicate(timeout=DEADLINE)[1]
-    finally:
-        child.kill()
-    assert child.returncode == 1
+def test_an_instance_of_another_version_ends_and_says_why(
+    site: Site, plain: Plain, tmp_path: Path
+) -> None:
+    log = tmp_path / "another.log"
+    address = site.address
+    other = Instance(
+        prefill_as, log, version="0.0.7", disaggregation_address=address, **site.options
+    )
+    site.stack.callback(other.kill)
+    refused(site)
+    assert other.wait() == 1
+    said = log.read_text()
     assert (
         f"version is {specplug.__version__!r} at the decode instance and '0.0.7' at the prefill "
         "instance; expected the same: install the same version" in said
