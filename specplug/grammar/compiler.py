@@ -5,15 +5,19 @@ xgrammar is imported when the first grammar is asked for: that takes seconds, an
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
 import math
 import os
 import re
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +31,8 @@ from specplug.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import xgrammar
 
+_log = logging.getLogger(__name__)
+
 _CACHE_BYTES = 64 << 20
 """The size of the cache of compiled grammars."""
 
@@ -39,6 +45,9 @@ _LONGEST_SECONDS = 60.0
 
 _SLICE_SECONDS = 0.1
 """How often that is checked. Any pause of the process counts as one such slice."""
+
+_EXIT_SECONDS = 10.0
+"""The longest that the end of the process waits for compilations."""
 
 _TRIAL_TOKENS = 16
 _TRIAL_SECONDS = 1.0
@@ -75,6 +84,9 @@ _EXPECTED = {
 _TOPMOST = "specplug_topmost"
 
 _T = TypeVar("_T")
+
+_compiling: set[threading.Thread] = set()
+"""Threads that are in xgrammar."""
 
 
 class GrammarCompiler:
@@ -160,8 +172,11 @@ class GrammarCompiler:
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
+            finally:
+                _compiling.discard(thread)
 
         thread = threading.Thread(target=run, name="specplug-grammar", daemon=True)
+        _compiling.add(thread)
         thread.start()
         try:
             _wait(future)
@@ -195,6 +210,28 @@ class GrammarCompiler:
                 f"{shown}: xgrammar cannot use the tokenizer, a {type(self._tokenizer).__name__} "
                 f"({_reason(error)}): expected a fast tokenizer of transformers"
             ) from error
+
+
+@atexit.register
+def _await_compilations() -> None:
+    """Wait, at the end of the process, for the threads that still compile; Ctrl-C ends it at once.
+
+    Up to Python 3.13 a thread that comes back to an interpreter which is being torn down is ended
+    where it stands. In the frames of xgrammar's binding that aborts the process.
+    """
+    ends, told = time.monotonic() + _EXIT_SECONDS, False
+    try:
+        while sys.version_info < (3, 14) and _compiling and time.monotonic() < ends:
+            for thread in list(_compiling):
+                thread.join(1.0)
+            if _compiling and not told:
+                told = True
+                _log.warning("a grammar is still being compiled; Ctrl-C ends the process at once")
+    except KeyboardInterrupt:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(130)
 
 
 def _wait(future: Future[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -412,6 +413,45 @@ def test_slow_grammar_is_given_up_and_remembered(
     with pytest.raises(UsageError, match=message):
         mine.start(slow)
     assert time.monotonic() - started < 0.1
+
+
+ENDS_WHILE_IT_COMPILES = """
+import sys
+from transformers import AutoTokenizer
+from specplug import SamplingParams, UsageError
+from specplug.grammar import compiler
+from specplug.model.loading import ASSETS
+
+tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny_code")
+mine = compiler.GrammarCompiler(tokenizer, 4096, frozenset({0}))
+mine.start(SamplingParams(regex="a"))
+compiler._COMPILE_SECONDS = 0.001
+try:
+    mine.start(SamplingParams(regex="a?" * int(sys.argv[1])))
+except UsageError:
+    print("ends", flush=True)
+    sys.exit(3)
+"""
+
+
+def test_process_that_ends_while_it_compiles() -> None:
+    """It waits for a compilation of a second; of one that takes longer, until it is interrupted."""
+    waits, interrupted = (
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS_WHILE_IT_COMPILES, str(parts)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for parts in (250, 600)
+    )
+    assert interrupted.stderr is not None
+    assert "a grammar is still being compiled" in interrupted.stderr.readline()
+    interrupted.send_signal(signal.SIGINT)
+    for process, status in ((waits, 3), (interrupted, 130)):
+        told, said = process.communicate(timeout=60)
+        assert (told, process.returncode) == ("ends\n", status)
+        assert "terminate called" not in said
 
 
 def test_a_grammar_whose_tokens_take_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
