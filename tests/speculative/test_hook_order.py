@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,7 @@ from specplug import (
     DraftInput,
     FutureMap,
     RequestReport,
+    Runtime,
     SpecConfig,
     StateTensor,
     StepReport,
@@ -426,3 +429,20 @@ def test_hook_is_called_with_all_its_arguments(
     for arguments in calls[hook]:
         assert len(arguments) == len(HOOKS[hook])
         assert None not in arguments
+
+
+def hosting_page(title: str) -> set[str]:
+    """What the first column of the tables in a section of the page names."""
+    page = Path(__file__).parents[2] / "docs" / "hosting.md"
+    text = page.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
+    return {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
+
+
+def test_hosting_page_names_all_that_a_runtime_gives() -> None:
+    members = {name for name in vars(Runtime) if not name.startswith("_")}
+    assert hosting_page("What `Runtime` gives") == members | set(Runtime.__annotations__)
+
+
+def test_hosting_page_names_every_call_of_a_step() -> None:
+    assert hosting_page("A step") == {name for name in vars(HookOrder) if not name.startswith("_")}
