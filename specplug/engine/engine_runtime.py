@@ -84,6 +84,7 @@ class EngineRuntime:
         )
         self._draft_runners: list[PassRunner] = []
         self._sealed = False
+        self._num_lookahead_slots = config.num_lookahead_slots
         self.draft_verifies = draft_verifies
         if self._graphs:
             runner.record_graphs()
@@ -171,7 +172,7 @@ class EngineRuntime:
         mask: Tensor | None,
     ) -> None:
         """Refuse a pass that would write outside the slots that are kept for drafts."""
-        bs, most = batch.size, max(self.config.num_lookahead_slots, *batch.chunk_widths, 0)
+        bs, most = batch.size, max(self._num_lookahead_slots, *batch.chunk_widths, 0)
         if not 1 <= width <= most - offset:
             raise PluginError(
                 f"plan_attention: width {width} at offset {offset}; expected at least 1 and, with "
