@@ -1,8 +1,8 @@
-"""The numbers that a run's settings may be, and why no larger ones. No torch here.
+"""The largest values of settings, and the reason for each. No torch here.
 
-What costs memory or time in proportion to a setting has a largest value, far above what helps, so
-that a slip of the keyboard is told instead of ending in the allocator, in a hang or in a crash.
-The command line and the Python interface ask the same bounds.
+A setting that costs memory or time in proportion to its value has a bound, far above what helps. So
+a mistyped number gets an error that names it, instead of an allocation that fails, a hang or a
+crash. The command line and the Python interface have the same bounds.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _THREADS_A_PROCESSOR = 4
 
 @attrs.frozen
 class Bound:
-    """The largest integer that a setting may be.
+    """The largest value of an integer setting.
 
     Attributes:
-        most: the integer.
-        why: what it is from, as messages say it.
+        most: the value.
+        why: the reason, as messages end with it.
     """
 
     most: int
@@ -51,7 +51,7 @@ _BOUNDS: dict[str, Callable[[], Bound]] = {
     "num_draft_tokens": lambda: Bound(
         MAX_DRAFT_TOKENS, "as each of them sees the others through a square mask"
     ),
-    "page_size": lambda: Bound(4096, "as a request that has one token has a page"),
+    "page_size": lambda: Bound(4096, "as even a request of one token takes a page"),
     "max_running_requests": lambda: Bound(16384, "as each has buffers of its own"),
     "dp_rank": lambda: Bound(1023, "the last of the largest group"),
     "dp_size": lambda: Bound(1024, "each a process"),
@@ -61,16 +61,17 @@ _BOUNDS: dict[str, Callable[[], Bound]] = {
 
 
 def bound_of(name: str) -> Bound | None:
-    """The bound of a setting; None if it may be arbitrarily large."""
+    """Return the bound of a setting; None if it has none."""
     make = _BOUNDS.get(name)
     return None if make is None else make()
 
 
 def check_integer(name: str, value: object, *, least: int = 1, told: str = "") -> None:
-    """Refuse a setting that is no integer, or out of its bounds.
+    """Refuse a setting that is no integer, below ``least``, or above its bound.
 
     Args:
-        told: its name in messages, if not ``name``.
+        name: whose bound it is, and the setting's name in messages.
+        told: its name in messages, if that is another.
 
     Raises:
         UsageError: it is refused.

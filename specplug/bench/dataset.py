@@ -71,7 +71,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     lines = [line.strip() for line in read_text("dataset", path).split("\n")]
     prompts = [_prompt(path, number, line) for number, line in enumerate(lines, 1) if line]
     if not prompts:
-        raise UsageError(f'dataset {str(path)!r} has no prompt; expected {{"prompt": …}} a line')
+        raise UsageError(f'dataset {str(path)!r} has no prompt; expected {{"prompt": …}} per line')
     return prompts
 
 
@@ -94,7 +94,7 @@ def deal(
     if count < batch_size:
         raise UsageError(
             f"num_prompts={count} does not fill a batch of {batch_size}; expected at least "
-            f"{batch_size} prompts a round, or smaller batch sizes"
+            f"{batch_size} prompts per round, or smaller batch sizes"
         )
     if batch_size + rounds * count > MOST:
         raise UsageError(

@@ -53,7 +53,7 @@ class Series:
         variant: that ran.
         batch_size: prompts that ran together.
         config: ``LLM.effective_config``; empty if it could not be loaded.
-        runs: one a round.
+        runs: one per round.
         problem: why it ended early; empty if it did not.
         skipped: it ended before anything was measured, and the user had not named it.
     """

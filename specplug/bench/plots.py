@@ -75,7 +75,7 @@ def save(report: Report, folder: Path) -> None:
 
 
 def draw_speed_up(report: Report) -> Figure:
-    """Draw a bar for each variant and batch size: its speed-up, with tokens a second."""
+    """Draw a bar for each variant and batch size: its speed-up, with tokens per second."""
     figure, panels = _rows(report, "How much faster than plain decoding", sharex=True)
     most = max(summary.speed_up.high for summary in report.summaries)
     for axes, size in zip(panels, report.batch_sizes, strict=True):

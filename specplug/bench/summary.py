@@ -96,7 +96,7 @@ class Summary:
     """One variant at one batch size, compared with the baseline of that size.
 
     Attributes:
-        series: its runs, one a round, at least one.
+        series: its runs, one per round, at least one.
         baseline: NONE's.
     """
 
@@ -115,7 +115,7 @@ class Summary:
 
     @cached_property
     def tokens_per_second(self) -> Spread:
-        """Output tokens a second."""
+        """Output tokens per second."""
         return Spread.of([run.tokens_per_second for run in self.series.runs])
 
     @cached_property

@@ -49,8 +49,8 @@ def legend(report: Report) -> list[str]:
     return [
         f"tokens/s and speed-up: medians of {rounds}, the speed-up against NONE in the same "
         "round; quartiles: half of the rounds lie between",
-        "S draft steps, K branches kept a step (topk), N tokens verified a step; accept length: "
-        "tokens a verification, bonus token included",
+        "S draft steps, K branches kept per step (topk), N tokens verified per step; "
+        "accept length: tokens per verification, bonus token included",
         f"draft, verify (both of decode steps), prefill, other: shares of wall time, by the host's "
         f"clock;{gpu} pos i: share of the drafts reaching position i in which it was accepted",
     ]
@@ -67,7 +67,7 @@ def caption(report: Report) -> list[str]:
     versions = [f"{name} {version}" for name, version in report.versions.items()]
     return [
         f"{settings['model']}, {settings['dtype']}, on {device}; {how}, at most "
-        f"{sampling['max_tokens']} new tokens a prompt, page size {engine['page_size']}; "
+        f"{sampling['max_tokens']} new tokens per prompt, page size {engine['page_size']}; "
         f"{_count(settings['rounds'], 'round')} of {prompts} of {settings['dataset']}",
         ", ".join(versions),
     ]

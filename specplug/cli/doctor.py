@@ -58,13 +58,13 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
 @attrs.frozen
 class Visit:
-    """What was found of a plugin.
+    """The findings about one plugin.
 
     Attributes:
-        entry: it, with its problems.
+        entry: the plugin's entry, with its problems.
         file: of its module, or None.
-        heavy: what its package imports at its top and should not.
-        commands: of an extension, the names of its commands.
+        heavy: modules that its package imports at its top and should not, such as torch.
+        commands: names of the commands that an extension adds.
     """
 
     entry: PluginEntry
@@ -74,11 +74,11 @@ class Visit:
 
     @property
     def broken(self) -> bool:
-        """Whether it has a problem that matters."""
+        """Whether it has a problem, and is not disabled."""
         return bool(self.entry.problems) and not self.entry.disabled
 
     def as_mapping(self) -> dict[str, Any]:
-        """A plugin as ``--json`` prints it. Keys are only ever added."""
+        """Return what ``--json`` prints of a plugin. Keys are only ever added."""
         entry = self.entry
         found = {
             "name": entry.name,
@@ -103,7 +103,7 @@ class Visit:
 
 
 def _visit(registry: Registry, entry: AlgorithmEntry | ExtensionEntry) -> Visit:
-    """Import a plugin and look around; one that is disabled is only looked at."""
+    """Import a plugin and examine it; do not import one that is disabled."""
     source = look(entry)
     if entry.disabled:
         return Visit(entry, source.file)
@@ -125,7 +125,7 @@ def _heavy(entry: PluginEntry) -> list[str]:
 
 
 def _commands(extension: Extension) -> tuple[list[str], Problem | None]:
-    """The names of an extension's commands, or why it has none."""
+    """Return the names of an extension's commands, or why it has none."""
     group = click.Group("specplug")
     try:
         register_commands(group, extension=extension)

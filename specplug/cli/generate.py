@@ -146,7 +146,7 @@ def _read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
         lines = read_text("prompt file", file).replace("\r\n", "\n").split("\n")
         prompts += [line for line in lines if line.strip()]
         if not prompts:
-            raise UsageError(f"prompt file {str(file)!r} has no prompt; expected one a line")
+            raise UsageError(f"prompt file {str(file)!r} has no prompt; expected one per line")
     if not prompts:
         raise UsageError(
             "no prompt was given; expected PROMPT arguments, - for standard input, or --prompt-file"

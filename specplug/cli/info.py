@@ -34,7 +34,7 @@ def info(name: str, as_json: bool) -> None:
 
 
 def describe(selected: SelectedAlgorithm) -> dict[str, Any]:
-    """What ``--json`` prints of an algorithm. Keys are only ever added."""
+    """Return what ``--json`` prints of an algorithm. Keys are only ever added."""
     declared, entry = selected.info, selected.entry
     implemented = implemented_hooks(selected.plugin)
     return {

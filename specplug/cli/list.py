@@ -47,7 +47,7 @@ def list_algorithms(check: bool, as_json: bool) -> None:
 
 
 def as_mapping(entry: AlgorithmEntry) -> dict[str, Any]:
-    """An entry as ``--json`` prints it. Keys are only ever added."""
+    """Return what ``--json`` prints of an entry. Keys are only ever added."""
     return {
         "name": entry.name,
         "status": entry.status,
@@ -60,7 +60,7 @@ def as_mapping(entry: AlgorithmEntry) -> dict[str, Any]:
 
 
 def _seen(entry: AlgorithmEntry) -> AlgorithmEntry:
-    """An entry with what its source shows."""
+    """Add to an entry the summary and the problem that its source shows."""
     source = look(entry)
     if source.summary is None and source.problem is None:
         return entry

@@ -28,7 +28,7 @@ def load(config: EngineConfig) -> LLM:
 
 
 class _StandardError(logging.Handler):
-    """Writes a line a record, above the spinner if there is one."""
+    """Writes a line per record, above the spinner if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""

@@ -1,4 +1,4 @@
-"""What an instance is, and whether two of them can work together."""
+"""The identity of an instance, by which a decode instance accepts a prefill instance or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specplug.config import INSTANCES, agreeing
 from specplug.errors import InstanceError
 
 _OF_THE_FILE = ("dtype", "torch_dtype", "transformers_version")
-"""What a configuration says of how it was saved."""
+"""Keys of a model's configuration that say how it was saved, not what it computes."""
 
 _SAMPLES = 32
 _BLOCK = 4096
@@ -31,13 +31,13 @@ class HandshakeError(InstanceError):
 
 @attrs.frozen(kw_only=True)
 class Identity:
-    """What is told at registration. All but ``draft`` must be the same on both sides.
+    """An instance, as it introduces itself. All but ``draft`` must be the same on both sides.
 
     Attributes:
         version: of specplug.
         model: class of the target, a fingerprint of its weights and its configuration.
         dtype: of its KV.
-        page_size: tokens a page.
+        page_size: tokens per page.
         kv: layers, key/value heads and head size of the target's cache.
         draft: algorithm and the fingerprint of its weights. Where it differs, the target's KV still
             travels, the draft's does not. Its settings may differ: what the one side has fewer of,
@@ -52,7 +52,7 @@ class Identity:
     draft: str
 
     def misfit(self, other: Identity) -> str | None:
-        """Why the two cannot work together, ``self`` the decode instance; None if they can."""
+        """Return why this decode instance cannot work with a prefill instance; None if it can."""
         fix = {
             "version": "install the same version of specplug on both sides",
             "model": "start both with the same --model",
@@ -72,12 +72,12 @@ class Identity:
         return None
 
     def as_fields(self) -> dict[str, Any]:
-        """For a message."""
+        """Return the fields for a message."""
         return attrs.asdict(self)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Identity:
-        """From a message.
+        """Read the fields of a message.
 
         Raises:
             HandshakeError: the fields are not those of an identity, as those of another version
@@ -96,7 +96,7 @@ class Identity:
 
 
 def model_fingerprint(weights: str, config: Mapping[str, Any]) -> str:
-    """The class of a model, and a hash of its ``weights_fingerprint`` and its configuration."""
+    """Return the class of a model, and a hash of its ``weights_fingerprint`` and configuration."""
     told = {k: v for k, v in config.items() if not k.startswith("_") and k not in _OF_THE_FILE}
     text = weights + json.dumps(told, sort_keys=True, default=str)
     kind = weights.partition(" ")[0]
@@ -104,7 +104,7 @@ def model_fingerprint(weights: str, config: Mapping[str, Any]) -> str:
 
 
 def folder_fingerprint(folder: Path | None) -> str:
-    """A hash of the sizes and of some blocks of a folder's weight files; "" for no folder."""
+    """Hash the sizes and some blocks of a folder's weight files; "" for no folder."""
     if folder is None:
         return ""
     digest = hashlib.blake2b(digest_size=8)

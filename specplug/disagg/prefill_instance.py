@@ -81,7 +81,7 @@ class PrefillInstance:
     Args:
         links: to the decode instances.
         identity: of this instance.
-        prepare: ``LLM.prepare``, which may be called from other threads.
+        prepare: makes a request of a prompt and its settings; may be called from other threads.
         submit: queues a request.
         abort: ends one by its name.
 

@@ -81,7 +81,7 @@ class PrefillLoop:
         self.instance.tell_failed(take_all(self._ended))
 
     def close(self) -> None:
-        """Take leave of the decode instances."""
+        """Tell the decode instances that this one leaves, and disconnect."""
         try:
             self.instance.close()
         finally:

@@ -1,4 +1,4 @@
-"""Connections that end when their client neither sends nor reads."""
+"""HTTP connections with time limits: a client that neither sends nor reads loses its own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from specplug.serve.limits import Limits
 
 
 class Connection(H11Protocol):
-    """A connection that a client cannot hold for ever; uvicorn knows no such limits.
+    """A connection of uvicorn's with the time limits that uvicorn lacks.
 
-    It ends when a request's head has not come in time, and when nobody reads what was written. A
-    connection too many is refused at once. h11 bounds the size of a head.
+    It is closed when the head of a request has not come within ``head_timeout``, and when the
+    client has read nothing for ``read_timeout``. A connection beyond ``max_connections`` is refused
+    at once. h11 bounds the size of a head.
     """
 
     limits: Limits
@@ -26,13 +27,13 @@ class Connection(H11Protocol):
         super().__init__(*args, **kwargs)
         self._look_again: asyncio.TimerHandle | None = None
         self._asked_since: float | None = None
-        """Since when the rest of a head is waited for, in the loop's time."""
+        """When the wait for a head began, in the loop's time; None while none is waited for."""
         self._unread = 0
-        """Bytes that were written and that the client's side had no room for, when last looked."""
+        """Bytes in the write buffer at the last look: the client has not read them."""
         self._unread_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As asyncio has it."""
+        """Begin to wait for a head, or refuse a connection too many."""
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
             self._refuse(unavailable("too many connections are open; try again"))
@@ -41,16 +42,16 @@ class Connection(H11Protocol):
         self._look_later()
 
     def data_received(self, data: bytes) -> None:
-        """As asyncio has it."""
+        """Take bytes of the client; stop waiting for a head once it has come."""
         super().data_received(data)
         answered = self.cycle is not None and self.cycle.response_complete
         if self.conn.their_state is not h11.IDLE and not answered:
-            self._asked_since = None  # a body is the gate's to wait for
+            self._asked_since = None  # LimitsMiddleware bounds the wait for a body
         elif self._asked_since is None:
             self._asked_since = self.loop.time()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As asyncio has it."""
+        """Stop looking after the connection."""
         if self._look_again is not None:
             self._look_again.cancel()
         super().connection_lost(exc)
@@ -60,7 +61,7 @@ class Connection(H11Protocol):
         self._look_again = self.loop.call_later(seconds, self._look)
 
     def _look(self) -> None:
-        """End the connection if the client is late."""
+        """End the connection if a limit has passed; look again later."""
         now, unread = self.loop.time(), self.transport.get_write_buffer_size()
         if not unread or unread != self._unread:
             self._unread, self._unread_since = unread, now

@@ -67,7 +67,7 @@ class RequestStream:
         return self._left > 0
 
     def put(self, event: Accepted | Update | APIError) -> None:
-        """Take what the engine reports, or why it will report no more."""
+        """Take a report of the engine, or the error that ends the stream."""
         self._events.put_nowait(event)
         if isinstance(event, APIError):
             self.close()
@@ -77,7 +77,7 @@ class RequestStream:
                 self._end(aborted=False)
 
     def fail(self, error: APIError) -> None:
-        """End it from here."""
+        """End it with an error, unless it has ended."""
         if self.unfinished:
             self.put(error)
 
@@ -86,7 +86,7 @@ class RequestStream:
         self._deadline = asyncio.get_running_loop().call_later(seconds, self.fail, error)
 
     def close(self) -> None:
-        """Nobody waits for more of it."""
+        """Stop waiting for more; what still runs is aborted."""
         if self.unfinished:
             self._left = 0
             self._end(aborted=True)
@@ -342,7 +342,7 @@ class EngineClient:
 
 
 def _place() -> str:
-    """Where the folder of the sockets is to be: the system limits how long their paths are."""
+    """Return where to put the folder of the sockets, whose paths have a limited length."""
     usual = tempfile.gettempdir()
     longest = os.fsencode(Path(usual) / "specplug-12345678" / "commands")
     return usual if len(longest) <= zmq.IPC_PATH_MAX_LEN else "/tmp"

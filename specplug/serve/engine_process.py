@@ -63,8 +63,8 @@ _PREPARATION_THREADS = 2
 _GRAMMAR_THREADS = 4
 
 _SWITCH_SECONDS = 0.0005
-"""How long preparation may hold Python's lock when a step waits for it; Python's own 5 ms would be
-felt, since a step gives up the lock hundreds of times."""
+"""Longest that preparation holds Python's lock when a step waits for it. Python's own 5 ms would
+slow steps down, since a step gives up the lock hundreds of times."""
 
 
 _FAREWELL_SECONDS = 10.0

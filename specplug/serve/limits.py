@@ -1,4 +1,4 @@
-"""What a client may do, and what is checked before a request is read."""
+"""The limits of a server, and the middleware that holds them before a request is read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MOST_CONNECTIONS = 1 << 16
 
 _SMALL_BODY = 1 << 16
 _BODIES_AT_ONCE = 16
-"""How much may have come of bodies that are not whole yet, in greatest bodies; small ones pass
-beyond it, so that many slow clients with large ones keep nobody else out."""
+"""Most that is held of incomplete bodies, in multiples of the largest body. Small bodies are taken
+beyond it, so that slow clients with large ones keep no other client out."""
 
 _OPEN_PATHS = frozenset({"/health"})
-"""What needs no API key: who looks after the server's health has none."""
+"""Paths that need no API key: a probe of the server's health has none."""
 
 
 def _most_connections() -> int:
@@ -37,7 +37,7 @@ def _most_connections() -> int:
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """Of one server.
+    """The limits of a server.
 
     Attributes:
         max_body_bytes: of a request's body.
@@ -70,11 +70,11 @@ class Limits:
 
 
 class LimitsMiddleware:
-    """Lets through who knows the key and whose body is within bounds, which it reads whole.
+    """Checks the API key, reads the whole body within its limits, and only then calls the app.
 
     Args:
-        app: which gets what passes.
-        limits: that are held.
+        app: the application.
+        limits: of the server.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
@@ -157,7 +157,7 @@ class LimitsMiddleware:
 
 
 def error_response(error: APIError) -> Response:
-    """A error as a response."""
+    """Make the response of an error."""
     return Response(error.body(), error.status, error.headers, "application/json")
 
 
@@ -166,7 +166,7 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """``receive`` as if the body came now."""
+    """Return a ``receive`` that first gives the body that was read."""
     messages: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:

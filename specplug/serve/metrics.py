@@ -1,4 +1,4 @@
-"""What Prometheus is told: the engines' own statistics, and what the server times itself."""
+"""Metrics for Prometheus: the engines' statistics, and the times that the server measures."""
 
 from __future__ import annotations
 
@@ -47,30 +47,44 @@ class Total:
 
 TOTALS = (
     Total("requests", "requests", "Ended requests.", "finish_reason"),
-    Total("prompt_tokens", "prompt_tokens", "Prompt tokens that were computed."),
-    Total("recomputed_tokens", "recomputed_tokens", "Those computed again after a retraction."),
-    Total("cached_tokens", "cached_tokens", "Tokens that the prefix cache had."),
+    Total("prompt_tokens", "prompt_tokens", "Prompt tokens computed."),
+    Total("recomputed_tokens", "recomputed_tokens", "Tokens computed again after a retraction."),
+    Total("cached_tokens", "cached_tokens", "Prompt tokens found in the prefix cache."),
     Total("output_tokens", "output_tokens", "Generated tokens."),
     Total("steps", "steps", "Steps.", "mode"),
-    Total("verifications", "verifications", "Drafts that were verified, each request's own."),
-    Total("drafted", "drafted_tokens", "Nodes that were drafted."),
-    Total("accepted", "accepted_tokens", "Tokens that verifications gave, bonus tokens included."),
-    Total("drafted_by_position", "drafted_by_position", "Drafts as deep as this.", "position"),
+    Total("verifications", "verifications", "Drafts verified, one per request and step."),
+    Total("drafted", "drafted_tokens", "Nodes drafted."),
+    Total("accepted", "accepted_tokens", "Tokens accepted, bonus tokens included."),
     Total(
-        "accepted_by_position", "accepted_by_position", "Drafts right as far as this.", "position"
+        "drafted_by_position",
+        "drafted_by_position",
+        "Drafts that reached this position.",
+        "position",
     ),
-    Total("retractions", "retractions", "Times that a request lost its KV pages."),
-    Total("evicted_pages", "evicted_pages", "Pages that the prefix cache lost."),
-    Total("transfers", "transfers", "What became of prefills by other instances.", "event"),
-    Total("transfer_seconds", "transfer_seconds", "From asking for a prefill to having it."),
+    Total(
+        "accepted_by_position",
+        "accepted_by_position",
+        "Drafts accepted up to this position.",
+        "position",
+    ),
+    Total("retractions", "retractions", "Retractions: requests that lost their KV pages."),
+    Total("evicted_pages", "evicted_pages", "Pages evicted from the prefix cache."),
+    Total(
+        "transfers", "transfers", "Prefills by other instances, by what became of them.", "event"
+    ),
+    Total("transfer_seconds", "transfer_seconds", "Time from asking for a prefill to having it."),
     Total("received_tokens", "received_tokens", "Tokens whose KV another instance computed."),
-    Total("received_bytes", "received_bytes", "KV and draft states that came from others."),
+    Total(
+        "received_bytes",
+        "received_bytes",
+        "Bytes of KV and draft states received from other instances.",
+    ),
     Total("stateless", "stateless_requests", "Received requests without a draft state."),
     Total("lost_prefixes", "lost_prefixes", "Received requests that were prefilled here again."),
-    Total("seconds", "decode_seconds", "Time of steps with drafts.", "part"),
-    Total("prefill_seconds", "prefill_seconds", "Time of steps of prompts alone."),
+    Total("seconds", "decode_seconds", "Time of steps that decode.", "part"),
+    Total("prefill_seconds", "prefill_seconds", "Time of steps with prompts alone."),
 )
-"""What the engine counts."""
+"""The counters that an engine's statistics become."""
 
 
 class EngineCollector(Collector):
@@ -86,7 +100,7 @@ class EngineCollector(Collector):
         self.stats: Sequence[Stats] = ()
 
     def collect(self) -> Iterator[Any]:
-        """As Prometheus asks for it."""
+        """Yield the metrics of all engines, from their last statistics."""
         for total in TOTALS:
             labels = ["algorithm", "rank", *([total.label] if total.label else [])]
             counter = CounterMetricFamily(f"specplug_{total.name}", total.help, labels=labels)
@@ -104,7 +118,7 @@ class EngineCollector(Collector):
     def _gauges(self) -> Iterator[Any]:
         labels = ["algorithm", "rank"]
         running = GaugeMetricFamily(
-            "specplug_running_requests", "Requests that run.", labels=labels
+            "specplug_running_requests", "Requests that run now.", labels=labels
         )
         waiting = GaugeMetricFamily(
             "specplug_waiting_requests", "Requests that wait for the engine.", labels=labels
@@ -113,7 +127,9 @@ class EngineCollector(Collector):
             "specplug_kv_pages", "Pages of the KV pool.", labels=[*labels, "state"]
         )
         usage = GaugeMetricFamily(
-            "specplug_kv_usage", "Part of the KV pool that running requests hold.", labels=labels
+            "specplug_kv_usage",
+            "Share of the KV pool that running requests hold, 0 to 1.",
+            labels=labels,
         )
         instances = GaugeMetricFamily(
             "specplug_prefill_instances", "Registered prefill instances.", labels=labels
@@ -132,7 +148,7 @@ class EngineCollector(Collector):
     def _accept_length(self) -> Any:
         histogram = HistogramMetricFamily(
             "specplug_accept_length",
-            "Tokens that a verification gave, the bonus token included.",
+            "Tokens accepted per verification, the bonus token included.",
             labels=["algorithm", "rank"],
         )
         for rank, stats in self._ranks():
@@ -209,10 +225,10 @@ class Counted:
 
 
 class Stopwatch:
-    """Times the requests of a job.
+    """Times the requests of a stream.
 
     Args:
-        metrics: where the times go.
+        metrics: which observe the times.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -223,7 +239,7 @@ class Stopwatch:
         """When each request's last token came."""
 
     def lap(self, update: Update) -> None:
-        """A step gave this."""
+        """Take the time at which an update came."""
         now, index = time.perf_counter(), update.index
         if index not in self._seen:
             self._seen.add(index)

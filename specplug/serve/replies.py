@@ -1,4 +1,4 @@
-"""What engines give, as the responses and stream chunks of the API."""
+"""Make the responses and stream chunks of the API from an engine's updates."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from specplug.serve.protocol import (
 )
 
 _LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON has not."""
+"""Stands for minus infinity in a response, since JSON has no such number."""
 
 
 @attrs.define(kw_only=True)
 class Choice:
-    """One completion, as far as it came; of a chunk, what the chunk adds.
+    """One completion so far, or what a chunk adds to it.
 
     Attributes:
         offset: characters before ``text``, if each token is as long as its own text.
@@ -52,7 +52,7 @@ class Choice:
     offset: int = 0
 
     def add(self, update: Update) -> None:
-        """Go on with what a step gave."""
+        """Append an update."""
         self.text += update.text
         self.token_ids += update.token_ids
         self.logprobs += update.logprobs or ()
@@ -62,7 +62,7 @@ class Choice:
 
 
 class Reply(ABC):
-    """The response to one request: fed with updates, asked for chunks or for the whole.
+    """The response to one request: takes updates, makes chunks or the whole response.
 
     Args:
         model: the name under which it is served.
@@ -81,7 +81,7 @@ class Reply(ABC):
         self._prompt_tokens: list[int] = []
 
     def accept(self, accepted: Accepted) -> None:
-        """The engine has taken the request."""
+        """Begin with empty choices, or with the prompts if they are echoed."""
         n = self._request.num_choices
         self._prompt_tokens = accepted.prompt_tokens
         self.choices = [Choice(index=i) for i in range(n * len(accepted.prompt_tokens))]
@@ -89,7 +89,7 @@ class Reply(ABC):
             choice.text = accepted.echo[choice.index // n]  # type: ignore[index]
 
     def add(self, update: Update) -> BaseModel | None:
-        """Take what a step gave; the chunk that tells it, if there is anything to tell."""
+        """Take an update. Return its chunk, or None if it has nothing that a client asked for."""
         whole = self.choices[update.index]
         new = Choice(index=update.index, offset=whole.offset)
         new.add(update)
@@ -101,7 +101,7 @@ class Reply(ABC):
         return None
 
     def usage(self) -> Usage:
-        """Tokens so far. A prompt counts once, however many choices it has."""
+        """Count the tokens so far. A prompt counts once, however many choices it has."""
         n = self._request.num_choices
         prompt = sum(self._prompt_tokens)
         completion = sum(len(choice.token_ids) for choice in self.choices)
@@ -118,19 +118,19 @@ class Reply(ABC):
 
     @abstractmethod
     def begin(self) -> list[BaseModel]:
-        """Chunks before the first token."""
+        """Make the chunks before the first token."""
 
     @abstractmethod
     def _chunk(self, new: Choice) -> BaseModel:
-        """A chunk of a stream."""
+        """Make the chunk of an update."""
 
     @abstractmethod
     def end(self) -> BaseModel:
-        """The last chunk of a stream, which has the usage."""
+        """Make the last chunk of a stream, which has the usage."""
 
     @abstractmethod
     def whole(self) -> BaseModel:
-        """The response that is no stream."""
+        """Make the response to a request without a stream."""
 
 
 class CompletionReply(Reply):
@@ -139,18 +139,18 @@ class CompletionReply(Reply):
     prefix = "cmpl"
 
     def begin(self) -> list[BaseModel]:
-        """The prompts, if they are wanted."""
+        """Make a chunk of each echoed prompt."""
         return [self._chunk(choice) for choice in self.choices if choice.text]
 
     def _chunk(self, new: Choice) -> BaseModel:
         return Completion(**self._head, choices=[self._choice(new)])
 
     def end(self) -> BaseModel:
-        """No choices, but the usage."""
+        """Make a chunk with the usage and no choices."""
         return Completion(**self._head, choices=[], usage=self.usage())
 
     def whole(self) -> BaseModel:
-        """All choices."""
+        """Make the response with all choices."""
         choices = [attrs.evolve(choice, offset=0) for choice in self.choices]
         shown = [self._choice(choice) for choice in choices]
         return Completion(**self._head, choices=shown, usage=self.usage())
@@ -189,7 +189,7 @@ class ChatReply(Reply):
     prefix = "chatcmpl"
 
     def begin(self) -> list[BaseModel]:
-        """Who speaks."""
+        """Make a chunk with the role of each choice."""
         return [
             self._delta(ChatDeltaChoice(index=c.index, delta=Delta(role="assistant", content="")))
             for c in self.choices
@@ -211,11 +211,11 @@ class ChatReply(Reply):
         return ChatChunk(**self._head, choices=[choice])
 
     def end(self) -> BaseModel:
-        """No choices, but the usage."""
+        """Make a chunk with the usage and no choices."""
         return ChatChunk(**self._head, choices=[], usage=self.usage())
 
     def whole(self) -> BaseModel:
-        """All answers."""
+        """Make the response with all answers."""
         choices = [
             ChatChoice(
                 index=choice.index,

@@ -28,7 +28,7 @@ _FLUSH_SECONDS = 5
 
 @attrs.frozen(kw_only=True)
 class Settings:
-    """What a server is.
+    """The settings of a server.
 
     Attributes:
         config: of each engine, but for what makes it a rank.

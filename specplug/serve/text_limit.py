@@ -1,4 +1,4 @@
-"""Texts that no context holds, known by their length alone."""
+"""Refuse texts by their length alone, before tokenizing, if no context can hold them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 from specplug.errors import UsageError
 
 _SPLITS = frozenset({"Split", "Punctuation", "Digits"})
-"""Pre-tokenizers that cut a text, and drop nothing of it unless they say so."""
+"""Pre-tokenizers that cut a text. They drop a part of it only if their behavior is Removed."""
 
 
 class TextLimit:
-    """Refuses a text before it is tokenized, where it has more tokens than fit in any case.
+    """Refuses texts whose length alone shows that they have too many tokens.
 
     Args:
-        tokenizer: of the model, or None.
+        tokenizer: of the model. Without one, or if its tokens have no longest, nothing is refused.
         most: tokens that fit.
     """
 
@@ -42,10 +42,10 @@ class TextLimit:
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Most characters of a text that one token stands for; None where that has no bound.
+    """Return the most characters that one token stands for; None if there is no bound.
 
-    It has one if every byte of a text is in some token: a byte-level BPE that knows all bytes,
-    changes no text before, and has no added token that takes the spaces around it.
+    There is one if every byte of a text ends up in some token: with a byte-level BPE that knows all
+    bytes, does not normalize, and has no added token that takes the spaces around it.
     """
     model = tokenizer.model
     vocab = tokenizer.get_vocab()
@@ -63,7 +63,7 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _keeps_all(pre_tokenizer: Any) -> bool:
-    """Whether it makes letters of all bytes of a text, and drops none."""
+    """Whether it passes every byte of a text on to the model."""
     if pre_tokenizer is None:
         return False
     state = json.loads(pre_tokenizer.__getstate__())  # of parts, nothing else tells it

@@ -54,7 +54,7 @@ def test_a_bad_line_is_named(file, line, why):
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"", 'has no prompt; expected {"prompt": …} a line'),
+        (b"", 'has no prompt; expected {"prompt": …} per line'),
         (b"\n \r\n", "has no prompt"),
         (b'{"prompt": "\xff"}', "is not UTF-8 (byte 12)"),
     ],

@@ -109,7 +109,9 @@ def test_tables_in_a_pipe(measured):
     heading = " ".join(times.splitlines()[0].split())
     assert heading == "ALGORITHM BATCH MS/TOKEN DRAFT VERIFY PREFILL OTHER"
     assert acceptance.splitlines()[0].split("  ")[-1].startswith("POS ")
-    assert "greedy, at most 12 new tokens a prompt, page size 4; 2 rounds of 2 prompts of" in words
+    assert (
+        "greedy, at most 12 new tokens per prompt, page size 4; 2 rounds of 2 prompts of" in words
+    )
     assert "\x1b" not in done.stdout
     assert all(name in done.stderr for name in {"bench.json", *PLOTS})
 
