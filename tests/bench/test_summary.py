@@ -121,7 +121,7 @@ def test_without_drafts_there_is_no_third_table(make_series, make_report):
 def test_words(make_series, make_report):
     report = make_report(make_series("NONE", {"NONE": [1.0]}))
     assert caption(report)[0] == (
-        "tiny-code, float32, on a processor, 1 thread; greedy, at most 4 new tokens a prompt, "
+        "tiny-code, float32, on a processor, 1 thread; greedy, at most 4 new tokens per prompt, "
         "page size 16; 1 round of 4 prompts of the built-in set"
     )
     assert "GPU" not in " ".join(legend(report))

@@ -68,7 +68,10 @@ def test_absurd_number_is_refused_or_works(name: str, tiny_model: Path) -> None:
             r"max_total_tokens=1000000000000: needs [0-9,.]+ GiB, \d+ bytes per token; expected at "
             r"most the [0-9,.]+ GiB that cpu has; lower max_total_tokens",
         ),
-        ({"page_size": 5000}, "page_size=5000: expected at most 4096, as a request that has one"),
+        (
+            {"page_size": 5000},
+            "page_size=5000: expected at most 4096, as even a request of one token",
+        ),
         ({"max_running_requests": 16385}, "max_running_requests=16385: expected at most 16384"),
         ({"dp_timeout": math.inf}, "dp_timeout=inf: expected seconds, above 0 and at most 1000000"),
     ],
