@@ -1,0 +1,165 @@
+"""A drafter that knows how each prompt goes on, and is right as often as it is told to be.
+
+It costs next to nothing: one look-up a step. So what a verification costs and what acceptance is
+worth can be measured apart from any draft model. It is a plugin object as a third party would write
+one, given to ``LLM(speculative_algorithm=KnownDrafts(…))``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug import (
+    AlgorithmInfo,
+    Batch,
+    Capabilities,
+    CommittedOutput,
+    Defaults,
+    Draft,
+    DraftInput,
+    Runtime,
+    hookimpl,
+)
+
+Continuations = Mapping[tuple[int, ...], Sequence[int]]
+"""Prompt -> what the target writes after it."""
+
+
+@attrs.define(eq=False)
+class _Worker:
+    """The texts on the device.
+
+    Attributes:
+        texts: [n + 1, L] int64, prompts and what follows; row 0 is for unknown prompts.
+        right: [n + 1, L] bool, where a draft of the token at a position is right.
+        branch: [n + 1, L] int64, which of the siblings is on the path.
+        text_of: [rows of the request table] int64, the text of each request.
+    """
+
+    numbers: dict[tuple[int, ...], int]
+    texts: Tensor
+    right: Tensor
+    branch: Tensor
+    text_of: Tensor
+    siblings: Tensor
+    steps: Tensor
+
+
+class KnownDrafts:
+    """Drafts chains, or trees whose every depth has ``topk`` siblings of which one goes on.
+
+    Args:
+        continuations: what is known. Other prompts are drafted wrongly.
+        share: how many of the drafted tokens are right, given that those before them are.
+        num_steps: draft depth S.
+        topk: siblings K of each depth; a draft has 1 + S·K nodes.
+        seed: of the choice which are right.
+    """
+
+    def __init__(
+        self,
+        continuations: Continuations,
+        share: float,
+        *,
+        num_steps: int,
+        topk: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self._continuations, self._share, self._seed = continuations, share, seed
+        self._num_steps, self._topk = num_steps, topk
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(
+            name="KNOWN",
+            summary="The true continuation, right as often as wanted",
+            api_version=1,
+            capabilities=Capabilities(branching=True),
+            defaults=Defaults(
+                num_steps=self._num_steps,
+                topk=self._topk,
+                num_draft_tokens=1 + self._num_steps * self._topk,
+            ),
+        )
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> _Worker:
+        known = [(list(prompt), list(rest)) for prompt, rest in self._continuations.items()]
+        length = 1 + max((len(prompt) + len(rest) for prompt, rest in known), default=0)
+        texts = torch.zeros(len(known) + 1, length, dtype=torch.int64)
+        for number, (prompt, rest) in enumerate(known, 1):
+            texts[number, : len(prompt) + len(rest)] = torch.tensor(prompt + rest)
+        draw = torch.Generator().manual_seed(self._seed)
+        right = torch.rand(texts.shape, generator=draw) < self._share
+        right[0] = False
+        branch = torch.randint(self._topk, texts.shape, generator=draw)
+        device = runtime.device
+        return _Worker(
+            {tuple(prompt): number for number, (prompt, _) in enumerate(known, 1)},
+            texts.to(device),
+            right.to(device),
+            branch.to(device),
+            torch.zeros(runtime.req_table_size, dtype=torch.int64, device=device),
+            torch.arange(self._topk, device=device),
+            torch.arange(1, self._num_steps + 1, device=device),
+        )
+
+    @hookimpl
+    def build_draft_input(
+        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+    ) -> DraftInput:
+        worker: _Worker = runtime.worker
+        if batch.is_prefill and any(batch.first_chunk):
+            found = [worker.numbers.get(tuple(r.prompt_token_ids), 0) for r in batch.requests]
+            numbers = torch.tensor(found)
+            if runtime.device.type == "cuda":
+                numbers = numbers.pin_memory().to(runtime.device, non_blocking=True)
+            worker.text_of.index_copy_(0, batch.req_indices, numbers)
+        return DraftInput(bonus_tokens=target_output.bonus_tokens)
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        worker: _Worker = runtime.worker
+        steps, topk = len(worker.steps), len(worker.siblings)
+        root = draft_input.bonus_tokens.unsqueeze(1)
+        text = worker.text_of[batch.req_indices].unsqueeze(1)
+        at = (batch.seq_lens.unsqueeze(1) + worker.steps).clamp(max=worker.texts.shape[1] - 1)
+        true, right, branch = (
+            worker.texts[text, at],
+            worker.right[text, at],
+            worker.branch[text, at],
+        )
+        wrong = true.unsqueeze(2) + 1 + worker.siblings
+        chosen = (worker.siblings == branch.unsqueeze(2)) & right.unsqueeze(2)
+        nodes = torch.where(chosen, true.unsqueeze(2), wrong) % runtime.vocab_size
+        tokens = torch.cat((root, nodes.flatten(1)), dim=1)
+        if topk == 1:
+            return Draft.chain(tokens)
+        first = torch.zeros_like(branch[:, :1])
+        on_path = 1 + (worker.steps[:-1] - 1) * topk + branch[:, :-1]
+        parents = torch.cat((first, on_path), dim=1).repeat_interleave(topk, dim=1)
+        return Draft.tree(tokens, torch.cat((first - 1, parents), dim=1), steps)
+
+
+def accept_length(share: float, num_steps: int) -> float:
+    """Return the tokens a step that a share of right tokens gives, 1 + p + … + p^S."""
+    return sum(share**step for step in range(num_steps + 1))
+
+
+def share_of(length: float, num_steps: int) -> float:
+    """Return the share of right tokens that gives this accept length.
+
+    Raises:
+        ValueError: no draft of so many steps does.
+    """
+    if not 1 <= length <= num_steps + 1:
+        raise ValueError(f"accept length {length}; expected 1 to {num_steps + 1}, num_steps + 1")
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if accept_length(middle, num_steps) < length else (low, middle)
+    return high
