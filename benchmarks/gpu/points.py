@@ -108,10 +108,10 @@ def _difference(short: Generation, long: Generation) -> float:
 
 
 class Results:
-    """Appends rows to a file of JSON lines, and prints them.
+    """Appends rows to a file of JSON lines.
 
     Args:
-        folder: where ``results.jsonl`` is; None: only printed.
+        folder: where ``results.jsonl`` is; None: nothing is kept.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -122,11 +122,9 @@ class Results:
 
     def add(self, kind: str, **values: Any) -> None:
         """Write a row of a kind."""
-        row = {"kind": kind, **values}
-        print("RESULT", json.dumps(row), flush=True)
         if self._file is not None:
             with self._file.open("a") as lines:
-                lines.write(json.dumps(row) + "\n")
+                lines.write(json.dumps({"kind": kind, **values}) + "\n")
 
 
 def read_results(file: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,373 @@
+"""Tokens in bf16 under every algorithm and many settings, against plain decoding at batch 1.
+
+    python benchmarks/gpu/exactness_bf16.py --models FOLDER --output DIR --seconds 500
+
+Three targets: a Llama and a Qwen3 of 8 layers with random weights, in which the whole context
+decides each token and so every rounding shows, and the default model with its trained drafts. Each
+scenario draws an algorithm's shape, a batch size from 1 to 32, a page size, a chunk size, whether
+steps are mixed, overlapped, recorded and cached, and a KV pool that may hold little more than one
+request, so that drafts shrink, pages are evicted and requests retracted. All requests run twice,
+the second time from the cache. Half are greedy, half sampled with seeds. Beside the installed
+algorithms there is a drafter that knows the truth and is right in a part of its tokens.
+
+Scenarios have numbers and are the same in every run: ``--first`` goes on where another run ended.
+With ``--set`` the setting that makes products row-invariant can be turned off, for the reference
+too: then the differences are what cuBLAS makes. Exits with 1 if any token differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import attrs
+from engines import add_arguments, settings_of
+from known_drafts import KnownDrafts
+from points import Results
+from shapes import DRAFTS, SHAPES, write_shape
+
+from specplug import LLM, FallbackWarning, SamplingParams
+from specplug.bench.dataset import HELD_OUT, read_prompts
+from specplug.bench.machine import describe_machine, versions
+from specplug.registry import Registry
+
+Tokens = list[tuple[int, ...]]
+
+
+@attrs.frozen(kw_only=True)
+class Workload:
+    """A target, and the requests that it completes.
+
+    Attributes:
+        model: the argument of ``LLM``; None: the default model.
+        drafts: folders of draft models by the algorithm's name; without ``model`` those shipped.
+    """
+
+    name: str
+    model: Path | None
+    drafts: dict[str, Path]
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        pairs = zip(self.prompts, self.params, strict=True)
+        return max(len(prompt) + params.max_tokens for prompt, params in pairs)
+
+
+@attrs.frozen(kw_only=True)
+class Scenario:
+    """What is drawn for a run.
+
+    Attributes:
+        share: of right tokens, for the drafter that knows; None: another algorithm.
+    """
+
+    number: int
+    algorithm: str
+    share: float | None
+    topk: int | None
+    num_steps: int | None
+    nodes: int | None
+    settings: dict[str, Any]
+
+
+def _params(number: int, max_tokens: int, *, ends: bool) -> SamplingParams:
+    """Greedy, plainly sampled, sampled from a part of the vocabulary, greedy with a penalty."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.8},
+        {"temperature": 0, "repetition_penalty": 1.1},
+        {"temperature": 1.0, "top_p": 0.9, "top_k": 50},
+    ]
+    chosen = kinds[number % 4]
+    return SamplingParams(max_tokens=max_tokens, seed=number, ignore_eos=not ends, **chosen)
+
+
+def random_workload(base: Path, drafts: dict[str, Path], count: int, max_tokens: int) -> Workload:
+    """Random prompts of 1 to some 600 tokens in families that begin alike."""
+    rng, vocab_size = random.Random(base.name), SHAPES[base.name]["vocab_size"]
+    most = 40 if "tiny" in base.name else 300
+    prompts = []
+    for number in range(count):
+        family = random.Random(number % 5)
+        shared = [family.randrange(3, vocab_size) for _ in range((number % 5) * most // 4)]
+        own = [rng.randrange(3, vocab_size) for _ in range(rng.randrange(0, most))]
+        prompts.append([*shared, *own, 3 + number])  # no two are the same
+    return Workload(
+        name=base.name,
+        model=base / "target",
+        drafts=drafts,
+        prompts=prompts,
+        params=[_params(number, max_tokens, ends=False) for number in range(count)],
+    )
+
+
+def default_workload(count: int, max_tokens: int) -> Workload:
+    """The default model on held-out prompts."""
+    from transformers import AutoTokenizer
+
+    from specplug.model.loading import ASSETS
+
+    tokenizer = AutoTokenizer.from_pretrained(str(ASSETS / "tiny_code"))
+    texts = [prompt.content for prompt in read_prompts(HELD_OUT)[:count]]
+    return Workload(
+        name="tiny-code",
+        model=None,
+        drafts={},
+        prompts=[tokenizer(text)["input_ids"] for text in texts],
+        params=[_params(number, max_tokens, ends=True) for number in range(len(texts))],
+    )
+
+
+def draw(number: int, workload: Workload, algorithms: list[str], registry: Registry) -> Scenario:
+    """Draw a scenario. Algorithms take turns; all else is random."""
+    rng = random.Random(number)
+    algorithm = algorithms[number % len(algorithms)]
+    topk = num_steps = nodes = share = None
+    if algorithm == "KNOWN":
+        share, topk = rng.choice([0.5, 0.8, 0.95]), rng.choice([1, 1, 2, 4])
+        num_steps = rng.randrange(1, 8)
+    elif algorithm != "NONE":
+        num_steps = rng.choice([None, 1, 2, 5, 7])
+        if registry.select(algorithm).info.capabilities.branching and rng.random() < 0.6:
+            topk, num_steps = rng.choice([2, 4, 8]), num_steps or 5
+            nodes = rng.choice([None, 2, 16, 32])
+    pressed = rng.random() < 0.5
+    lookahead = 2 * 70  # two steps of at most 70 nodes
+    slots = int((workload.longest + lookahead) * rng.uniform(1.1, 3.0)) + 64
+    return Scenario(
+        number=number,
+        algorithm=algorithm,
+        share=share,
+        topk=topk,
+        num_steps=num_steps,
+        nodes=nodes,
+        settings={
+            "max_running_requests": rng.choice([1, 2, 3, 5, 8, 16, 32]),
+            "page_size": rng.choice([1, 2, 3, 7, 8, 16, 16, 32, 64]),
+            "chunked_prefill_size": rng.choice([None, 3, 16, 64, 512]),
+            "enable_mixed_chunk": rng.random() < 0.5,
+            "disable_overlap_schedule": rng.random() < 0.2,
+            "disable_radix_cache": rng.random() < 0.2,
+            "disable_cuda_graph": rng.random() < 0.2,
+            "max_total_tokens": slots if pressed else None,
+        },
+    )
+
+
+def complete(
+    workload: Workload, scenario: Scenario | None, truth: Tokens, settings: dict[str, Any]
+) -> tuple[list[Tokens], dict[str, Any]]:
+    """Complete the requests twice under a scenario; None: once, plainly, one by one.
+
+    Returns:
+        The outputs of each time, and what the run has counted.
+    """
+    given: dict[str, Any] = {
+        "speculative_algorithm": "NONE",
+        "max_running_requests": 1,
+        "chunked_prefill_size": None,
+        "disable_overlap_schedule": True,
+        "disable_radix_cache": True,
+        "max_total_tokens": 2 * workload.longest,
+    }
+    if scenario is not None:
+        algorithm: str | object = scenario.algorithm
+        if scenario.share is not None:
+            known = {tuple(p): t for p, t in zip(workload.prompts, truth, strict=True)}
+            assert scenario.num_steps
+            assert scenario.topk
+            algorithm = KnownDrafts(
+                known,
+                scenario.share,
+                num_steps=scenario.num_steps,
+                topk=scenario.topk,
+                seed=scenario.number,
+            )
+        given |= {
+            "speculative_algorithm": algorithm,
+            "speculative_draft_model_path": workload.drafts.get(scenario.algorithm),
+            "speculative_num_steps": None if scenario.share else scenario.num_steps,
+            "speculative_eagle_topk": None if scenario.share else scenario.topk,
+            "speculative_num_draft_tokens": scenario.nodes,
+            **scenario.settings,
+        }
+    with LLM(workload.model, **{**given, **settings}) as llm:
+        times = []
+        for _ in range(1 if scenario is None else 2):
+            outputs = llm.generate(workload.prompts, workload.params)
+            llm.check_pool()
+            times.append([output.token_ids for output in outputs])
+        return times, llm.stats()
+
+
+def differences(truth: Tokens, found: Tokens) -> list[tuple[int, int, int]]:
+    """Return, for each request that differs, its number, the first token that does, and how many
+    tokens do."""
+    result = []
+    for number, (a, b) in enumerate(zip(truth, found, strict=True)):
+        if a != b:
+            pairs = list(zip(a, b, strict=False))
+            first = next((i for i, (x, y) in enumerate(pairs) if x != y), len(pairs))
+            wrong = sum(x != y for x, y in pairs) + abs(len(a) - len(b))
+            result.append((number, first, wrong))
+    return result
+
+
+@attrs.define
+class Tally:
+    """Totals of an algorithm."""
+
+    scenarios: int = 0
+    tokens: int = 0
+    requests: int = 0
+    different_requests: int = 0
+    different_tokens: int = 0
+    counted: Counter[str] = attrs.field(factory=Counter)
+
+    def line(self, name: str) -> str:
+        """The totals as a row of the table."""
+        steps = self.counted["verifications"]
+        length = self.counted["accepted"] / steps if steps else 0.0
+        return (
+            f"{name:18}{self.scenarios:10}{self.requests:10}{self.tokens:10}"
+            f"{self.different_requests:10}{self.different_tokens:10}{length:8.2f}"
+            f"{self.counted['retractions']:8}{self.counted['evicted_pages']:8}"
+            f"{self.counted['cached_tokens']:9}"
+        )
+
+
+COUNTED = ("verifications", "accepted", "retractions", "evicted_pages", "cached_tokens")
+
+
+def workloads(arguments: argparse.Namespace, models: Path, names: list[str]) -> list[Workload]:
+    """Write the random models, and make all requests."""
+    device = "cpu" if arguments.tiny else "cuda"
+    size = "tiny" if arguments.tiny else "small"
+    made = []
+    for kind in ("llama", "qwen3"):
+        base = write_shape(models / "deep", f"{kind}-{size}", DRAFTS, device, context=1.0)
+        drafts = {name: base / name.lower() for name in names if (base / name.lower()).is_dir()}
+        made.append(random_workload(base, drafts, arguments.requests, arguments.max_tokens))
+    return [*made, default_workload(arguments.requests, arguments.max_tokens)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--seconds", type=float, default=500, help="begin no scenario after that")
+    parser.add_argument("--first", type=int, default=0, help="number of the first scenario")
+    parser.add_argument("--count", type=int, default=10**9, help="scenarios")
+    parser.add_argument("--requests", type=int, help="of each target")
+    parser.add_argument("--max-tokens", type=int)
+    arguments = parser.parse_args()
+    arguments.requests = arguments.requests or (6 if arguments.tiny else 64)
+    arguments.max_tokens = arguments.max_tokens or (12 if arguments.tiny else 64)
+    warnings.simplefilter("ignore", FallbackWarning)
+    began, settings = time.monotonic(), settings_of(arguments)
+    registry, results = Registry(), Results(arguments.output)
+    installed = registry.names()
+    device = settings["device"]
+    results.add("run", machine=describe_machine(device), settings=arguments.settings,
+                versions=versions(("specplug", "torch", "triton", "transformers")),
+                date=time.strftime("%Y-%m-%d"))  # fmt: skip
+    tallies: defaultdict[str, Tally] = defaultdict(Tally)
+    with tempfile.TemporaryDirectory() as scratch:
+        targets = workloads(arguments, arguments.models or Path(scratch), installed)
+        truths: dict[str, Tokens] = {}
+        number = arguments.first
+        while number < arguments.first + arguments.count:
+            if time.monotonic() - began > arguments.seconds:
+                break
+            workload = targets[number % len(targets)]
+            run(number, workload, truths, settings, registry, tallies, results)
+            number += 1
+    _print(tallies, number)
+    return 1 if any(tally.different_requests for tally in tallies.values()) else 0
+
+
+def run(
+    number: int,
+    workload: Workload,
+    truths: dict[str, Tokens],
+    settings: dict[str, Any],
+    registry: Registry,
+    tallies: dict[str, Tally],
+    results: Results,
+) -> None:
+    """Run a scenario, compare it with plain decoding, and count what differs."""
+    if workload.name not in truths:
+        start = time.monotonic()
+        (truths[workload.name],), _ = complete(workload, None, [], settings)
+        print(f"{workload.name}: reference in {time.monotonic() - start:.1f} s", flush=True)
+    truth = truths[workload.name]
+    algorithms = ["KNOWN", *registry.names()]
+    if workload.model is not None:
+        algorithms = [name for name in algorithms if _can_draft(name, workload, registry)]
+    scenario = draw(number // 3, workload, algorithms, registry)
+    start = time.monotonic()
+    times, stats = complete(workload, scenario, truth, settings)
+    found = [differences(truth, tokens) for tokens in times]
+    tally = tallies[scenario.algorithm]
+    tally.scenarios += 1
+    tally.requests += sum(map(len, times))
+    tally.tokens += sum(len(tokens) for outputs in times for tokens in outputs)
+    tally.different_requests += sum(map(len, found))
+    tally.different_tokens += sum(wrong for each in found for _, _, wrong in each)
+    tally.counted.update({name: stats[name] for name in COUNTED})
+    verdict = "same" if not any(found) else f"DIFFERENT (request, first, tokens) {found}"
+    print(f"{number} {workload.name} {_text(scenario)}: {verdict}", flush=True)
+    results.add("exactness", target=workload.name, **attrs.asdict(scenario),
+                tokens=sum(len(tokens) for outputs in times for tokens in outputs),
+                requests=sum(map(len, times)), differences=found,
+                accept_length=stats["mean_accept_length"], seconds=time.monotonic() - start,
+                **{name: stats[name] for name in COUNTED})  # fmt: skip
+
+
+def _text(scenario: Scenario) -> str:
+    """A scenario in one line: S, K and N of its drafts, and the settings that are not off."""
+    shape = [scenario.num_steps, scenario.topk, scenario.nodes]
+    shown = "x".join("-" if n is None else str(n) for n in shape)
+    share = "" if scenario.share is None else f" right {scenario.share}"
+    names = {"max_running_requests": "batch", "chunked_prefill_size": "chunk"}
+    names |= {"enable_mixed_chunk": "mixed", "max_total_tokens": "slots", "page_size": "page"}
+    given = (
+        names.get(name, name) if value is True else f"{names.get(name, name)} {value}"
+        for name, value in scenario.settings.items()
+        if value not in (None, False)
+    )
+    return f"{scenario.algorithm} {shown}{share}, {', '.join(given)}"
+
+
+def _can_draft(name: str, workload: Workload, registry: Registry) -> bool:
+    if name == "KNOWN" or not registry.select(name).info.capabilities.draft_model:
+        return True
+    return name in workload.drafts
+
+
+def _print(tallies: dict[str, Tally], next_number: int) -> None:
+    print(
+        f"\n{'':18}{'scenarios':>10}{'requests':>10}{'tokens':>10}{'different':>10}"
+        f"{'tokens':>10}{'accept':>8}{'retract':>8}{'evict':>8}{'cached':>9}"
+    )
+    whole = Tally()
+    for name, tally in sorted(tallies.items()):
+        print(tally.line(name))
+        for field in ("scenarios", "tokens", "requests", "different_requests", "different_tokens"):
+            setattr(whole, field, getattr(whole, field) + getattr(tally, field))
+        whole.counted.update(tally.counted)
+    print(whole.line("all"))
+    print(f"the next scenario is --first {next_number}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
