@@ -21,6 +21,9 @@ from torch import nn
 
 from specplug.errors import CheckpointError, warn_fallback
 from specplug.model.attention import IMPLEMENTATION, register
+from specplug.model.quantization import prepare_quantization, settle_dtype, stored_tensors
+
+CPU = torch.device("cpu")
 
 DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
 """Arguments of every ``from_pretrained``. Without them transformers asks on standard input."""
@@ -32,32 +35,47 @@ _SAMPLES = 32
 """Values of each parameter that a fingerprint hashes."""
 
 
-def load_checkpoint(path: str, dtype: torch.dtype | None) -> Any:
+def load_checkpoint(path: str, dtype: torch.dtype | None, device: torch.device = CPU) -> Any:
     """Load a causal LM of transformers from a folder or hub id, with our attention.
+
+    Each tensor goes from its file to the device by itself. On the CPU a weight that has the file's
+    dtype is the mapped file, without a copy.
+
+    Args:
+        path: of the model.
+        dtype: of its weights; None: what its config says, or its files if that says nothing.
+        device: of its weights.
 
     Raises:
         CheckpointError: there is no such model; transformers cannot load it; its files are damaged;
-            tensors are missing or have another shape than its config says; or its class has
-            attention that cannot be replaced.
+            tensors are missing or have another shape than its config says; its class has attention
+            that cannot be replaced; or it is quantized in a way that cannot be loaded here.
     """
     from transformers import AutoModelForCausalLM
 
     register()
     check_model_path(path)
-    _check_attention(path)
+    config = _read_config(path)
+    quantized = prepare_quantization(path, config)
     for file in _weight_files(Path(path)):
         _check_file(path, file)
     try:
         with _no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
+                config=config,
                 dtype=dtype or "auto",
+                device_map=None if device.type == "cpu" else {"": device},
                 attn_implementation=IMPLEMENTATION,
                 weights_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # ``_check_tensors`` refuses them
                 **DATA_ONLY,
             )
+            model, info = loaded
+            _check_tensors(path, model, info)
+            if quantized is not None:
+                settle_dtype(model, dtype or model.config.get_text_config().dtype)
     except UnpicklingError as error:
         raise CheckpointError(
             f"model {path!r} cannot be loaded: its weights are a pickle with more than tensors in "
@@ -66,8 +84,17 @@ def load_checkpoint(path: str, dtype: torch.dtype | None) -> Any:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         refuse_code(f"model {path!r}", error)
         raise CheckpointError(f"model {path!r} cannot be loaded: {_first_line(error)}") from error
-    model, info = loaded
-    _check_tensors(path, model, info)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if quantized is None or isinstance(error, torch.OutOfMemoryError):
+            raise
+        # Other libraries run here, and raise what they like.
+        raise CheckpointError(
+            f"model {path!r} is quantized by {quantized} and cannot be loaded: {_first_line(error)}"
+        ) from error
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # transformers reserves more than the weights take
     return model
 
 
@@ -92,16 +119,16 @@ def refuse_code(what: str, error: Exception) -> None:
 
 @torch.inference_mode()
 def weights_fingerprint(model: nn.Module) -> str:
-    """Return a model's class and a hash of its parameters' names, shapes and some of their values.
+    """Return a model's class and a hash of its weights' names, shapes and some of their values.
 
     Call it before the engine shards or changes the model, which depends on the run.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        size = parameter.numel()
-        places = torch.arange(0, size, max(1, size // _SAMPLES), device=parameter.device)
-        values = torch.take(parameter, places).to("cpu", torch.float64)
+    for name, tensor in sorted(stored_tensors(model)):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        size = tensor.numel()
+        places = torch.arange(0, size, max(1, size // _SAMPLES), device=tensor.device)
+        values = tensor.flatten()[places].to("cpu", torch.float64)
         digest.update(values.numpy().tobytes())
     return f"{type(model).__name__} {digest.hexdigest()}"
 
@@ -123,19 +150,21 @@ def check_model_path(path: str) -> None:
         )
 
 
-def _check_attention(path: str) -> None:
-    """Refuse a class whose attention cannot be replaced by ours."""
+def _read_config(path: str) -> Any:
+    """Read a model's config; refuse a class whose attention cannot be replaced by ours."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(path, **DATA_ONLY)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         refuse_code(f"model {path!r}", error)
-        raise CheckpointError(f"model {path!r} cannot be loaded: {_first_line(error)}") from error
+        raise CheckpointError(
+            f"model {path!r}: its config cannot be read: {_first_line(error)}"
+        ) from error
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     cls = found[0] if isinstance(found, tuple) else found
     if cls is None:
-        return  # transformers says what it is when it loads it
+        return config  # transformers says what it is when it loads it
     strange = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _KINDS)
     if strange or not cls._supports_attention_backend:
         what = ", ".join(strange) or "attention of its own"
@@ -143,6 +172,7 @@ def _check_attention(path: str) -> None:
             f"model {path!r} ({cls.__name__}) has {what}; expected full or sliding-window "
             "attention through transformers' AttentionInterface: choose another model"
         )
+    return config
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:

@@ -119,7 +119,7 @@ def read_target_config(path: str) -> dict[str, Any]:
     try:
         found = AutoConfig.from_pretrained(path, **DATA_ONLY)
         config: dict[str, Any] = found.get_text_config().to_dict()
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         refuse_code(f"model {path!r}: its config", error)
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"model {path!r}: its config cannot be read: {first}") from error

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from specplug.distributed.rank_group import RankGroup
 from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
-from specplug.model.checkpoint import load_checkpoint, weights_fingerprint
+from specplug.model.checkpoint import CPU, load_checkpoint, weights_fingerprint
 from specplug.model.direct_calls import shorten_calls
 from specplug.model.fused_norms import fuse_norms
 from specplug.model.graph_runner import GraphRunner
 from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.model_check import ModelCheck
+from specplug.model.quantization import count_parameters, drop_weights, stored_tensors
 from specplug.model.rotary import RotaryByLength
 from specplug.model.sharded_mlp import shard_mlps
 from specplug.speculative.runtime import KVCache
@@ -57,15 +58,16 @@ class ModelRunner:
         skip_check: bool = False,
     ) -> None:
         self.device = device
-        self.model = load_checkpoint(path, dtype).eval()
+        # Sharded weights are cut on the host, whose copy is the mapped file.
+        self.model = load_checkpoint(path, dtype, device if ranks is None else CPU).eval()
         if self.model.dtype is torch.float64 and _has_experts(self.model.config):
             self.model.set_experts_implementation("eager")  # grouped products lack float64
         self.fingerprint = weights_fingerprint(self.model) if identified else None
         self._ranks = ranks
         if ranks is not None:
             shard_mlps(self.model, ranks)
+            self.model.to(device)
         self.rotary = RotaryByLength(self.model)
-        self.model.to(device)
         self.capture = HiddenStateCapture(self.model)
         self.dtype: torch.dtype = self.model.dtype
         config = self.model.config.get_text_config()
@@ -111,12 +113,12 @@ class ModelRunner:
     @property
     def num_parameters(self) -> int:
         """The number of the target's parameters, tied ones counted once."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return count_parameters(self.model)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the target's parameters, tied ones once."""
-        return sum(each.numel() * each.element_size() for each in self.model.parameters())
+        """Bytes of the target's weights, tied ones once."""
+        return sum(tensor.nbytes for _, tensor in stored_tensors(self.model))
 
     def _begin_check(self, path: str) -> ModelCheck:
         """Run the model before anything in it is changed."""
@@ -202,8 +204,7 @@ class ModelRunner:
         self._graphs.clear()
         self._buffers.clear()
         drop_tensors(self.cache)
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            tensor.data = tensor.data.new_empty(0)
+        drop_weights(self.model)
 
     def _forward(
         self,

@@ -164,18 +164,20 @@ class RotaryByLength:
             table, _ = init(module.config, None, seq_len=later.unsqueeze(1), **layer)
         else:
             table = init(module.config, None, seq_len=self.rule.limit + 1, **layer)[0].unsqueeze(0)
-        return torch.cat((original.detach().float().cpu().unsqueeze(0), table))
+        original = original.detach().float()
+        return torch.cat((original.unsqueeze(0), table.to(original.device)))
 
     @torch.inference_mode()
     def _prove(self, rowwise: RowwiseRotary, scaled: Mapping[str | None, str]) -> None:
         """Compare with the module's own results for one sequence a pass."""
-        limit, x = self.rule.limit, torch.empty(0)
+        device = next(rowwise.buffers()).device
+        limit, x = self.rule.limit, torch.empty(0, device=device)
         lengths = sorted({1, limit, limit + 1, self.context_len})
-        positions = [torch.tensor([[n // 3, n - 1]]) for n in lengths]
+        positions = [torch.tensor([[n // 3, n - 1]], device=device) for n in lengths]
         for part in scaled:
             layer = () if part is None else (part,)
             own = [_as_real(rowwise.inner(x, at, *layer)) for at in positions]
-            self.begin(torch.tensor(lengths).repeat_interleave(2))
+            self.begin(torch.tensor(lengths, device=device).repeat_interleave(2))
             try:
                 found = _as_real(rowwise(x, torch.cat(positions, dim=1), *layer))
             except (RuntimeError, TypeError, ValueError) as error:
@@ -235,9 +237,9 @@ def _recomputes(model: Any, limit: int) -> bool:
     limit."""
     from transformers import DynamicCache
 
-    past, nothing = DynamicCache(), torch.zeros(1, 1, limit, 1)
+    past, nothing = DynamicCache(), torch.zeros(1, 1, limit, 1, device=model.device)
     past.update(nothing, nothing, 0)
-    ids = torch.zeros(1, limit + 1, dtype=torch.int64)
+    ids = torch.zeros(1, limit + 1, dtype=torch.int64, device=model.device)
     inputs = model.prepare_inputs_for_generation(
         ids,
         next_sequence_length=1,

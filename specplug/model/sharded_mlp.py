@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.errors import UsageError
+from specplug.model.quantization import is_packed
 
 _PREFIX = "layers.*.mlp."
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -50,6 +51,12 @@ def shard_mlps(model: Any, ranks: RankGroup) -> None:
         UsageError: the model has no such plan, or its MLPs cannot be sharded by it.
     """
     name = type(model).__name__
+    if is_packed(model):
+        raise UsageError(
+            f"enable_dp_attention: the weights of {name} are quantized and packed; expected plain "
+            "ones, whose columns can be sharded: choose another checkpoint, or run each rank "
+            "without it"
+        )
     plan = _plan_of_mlps(model)
     if not plan:
         raise UsageError(
@@ -64,7 +71,7 @@ def shard_mlps(model: Any, ranks: RankGroup) -> None:
         expected = layer.mlp(sample)
         _shard(layer.mlp, plan, ranks, f"{name}, layer {number}")
         _check(ranks.sum(layer.mlp(sample)), expected, f"{name}, layer {number}")
-        layer.mlp = ShardedMLP(layer.mlp, ranks)
+        layer.mlp = ShardedMLP(layer.mlp, ranks).to(ranks.device)
 
 
 def _plan_of_mlps(model: Any) -> dict[str, str]:

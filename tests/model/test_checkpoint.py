@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specplug import CheckpointError, FallbackWarning
+from specplug import LLM, CheckpointError, FallbackWarning
 from specplug.model.checkpoint import load_checkpoint
+from specplug.model.loading import choose_dtype
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -127,3 +128,47 @@ def test_load_with_absent_shard_names_it(sharded: Path) -> None:
 def test_load_with_broken_index_names_it(text: str, sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").write_text(text)
     assert "model.safetensors.index.json: expected JSON with a weight_map" in _refusal(sharded)
+
+
+def _save_in(folder: Path, dtype: torch.dtype, but: str = "") -> None:
+    """Rewrite the weights in a dtype, those that hold ``but`` in float32."""
+
+    def convert(weights: dict[str, torch.Tensor]) -> None:
+        for name, weight in weights.items():
+            weights[name] = weight.to(torch.float32 if but and but in name else dtype)
+
+    _edit_weights(folder, convert)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("named", ["float16", "bfloat16", "float32"])
+def test_auto_dtype_is_that_of_the_config(named: str, key: str, folder: Path) -> None:
+    _save_in(folder, torch.bfloat16)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps({**config, key: named}))
+    weights = load_checkpoint(str(folder), None).state_dict().values()
+    assert {weight.dtype for weight in weights} == {getattr(torch, named)}
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+def test_auto_dtype_without_one_in_config_is_the_files(stored: torch.dtype, folder: Path) -> None:
+    _edit_config(folder, dtype=None)
+    _save_in(folder, stored)
+    weights = load_checkpoint(str(folder), None).state_dict().values()
+    assert {weight.dtype for weight in weights} == {stored}
+
+
+def test_auto_dtype_of_mixed_file_is_that_of_the_config(folder: Path) -> None:
+    _edit_config(folder, dtype="bfloat16")
+    _save_in(folder, torch.bfloat16, but="norm")
+    weights = load_checkpoint(str(folder), None).state_dict().values()
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}
+
+
+def test_auto_dtype_is_float32_on_the_cpu(folder: Path) -> None:
+    _edit_config(folder, dtype="bfloat16")
+    assert choose_dtype("auto", torch.device("cpu")) is torch.float32
+    assert choose_dtype("auto", torch.device("cuda")) is None
+    with LLM(folder, max_total_tokens=64) as llm:
+        assert llm.effective_config["dtype"] == "float32"
