@@ -27,6 +27,9 @@ from specplug import (
     hookimpl,
 )
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # the kernels run through Triton's interpreter
+
 SOUND = """
 from specplug import AlgorithmInfo, hookimpl
 

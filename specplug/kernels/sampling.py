@@ -1,0 +1,608 @@
+"""Choose the target's tokens over large vocabularies. The torch reference is ``model.sampler``.
+
+A token is ``argmax(score + g(seed, position, token))``. Nothing of the noise is stored: each
+program adds it to the scores that it has just read. A row's token depends on nothing but the row:
+a maximum and sums of integers are the same however a row is split among programs, and of equal
+values the first one wins, as in ``torch.argmax``.
+
+Noise, sums and comparisons are those of the reference, in float64; divisions and products are
+rounded one by one (no fused multiply-add). The same tokens come out, short of the last bit of a
+logarithm: where two libraries differ in it, two best values less than 1e-14 apart may change
+places, about once in 1e14 tokens. top-p alone is defined here anew: probabilities are summed as
+integers, ``exp(score - greatest) * 2**40``, where the reference sums float32. They differ where a
+cumulated probability is within some 1e-6 of top_p.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import attrs
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 1024
+"""Tokens that a program looks at together: 8 a thread."""
+
+_WAVES = 6
+"""Programs per multiprocessor among which the rows are split."""
+
+_DIGIT_BITS = 11
+_BINS = 1 << _DIGIT_BITS
+"""Truncation finds its last token digit by digit, most significant first: a histogram each."""
+
+_EXACT: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+
+# A kernel is not compiled anew for what changes from step to step: these values, and where
+# tensors of a number a row begin.
+_kernel = triton.jit(
+    do_not_specialize=[
+        "parts", "rows", "num_enders", "path_width", "path_depth", "before", "shift", "by_mass",
+        "width", "is_share", "is_last",
+    ],
+    do_not_specialize_on_alignment=[
+        "best", "best_at", "cut", "req_indices", "positions", "random", "seeds", "temperature",
+        "repetition", "presence", "frequency", "masks", "enders", "may_end_at", "path_tokens",
+        "path_parents", "path_index", "chosen", "maxima", "most", "prefix", "target", "log_min_p",
+        "top_k", "top_p",
+    ],
+)  # fmt: skip
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Path:
+    """The nodes whose scores the rows are, for penalties to count the tokens above each.
+
+    Attributes:
+        tokens: [bs, N] int64.
+        parents: [bs, N] int64, -1 at the root; None for chains.
+        flat_index: [T] int64, where each row stands among the bs·N nodes; None if all do.
+        depth: the greatest distance of a node from its root.
+    """
+
+    tokens: Tensor
+    parents: Tensor | None
+    flat_index: Tensor | None
+    depth: int
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Adjustments:
+    """What changes the logits before temperature and noise; None for what no row needs.
+
+    Attributes:
+        masks: [T, words] int32, the tokens that grammars allow, a bit each.
+        enders: [requests, E] int64, tokens that a request must not choose before ``may_end_at``.
+        may_end_at: [requests] int64 positions.
+        bias: [requests, V] float32.
+        counts: [requests, V] int32, how often each token stands in the output.
+        in_prompt: [requests, V] bool.
+        path: what counts as output beside ``counts``.
+    """
+
+    masks: Tensor | None = None
+    enders: Tensor | None = None
+    may_end_at: Tensor | None = None
+    bias: Tensor | None = None
+    counts: Tensor | None = None
+    in_prompt: Tensor | None = None
+    path: Path | None = None
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Settings:
+    """The settings of each request row.
+
+    Attributes:
+        seeds: [requests] int64.
+        temperature, repetition, presence, frequency, top_k, top_p: [requests] float32, with any
+            stride, the same for all.
+        log_min_p: [requests] float32, -inf where there is no min-p.
+    """
+
+    seeds: Tensor
+    temperature: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    log_min_p: Tensor
+
+
+def choose_tokens(
+    logits: Tensor,
+    req_indices: Tensor,
+    positions: Tensor,
+    settings: Settings,
+    adjustments: Adjustments,
+    random: Tensor | None = None,
+    *,
+    truncated: bool = False,
+) -> Tensor:
+    """Choose a token for each row.
+
+    Launches kernels alone: nothing is read on the host, shapes depend on T and V, so it can be
+    recorded in a CUDA graph.
+
+    Args:
+        logits: [T, V] float16, bfloat16 or float32, the last dimension dense.
+        req_indices: [T] int64, the request of each row.
+        positions: [T] int64 position of the token being chosen.
+        random: [T] bool, the rows that sample; None if none does.
+        truncated: whether a row has min-p, top-k or top-p.
+
+    Returns:
+        [T] int64; 0 for a row without a finite score.
+    """
+    rows, vocab_size = logits.shape
+    chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if not rows:
+        return chosen
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    row = _Rows(req_indices.contiguous(), positions.contiguous(), settings, random)
+    cut = None
+    if truncated and random is not None:
+        logits, cut = truncate_rows(logits, req_indices, positions, settings, adjustments, random)
+        adjustments, row = Adjustments(), attrs.evolve(row, tempered=False)
+    parts, span = _split(rows, vocab_size, logits.device)
+    best = torch.empty(rows, parts, dtype=torch.float64, device=logits.device)
+    best_at = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    _best_of_parts[(parts, rows)](
+        logits, logits.stride(0), vocab_size, span, best, best_at, cut, _index_bits(vocab_size),
+        *row.arguments(), *_arguments(adjustments), TILE=_TILE, **_EXACT,
+    )  # fmt: skip
+    _best_of_rows[(rows,)](
+        best, best_at, chosen, parts, vocab_size, PARTS=_most_parts(vocab_size), num_warps=1
+    )
+    return chosen
+
+
+def order_reference(scores: Tensor) -> Tensor:
+    """Return each token's place in its row's order, [T, V] float32 to [T, V] int64. The reference.
+
+    By falling score, of equal ones by rising index, as a stable sort orders them. Places are not
+    consecutive.
+    """
+    vocab_size = scores.shape[1]
+    signed = torch.where(scores == 0, 0.0, scores).view(torch.int32).to(torch.int64)
+    rising = signed ^ ((signed >> 31) & 0x7FFFFFFF)
+    index = torch.arange(vocab_size, device=scores.device)
+    return ((0x7FFFFFFF - rising) << _index_bits(vocab_size)) | index
+
+
+def gumbel_noise(seeds: Tensor, random: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Return g(seed, position, token) as float32, 0 where not ``random``.
+
+    Args:
+        seeds: [n] int64.
+        random: [n] bool.
+        positions: [n] int64.
+        token_ids: [V] int64.
+
+    Returns:
+        [n, V] float32.
+    """
+    rows, columns = len(seeds), len(token_ids)
+    noise = torch.empty(rows, columns, dtype=torch.float32, device=seeds.device)
+    if noise.numel():
+        _noise[(triton.cdiv(columns, _TILE), rows)](
+            seeds.contiguous(), random.view(torch.uint8), positions.contiguous(),
+            token_ids.contiguous(), noise, columns,
+            TILE=_TILE, num_warps=4,
+        )  # fmt: skip
+    return noise
+
+
+@attrs.frozen(eq=False)
+class _Rows:
+    """What the kernels read of each row and of its request."""
+
+    req_indices: Tensor
+    positions: Tensor
+    settings: Settings
+    random: Tensor | None
+    tempered: bool = True
+
+    def arguments(self) -> tuple[Any, ...]:
+        s = self.settings
+        random = None if self.random is None else self.random.view(torch.uint8)
+        tempered = self.tempered and random is not None
+        return (
+            self.req_indices, self.positions, random, s.seeds,
+            s.temperature if tempered else None, s.repetition, s.presence, s.frequency,
+            s.repetition.stride(0),
+        )  # fmt: skip
+
+
+def _arguments(adjustments: Adjustments) -> tuple[Any, ...]:
+    a, path = adjustments, adjustments.path
+    words = 0 if a.masks is None else a.masks.stride(0)
+    num_enders = 0 if a.enders is None else a.enders.shape[1]
+    in_prompt = None if a.in_prompt is None else a.in_prompt.view(torch.uint8)
+    nodes: tuple[Any, ...] = (None, None, None, 0, 0)
+    if path is not None and a.counts is not None:
+        tokens = path.tokens.contiguous()
+        parents = None if path.parents is None else path.parents.contiguous()
+        nodes = tokens, parents, path.flat_index, tokens.shape[1], path.depth
+    return (
+        a.masks, words, a.enders, a.may_end_at, num_enders, a.bias, a.counts, in_prompt, *nodes,
+    )  # fmt: skip
+
+
+def _index_bits(vocab_size: int) -> int:
+    return max(vocab_size - 1, 1).bit_length()
+
+
+def _most_parts(vocab_size: int) -> int:
+    return int(triton.next_power_of_2(triton.cdiv(vocab_size, _TILE)))
+
+
+def _split(rows: int, vocab_size: int, device: torch.device) -> tuple[int, int]:
+    """Return into how many parts each row is split, and the tokens of a part."""
+    tiles = triton.cdiv(vocab_size, _TILE)
+    programs = 16
+    if device.type == "cuda":
+        programs = torch.cuda.get_device_properties(device).multi_processor_count * _WAVES
+    span = triton.cdiv(tiles, max(programs // rows, 1))
+    return triton.cdiv(tiles, span), span * _TILE
+
+
+def truncate_rows(
+    logits: Tensor,
+    req_indices: Tensor,
+    positions: Tensor,
+    settings: Settings,
+    adjustments: Adjustments,
+    random: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Compute the scores, and the last token that min-p, top-k and top-p leave in each row.
+
+    Each of the three keeps the first tokens of the row's order (``order_reference``). Rows that do
+    not sample may keep more: their token is the first one.
+
+    Args:
+        logits: [T, V], the last dimension dense; and so on as in ``choose_tokens``.
+
+    Returns:
+        Scores [T, V] float32 after temperature, and [T] int64: a row keeps the tokens whose place
+        is at most this.
+    """
+    rows, vocab_size = logits.shape
+    device = logits.device
+    row = _Rows(req_indices.contiguous(), positions.contiguous(), settings, random)
+    parts, span = _split(rows, vocab_size, device)
+    index_bits = _index_bits(vocab_size)
+    scores = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
+    maxima = torch.empty(rows, parts, dtype=torch.float32, device=device)
+    most = torch.empty(rows, dtype=torch.float32, device=device)
+    bins = torch.empty(rows, _BINS, dtype=torch.int64, device=device)
+    cut = torch.empty(rows, dtype=torch.int64, device=device)
+    # Of top-k and of top-p: the digits found so far, -1 where there is nothing to find; and what
+    # the tokens up to the last one are to sum to, of those that have these digits.
+    prefix, target = torch.empty(2, 2, rows, dtype=torch.int64, device=device)
+    grid = parts, rows
+    _adjusted_scores[grid](
+        logits, logits.stride(0), vocab_size, span, scores, maxima, bins,
+        *row.arguments(), *_arguments(adjustments), TILE=_TILE, BINS=_BINS, **_EXACT,
+    )  # fmt: skip
+    _first_cut[(rows,)](
+        maxima, parts, row.req_indices, row.arguments()[2], settings.log_min_p, settings.top_k,
+        settings.top_p, settings.top_p.stride(0), settings.log_min_p.stride(0), most, cut,
+        prefix, target, rows, index_bits, PARTS=_most_parts(vocab_size), num_warps=1,
+    )  # fmt: skip
+    total_bits = 32 + index_bits
+    shifts = [total_bits, *range(total_bits - _DIGIT_BITS, 0, -_DIGIT_BITS), 0]
+    for by_mass in (0, 1):
+        for level, (before, shift) in enumerate(pairwise(shifts)):
+            _histogram[grid](
+                scores, vocab_size, span, most, cut, prefix[by_mass], bins, before, shift,
+                index_bits, by_mass, TILE=_TILE, BINS=_BINS, num_warps=4,
+            )  # fmt: skip
+            _digit[(rows,)](
+                bins, prefix[by_mass], target[by_mass], cut, row.req_indices, settings.top_p,
+                settings.top_p.stride(0), before - shift, int(level == 0) * by_mass,
+                int(shift == 0), BINS=_BINS, num_warps=4,
+            )  # fmt: skip
+    return scores, cut
+
+
+@triton.jit
+def _mix(x):
+    """Apply SplitMix64's finalizer to uint64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _key(seed, position):
+    seed = seed.to(tl.uint64, bitcast=True)
+    position = position.to(tl.uint64, bitcast=True)
+    return _mix(_mix(seed * 0x9E3779B97F4A7C15 + 1) + position * 0x9E3779B97F4A7C15)
+
+
+@triton.jit
+def _bits(key, token):
+    return _mix(key + token.to(tl.uint64) * 0x9E3779B97F4A7C15)
+
+
+@triton.jit
+def _gumbel(bits):
+    """Return the noise of 64 random bits, float64."""
+    uniform = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _gumbel_bound(bits):
+    """Return a float32 that is greater than the noise of these bits, without a logarithm.
+
+    With w = 1 - u, -log(-log(u)) < -log(w). The bits of a float32, read as an integer, are a lower
+    bound of its log2. The last 1e-3 is for what is rounded here, less than 1e-4.
+    """
+    w = ((bits ^ 0xFFFFFFFFFFFFFFFF) >> 32).to(tl.uint32).to(tl.float32)  # times 2^-32
+    log2 = w.to(tl.int32, bitcast=True).to(tl.float32) * 1.1920928955078125e-07
+    return (159.0 - log2) * 0.6931471805599453 + 1e-3
+
+
+@triton.jit
+def _order(score, index, index_bits):
+    """Return each token's place in its row's order, int64: by falling score, of equal ones by
+    rising index."""
+    score = tl.where(score == 0.0, 0.0, score)  # -0 equals 0
+    signed = score.to(tl.int32, bitcast=True)
+    rising = signed ^ ((signed >> 31) & 0x7FFFFFFF)
+    falling = 0x7FFFFFFF - rising.to(tl.int64)
+    return (falling << index_bits) | index.to(tl.int64)
+
+
+@triton.jit
+def _scores(
+    logits, row_stride, vocab_size, row, request, tokens,
+    positions, temperature, repetition, presence, frequency, settings_stride,
+    masks, words, enders, may_end_at, num_enders, bias, counts, in_prompt,
+    path_tokens, path_parents, path_index, path_width, path_depth,
+):  # fmt: skip
+    """Return the scores of some tokens of a row, float32, -inf after the vocabulary's end."""
+    inside = tokens < vocab_size
+    scores = tl.load(logits + row * row_stride + tokens, mask=inside, other=float("-inf"))
+    scores = scores.to(tl.float32)
+    if masks is not None:
+        word = tl.load(masks + row * words + (tokens >> 5), mask=inside, other=0)
+        scores = tl.where((word >> (tokens & 31)) & 1 == 1, scores, float("-inf"))
+    if enders is not None:
+        is_early = tl.load(positions + row) < tl.load(may_end_at + request)
+        for i in range(num_enders):
+            ender = tl.load(enders + request * num_enders + i)
+            scores = tl.where((tokens == ender) & is_early, float("-inf"), scores)
+    if bias is not None:
+        scores += tl.load(bias + request * vocab_size + tokens, mask=inside, other=0.0)
+    if counts is not None:
+        of_request = request * vocab_size + tokens
+        count = tl.load(counts + of_request, mask=inside, other=0)
+        if path_tokens is not None:
+            at = row
+            if path_index is not None:
+                at = tl.load(path_index + row)
+            root = at // path_width * path_width
+            for _ in range(path_depth + 1):
+                ahead = at >= root
+                token = tl.load(path_tokens + at, mask=ahead, other=-1)
+                count += (tokens == token).to(tl.int32)
+                above = at - 1
+                if path_parents is not None:
+                    parent = tl.load(path_parents + at, mask=ahead & (at > root), other=-1)
+                    # A node that has lost its parent hangs from the root.
+                    above = tl.where(at > root, root + tl.maximum(parent, 0), root - 1)
+                at = tl.where(ahead, above, at)
+        appeared = count > 0
+        seen = appeared | (tl.load(in_prompt + of_request, mask=inside, other=0) != 0)
+        factor = tl.where(seen, tl.load(repetition + request * settings_stride), 1.0)
+        scores = tl.where(scores > 0, tl.div_rn(scores, factor), scores * factor)
+        scores -= tl.load(frequency + request * settings_stride) * count.to(tl.float32)
+        scores -= tl.load(presence + request * settings_stride) * appeared.to(tl.float32)
+    if temperature is not None:
+        heat = tl.load(temperature + request * settings_stride)
+        if heat != 1.0:
+            scores = tl.div_rn(scores, tl.zeros_like(scores) + heat)
+    return tl.where(inside, scores, float("-inf"))
+
+
+@_kernel
+def _best_of_parts(
+    logits, row_stride, vocab_size, span, best, best_at, cut, index_bits,
+    req_indices, positions, random, seeds,
+    temperature, repetition, presence, frequency, settings_stride,
+    masks, words, enders, may_end_at, num_enders, bias, counts, in_prompt,
+    path_tokens, path_parents, path_index, path_width, path_depth,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Find the greatest of score + noise in each part of each row, and the first place of it.
+
+    A tile whose scores and bounds of the noise do not reach the best value yet is left out: mostly
+    all but the first, so that there are few logarithms.
+    """
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    request = tl.load(req_indices + row)
+    greatest = tl.full((), float("-inf"), tl.float64)
+    at = tl.minimum(part * span, vocab_size - 1)
+    samples = False
+    if random is not None:
+        samples = tl.load(random + row) != 0
+        key = _key(tl.load(seeds + request), tl.load(positions + row))
+    if cut is not None:
+        last = tl.load(cut + row)
+    for start in range(part * span, tl.minimum(part * span + span, vocab_size), TILE):
+        tokens = start + tl.arange(0, TILE)
+        scores = _scores(
+            logits, row_stride, vocab_size, row, request, tokens,
+            positions, temperature, repetition, presence, frequency, settings_stride,
+            masks, words, enders, may_end_at, num_enders, bias, counts, in_prompt,
+            path_tokens, path_parents, path_index, path_width, path_depth,
+        )  # fmt: skip
+        if cut is not None:
+            scores = tl.where(_order(scores, tokens, index_bits) <= last, scores, float("-inf"))
+        scores = tl.where(scores == scores, scores, float("inf"))  # torch.argmax finds NaN too
+        inside = tokens < vocab_size
+        scores = tl.where(inside, scores, float("-inf"))
+        if random is not None:
+            bits = _bits(key, tokens)
+            bound = scores + tl.where(samples, _gumbel_bound(bits), 0.0)
+            low = greatest.to(tl.float32)
+            low -= tl.abs(low) * 2.384185791015625e-07  # not above ``greatest``
+            if tl.max(bound) >= low:
+                values = scores.to(tl.float64)
+                if samples:
+                    values += _gumbel(bits)
+                value = tl.max(values)
+                if value > greatest:
+                    greatest = value
+                    at = tl.min(tl.where(values == value, tokens, vocab_size))
+        else:
+            value = tl.max(scores).to(tl.float64)
+            if value > greatest:
+                greatest = value
+                at = tl.min(tl.where(scores.to(tl.float64) == value, tokens, vocab_size))
+    tl.store(best + row * tl.num_programs(0) + part, greatest)
+    tl.store(best_at + row * tl.num_programs(0) + part, at)
+
+
+@_kernel
+def _best_of_rows(best, best_at, chosen, parts, vocab_size, PARTS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    values = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))
+    at = tl.load(best_at + row * parts + part, mask=part < parts, other=vocab_size)
+    first = tl.min(tl.where(values == tl.max(values), at, vocab_size))
+    tl.store(chosen + row, tl.minimum(first, vocab_size - 1).to(tl.int64))
+
+
+@_kernel
+def _adjusted_scores(
+    logits, row_stride, vocab_size, span, out, maxima, bins,
+    req_indices, positions, random, seeds,
+    temperature, repetition, presence, frequency, settings_stride,
+    masks, words, enders, may_end_at, num_enders, bias, counts, in_prompt,
+    path_tokens, path_parents, path_index, path_width, path_depth,
+    TILE: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Write the scores and the greatest of each part, and clear the histograms."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    request = tl.load(req_indices + row)
+    greatest = tl.full((TILE,), float("-inf"), tl.float32)
+    for start in range(part * span, tl.minimum(part * span + span, vocab_size), TILE):
+        tokens = start + tl.arange(0, TILE)
+        scores = _scores(
+            logits, row_stride, vocab_size, row, request, tokens,
+            positions, temperature, repetition, presence, frequency, settings_stride,
+            masks, words, enders, may_end_at, num_enders, bias, counts, in_prompt,
+            path_tokens, path_parents, path_index, path_width, path_depth,
+        )  # fmt: skip
+        tl.store(out + row * vocab_size + tokens, scores, mask=tokens < vocab_size)
+        greatest = tl.maximum(greatest, scores)
+    tl.store(maxima + row * tl.num_programs(0) + part, tl.max(greatest))
+    if part == 0:
+        tl.store(bins + row * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int64))
+
+
+@_kernel
+def _first_cut(
+    maxima, parts, req_indices, random, log_min_p, top_k, top_p, settings_stride, min_p_stride,
+    most, cut, prefix, target, rows, index_bits, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Cut each row by min-p, and write what top-k and top-p are to find."""
+    row = tl.program_id(0).to(tl.int64)
+    request = tl.load(req_indices + row)
+    part = tl.arange(0, PARTS)
+    known = part < parts
+    greatest = tl.max(tl.load(maxima + row * parts + part, mask=known, other=float("-inf")))
+    tl.store(most + row, greatest)
+    samples = tl.load(random + row) != 0  # no cut changes the greatest score
+    below = tl.load(log_min_p + request * min_p_stride)
+    floor = tl.where(below == float("-inf"), below, greatest + below)
+    none = (tl.full((), 1, tl.int64) << index_bits) - 1
+    tl.store(cut + row, _order(floor, none, index_bits))
+    k = tl.load(top_k + request * settings_stride).to(tl.int64)
+    tl.store(prefix + row, tl.where(samples & (k > 0), 0, -1).to(tl.int64))
+    tl.store(target + row, k)
+    p = tl.load(top_p + request * settings_stride)
+    tl.store(prefix + rows + row, tl.where(samples & (p < 1.0), 0, -1).to(tl.int64))
+
+
+@_kernel
+def _histogram(
+    scores, vocab_size, span, most, cut, prefix, bins, before, shift, index_bits, by_mass,
+    TILE: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Count the tokens that have the digits found so far, or sum their probabilities, by the next
+    digit."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    digits = tl.load(prefix + row)
+    if digits >= 0:
+        last, greatest = tl.load(cut + row), tl.load(most + row)
+        for start in range(part * span, tl.minimum(part * span + span, vocab_size), TILE):
+            tokens = start + tl.arange(0, TILE)
+            inside = tokens < vocab_size
+            score = tl.load(scores + row * vocab_size + tokens, mask=inside, other=float("-inf"))
+            order = _order(score, tokens, index_bits)
+            held = inside & (order <= last) & ((order >> before) == digits)
+            if tl.max(held.to(tl.int32)) > 0:  # few tiles, once the first digit is known
+                weight = tl.full((TILE,), 1, tl.int64)
+                if by_mass != 0:
+                    mass = tl.exp(score - greatest) * 1099511627776.0
+                    weight = tl.where(mass >= 1.0, mass, 0.0).to(tl.int64)
+                digit = (order >> shift) - (digits << (before - shift))
+                held = held & (weight > 0)
+                tl.atomic_add(bins + row * BINS + digit, weight, mask=held, sem="relaxed")
+
+
+@_kernel
+def _digit(
+    bins, prefix, target, cut, req_indices, top_p, settings_stride, width, is_share, is_last,
+    BINS: tl.constexpr,
+):  # fmt: skip
+    """Find the digit at which the sum reaches its target, and clear the histogram for the next.
+
+    Args:
+        is_share: whether the target is top_p of the sum; else it stands in ``target``.
+        is_last: whether all digits are known now.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    digits = tl.load(prefix + row)
+    if digits >= 0:
+        digit = tl.arange(0, BINS)
+        weights = tl.load(bins + row * BINS + digit)
+        tl.store(bins + row * BINS + digit, tl.zeros((BINS,), tl.int64))
+        wanted = tl.load(target + row)
+        if is_share != 0:
+            p = tl.load(top_p + tl.load(req_indices + row) * settings_stride)
+            share = p.to(tl.float64) * tl.sum(weights).to(tl.float64)
+            # The first token always stays.
+            wanted = tl.maximum(tl.ceil(share).to(tl.int64), 1)
+        sums = tl.cumsum(weights)
+        first = tl.min(tl.where(sums >= wanted, digit, BINS))
+        below = tl.sum(tl.where(digit < first, weights, 0))
+        found = (digits << width) | first
+        if first == BINS:  # there are fewer tokens than that: all stay
+            found = tl.full((), -1, tl.int64)
+        tl.store(prefix + row, found)
+        tl.store(target + row, wanted - below)
+        if (is_last != 0) & (found >= 0):
+            tl.store(cut + row, found)
+
+
+@_kernel
+def _noise(seeds, random, positions, token_ids, noise, columns, TILE: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = column < columns
+    values = tl.zeros((TILE,), tl.float32)
+    if tl.load(random + row) != 0:
+        key = _key(tl.load(seeds + row), tl.load(positions + row))
+        token = tl.load(token_ids + column, mask=inside, other=0)
+        values = _gumbel(_bits(key, token)).to(tl.float32)
+    tl.store(noise + row * columns + column, values, mask=inside)
