@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specplug.algorithm import SpecConfig
@@ -239,9 +238,8 @@ class EngineRuntime:
     def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
         bs, width = positions.shape
         req_indices = batch.req_indices.repeat_interleave(width, output_size=bs * width)
-        random = self.sampler.is_random(req_indices)
-        noise = self.sampler.noise(req_indices, random, positions.reshape(-1), token_ids)
-        return noise.to(torch.float32).view(bs, width, -1)
+        noise = self.sampler.noise(req_indices, positions.reshape(-1), token_ids)
+        return noise.view(bs, width, -1)
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:

@@ -8,6 +8,8 @@ else, so it is the same whatever was drafted and whatever else is in the batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ from specplug.sampling_params import BannedTokens, Needs, SamplingParams
 from specplug.speculative.draft import Draft
 from specplug.speculative.host_copy import upload
 from specplug.speculative.noise import gumbel
+
+if TYPE_CHECKING:
+    from specplug.kernels.sampling import Adjustments, Settings
 
 _COLDEST = 1e-6
 """The lowest temperature used. Lower ones choose the same, but overflow the logits."""
@@ -35,14 +40,26 @@ class Sampler:
     Args:
         req_table_size: request rows, row 0 included.
         vocab_size: V.
+        fused: choose with the Triton kernels of ``kernels.sampling``, except from float64 logits.
+            None: if the device is a GPU and Triton is installed.
     """
 
-    def __init__(self, req_table_size: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        req_table_size: int,
+        vocab_size: int,
+        device: torch.device,
+        fused: bool | None = None,
+    ) -> None:
         self._device = device
+        if fused is None:
+            fused = device.type == "cuda" and find_spec("triton") is not None
+        self._fused = fused
         self._vocab = torch.arange(vocab_size, device=device)
         self._settings = torch.zeros(req_table_size, len(_COLUMNS), device=device)
         self._seeds = torch.zeros(req_table_size, dtype=torch.int64, device=device)
         self._random = torch.zeros(req_table_size, dtype=torch.bool, device=device)
+        self._log_min_p = torch.full((req_table_size,), float("-inf"), device=device)
         self._size = req_table_size, vocab_size
         # These three have rows x vocabulary elements, so they are allocated when first needed.
         self._bias: Tensor | None = None
@@ -77,6 +94,7 @@ class Sampler:
             p.repetition_penalty, p.presence_penalty, p.frequency_penalty,
         )  # fmt: skip
         self._settings[row] = torch.tensor(settings).to(self._device, non_blocking=True)
+        self._log_min_p[row] = self._settings[row, _COLUMNS.index("min_p")].log()
         self._seeds[row] = seed
         self._random[row] = not p.greedy
         if p.needs & Needs.BIAS:
@@ -100,18 +118,16 @@ class Sampler:
         """Return whether each request samples: [n] int64 to [n] bool."""
         return self._random[req_indices]
 
-    def noise(
-        self,
-        req_indices: Tensor,
-        random: Tensor,
-        positions: Tensor,
-        token_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Return the Gumbel noise of each request and position [n]: [n, V] float64, 0 where not
-        ``random``."""
-        tokens = self._vocab if token_ids is None else token_ids
-        noise = gumbel(self._seeds[req_indices], positions, tokens)
-        return noise.masked_fill_(~random.unsqueeze(1), 0.0)
+    def noise(self, req_indices: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+        """Return the Gumbel noise of each request and position [n] at ``token_ids`` [V]: [n, V]
+        float32, 0 for greedy requests."""
+        seeds, random = self._seeds[req_indices], self._random[req_indices]
+        if self._fused:
+            from specplug.kernels.sampling import gumbel_noise
+
+            return gumbel_noise(seeds, random, positions, token_ids)
+        noise = gumbel(seeds, positions, token_ids)
+        return noise.masked_fill_(~random.unsqueeze(1), 0.0).to(torch.float32)
 
     def sample(
         self,
@@ -138,6 +154,18 @@ class Sampler:
         Returns:
             [T] int64.
         """
+        if self._fused and logits.dtype != torch.float64:
+            from specplug.kernels.sampling import choose_tokens
+
+            return choose_tokens(
+                logits,
+                req_indices,
+                positions,
+                self._kernel_settings(),
+                self._adjustments(needs, draft, masks),
+                random,
+                truncated=bool(needs & Needs.TRUNCATION),
+            )
         if not needs & ~Needs.OUTPUTS:
             return logits.argmax(-1)
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -156,7 +184,8 @@ class Sampler:
             scores = scores / column["temperature"]
             if needs & Needs.TRUNCATION:
                 scores = truncate(scores, column["min_p"], column["top_k"], column["top_p"])
-            scores = scores + self.noise(req_indices, random, positions)
+            noise = gumbel(self._seeds[req_indices], positions, self._vocab)
+            scores = scores + noise.masked_fill_(~random.unsqueeze(1), 0.0)
         return scores.argmax(-1)
 
     def count(self, req_indices: Tensor, tokens: Tensor, valid: Tensor) -> None:
@@ -166,6 +195,37 @@ class Sampler:
             self._output_counts.index_put_(
                 (index, tokens), valid.to(self._output_counts.dtype), accumulate=True
             )
+
+    def _kernel_settings(self) -> Settings:
+        from specplug.kernels.sampling import Settings
+
+        column = dict(zip(_COLUMNS, self._settings.unbind(1), strict=True))
+        del column["min_p"]
+        return Settings(seeds=self._seeds, log_min_p=self._log_min_p, **column)
+
+    def _adjustments(self, needs: Needs, draft: Draft | None, masks: Tensor | None) -> Adjustments:
+        """Return what the kernels are to change of the logits."""
+        from specplug.kernels.sampling import Adjustments, Path
+
+        path = None
+        if needs & Needs.PENALTIES and draft is not None:
+            padding = draft.padding
+            path = Path(
+                tokens=draft.tokens,
+                parents=draft.parents,
+                flat_index=None if padding is None else padding.flat_index,
+                depth=draft.depth,
+            )
+        penalties, early = needs & Needs.PENALTIES, needs & Needs.MIN_TOKENS
+        return Adjustments(
+            masks=masks,
+            enders=self._enders if early else None,
+            may_end_at=self._may_end_at if early else None,
+            bias=self._bias if needs & Needs.BIAS else None,
+            counts=self._output_counts if penalties else None,
+            in_prompt=self._in_prompt if penalties else None,
+            path=path,
+        )
 
     def _penalize(
         self,
