@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 def load(config: EngineConfig) -> LLM:
-    """Make an ``LLM``, with a spinner on standard error meanwhile."""
-    with status(f"loading {config.model}"):
+    """Make an ``LLM``, with a progress bar on standard error meanwhile, if that is a terminal."""
+    with _bar(f"loading {config.model}") as report:
         from specplug.llm import LLM
-        from specplug.model.loading import silence_libraries
+        from specplug.model.loading import silence_libraries, weights_progress
 
         silence_libraries()
-        return LLM(config)
+        with weights_progress(report):
+            return LLM(config)
 
 
 class _StandardError(logging.Handler):
@@ -50,6 +51,27 @@ def told(*, verbose: bool) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+@contextmanager
+def _bar(message: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error, if that is a terminal, and what tells it (done, of how
+    many). It pulses before and after."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    text = TextColumn("{task.description}", markup=False)
+    columns = text, BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(printable(message), total=None)
+
+        def report(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total if done < total else None)
+
+        yield report
 
 
 @contextmanager

@@ -29,6 +29,8 @@ DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
 """Arguments of every ``from_pretrained``. Without them transformers asks on standard input."""
 
 _KINDS = {"full_attention", "sliding_attention"}
+_SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
+"""The variable with which transformers reads without threads."""
 _NAMED = 5
 """The most tensors that a message names."""
 _SAMPLES = 32
@@ -60,7 +62,7 @@ def load_checkpoint(path: str, dtype: torch.dtype | None, device: torch.device =
     for file in _weight_files(Path(path)):
         _check_file(path, file)
     try:
-        with _no_progress_bars():
+        with _no_progress_bars(), _reading_for(device):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
@@ -252,6 +254,23 @@ def _some(names: Iterable[str]) -> str:
     named = list(names)
     more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
     return ", ".join(named[:_NAMED]) + more
+
+
+@contextmanager
+def _reading_for(device: torch.device) -> Iterator[None]:
+    """Have transformers read one weight after the other on the CPU.
+
+    Its threads would convert tensors far ahead of the one that puts them together: a mixture of
+    experts took 1.8 times its own size, and 1.1 times without them.
+    """
+    given = os.environ.get(_SYNCHRONOUS)
+    if device.type == "cpu" and given is None:
+        os.environ[_SYNCHRONOUS] = "1"
+    try:
+        yield
+    finally:
+        if given is None:
+            os.environ.pop(_SYNCHRONOUS, None)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,30 @@ def silence_libraries() -> None:
     for library in ("transformers", "huggingface_hub"):
         import_module(f"{library}.utils.logging").set_verbosity_error()
     import_module("transformers.utils.logging").disable_progress_bar()
+
+
+@contextmanager
+def weights_progress(report: Callable[[int, int], None]) -> Iterator[None]:
+    """Call ``report`` while weights are loaded, with how many tensors are there and of how many."""
+    logging: Any = import_module("transformers.utils.logging")
+
+    def hook(factory: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if named.get("desc") == "Loading weights":
+            return _reported(args[0], report)
+        return factory(*args, **named)
+
+    before = logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
+
+
+def _reported(tensors: Collection[Any], report: Callable[[int, int], None]) -> Iterator[Any]:
+    for count, tensor in enumerate(tensors):
+        report(count, len(tensors))
+        yield tensor
+    report(len(tensors), len(tensors))
 
 
 def choose_device(device: str | None) -> torch.device:

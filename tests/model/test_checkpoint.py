@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from specplug import LLM, CheckpointError, FallbackWarning
 from specplug.model.checkpoint import load_checkpoint
-from specplug.model.loading import choose_dtype
+from specplug.model.loading import choose_dtype, weights_progress
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -172,3 +174,30 @@ def test_auto_dtype_is_float32_on_the_cpu(folder: Path) -> None:
     assert choose_dtype("auto", torch.device("cuda")) is None
     with LLM(folder, max_total_tokens=64) as llm:
         assert llm.effective_config["dtype"] == "float32"
+
+
+def test_load_tells_its_progress(folder: Path) -> None:
+    told: list[tuple[int, int]] = []
+    with weights_progress(lambda done, total: told.append((done, total))):
+        model = load_checkpoint(str(folder), None)
+    total = len(model.state_dict())
+    assert told == [(done, total) for done in range(total + 1)]
+    load_checkpoint(str(folder), None)
+    assert len(told) == total + 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_load_in_the_files_dtype_copies_nothing(
+    build_model: Callable[..., Path], tiny_config: Callable[..., Any]
+) -> None:
+    def anonymous() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1])
+
+    folder = str(build_model(tiny_config(vocab_size=100_000)))
+    load_checkpoint(folder, None)  # what the first load imports stays
+    before = anonymous()
+    model = load_checkpoint(folder, None)
+    size = sum(weight.nbytes for weight in model.parameters())
+    assert size > 50_000_000
+    assert anonymous() - before < size / 4
