@@ -1,0 +1,46 @@
+"""Programmatic dependent launch: a kernel starts while the one before it in the stream still runs.
+
+What a kernel does before its wait (finding its tile, reading constants) then costs no time of its
+own. The rules: nothing that an earlier kernel writes is read before the wait, and nothing is
+written before it. Every kernel waits, so that what is before it is also before those after it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+enabled = True
+"""Whether kernels are launched so, on devices that can. Recorded graphs stay as they are."""
+
+
+def launch_options(tensor: Tensor) -> dict[str, bool]:
+    """Return the keyword arguments of a launch on the device of ``tensor``, ``PDL`` among them."""
+    on = enabled and tensor.is_cuda and _is_able(tensor.device)
+    return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
+
+
+@cache
+def _is_able(device: torch.device) -> bool:
+    """Return whether a CUDA device has it: from Hopper on."""
+    if torch.version.hip is not None or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Let the next kernel start as soon as all programs of this one have come here."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(PDL: tl.constexpr):
+    """Wait until the kernels before this one are complete, and what they wrote can be read."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()

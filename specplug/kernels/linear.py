@@ -1,0 +1,360 @@
+"""Products with a weight in half precision: a row's bits depend on nothing but the row.
+
+A program computes a tile of the result over the whole of K, in float32 and in the order of K. No
+product is split over K, so the sizes of tiles, and how many rows there are, change no bit: small
+tiles serve the few rows of a decode step, large ones a prompt.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import attrs
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
+from specplug.kernels.silu_mul import gated, silu_mul_reference
+
+_LINE = tl.constexpr(64)
+"""Weights in a line of the cache, of 128 bytes."""
+_GROUP = 8
+"""Tiles of rows that run side by side, so that they find the weights in the cache."""
+_FEWEST_PROGRAMS = 100
+"""A product of many rows has tiles so small that there are at least so many."""
+
+
+@attrs.frozen
+class Tile:
+    """How a product is cut up.
+
+    Attributes:
+        rows: of x in a tile: 16, 32, 64 or 128.
+        columns: of the result in a tile; ``gated_linear`` has two of that size.
+        depth: of K in one step.
+        warps: of a program.
+        stages: steps that are loaded ahead.
+        lines: of 128 bytes that are fetched of each row of a tile's weights before x is there.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    lines: int = 4
+
+    def stage_bytes(self, columns: int) -> int:
+        """Return the shared memory of a stage, with so many columns."""
+        return 2 * self.depth * (self.rows + columns)
+
+
+def rows_bucket(num_rows: int) -> int:
+    """Return the rows of a tile for so many rows."""
+    return next((size for size in (16, 32, 64) if num_rows <= size), 128)
+
+
+def choose_tile(num_outputs: int, num_inputs: int, num_rows: int) -> Tile:
+    """Return the tile for ``linear``. Found by measuring on an H100, at the shapes of an 8B Llama.
+
+    Few rows: the weights are read once, at the speed of the memory. A narrow product needs narrow
+    tiles, to have a program for each of the card's processors. At 64 rows each program reads so
+    much of x that tiles must be wider.
+    """
+    rows = rows_bucket(num_rows)
+    if rows == 128:
+        return Tile(rows, _widest(num_outputs, num_rows), 64, 8, 3)
+    if num_outputs > 65536:
+        return Tile(rows, 64, 128, 4, 4)
+    if num_outputs > 8192:
+        return Tile(rows, 64, 256, 8, 3)
+    if num_outputs > 4096:
+        return Tile(rows, 64, 128, 4, 5) if rows == 64 else Tile(rows, 32, 128, 4, 5)
+    if num_inputs > 8192:
+        return Tile(rows, 32, 128, 4, 7) if rows == 64 else Tile(rows, 16, 256, 4, 5)
+    return Tile(rows, 32, 256, 4, 4)
+
+
+def choose_gated_tile(num_outputs: int, num_inputs: int, num_rows: int) -> Tile:
+    """Return the tile for ``gated_linear``."""
+    rows = rows_bucket(num_rows)
+    if rows == 128:
+        return Tile(rows, min(64, _widest(num_outputs, num_rows)), 64, 8, 3)
+    return Tile(rows, 32, 256, 8, 3)
+
+
+def _widest(num_outputs: int, num_rows: int) -> int:
+    """Return the widest columns with which a product of many rows keeps the card busy."""
+    row_tiles = triton.cdiv(num_rows, 128)
+    enough = (c for c in (128, 64) if row_tiles * (num_outputs // c) >= _FEWEST_PROGRAMS)
+    return next(enough, 32)
+
+
+@triton.jit
+def _fetch_ahead(weight, rows, stride, LINES: tl.constexpr):
+    """Bring the first lines of rows of the weight to the L2 cache, without waiting for them."""
+    line = tl.arange(0, LINES) * _LINE
+    places = (weight + rows[:, None] * stride + line[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // dummy $0",
+        "=r,l",
+        [places],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _tile_of_program(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Return which tile of rows and which of columns this program computes."""
+    program = tl.program_id(0)
+    row_tiles = tl.cdiv(M, BM)
+    in_group = GROUP * tl.cdiv(N, BN)
+    first = program // in_group * GROUP
+    size = tl.minimum(row_tiles - first, GROUP)
+    place = program % in_group
+    return first + place % size, place // size
+
+
+@triton.jit
+def _added(rounded, more):
+    """The sum of two tensors in half precision, rounded to it."""
+    return (rounded.to(tl.float32) + more.to(tl.float32)).to(rounded.dtype)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _linear(
+    x, weight, bias, residual, out, M, N, K, x_stride, weight_stride, residual_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of ``linear``."""
+    let_next_start(PDL)
+    row_tile, column_tile = _tile_of_program(M, N, BM, BN, GROUP)
+    row = row_tile * BM + tl.arange(0, BM)
+    column = column_tile * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    is_row = row < M
+    is_column = column < N
+    wide_row, wide_column = row.to(tl.int64), column.to(tl.int64)
+    if PDL and LINES > 0:
+        _fetch_ahead(weight, tl.minimum(wide_column, N - 1), weight_stride, LINES)
+    wait_for_last(PDL)
+    x_places = x + wide_row[:, None] * x_stride + k[None, :]
+    weight_places = weight + wide_column[None, :] * weight_stride + k[:, None]
+    total = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        if EVEN_K:
+            x_inside, inside = is_row[:, None], is_column[None, :]
+        else:
+            is_k = k < K - start
+            x_inside, inside = is_row[:, None] & is_k[None, :], is_column[None, :] & is_k[:, None]
+        a = tl.load(x_places, mask=x_inside, other=0.0)
+        if EVEN_N and EVEN_K:
+            b = tl.load(weight_places)
+        else:
+            b = tl.load(weight_places, mask=inside, other=0.0)
+        total = tl.dot(a, b, total)
+        x_places += BK
+        weight_places += BK
+    result = total.to(out.dtype.element_ty)
+    inside = is_row[:, None] & is_column[None, :]
+    if HAS_BIAS:
+        more = tl.load(bias + column, mask=is_column, other=0.0)
+        result = _added(result, more[None, :])
+    if HAS_RESIDUAL:
+        places = residual + wide_row[:, None] * residual_stride + column[None, :]
+        result = _added(result, tl.load(places, mask=inside, other=0.0))
+    tl.store(out + wide_row[:, None] * N + column[None, :], result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gated_linear(
+    x, weight, out, M, N, K, x_stride, weight_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile of ``gated_linear``: N columns of the result, 2 N rows of the weight."""
+    let_next_start(PDL)
+    row_tile, column_tile = _tile_of_program(M, N, BM, BN, GROUP)
+    row = row_tile * BM + tl.arange(0, BM)
+    column = column_tile * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    is_row = row < M
+    is_column = column < N
+    wide_row, wide_column = row.to(tl.int64), column.to(tl.int64)
+    up_weight = weight + N.to(tl.int64) * weight_stride
+    if PDL and LINES > 0:
+        _fetch_ahead(weight, tl.minimum(wide_column, N - 1), weight_stride, LINES)
+        _fetch_ahead(up_weight, tl.minimum(wide_column, N - 1), weight_stride, LINES)
+    wait_for_last(PDL)
+    x_places = x + wide_row[:, None] * x_stride + k[None, :]
+    places = wide_column[None, :] * weight_stride + k[:, None]
+    gate_places, up_places = weight + places, up_weight + places
+    gate = tl.zeros((BM, BN), tl.float32)
+    up = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        if EVEN_K:
+            x_inside, inside = is_row[:, None], is_column[None, :]
+        else:
+            is_k = k < K - start
+            x_inside, inside = is_row[:, None] & is_k[None, :], is_column[None, :] & is_k[:, None]
+        a = tl.load(x_places, mask=x_inside, other=0.0)
+        if EVEN_N and EVEN_K:
+            b = tl.load(gate_places)
+            c = tl.load(up_places)
+        else:
+            b = tl.load(gate_places, mask=inside, other=0.0)
+            c = tl.load(up_places, mask=inside, other=0.0)
+        gate = tl.dot(a, b, gate)
+        up = tl.dot(a, c, up)
+        x_places += BK
+        gate_places += BK
+        up_places += BK
+    dtype = out.dtype.element_ty
+    result = gated(gate.to(dtype), up.to(dtype))
+    inside = is_row[:, None] & is_column[None, :]
+    tl.store(out + wide_row[:, None] * N + column[None, :], result, mask=inside)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Compute ``x @ weight.T``, then add the bias, then the residual.
+
+    Each operation rounds its result to the dtype: the product once, each sum once.
+
+    Args:
+        x: [M, K] in half precision, each row contiguous.
+        weight: [N, K], each row contiguous.
+        bias: [N] or None.
+        residual: [M, N], each row contiguous, or None.
+        tile: None: ``choose_tile``'s. It changes no bit.
+
+    Returns:
+        [M, N] contiguous.
+    """
+    rows, inputs = x.shape
+    outputs = weight.shape[0]
+    out = x.new_empty(rows, outputs)
+    if not rows:
+        return out
+    tile = tile or choose_tile(outputs, inputs, rows)
+    _linear[_grid(tile, rows, outputs)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        rows,
+        outputs,
+        inputs,
+        _row_stride(x),
+        weight.stride(0),
+        0 if residual is None else _row_stride(residual),
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        **_shape_options(tile, outputs, inputs, tile.columns, x.device),
+        **launch_options(x),
+    )
+    return out
+
+
+def gated_linear(x: Tensor, weight: Tensor, *, tile: Tile | None = None) -> Tensor:
+    """Compute ``silu(x @ gate.T) * (x @ up.T)``, with the roundings of the separate operations.
+
+    Args:
+        x: [M, K] in half precision, each row contiguous.
+        weight: [2 I, K], the gate's rows, then the up's; each row contiguous.
+        tile: None: ``choose_gated_tile``'s. It changes no bit.
+
+    Returns:
+        [M, I] contiguous.
+    """
+    rows, inputs = x.shape
+    outputs = weight.shape[0] // 2
+    out = x.new_empty(rows, outputs)
+    if not rows:
+        return out
+    tile = tile or choose_gated_tile(outputs, inputs, rows)
+    _gated_linear[_grid(tile, rows, outputs)](
+        x,
+        weight,
+        out,
+        rows,
+        outputs,
+        inputs,
+        _row_stride(x),
+        weight.stride(0),
+        **_shape_options(tile, outputs, inputs, 2 * tile.columns, x.device),
+        **launch_options(x),
+    )
+    return out
+
+
+def _grid(tile: Tile, rows: int, outputs: int) -> tuple[int]:
+    return (triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.columns),)
+
+
+def _row_stride(x: Tensor) -> int:
+    """Return the distance of rows. That of a single row says nothing, and could be any."""
+    return x.stride(0) if len(x) > 1 else x.shape[1]
+
+
+def _shape_options(
+    tile: Tile, outputs: int, inputs: int, columns: int, device: torch.device
+) -> dict[str, int | bool]:
+    """Return what a kernel is compiled for. A tile that is too large gets fewer stages.
+
+    Args:
+        columns: whose weights a stage holds.
+    """
+    lines = tile.lines
+    while lines * _LINE.value > inputs:
+        lines //= 2
+    return {
+        "BM": tile.rows,
+        "BN": tile.columns,
+        "BK": tile.depth,
+        "GROUP": _GROUP,
+        "EVEN_N": outputs % tile.columns == 0,
+        "EVEN_K": inputs % tile.depth == 0,
+        "LINES": lines,
+        "num_warps": tile.warps,
+        "num_stages": max(2, min(tile.stages, _shared_bytes(device) // tile.stage_bytes(columns))),
+    }
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that a program may have."""
+    if device.type != "cuda":
+        return 1 << 30
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return int(properties["max_shared_mem"])
+
+
+def linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """Compute what ``linear`` does in torch. The order of summation is torch's."""
+    result = (x.float() @ weight.float().T).to(x.dtype)
+    if bias is not None:
+        result = result + bias
+    if residual is not None:
+        result = result + residual
+    return result
+
+
+def gated_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute what ``gated_linear`` does in torch."""
+    return silu_mul_reference(linear_reference(x, weight))

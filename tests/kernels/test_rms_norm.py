@@ -1,0 +1,54 @@
+"""Norms against their references, and rows alone against rows together."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from specplug.kernels.rms_norm import (
+    layer_norm,
+    layer_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+
+from .conftest import Normal
+
+ONE_STEP = {"rtol": 2**-10, "atol": 2**-20}
+"""The distance of neighbours in float16: sums in another order may round to the next number."""
+
+
+@pytest.mark.parametrize("size", [33, 128, 192, 1100])
+@pytest.mark.parametrize("adds_one", [False, True])
+def test_rms_norm_gives_what_its_reference_does(size: int, adds_one: bool, normal: Normal) -> None:
+    x, weight = normal(9, size), normal(size)
+    found = rms_norm(x, weight, 1e-5, adds_one=adds_one)
+    expected = rms_norm_reference(x, weight, 1e-5, adds_one=adds_one)
+    torch.testing.assert_close(found, expected, **ONE_STEP)
+    assert (found == expected).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("size", [33, 192])
+@pytest.mark.parametrize("parts", [0, 1, 2])
+def test_layer_norm_gives_what_its_reference_does(size: int, parts: int, normal: Normal) -> None:
+    weight, bias = [*(normal(size) for _ in range(parts)), None, None][:2]
+    x = normal(9, size) + 1
+    found = layer_norm(x, weight, bias, 1e-5)
+    torch.testing.assert_close(
+        found, layer_norm_reference(x, weight, bias, 1e-5), rtol=2e-3, atol=2e-3
+    )
+
+
+@pytest.mark.parametrize("size", [128, 192, 1100])
+def test_a_row_of_a_norm_does_not_depend_on_others(size: int, normal: Normal) -> None:
+    x, weight, bias = normal(20, size), normal(size), normal(size)
+    for norm in (
+        partial(rms_norm, weight=weight, eps=1e-6),
+        partial(layer_norm, weight=weight, bias=bias, eps=1e-6),
+    ):
+        whole = norm(x)
+        for rows in (slice(0, 1), slice(7, 8), slice(3, 20)):
+            assert torch.equal(norm(x[rows]), whole[rows])
+    assert rms_norm(x[:0], weight, 1e-6).shape == (0, size)
