@@ -25,7 +25,7 @@ def rms_scaled(x, eps, SIZE: tl.constexpr):
 def _rms_norm(
     x, weight, out, num_rows, x_stride, eps,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr,
-    PDL: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``ROWS`` rows. How a row is summed up depends on SIZE alone."""
     let_next_start(PDL)
@@ -39,9 +39,10 @@ def _rms_norm(
     found = tl.load(x + places, mask=inside, other=0.0)
     normed = rms_scaled(found.to(tl.float32), eps, SIZE)
     if ADDS_ONE:
-        result = normed * (1.0 + scale)[None, :]
-    else:
-        result = normed.to(found.dtype).to(tl.float32) * scale[None, :]
+        scale = 1.0 + scale
+    if not ROUNDS_ONCE:
+        normed = normed.to(found.dtype).to(tl.float32)
+    result = normed * scale[None, :]
     places = row[:, None] * SIZE + column[None, :]
     tl.store(out + places, result.to(found.dtype), mask=inside)
 
@@ -75,15 +76,17 @@ def _layer_norm(
     tl.store(out + places, result.to(found.dtype), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, adds_one: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, adds_one: bool = False, rounds_once: bool = False
+) -> Tensor:
     """Compute ``x / rms(x) * weight`` of each row.
 
     Args:
         x: [R, H] in half precision, each row contiguous.
         weight: [H].
         eps: added to the mean of the squares.
-        adds_one: multiply by ``1 + weight`` in float32 and round once (Gemma). Else the quotient is
-            rounded, and then the product (Llama).
+        adds_one: multiply by ``1 + weight`` (Gemma).
+        rounds_once: round the product alone (Gemma, gpt-oss), and not the quotient too (Llama).
 
     Returns:
         [R, H] contiguous.
@@ -100,6 +103,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, adds_one: bool = False) -
             x.stride(0) if rows > 1 else size,
             eps,
             ADDS_ONE=adds_one,
+            ROUNDS_ONCE=rounds_once,
             **shape,
             **launch_options(x),
         )
@@ -148,13 +152,16 @@ def _shape_options(size: int) -> dict[str, int]:
     }
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, adds_one: bool = False) -> Tensor:
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, *, adds_one: bool = False, rounds_once: bool = False
+) -> Tensor:
     """Compute what ``rms_norm`` does in torch, as transformers' modules do."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if adds_one:
-        return (normed * (1.0 + weight.float())).to(x.dtype)
-    return weight * normed.to(x.dtype)
+    if not rounds_once:
+        normed = normed.to(x.dtype).float()
+    scale = 1.0 + weight.float() if adds_one else weight.float()
+    return (normed * scale).to(x.dtype)
 
 
 def layer_norm_reference(

@@ -22,10 +22,14 @@ ONE_STEP = {"rtol": 2**-10, "atol": 2**-20}
 
 @pytest.mark.parametrize("size", [33, 128, 192, 1100])
 @pytest.mark.parametrize("adds_one", [False, True])
-def test_rms_norm_gives_what_its_reference_does(size: int, adds_one: bool, normal: Normal) -> None:
+@pytest.mark.parametrize("rounds_once", [False, True])
+def test_rms_norm_gives_what_its_reference_does(
+    size: int, adds_one: bool, rounds_once: bool, normal: Normal
+) -> None:
     x, weight = normal(9, size), normal(size)
-    found = rms_norm(x, weight, 1e-5, adds_one=adds_one)
-    expected = rms_norm_reference(x, weight, 1e-5, adds_one=adds_one)
+    how = {"adds_one": adds_one, "rounds_once": rounds_once}
+    found = rms_norm(x, weight, 1e-5, **how)
+    expected = rms_norm_reference(x, weight, 1e-5, **how)
     torch.testing.assert_close(found, expected, **ONE_STEP)
     assert (found == expected).float().mean() > 0.98
 

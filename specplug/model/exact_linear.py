@@ -1,0 +1,214 @@
+"""Products of a target in half precision: a row's bits depend on nothing but the row.
+
+A few rows are computed by the kernel of ``specplug.kernels.linear``. Many rows are computed by
+cuBLAS, which is faster there, wherever it gives the kernel's bits. Whether it does is found by
+comparing the two, once for each shape: cuBLAS splits some products over K, by a rule that is its
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specplug.kernels.linear import gated_linear, linear
+from specplug.kernels.silu_mul import silu_mul
+
+FEW_ROWS = 64
+"""Up to so many rows the kernel is as fast as cuBLAS."""
+_PADDING = 128
+"""cuBLAS gets multiples of so many rows: so it is asked about few shapes."""
+_MOST_ROWS = 4096
+"""Of a product of cuBLAS: more are computed one after the other. A multiple of ``_PADDING``."""
+_ALIGNMENT = 256
+"""Bytes: what cuBLAS chooses depends on the alignment of its operands up to this."""
+
+_proofs: dict[tuple[torch.device, torch.dtype, int, int, int], bool] = {}
+"""Whether cuBLAS gives the kernel's bits, by (device, dtype, N, K, rows): facts about the card."""
+
+
+class Products:
+    """Computes the products of a target.
+
+    Args:
+        exact: each row's bits depend on nothing but the row. Else cuBLAS computes all products of
+            many rows as it likes.
+    """
+
+    def __init__(self, *, exact: bool) -> None:
+        self.exact = exact
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Compute ``x @ weight.T``, round it, then add the bias and the residual, rounded each.
+
+        Args:
+            x: [R, K] in half precision, contiguous.
+            weight: [N, K] contiguous.
+            bias: [N] or None.
+            residual: [R, N] contiguous, or None.
+
+        Returns:
+            [R, N] contiguous.
+        """
+        if len(x) <= FEW_ROWS:
+            return linear(x, weight, bias, residual)
+        if not self.exact:
+            out = F.linear(x, weight)
+        else:
+            out = x.new_empty(len(x), len(weight))
+            for first in range(0, len(x), _MOST_ROWS):
+                rows = slice(first, first + _MOST_ROWS)
+                _many_rows(x[rows], weight, out[rows])
+        if bias is not None:
+            out += bias
+        if residual is not None:
+            out += residual
+        return out
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute ``silu(gate) * up`` of the product with a joint weight, as ``linear`` rounds.
+
+        Args:
+            x: [R, K] in half precision, contiguous.
+            weight: [2 I, K] contiguous: the gate's rows, then the up's.
+            bias: [2 I] or None.
+
+        Returns:
+            [R, I] contiguous.
+        """
+        if len(x) <= FEW_ROWS and bias is None:
+            return gated_linear(x, weight)
+        return silu_mul(self.linear(x, weight, bias))
+
+
+EXACT = Products(exact=True)
+
+
+class ExactLinear(nn.Linear):
+    """An ``nn.Linear`` whose rows do not depend on one another; the same parameters."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[…, K] -> […, N]."""
+        rows = input.reshape(-1, input.shape[-1])
+        out = EXACT.linear(rows.contiguous(), self.weight, self.bias)
+        return out.view(*input.shape[:-1], -1)
+
+
+def make_linears_exact(model: nn.Module, keep: Iterable[nn.Module] = ()) -> int:
+    """Make the linear modules of a model exact, in place, and return how many.
+
+    Args:
+        model: in half precision.
+        keep: modules that stay as they are, with all that is in them.
+    """
+    kept = {id(inner) for module in keep for inner in module.modules()}
+    count = 0
+    for module in model.modules():
+        if type(module) is nn.Linear and id(module) not in kept and _is_half(module.weight):
+            module.__class__ = ExactLinear
+            count += 1
+    return count
+
+
+@torch.inference_mode()
+def find_row_variance(weights: Iterable[Tensor], *, most_rows: int = 1024) -> list[str]:
+    """Return the shapes of weights whose products' rows depend on how many there are.
+
+    One row, a few, and many are computed alike, and compared bit by bit. It is a fact about the
+    card and its software, and there should be none.
+
+    Args:
+        weights: [N, K]; of those with the same shape one is tried.
+        most_rows: the most rows that are computed together.
+    """
+    found = []
+    for weight in {tuple(each.shape): each for each in weights}.values():
+        x = _sample(weight, most_rows)
+        whole = EXACT.linear(x, weight)
+        for rows in (
+            slice(0, 1),
+            slice(most_rows // 2, most_rows // 2 + 1),
+            slice(0, 16),
+            slice(0, 64),
+        ):
+            if not torch.equal(EXACT.linear(x[rows], weight), whole[rows]):
+                found.append(" x ".join(map(str, weight.shape)))
+                break
+    return found
+
+
+def weights_of(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the weights of a model's linear modules in half precision."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and _is_half(module.weight):
+            yield module.weight
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def _many_rows(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write the product of up to ``_MOST_ROWS`` rows to ``out``: by cuBLAS if it is proved."""
+    padded = _proved_rows(weight, len(x))
+    if padded is None:
+        out.copy_(linear(x, weight))
+    elif padded == len(x) and not (x.data_ptr() | out.data_ptr()) % _ALIGNMENT:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        out.copy_(F.linear(F.pad(x, (0, 0, 0, padded - len(x))), weight)[: len(x)])
+
+
+def _proved_rows(weight: Tensor, rows: int) -> int | None:
+    """Return for how many rows, these or more, cuBLAS gives the kernel's bits; None: for none.
+
+    A product of few rows that is split over K often is whole at twice as many.
+    """
+    if weight.device.type != "cuda" or weight.data_ptr() % _ALIGNMENT:
+        return None
+    least = -(-rows // _PADDING) * _PADDING
+    return next((each for each in (least, 2 * least) if _is_proved(weight, each)), None)
+
+
+def _is_proved(weight: Tensor, rows: int) -> bool:
+    """Return whether cuBLAS gives the kernel's bits for so many rows; found out at the first call.
+
+    While a graph is recorded nothing can be compared, so what is not known counts as no.
+    """
+    if rows > _MOST_ROWS:
+        return False
+    key = weight.device, weight.dtype, *weight.shape, rows
+    if key not in _proofs:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _proofs[key] = _compare(weight, rows)
+    return _proofs[key]
+
+
+@torch.inference_mode()
+def _compare(weight: Tensor, rows: int) -> bool:
+    """Return whether cuBLAS and the kernel give the same bits for random rows."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")  # the comparison waits, once for each shape
+    try:
+        x = _sample(weight, rows)
+        return torch.equal(F.linear(x, weight), linear(x, weight))
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _sample(weight: Tensor, rows: int) -> Tensor:
+    generator = torch.Generator(weight.device).manual_seed(rows)
+    shape = rows, weight.shape[1]
+    return torch.randn(shape, dtype=weight.dtype, device=weight.device, generator=generator)

@@ -1,0 +1,90 @@
+"""Linear modules whose rows do not depend on one another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from specplug.model import exact_linear
+from specplug.model.exact_linear import (
+    ExactLinear,
+    Products,
+    find_row_variance,
+    make_linears_exact,
+    weights_of,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def model_of(dtype: torch.dtype = torch.float16) -> nn.ModuleDict:
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(40, 24),
+            "inner": nn.Sequential(nn.Linear(24, 50), nn.GELU(), nn.Linear(50, 24)),
+            "head": nn.Linear(24, 40, bias=False),
+        }
+    )
+    model["head"].weight = model["embedding"].weight
+    return model.to(DEVICE, dtype)
+
+
+@torch.inference_mode()
+def test_exact_linears_give_the_modules_results() -> None:
+    model = model_of()
+    x = torch.randn(2, 3, 24, dtype=torch.float16, device=DEVICE)
+    expected = model["inner"](x), model["head"](x)
+    assert make_linears_exact(model) == 3
+    for found, own in zip((model["inner"](x), model["head"](x)), expected, strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-2, atol=1e-2)
+    assert isinstance(model["head"], ExactLinear)
+    assert model["head"].weight is model["embedding"].weight
+    assert len(list(model.parameters())) == 5
+
+
+@torch.inference_mode()
+def test_a_row_of_exact_linears_does_not_depend_on_others() -> None:
+    model = model_of()
+    make_linears_exact(model)
+    x = torch.randn(1, 70, 24, dtype=torch.float16, device=DEVICE)
+    whole = model["head"](model["inner"](x))
+    for rows in (slice(0, 1), slice(40, 41), slice(9, 30)):
+        assert torch.equal(model["head"](model["inner"](x[:, rows])), whole[:, rows])
+
+
+def test_make_linears_exact_leaves_what_it_must() -> None:
+    model = model_of()
+    assert make_linears_exact(model, keep=[model["inner"]]) == 1
+    assert type(model["inner"][0]) is nn.Linear
+    assert make_linears_exact(model_of(torch.float32)) == 0
+
+
+def test_products_add_in_the_same_order_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x, weight, bias, residual = (
+        torch.randn(*shape, dtype=torch.float16, device=DEVICE)
+        for shape in ((5, 16), (48, 16), (48,), (5, 48))
+    )
+    few = Products(exact=True).linear(x, weight, bias, residual)
+    gated = Products(exact=True).gated_linear(x, weight)
+    monkeypatch.setattr(exact_linear, "FEW_ROWS", 2)
+    monkeypatch.setattr(exact_linear, "_MOST_ROWS", 3)
+    assert torch.equal(Products(exact=True).linear(x, weight, bias, residual), few)
+    assert torch.equal(Products(exact=True).gated_linear(x, weight), gated)
+    fast = Products(exact=False).linear(x, weight, bias, residual)
+    torch.testing.assert_close(fast, few, rtol=1e-2, atol=2e-2)
+
+
+def test_find_row_variance_names_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = list(weights_of(model_of()))
+    assert len(weights) == 3
+    assert find_row_variance(weights, most_rows=80) == []
+
+    def by_count(x: torch.Tensor, weight: torch.Tensor, *more: object) -> torch.Tensor:
+        out = x @ weight.T
+        return out + len(x) if weight.shape == (50, 24) else out * 0
+
+    monkeypatch.setattr(exact_linear, "linear", by_count)
+    assert find_row_variance(weights, most_rows=80) == ["50 x 24"]

@@ -1,0 +1,126 @@
+"""Decoder layers with a fused forward give their own results; layers of other kinds stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from specplug.model.attention import IMPLEMENTATION, register
+from specplug.model.exact_linear import Products
+from specplug.model.fused_layer import SequencePlan, fuse_layers
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPE: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 36,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 32,
+    "pad_token_id": None,
+}
+FUSED = {
+    "LlamaConfig": {"attention_bias": True, "mlp_bias": True},
+    "Qwen2Config": {},
+    "Qwen3Config": {},
+    "MistralConfig": {"sliding_window": 7},
+}
+OTHERS = {
+    "GemmaConfig": {},  # its MLP is not gated by SiLU
+    "Gemma2Config": {},
+    "GlmConfig": {"partial_rotary_factor": 0.6},
+    "CohereConfig": {},
+    "Qwen3MoeConfig": {
+        "hidden_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+}
+TOKENS = torch.arange(9, device=DEVICE) * 5 % 48
+
+
+def build(config: str, **changes: Any) -> Any:
+    register()
+    torch.manual_seed(0)
+    settings = getattr(transformers, config)(**{**SHAPE, **changes})
+    settings._attn_implementation = IMPLEMENTATION
+    model = transformers.AutoModelForCausalLM.from_config(settings).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    return model.to(DEVICE, torch.float16)
+
+
+@torch.inference_mode()
+def run(model: Any) -> tuple[Tensor, Tensor]:
+    """The logits of a pass, and the keys and values of its last layer."""
+    plan = SequencePlan(len(TOKENS), 2, SHAPE["head_dim"], torch.float16, DEVICE)
+    logits = plan.run(
+        lambda ids, **named: (
+            model(input_ids=ids, position_ids=named["position_ids"], use_cache=False).logits
+        ),
+        1,
+        TOKENS.unsqueeze(0),
+        None,
+    )
+    return logits, plan.pool
+
+
+@pytest.mark.parametrize("config", FUSED)
+def test_fused_layers_give_the_models_logits(config: str) -> None:
+    model = build(config, **FUSED[config])
+    expected = run(model)
+    fused = fuse_layers(model, model.model.layers, Products(exact=True))
+    assert len(fused) == 2
+    for found, own in zip(run(model), expected, strict=True):
+        assert (found.float() - own.float()).norm() < 1e-2 * own.float().norm()
+    window = FUSED[config].get("sliding_window")
+    assert [layer.how[1] for layer in fused] == [window, window]
+
+
+@pytest.mark.parametrize("config", OTHERS)
+def test_layers_of_other_kinds_stay(config: str) -> None:
+    model = build(config, **OTHERS[config])
+    expected = run(model)
+    assert fuse_layers(model, model.model.layers, Products(exact=True)) == []
+    for found, own in zip(run(model), expected, strict=True):
+        assert torch.equal(found, own)
+
+
+def test_fused_layers_keep_one_copy_of_the_weights() -> None:
+    model = build("Qwen2Config")
+    names = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    (first, _) = fuse_layers(model, model.model.layers, Products(exact=True))
+    attention = model.model.layers[0].self_attn
+    assert first.qkv[0].data_ptr() == attention.q_proj.weight.data_ptr()
+    assert first.qkv[1].data_ptr() == attention.q_proj.bias.data_ptr()
+    assert torch.equal(first.qkv[0][-20:], attention.v_proj.weight)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, names[name])
+    first.close()
+    assert {part.numel() for part in (first.qkv[0], first.gate_up[0], first.down[0])} == {0}
+
+
+def test_hooks_on_a_fused_layer_run() -> None:
+    model = build("LlamaConfig")
+    seen: dict[str, Tensor] = {}
+
+    def before(module: Any, args: Any, kwargs: Any) -> None:
+        seen["input"] = args[0] if args else kwargs["hidden_states"]
+
+    def after(module: Any, args: Any, output: Tensor) -> None:
+        seen["output"] = output
+
+    model.model.layers[1].register_forward_pre_hook(before, with_kwargs=True)
+    model.model.layers[0].register_forward_hook(after)
+    assert len(fuse_layers(model, model.model.layers, Products(exact=True))) == 2
+    assert seen == {}, "the proof calls no hook"
+    run(model)
+    assert seen["input"].shape == (1, len(TOKENS), SHAPE["hidden_size"])
+    assert torch.equal(seen["input"], seen["output"])
