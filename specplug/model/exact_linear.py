@@ -8,7 +8,7 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ _MOST_ROWS = 4096
 """Of a product of cuBLAS: more are computed one after the other. A multiple of ``_PADDING``."""
 _ALIGNMENT = 256
 """Bytes: what cuBLAS chooses depends on the alignment of its operands up to this."""
+_MOST_SAMPLED = 1 << 26
+"""Numbers in the largest result that the products are tried out with."""
 
 _proofs: dict[tuple[torch.device, torch.dtype, int, int, int], bool] = {}
 """Whether cuBLAS gives the kernel's bits, by (device, dtype, N, K, rows): facts about the card."""
@@ -120,37 +122,26 @@ def make_linears_exact(model: nn.Module, keep: Iterable[nn.Module] = ()) -> int:
 
 
 @torch.inference_mode()
-def find_row_variance(weights: Iterable[Tensor], *, most_rows: int = 1024) -> list[str]:
+def find_row_variance(weights: Iterable[Tensor], gated: Iterable[Tensor] = ()) -> list[str]:
     """Return the shapes of weights whose products' rows depend on how many there are.
 
-    One row, a few, and many are computed alike, and compared bit by bit. It is a fact about the
-    card and its software, and there should be none.
+    Many rows are computed together, and some of them again in small numbers, and compared bit by
+    bit. It is a fact about the card and its software, and there should be none.
 
     Args:
         weights: [N, K]; of those with the same shape one is tried.
-        most_rows: the most rows that are computed together.
+        gated: [2 I, K], the joint weights of gated products.
     """
     found = []
-    for weight in {tuple(each.shape): each for each in weights}.values():
-        x = _sample(weight, most_rows)
-        whole = EXACT.linear(x, weight)
-        for rows in (
-            slice(0, 1),
-            slice(most_rows // 2, most_rows // 2 + 1),
-            slice(0, 16),
-            slice(0, 64),
-        ):
-            if not torch.equal(EXACT.linear(x[rows], weight), whole[rows]):
-                found.append(" x ".join(map(str, weight.shape)))
-                break
+    for product, group in ((EXACT.linear, weights), (EXACT.gated_linear, gated)):
+        for shape, weight in {tuple(each.shape): each for each in group}.items():
+            x = _sample(weight, max(FEW_ROWS + 1, min(1024, _MOST_SAMPLED // len(weight))))
+            whole = product(x, weight)
+            middle = len(x) // 2
+            parts = slice(0, 1), slice(middle, middle + 1), slice(0, 16), slice(0, FEW_ROWS)
+            if not all(torch.equal(product(x[rows], weight), whole[rows]) for rows in parts):
+                found.append(" x ".join(map(str, shape)))
     return found
-
-
-def weights_of(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the weights of a model's linear modules in half precision."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and _is_half(module.weight):
-            yield module.weight
 
 
 def _is_half(tensor: Tensor) -> bool:

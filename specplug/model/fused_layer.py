@@ -132,7 +132,7 @@ def fuse_layers(model: Any, layers: Iterable[nn.Module], products: Products) -> 
     return found
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _fused(layer: nn.Module, rotary: nn.Module, products: Products) -> FusedLayer | None:
     """Return the forward that gives a layer's results; None if there is none."""
     parts = _parts(layer)
@@ -178,10 +178,10 @@ def _parts(layer: nn.Module) -> dict[str, nn.Module] | None:
     if not (required == parts.keys() or required | {*_HEAD_NORMS} == parts.keys()):
         return None
     linears = [parts[path] for path in _PROJECTIONS]
-    if not all(isinstance(each, nn.Linear) for each in linears):
+    if any(type(each) is not nn.Linear for each in linears):  # one with quantized weights, perhaps
         return None
-    sizes = {each.weight.dtype for each in linears} | {each.weight.device for each in linears}
-    return parts if len(sizes) == 2 else None
+    kinds = {(each.weight.dtype, each.weight.device) for each in linears}
+    return parts if len(kinds) == 1 and kinds.pop()[0] in _TOLERANCE else None
 
 
 def _assemble(

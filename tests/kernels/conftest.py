@@ -32,7 +32,7 @@ def normal(device: torch.device) -> Normal:
     return make
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Fill memory that is new and not written yet with NaN."""
     before = torch.are_deterministic_algorithms_enabled()

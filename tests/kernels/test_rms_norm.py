@@ -16,6 +16,8 @@ from specplug.kernels.rms_norm import (
 
 from .conftest import Normal
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 ONE_STEP = {"rtol": 2**-10, "atol": 2**-20}
 """The distance of neighbours in float16: sums in another order may round to the next number."""
 

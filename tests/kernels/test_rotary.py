@@ -10,6 +10,8 @@ from specplug.kernels.rotary import rotate_and_write, rotate_and_write_reference
 
 from .conftest import Normal
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 SLOTS = 12
 
 

@@ -10,6 +10,8 @@ from specplug.kernels.silu_mul import silu_mul, silu_mul_reference
 
 from .conftest import Normal
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 
 def test_silu_mul_gives_what_its_reference_does(normal: Normal) -> None:
     gate_up = normal(3, 2 * 1030)
