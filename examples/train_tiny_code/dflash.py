@@ -49,6 +49,7 @@ def configuration(
         mask_token_id=mask,
         feature_layers=tuple(round(x) for x in np.linspace(first, last, features)),
         causal=(False,) * layers,
+        windows=(None,) * layers,
         num_target_layers=target.num_hidden_layers,
     )
 

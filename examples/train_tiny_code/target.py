@@ -1,7 +1,8 @@
 """The target: a Llama of 24 narrow layers (7.9 million parameters), trained on the corpus.
 
-`python target.py --data DATA --out MODEL` trains it and saves it in bfloat16 beside the tokenizer.
-It runs on one GPU in minutes; `--steps 3 --batch 1 --device cpu` tries the script out.
+`python target.py --data DATA --out MODEL` trains it and saves it in bfloat16 beside the tokenizer;
+`--layers`, `--hidden`, `--intermediate` and `--heads` make another one. It runs on one GPU in
+minutes; `--steps 3 --batch 1 --device cpu` tries the script out.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 END_OF_TEXT_ID = 0  # the tokenizer's first token
 
 
-def configuration() -> LlamaConfig:
-    """The shape of tiny-code."""
+def configuration(
+    layers: int = 24, hidden: int = 160, intermediate: int = 416, heads: int = 5
+) -> LlamaConfig:
+    """The shape of tiny-code, or another one."""
     return LlamaConfig(
         vocab_size=4096,
-        hidden_size=160,
-        intermediate_size=416,
-        num_hidden_layers=24,
-        num_attention_heads=5,
-        num_key_value_heads=5,
-        head_dim=32,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=hidden // heads,
         max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         rms_norm_eps=1e-5,
@@ -44,10 +47,9 @@ def configuration() -> LlamaConfig:
     )
 
 
-def build(seed: int = 0) -> LlamaForCausalLM:
+def build(config: LlamaConfig, seed: int = 0) -> LlamaForCausalLM:
     """A new model; what the layers add to the residual stream starts small."""
     torch.manual_seed(seed)
-    config = configuration()
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -134,9 +136,9 @@ def learning_rate(step: int, done: float, peak: float, warmup: int) -> float:
     return peak * min(1.0, (step + 1) / warmup) * (0.01 + 0.99 * cosine)
 
 
-def save(state: dict[str, Tensor], out: Path) -> None:
+def save(config: LlamaConfig, state: dict[str, Tensor], out: Path) -> None:
     """Writes config.json, generation_config.json and the weights in bfloat16."""
-    model = LlamaForCausalLM(configuration())
+    model = LlamaForCausalLM(config)
     model.load_state_dict(state)
     model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(eos_token_id=END_OF_TEXT_ID, do_sample=False)
@@ -156,6 +158,10 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--decay", type=float, default=0.2)
     parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=160)
+    parser.add_argument("--intermediate", type=int, default=416)
+    parser.add_argument("--heads", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-compile", action="store_true")
     arguments = parser.parse_args()
@@ -168,7 +174,10 @@ def main() -> None:
     index = np.arange(count)[:, None] * arguments.length + np.arange(arguments.length + 1)
     test = torch.from_numpy(held_out[index]).to(device)
 
-    model = build().to(device)
+    config = configuration(
+        arguments.layers, arguments.hidden, arguments.intermediate, arguments.heads
+    )
+    model = build(config).to(device)
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(tokens)} tokens")
     if arguments.dropout:
         add_dropout(model, arguments.dropout)
@@ -219,7 +228,7 @@ def main() -> None:
             )
         if last:
             break
-    save({k: v.cpu() for k, v in best_state.items()}, arguments.out)
+    save(config, {k: v.cpu() for k, v in best_state.items()}, arguments.out)
     print(f"held-out loss {best:.4f}, saved to {arguments.out}")
 
 
