@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +116,11 @@ class Engine:
         self.llm = LLM(base / "target", speculative_algorithm=variant.algorithm, **given)
         self.ready_s = time.perf_counter() - start
         self.parts: dict[str, float] = {}
+        self.outputs: list[Sequence[int]] = []
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> Generation:
         """Generate greedily; see ``points.Generate``. ``parts`` then has the milliseconds of each
-        part of a decode step, as the device's clock has them."""
+        part of a decode step, as the device's clock has them, and ``outputs`` the tokens."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
         self.llm.reset_stats()
         start = time.perf_counter()
@@ -128,7 +129,8 @@ class Engine:
         stats = self.llm.stats()
         steps = stats["decode_steps"]
         self.parts = {name: s / steps * 1e3 for name, s in stats["seconds"].items()}
-        return seconds, steps, sum(len(output.token_ids) for output in outputs)
+        self.outputs = [output.token_ids for output in outputs]
+        return seconds, steps, sum(map(len, self.outputs))
 
     def close(self) -> None:
         """Free the model and its caches."""

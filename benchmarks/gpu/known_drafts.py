@@ -34,6 +34,7 @@ class _Worker:
     """The texts on the device.
 
     Attributes:
+        numbers: the row of ``texts`` of each prompt.
         texts: [n + 1, L] int64, prompts and what follows; row 0 is for unknown prompts.
         right: [n + 1, L] bool, where a draft of the token at a position is right.
         branch: [n + 1, L] int64, which of the siblings is on the path.
@@ -58,6 +59,7 @@ class KnownDrafts:
         num_steps: draft depth S.
         topk: siblings K of each depth; a draft has 1 + S·K nodes.
         seed: of the choice which are right.
+        alike: the same positions are right in all texts.
     """
 
     def __init__(
@@ -68,9 +70,11 @@ class KnownDrafts:
         num_steps: int,
         topk: int = 1,
         seed: int = 0,
+        alike: bool = False,
     ) -> None:
         self._continuations, self._share, self._seed = continuations, share, seed
-        self._num_steps, self._topk = num_steps, topk
+        self._num_steps, self._topk, self._alike = num_steps, topk, alike
+        self._worker: _Worker | None = None
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:
@@ -86,27 +90,42 @@ class KnownDrafts:
             ),
         )
 
+    def know(self, continuations: Continuations, share: float) -> None:
+        """Draft from these continuations from now on. No request may be running."""
+        self._continuations, self._share = continuations, share
+        if self._worker is not None:
+            self._fill(self._worker)
+
     @hookimpl
     def create_worker(self, runtime: Runtime) -> _Worker:
+        device = runtime.device
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        self._worker = worker = _Worker(
+            numbers={},
+            texts=none,
+            right=none,
+            branch=none,
+            text_of=torch.zeros(runtime.req_table_size, dtype=torch.int64, device=device),
+            siblings=torch.arange(self._topk, device=device),
+            steps=torch.arange(1, self._num_steps + 1, device=device),
+        )
+        self._fill(worker)
+        return worker
+
+    def _fill(self, worker: _Worker) -> None:
         known = [(list(prompt), list(rest)) for prompt, rest in self._continuations.items()]
         length = 1 + max((len(prompt) + len(rest) for prompt, rest in known), default=0)
         texts = torch.zeros(len(known) + 1, length, dtype=torch.int64)
         for number, (prompt, rest) in enumerate(known, 1):
             texts[number, : len(prompt) + len(rest)] = torch.tensor(prompt + rest)
         draw = torch.Generator().manual_seed(self._seed)
-        right = torch.rand(texts.shape, generator=draw) < self._share
+        drawn = torch.rand(texts.shape, generator=draw)
+        right = (drawn[:1].expand_as(drawn) if self._alike else drawn) < self._share
         right[0] = False
-        branch = torch.randint(self._topk, texts.shape, generator=draw)
-        device = runtime.device
-        return _Worker(
-            {tuple(prompt): number for number, (prompt, _) in enumerate(known, 1)},
-            texts.to(device),
-            right.to(device),
-            branch.to(device),
-            torch.zeros(runtime.req_table_size, dtype=torch.int64, device=device),
-            torch.arange(self._topk, device=device),
-            torch.arange(1, self._num_steps + 1, device=device),
-        )
+        device = worker.text_of.device
+        worker.numbers = {tuple(prompt): number for number, (prompt, _) in enumerate(known, 1)}
+        worker.texts, worker.right = texts.to(device), right.to(device)
+        worker.branch = torch.randint(self._topk, texts.shape, generator=draw).to(device)
 
     @hookimpl
     def build_draft_input(
