@@ -83,6 +83,7 @@ def _check_memory(
 def _default_slots(runtime: EngineRuntime, width: int) -> int:
     """Return as many slots as a memory budget holds, at most what all running requests can need."""
     if runtime.device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading has reserved and no longer needs
         budget = int(torch.cuda.mem_get_info(runtime.device)[0] * _CUDA_POOL_SHARE)
     else:
         budget = _CPU_POOL_BYTES

@@ -95,8 +95,6 @@ def load_checkpoint(path: str, dtype: torch.dtype | None, device: torch.device =
         raise CheckpointError(
             f"model {path!r} is quantized by {quantized} and cannot be loaded: {_first_line(error)}"
         ) from error
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # transformers reserves more than the weights take
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ class Checkpoint:
     @classmethod
     def read(cls, path: Path, *, keep: Callable[[str], bool] = lambda name: True) -> Checkpoint:
         """Read a folder's ``config.json`` and all its tensors, on the CPU: of ``*.safetensors``, or
-        of ``pytorch_model*.bin`` if there are none.
+        of ``pytorch_model*.bin`` if there are none. The tensors are the mapped files, not copies.
 
         Args:
             keep: which tensors are wanted, by name. The others of a safetensors file are not read,
@@ -183,7 +184,9 @@ def _read_tensors(path: Path, keep: Callable[[str], bool]) -> dict[str, Tensor]:
             with safe_open(file, framework="pt") as stored:
                 tensors.update({n: stored.get_tensor(n) for n in stored.keys() if keep(n)})  # noqa: SIM118
         for file in pickles if not files else ():
-            pickled = torch.load(file, map_location="cpu", weights_only=True)
+            pickled = torch.load(
+                file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+            )
             tensors.update({n: tensor for n, tensor in pickled.items() if keep(n)})
     except (SafetensorError, *_UNREADABLE) as error:
         raise CheckpointError(f"{file}: cannot be read ({error})") from error

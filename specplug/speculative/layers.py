@@ -8,7 +8,7 @@ its own; a test gives a plain one. So one class is trained, served and tested.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class QKVProjection(nn.Module):
     def pack(self) -> None:
         """Join q, k and v into one matrix, for serving (no gradient flows to it)."""
         parts = self.q_proj, self.k_proj, self.v_proj
-        weight = torch.cat([part.weight for part in parts]).detach()
+        weight = _joined(parts)
         biased = self.q_proj.bias is not None
         bias = torch.cat([part.bias for part in parts]).detach() if biased else None
         norm = None
@@ -118,6 +118,16 @@ class QKVProjection(nn.Module):
         return rotate(k if self.k_norm is None else self.k_norm(k), cos, sin)
 
 
+def _joined(parts: Sequence[nn.Linear]) -> Tensor:
+    """Join the weights of several projections; theirs become views of the whole, not copies."""
+    whole = torch.cat([part.weight for part in parts]).detach()
+    start = 0
+    for part in parts:
+        part.weight.data = whole[start : start + len(part.weight)]
+        start += len(part.weight)
+    return whole
+
+
 class GatedMLP(nn.Module):
     """Gated feed-forward layer (SwiGLU)."""
 
@@ -133,7 +143,7 @@ class GatedMLP(nn.Module):
         parts = self.gate_proj, self.up_proj
         biased = self.gate_proj.bias is not None
         bias = torch.cat([part.bias for part in parts]).detach() if biased else None
-        self._packed = torch.cat([part.weight for part in parts]).detach(), bias
+        self._packed = _joined(parts), bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[R, hidden_size] -> [R, hidden_size]."""

@@ -119,3 +119,14 @@ def test_feed_forward_and_norm_are_those_of_llama() -> None:
         mine.load_state_dict(other.state_dict())
         x = torch.randn(ROWS, H)
         torch.testing.assert_close(mine(x), other(x))
+
+
+def test_packed_weights_are_not_kept_twice() -> None:
+    layer = layers.DecoderLayer(32, 48, 4, 2, 8, 1e-6)
+    layers.pack(layer)
+    for module, parts in (
+        (layer.self_attn, ("q_proj", "k_proj", "v_proj")),
+        (layer.mlp, ("gate_proj", "up_proj")),
+    ):
+        storages = {getattr(module, part).weight.untyped_storage().data_ptr() for part in parts}
+        assert storages == {module._packed[0].untyped_storage().data_ptr()}

@@ -27,16 +27,17 @@ def load_network(runtime: Runtime) -> DFlashNetwork:
             f"{runtime.hidden_size} wide; use the draft model of this target"
         )
     reduced = config.draft_vocab_size != config.vocab_size
-    network = DFlashNetwork(
-        config,
-        runtime.context_len,
-        own_embedding="embed_tokens.weight" in names,
-        own_head=reduced or "lm_head.weight" in names,
-    ).to(runtime.dtype)
+    with runtime.device:
+        network = DFlashNetwork(
+            config,
+            runtime.context_len,
+            own_embedding="embed_tokens.weight" in names,
+            own_head=reduced or "lm_head.weight" in names,
+        )
+    network = network.to(runtime.dtype).eval()
     optional = frozenset({"t2d"}) if reduced else frozenset({"t2d", "d2t"})
     checkpoint.load_into(network, rename=rename, optional=optional)
     _check_vocabulary(checkpoint, network)
-    network = network.to(runtime.device).eval()
     network.pack()
     return network
 

@@ -20,9 +20,9 @@ def load_network(runtime: Runtime) -> EagleNetwork:
         vocabulary=(config.vocab_size, runtime.vocab_size),
     )
     own_embedding = "embed_tokens.weight" in {rename(name) for name in checkpoint.tensors}
-    network = EagleNetwork(config, own_embedding=own_embedding).to(runtime.dtype)
+    with runtime.device:
+        network = EagleNetwork(config, own_embedding=own_embedding).to(runtime.dtype).eval()
     checkpoint.load_into(network, rename=rename)
-    network = network.to(runtime.device).eval()
     layers.pack(network)
     return network
 

@@ -21,11 +21,11 @@ def load_network(runtime: Runtime) -> Eagle3Network:
     config = network_config(checkpoint, runtime.num_layers, runtime.context_len)
     _check_fit(checkpoint, config, runtime)
     own_embedding = "embed_tokens.weight" in {rename(name) for name in checkpoint.tensors}
-    network = Eagle3Network(config, own_embedding=own_embedding).to(runtime.dtype)
+    with runtime.device:
+        network = Eagle3Network(config, own_embedding=own_embedding).to(runtime.dtype).eval()
     optional = _OPTIONAL if config.draft_vocab_size == config.vocab_size else frozenset({"t2d"})
     checkpoint.load_into(network, rename=rename, optional=optional)
     checkpoint.target_ids(network.d2t, config.vocab_size)
-    network = network.to(runtime.device).eval()
     layers.pack(network)
     return network
 

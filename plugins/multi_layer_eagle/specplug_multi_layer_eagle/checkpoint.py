@@ -121,17 +121,19 @@ def load_network(runtime: Runtime) -> MTPNetwork:
         tensors = {n: _swapped(t) if "eh_proj" in n else t for n, t in tensors.items()}
     family = FAMILIES.get(keys.get("model_type", ""))
     if family is not None and not is_mimo:
-        network = family_network(checkpoint, family, layout, runtime)
+        with runtime.device:
+            network = family_network(checkpoint, family, layout, runtime)
         tensors = stack_experts(tensors)
     else:
         _check_dense(checkpoint)
         config = dense_config(checkpoint, layout, tensors, runtime.context_len)
-        network = MTPNetwork(attrs.evolve(config, normed_chain=is_mimo, masks_first=is_mimo))
-    network = network.to(runtime.dtype)
+        config = attrs.evolve(config, normed_chain=is_mimo, masks_first=is_mimo)
+        with runtime.device:
+            network = MTPNetwork(config)
+    network = network.to(runtime.dtype).eval()
     if runtime.dtype.itemsize < 4:
         keep_router_bias(network)
     attrs.evolve(checkpoint, tensors=tensors).load_into(network)
-    network = network.to(runtime.device).eval()
     layers.pack(network)
     return network
 
