@@ -1,0 +1,349 @@
+"""Put the results of several runs together: one file, plots, and the tables of the README.
+
+    python benchmarks/gpu/plots.py DIR … --readme
+
+reads every ``results.jsonl`` in these folders, writes ``results/<date>-<card>.json`` beside this
+file, and plots of the step times, of what acceptance is worth, and of where each algorithm pays.
+``--readme`` writes the tables between the marks of the README; otherwise they are printed. Of a
+point that was measured twice the later one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from points import read_results
+
+HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- measured: plots.py writes from here -->", "<!-- measured: to here -->"
+Row = dict[str, Any]
+
+
+def collect(folders: Iterable[Path]) -> list[Row]:
+    """Read all rows. Each gets what its run says of itself: its settings, its date."""
+    rows: list[Row] = []
+    for folder in folders:
+        for file in sorted(folder.rglob("results.jsonl")):
+            about: Row = {}
+            for row in read_results(file):
+                if row["kind"] == "run":
+                    about = row
+                else:
+                    row["settings_given"] = about.get("settings", [])
+                    row["without"] = about.get("without", [])
+                rows.append(row)
+    return rows
+
+
+def latest(rows: Sequence[Row], kind: str, *keys: str) -> list[Row]:
+    """The last row of a kind for each value of its keys, in the order of the first ones."""
+    found = {
+        json.dumps([row[key] for key in (*keys, "settings_given")]): row
+        for row in rows
+        if row["kind"] == kind
+    }
+    return list(found.values())
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown; empty without a line."""
+    cells = [[str(cell) for cell in line] for line in lines]
+    if not cells:
+        return ""
+    texts = [head, ["---"] * len(head), *cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in texts) + "\n"
+
+
+def _given(row: Row) -> str:
+    """The settings of a run, in words."""
+    return ", ".join(row["settings_given"])
+
+
+def step_tables(rows: Sequence[Row]) -> str:
+    """Milliseconds a step of each shape, ours beside the limit, plain decoding and vLLM."""
+    text = ""
+    found = latest(rows, "step", "shape", "engine", "variant", "batch", "context")
+    peers = {
+        (r["shape"], r["variant"], r["batch"], r["context"]): r
+        for r in found
+        if r["engine"] == "vllm"
+    }
+    ours = [row for row in found if row["engine"] == "specplug"]
+    for shape, given in dict.fromkeys((row["shape"], _given(row)) for row in ours):
+        lines = []
+        for row in ours:
+            if (row["shape"], _given(row)) != (shape, given):
+                continue
+            peer = peers.get((shape, row["variant"], row["batch"], row["context"]))
+            plain = row["variant"] == "plain"
+            bar = "" if not row["bar"] else f"{row['bar']:.0%}" if plain else f"{row['bar']:.2f}"
+            lines.append([
+                row["variant"],
+                row["batch"],
+                f"{row['context']:,}",
+                f"{row['ms']:.2f}",
+                f"{row['limit'] / row['ms']:.0%}",
+                "" if plain else f"{row['ratio']:.2f}",
+                bar,
+                f"{row['other']:.1%}",
+                f"{peer['ms']:.2f}" if peer else "",
+                f"{row['ms'] / peer['ms']:.2f}" if peer else "",
+            ])  # fmt: skip
+        head = ["", "batch", "context", "ms", "of the limit", "x plain", "bar", "other", "vLLM, ms"]
+        text += f"\n{shape}{', ' + given if given else ''}:\n\n"
+        text += table([*head, "ours / vLLM"], lines)
+    return text
+
+
+def exactness_table(rows: Sequence[Row]) -> str:
+    """Tokens and differences of each algorithm."""
+    text = ""
+    found = latest(rows, "exactness", "target", "number")
+    for given in dict.fromkeys(map(_given, found)):
+        sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for row in found:
+            if _given(row) == given:
+                wrong = [d for each in row["differences"] for d in each]
+                values = {
+                    "scenarios": 1,
+                    "requests": row["requests"],
+                    "tokens": row["tokens"],
+                    "different": len(wrong),
+                    "wrong": sum(d[2] for d in wrong),
+                    **{name: row[name] for name in ("verifications", "accepted")},
+                    **{name: row[name] for name in ("retractions", "cached_tokens")},
+                }
+                sums[row["algorithm"]].update(values)
+                sums["all"].update(values)
+        order = [name for name in sorted(sums) if name != "all"] + ["all"]
+        lines = [
+            [
+                f"`{name}`" if name != "all" else "all",
+                *(f"{sums[name][key]:,}" for key in ("scenarios", "requests", "tokens")),
+                f"{sums[name]['different']:,}",
+                f"{sums[name]['wrong']:,}",
+                f"{sums[name]['accepted'] / max(sums[name]['verifications'], 1):.2f}",
+                f"{sums[name]['retractions']:,}",
+                f"{sums[name]['cached_tokens']:,}",
+            ]
+            for name in order
+        ]
+        head = ["", "scenarios", "requests", "tokens", "requests that differ", "tokens that differ"]
+        text += f"\nTokens in bf16{', ' + given if given else ''}:\n\n"
+        text += table([*head, "accept length", "retractions", "tokens from the cache"], lines)
+    return text
+
+
+def other_tables(rows: Sequence[Row]) -> str:
+    """The price of exactness, set accept lengths, traces, and the trained target."""
+    text = ""
+    found = latest(rows, "price", "what", "without")
+    if found:
+        lines: list[list[object]] = [
+            [r["what"], f"{r['ms']['exact']:.2f}", f"{r['ms']['without']:.2f}",
+             f"{r['ratio']:.3f}", r["bar"]] for r in found
+        ]  # fmt: skip
+        text += "\nWhat exactness costs, milliseconds:\n\n"
+        text += table(["", "exact", ", ".join(found[0]["without"]), "ratio", "bar"], lines)
+    found = latest(rows, "known", "shape", "batch", "wanted")
+    if found:
+        lines = [
+            [r["shape"], r["batch"], f"{r['context']:,}", f"{r['accept_length']:.2f}",
+             f"{r['rate']:,.0f}", f"{r['plain']:,.0f}", f"{r['rate'] / r['plain']:.2f}",
+             f"{r['rate'] / r['plain'] / r['accept_length']:.0%}"] for r in found
+        ]  # fmt: skip
+        text += "\nA drafter that knows the truth, chains of 5, tokens a second:\n\n"
+        head = ["", "batch", "context", "accept length", "tokens/s", "plain", "x plain", "of ideal"]
+        text += table(head, lines)
+    found = latest(rows, "trace", "variant", "batch")
+    if found:
+        lines = [
+            [r["variant"], r["batch"], f"{r['context']:,}", f"{r['ms']:.2f}", f"{r['gap_ms']:.3f}",
+             f"{r['longest_gap_us'][0]:.0f}", r["gaps_over_bar"]] for r in found
+        ]  # fmt: skip
+        text += "\nGaps between kernels in 20 traced steps:\n\n"
+        head = ["", "batch", "context", "ms a step", "gaps, ms a step", "longest, us"]
+        text += table([*head, "over 50 us"], lines)
+    found = latest(rows, "trained", "name", "batch", "temperature")
+    if found:
+        lines = [
+            [r["name"], r["batch"], r["temperature"], f"{r['rate']:,.0f}", f"{r['speedup']:.2f}",
+             f"{r['accept_length']:.2f}", f"{r['same']} of {r['prompts']}"] for r in found
+        ]  # fmt: skip
+        text += "\nThe trained target, held-out prompts:\n\n"
+        head = ["", "batch", "temperature", "tokens/s", "x NONE", "accept length", "same tokens"]
+        text += table(head, lines)
+    return text
+
+
+def plot_steps(rows: Sequence[Row], stem: Path) -> list[Path]:
+    """A bar for each point of plain decoding and each variant: ours, vLLM's, and the limit."""
+    from matplotlib import pyplot
+
+    files = []
+    found = latest(rows, "step", "shape", "engine", "variant", "batch", "context")
+    found = [row for row in found if not row["settings_given"]] or found
+    for shape in dict.fromkeys(row["shape"] for row in found):
+        ours = [r for r in found if r["shape"] == shape and r["engine"] == "specplug"]
+        points = [(r["variant"], r["batch"], r["context"]) for r in ours]
+        theirs = {
+            (r["variant"], r["batch"], r["context"]): r["ms"]
+            for r in found
+            if r["shape"] == shape and r["engine"] == "vllm"
+        }
+        figure, axes = pyplot.subplots(figsize=(9, 0.38 * len(points) + 1.4))
+        places = range(len(points))
+        axes.barh([y - 0.2 for y in places], [r["ms"] for r in ours], 0.38, label="specplug")
+        with_peer = [y for y in places if points[y] in theirs]
+        axes.barh(
+            [y + 0.2 for y in with_peer], [theirs[points[y]] for y in with_peer], 0.38,
+            label="vLLM", color="0.6",
+        )  # fmt: skip
+        for y, row in enumerate(ours):
+            axes.plot([row["limit"]] * 2, [y - 0.4, y + 0.4], color="black", linewidth=1)
+        axes.set_yticks(places, [f"{v}, batch {b}, {c:,}" for v, b, c in points])
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds a step; the line is the memory's limit")
+        axes.set_title(shape)
+        axes.legend()
+        files.append(_save(figure, stem, f"steps-{shape}"))
+    return files
+
+
+def plot_known(rows: Sequence[Row], stem: Path) -> list[Path]:
+    """Speed-up over accept length, and the ideal."""
+    from matplotlib import pyplot
+
+    found = latest(rows, "known", "shape", "batch", "wanted")
+    if not found:
+        return []
+    figure, axes = pyplot.subplots(figsize=(5.5, 4))
+    most = max(row["accept_length"] for row in found)
+    axes.plot([1, most], [1, most], color="0.6", linestyle="--", label="ideal")
+    for shape, batch in dict.fromkeys((row["shape"], row["batch"]) for row in found):
+        line = sorted(
+            (row["accept_length"], row["rate"] / row["plain"])
+            for row in found
+            if (row["shape"], row["batch"]) == (shape, batch)
+        )
+        axes.plot(*zip(*line, strict=True), marker="o", label=f"{shape}, batch {batch}")
+    axes.set_xlabel("accept length")
+    axes.set_ylabel("tokens a second over plain decoding's")
+    axes.legend()
+    return [_save(figure, stem, "accept-lengths")]
+
+
+def plot_maps(rows: Sequence[Row], stem: Path) -> list[Path]:
+    """For each algorithm, the accept length from which it pays, by batch and context."""
+    from matplotlib import pyplot
+
+    files = []
+    found = latest(rows, "map", "shape", "variant", "batch", "context")
+    for shape in dict.fromkeys(row["shape"] for row in found):
+        steps = {
+            (r["variant"], r["batch"], r["context"]): r["ms"] for r in found if r["shape"] == shape
+        }
+        variants = [v for v in dict.fromkeys(v for v, _, _ in steps) if v != "plain"]
+        batches = sorted({batch for _, batch, _ in steps})
+        contexts = sorted({context for _, _, context in steps})
+        if not variants or not any(variant == "plain" for variant, _, _ in steps):
+            continue
+        width = 3.2 * len(variants) + 1
+        figure, panes = pyplot.subplots(1, len(variants), figsize=(width, 3.6), squeeze=False)
+        for axes, variant in zip(panes[0], variants, strict=True):
+            nan = float("nan")
+            grid = [
+                [
+                    steps.get((variant, b, c), nan) / steps.get(("plain", b, c), nan)
+                    for c in contexts
+                ]
+                for b in batches
+            ]
+            axes.imshow(grid, origin="lower", aspect="auto", cmap="RdYlGn_r", vmin=1, vmax=4)
+            for y, line in enumerate(grid):
+                for x, value in enumerate(line):
+                    if value == value:
+                        axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8)
+            axes.set_xticks(range(len(contexts)), [_short(c) for c in contexts])
+            axes.set_yticks(range(len(batches)), batches)
+            axes.set_xlabel("context")
+            axes.set_title(variant, fontsize=10)
+        panes[0][0].set_ylabel("batch")
+        figure.suptitle(f"{shape}: accept length from which it pays", fontsize=11)
+        files.append(_save(figure, stem, f"map-{shape}"))
+    return files
+
+
+def _ratio(steps: dict[tuple[str, int, int], float], variant: str, *point: int) -> float:
+    """A variant's step over the plain one; not a number where one was not measured."""
+    batch, context = point
+    nan = float("nan")
+    return steps.get((variant, batch, context), nan) / steps.get(("plain", batch, context), nan)
+
+
+def _short(count: int) -> str:
+    return f"{count // 1024} k" if count % 1024 == 0 else str(count)
+
+
+def _save(figure: Any, stem: Path, name: str) -> Path:
+    from matplotlib import pyplot
+
+    file = stem.with_name(f"{stem.name}-{name}.png")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+    return file
+
+
+def name_of(rows: Sequence[Row]) -> str:
+    """The date and the card of the last run that names one."""
+    runs = [row for row in rows if row["kind"] == "run"]
+    cards = [run["machine"]["gpu"] or "cpu" for run in runs if "machine" in run]
+    card = re.sub(r"[^a-z0-9]+", "-", (cards[-1] if cards else "unknown").lower()).strip("-")
+    return f"{max(run['date'] for run in runs)}-{card}"
+
+
+def write_readme(text: str) -> None:
+    """Put the tables between the marks of the README."""
+    file = HERE / "README.md"
+    old = file.read_text()
+    before, _, rest = old.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    file.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--output", type=Path, default=HERE / "results")
+    parser.add_argument("--readme", action="store_true", help="write the tables to the README")
+    arguments = parser.parse_args()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    rows = collect(arguments.folders)
+    name = name_of(rows)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    stem = arguments.output / name
+    stem.with_suffix(".json").write_text(
+        "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
+    )
+    plots: list[Callable[[Sequence[Row], Path], list[Path]]] = [plot_steps, plot_known, plot_maps]
+    pictures = [file for plot in plots for file in plot(rows, stem)]
+    text = step_tables(rows) + exactness_table(rows) + other_tables(rows)
+    text += "\n" + "".join(f"![{file.stem}](results/{file.name})\n" for file in pictures)
+    if arguments.readme:
+        write_readme(text)
+    else:
+        print(text)
+    print(f"{stem}.json, {len(pictures)} plots")
+
+
+if __name__ == "__main__":
+    main()
