@@ -323,7 +323,7 @@ BREAKS = (
     Break(
         "write-before-floor",
         "specplug/model/attention.py",
-        "torch.where(index >= floors[req_indices].unsqueeze(1), slots, 0)",
+        "torch.where(index >= self.requests.floors[row], slots, 0)",
         "torch.where(index >= 0, slots, 0)",
         ("tests/model/test_attention.py", "tests/kv/test_prefix_cache.py"),
     ),

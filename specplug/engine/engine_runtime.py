@@ -12,7 +12,7 @@ from specplug.config import EngineConfig
 from specplug.errors import PluginError
 from specplug.kv.request_table import RequestTable
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
-from specplug.model.attention import LENGTH_STEP, PagedPlan, make_plan, round_up
+from specplug.model.attention import LENGTH_STEP, PagedPlan, RequestSlots, round_up
 from specplug.model.graph_runner import GraphRunner, PassRunner
 from specplug.model.hidden_states import AUX_HIDDEN_STATES, LM_HEAD_INPUT
 from specplug.model.model_runner import ModelRunner
@@ -73,6 +73,7 @@ class EngineRuntime:
         self.outputs: dict[str, OutputKind] = {output.name: output for output in outputs}
         self.sampler = Sampler(self.req_table_size, self.vocab_size, self.device)
         self.table: RequestTable
+        self._request_slots: RequestSlots
         self.max_slots = LENGTH_STEP
         self._runner = runner
         self._draft_caches: list[tuple[KVCache, KVShape]] = []
@@ -156,7 +157,7 @@ class EngineRuntime:
             starts,
             width,
             offset=offset,
-            positions=positions,
+            given_positions=positions,
             mask=mask,
             padding=padding,
         )
@@ -193,15 +194,12 @@ class EngineRuntime:
         self, req_indices: Tensor, starts: Tensor, width: int, **layout: Any
     ) -> PagedPlan:
         """Plan a pass of the target or of a draft model, within the ``max_slots`` of the step."""
-        return make_plan(
-            self.table.slots,
-            req_indices,
-            starts,
-            width,
-            self._key_length(),
-            last_position=self.context_len - 1,
-            floors=self.table.floors,
-            lengths=None if self._runner.rotary.rule is FIXED else self.table.lengths,
+        return PagedPlan(
+            requests=self._request_slots,
+            req_indices=req_indices,
+            starts=starts,
+            width=width,
+            length=self._key_length(),
             **layout,
         )
 
@@ -258,6 +256,13 @@ class EngineRuntime:
     def allocate_pool(self, num_slots: int, table: RequestTable) -> None:
         """Allocate the tensors of all caches."""
         self.table = table
+        self._request_slots = RequestSlots(
+            slots=table.slots,
+            last_position=self.context_len - 1,
+            floors=table.floors,
+            lengths=None if self._runner.rotary.rule is FIXED else table.lengths,
+            kernels=self._runner.kernels,
+        )
         caches = [(self._runner.cache, self._runner.kv_shape), *self._draft_caches]
         self.pools = [
             fill_cache(cache, shape, num_slots, self.dtype, self.device) for cache, shape in caches

@@ -182,7 +182,7 @@ class StepRunner:
             half.req_indices,
             half.seq_lens,
             draft.width,
-            positions=None if draft.is_chain else half.seq_lens.unsqueeze(1) + draft.depths,
+            given_positions=None if draft.is_chain else half.seq_lens.unsqueeze(1) + draft.depths,
             mask=None if draft.is_chain else draft.mask,
             padding=draft.padding,
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -15,6 +16,9 @@ from specplug.kernels.paged_attention import paged_attention_reference
 from specplug.speculative.padding import Padding
 from specplug.speculative.runtime import KVCache
 
+if TYPE_CHECKING:
+    from specplug.kernels.paged_attention_kernels import PagedAttention, PagedRows
+
 IMPLEMENTATION = "specplug"
 """The name under which transformers' ``AttentionInterface`` knows our attention."""
 
@@ -22,61 +26,159 @@ LENGTH_STEP = 32
 """Key lengths are rounded up to this, so that shapes repeat from step to step."""
 
 
+HALF = torch.bfloat16, torch.float16
+"""The dtypes that the kernels attend in."""
+
+
 def round_up(length: int, step: int = LENGTH_STEP) -> int:
     """Round ``length`` up to a multiple of ``step``."""
     return -(-length // step) * step
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.frozen(eq=False, kw_only=True)
+class RequestSlots:
+    """What the plans of a run read by request row.
+
+    Attributes:
+        slots: [rows, context] int64 slots by request row and position.
+        last_position: positions are clamped to it. A node after the context's end is never used,
+            but must not read past a rotary table.
+        floors: [rows] int64, by request row the first position that a request may write; needed
+            with a negative ``offset``.
+        lengths: [rows] int64, by request row the least length that sets its rotary frequencies;
+            None: they follow from each row's position.
+        kernels: attends on a GPU; None: torch does.
+    """
+
+    slots: Tensor
+    last_position: int
+    floors: Tensor | None = None
+    lengths: Tensor | None = None
+    kernels: PagedAttention | None = None
+
+
+@attrs.define(eq=False, kw_only=True, slots=False)
 class PagedPlan:
     """Positions, slots and masks of the R rows of a pass. Implements ``AttentionPlan``.
 
-    Rows are padded to [bs, Q] for the attention itself when the requests differ in width.
+    Rows are in the flat order: those of the first request, then those of the second, … What
+    follows from the attributes is computed when it is first used: in a CUDA graph if that is there.
 
     Attributes:
-        positions: [R] int64.
-        slots: [R] int64, where each row's key and value go.
-        table: [bs * L] int64, the slots that each request's queries may see.
+        requests: where the requests' slots stand.
+        req_indices: [bs] int64, each request's row there.
         starts: [bs] int64 committed lengths.
+        width: Q, the most rows of a request.
+        length: L, at least every request's length after the pass; the kernels need it not.
         offset: of the first row after ``starts``.
-        bs, width, length: bs, Q and L.
+        given_positions: [bs or 1, Q] int64; None: those of the rows' slots.
         mask: [bs or 1, Q, W] bool over the slots from ``starts`` on; None: causal.
         padding: from and to [bs, Q]; None if all requests are Q wide.
-        lengths: [R] int64, the sequence length that sets each row's rotary frequencies; None: they
-            follow from its position. See ``RotaryByLength``.
     """
 
-    positions: Tensor
-    slots: Tensor
-    table: Tensor
+    requests: RequestSlots
+    req_indices: Tensor
     starts: Tensor
-    offset: int
-    bs: int
     width: int
     length: int
-    mask: Tensor | None
+    offset: int = 0
+    given_positions: Tensor | None = None
+    mask: Tensor | None = None
     padding: Padding | None = None
-    lengths: Tensor | None = None
     _bias: dict[tuple[int | None, int], Tensor] = attrs.field(factory=dict, init=False)
 
     @property
+    def bs(self) -> int:
+        """The number of requests."""
+        return len(self.req_indices)
+
+    @property
     def tensors(self) -> list[Tensor]:
-        """The device tensors of a plan without padding."""
-        optional = [t for t in (self.mask, self.lengths) if t is not None]
-        return [self.positions, self.slots, self.table, self.starts, *optional]
+        """The device tensors that a plan without padding is made of."""
+        optional = [t for t in (self.given_positions, self.mask) if t is not None]
+        return [self.req_indices, self.starts, *optional]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> PagedPlan:
-        """Return the same plan with other ``tensors`` of the same shapes."""
-        positions, slots, table, starts, *optional = tensors
+        """Return a plan of the same form, made of other ``tensors``."""
+        req_indices, starts, *optional = tensors
         left = iter(optional)
         return attrs.evolve(
             self,
-            positions=positions,
-            slots=slots,
-            table=table,
+            req_indices=req_indices,
             starts=starts,
+            given_positions=None if self.given_positions is None else next(left),
             mask=None if self.mask is None else next(left),
-            lengths=None if self.lengths is None else next(left),
+        )
+
+    @cached_property
+    def _index(self) -> Tensor:
+        """[bs, Q] int64, the position whose slot each row has."""
+        order = torch.arange(self.offset, self.offset + self.width, device=self.starts.device)
+        return self.starts.unsqueeze(1) + order
+
+    def _flat(self, padded: Tensor) -> Tensor:
+        """[bs, Q] -> [R]"""
+        flat = padded.reshape(-1)
+        return flat if self.padding is None else flat[self.padding.flat_index]
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """[R] int64, where each row's key and value go."""
+        index, table = self._index, self.requests.slots
+        row = self.req_indices.unsqueeze(1)
+        # Padding of a request stands after its last slot, or before its first one.
+        slots = table[row, index.clamp(0, table.shape[1] - 1)]
+        if self.offset < 0:  # before its floor a request owns nothing: slot 0 is nobody's
+            assert self.requests.floors is not None
+            slots = torch.where(index >= self.requests.floors[row], slots, 0)
+        return self._flat(slots)
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        """[bs, Q] int64."""
+        if self.given_positions is not None:
+            return self.given_positions.expand(self.bs, -1)
+        return self._index.clamp(min=0) if self.offset < 0 else self._index
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[R] int64."""
+        return self._flat(self._positions).clamp(max=self.requests.last_position)
+
+    @cached_property
+    def lengths(self) -> Tensor | None:
+        """[R] int64, the sequence length that sets each row's rotary frequencies; None: they follow
+        from its position. See ``RotaryByLength``."""
+        lengths = self.requests.lengths
+        if lengths is None:
+            return None
+        return self._flat(
+            torch.maximum(self._positions + 1, lengths[self.req_indices].unsqueeze(1))
+        )
+
+    @cached_property
+    def table(self) -> Tensor:
+        """[bs * L] int64, the slots that each request's queries may see."""
+        return self.requests.slots[:, : self.length].index_select(0, self.req_indices).view(-1)
+
+    @cached_property
+    def rows(self) -> PagedRows:
+        """What the kernels read."""
+        from specplug.kernels.paged_attention_kernels import PagedRows, path_orders
+
+        order, counts = (None, None) if self.mask is None else path_orders(self.mask)
+        padding = self.padding
+        return PagedRows(
+            table=self.requests.slots,
+            req_indices=self.req_indices,
+            starts=self.starts,
+            positions=self.positions,
+            offset=self.offset,
+            width=self.width,
+            order=order,
+            counts=counts,
+            flat_index=None if padding is None else padding.flat_index,
+            padded_rows=None if padding is None else padding.padded_rows,
         )
 
     def attend(
@@ -97,13 +199,38 @@ class PagedPlan:
             window: a sliding window's length in tokens.
             sinks: [H], a score of each head that takes part in its softmax without a value.
         """
+        self.write(cache, layer, k, v)
+        return self.attend_written(cache, layer, q, scale, window, softcap, sinks)
+
+    def attend_written(
+        self,
+        cache: KVCache,
+        layer: int,
+        q: Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend, as ``attend`` does, after the rows' keys and values have been written."""
         heads, head_dim = q.shape[1:]
+        if self.requests.kernels is not None and q.dtype in HALF:
+            keys, values = cache.keys[layer], cache.values[layer]
+            scale = head_dim**-0.5 if scale is None else scale
+            return self.requests.kernels(
+                q, keys, values, self.rows, scale, window=window, softcap=softcap, sinks=sinks
+            )
         if self.padding is not None:
             q = q[self.padding.padded_rows]
         q = q.view(self.bs, self.width, heads, head_dim).transpose(1, 2)
-        out = self.attend_padded(cache, layer, q, k, v, scale, window, softcap, sinks)
+        out = self.attend_padded(cache, layer, q, scale, window, softcap, sinks)
         flat = out.transpose(1, 2).reshape(self.bs * self.width, heads * head_dim)
         return flat if self.padding is None else flat[self.padding.flat_index]
+
+    def is_transformers_layout(self, query: Tensor) -> bool:
+        """Return whether torch attends with queries as they come, [1, H, R, D]."""
+        by_torch = self.requests.kernels is None or query.dtype not in HALF
+        return by_torch and self.bs == 1 and self.padding is None
 
     def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the rows' keys and values, as ``AttentionPlan.write`` says."""
@@ -115,15 +242,12 @@ class PagedPlan:
         cache: KVCache,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
         scale: float | None,
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend with queries and result [bs, H, Q, D]; else as ``attend``."""
-        self.write(cache, layer, k, v)
+        """Attend by torch, as ``attend_written``, with queries and result [bs, H, Q, D]."""
         keys, values = cache.keys[layer], cache.values[layer]
         return paged_attention_reference(
             q,
@@ -147,12 +271,6 @@ class PagedPlan:
             self._bias[window, group] = bias
         return bias
 
-    def _padded_positions(self) -> Tensor:
-        """Return the positions, [bs, Q] int64."""
-        if self.padding is None:
-            return self.positions.view(self.bs, self.width)
-        return self.positions[self.padding.padded_rows].view(self.bs, self.width)
-
     def visible(self, window: int | None) -> Tensor:
         """Return which keys each query sees, [bs, Q, L] bool."""
         order = torch.arange(self.length, device=self.starts.device)
@@ -173,14 +291,15 @@ class PagedPlan:
             depth = ahead
             if window is not None:
                 assert self.offset == 0, "a slot's depth is its row's: the mask must be square"
-                query = self._padded_positions() - self.starts.unsqueeze(1)
+                last = self.requests.last_position
+                query = self._positions.clamp(max=last) - self.starts.unsqueeze(1)
                 depth = torch.where(ahead < 0, ahead, query.gather(1, node))
         if window is not None:
             visible = visible & (query.unsqueeze(-1) - depth.unsqueeze(1) < window)
         return visible
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class JoinedPlan:
     """Two plans in one pass, first the prefill's rows, then the decode step's.
 
@@ -189,7 +308,7 @@ class JoinedPlan:
 
     parts: tuple[PagedPlan, PagedPlan]
 
-    @property
+    @cached_property
     def positions(self) -> Tensor:
         """[R] int64."""
         return torch.cat([part.positions for part in self.parts])
@@ -200,77 +319,25 @@ class JoinedPlan:
         first, second = (part.lengths for part in self.parts)
         return None if first is None or second is None else torch.cat((first, second))
 
+    @cached_property
+    def slots(self) -> Tensor:
+        """[R] int64, where each row's key and value go."""
+        return torch.cat([part.slots for part in self.parts])
+
     def attend(
         self, cache: KVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any
     ) -> Tensor:
-        """Attend in both halves, as ``PagedPlan.attend`` does."""
+        """Write and attend in both halves, as ``PagedPlan.attend`` does."""
+        cache.keys[layer].index_copy_(0, self.slots, k)
+        cache.values[layer].index_copy_(0, self.slots, v)
+        return self.attend_written(cache, layer, q, *how)
+
+    def attend_written(self, cache: KVCache, layer: int, q: Tensor, *how: Any) -> Tensor:
+        """Attend in both halves, as ``PagedPlan.attend_written`` does."""
         first, second = self.parts
         rows = len(first.positions)
-        first_out = first.attend(cache, layer, q[:rows], k[:rows], v[:rows], *how)
-        second_out = second.attend(cache, layer, q[rows:], k[rows:], v[rows:], *how)
-        return torch.cat((first_out, second_out))
-
-
-def make_plan(
-    request_table: Tensor,
-    req_indices: Tensor,
-    starts: Tensor,
-    width: int,
-    length: int,
-    *,
-    last_position: int,
-    floors: Tensor | None = None,
-    lengths: Tensor | None = None,
-    offset: int = 0,
-    positions: Tensor | None = None,
-    mask: Tensor | None = None,
-    padding: Padding | None = None,
-) -> PagedPlan:
-    """Plan a pass.
-
-    Args:
-        request_table: [rows, context] int64 slots by request row and position.
-        req_indices: [bs] int64, each request's row in that table.
-        starts: [bs] int64 committed lengths.
-        width: Q.
-        length: L, at least every request's length after the pass.
-        last_position: positions are clamped to it. A node after the context's end is never used,
-            but must not read past a rotary table.
-        floors: [rows] int64, by request row the first position that a request may write; needed
-            with a negative ``offset``.
-        lengths: [rows] int64, by request row the least length that sets its rotary frequencies.
-        offset, positions [bs or 1, Q], mask, padding: see ``PagedPlan``.
-    """
-    bs = req_indices.shape[0]
-    index = starts.unsqueeze(1) + torch.arange(offset, offset + width, device=req_indices.device)
-    if padding is not None:
-        index = index.clamp(max=request_table.shape[1] - 1)  # padding of a shorter request
-    slots = request_table[req_indices.unsqueeze(1), index.clamp(min=0) if offset < 0 else index]
-    if offset < 0:  # before its floor a request owns nothing: these rows write to the padding slot
-        assert floors is not None
-        slots = torch.where(index >= floors[req_indices].unsqueeze(1), slots, 0)
-        index = index.clamp(min=0)
-    slots = slots.view(-1)
-    positions = index if positions is None else positions
-    if lengths is not None:
-        lengths = torch.maximum(positions + 1, lengths[req_indices].unsqueeze(1)).view(-1)
-    positions = positions.reshape(-1)
-    if padding is not None:
-        slots, positions = slots[padding.flat_index], positions[padding.flat_index]
-        lengths = lengths if lengths is None else lengths[padding.flat_index]
-    return PagedPlan(
-        positions=positions.clamp(max=last_position),
-        lengths=lengths,
-        slots=slots,
-        table=request_table[:, :length].index_select(0, req_indices).view(-1),
-        starts=starts,
-        offset=offset,
-        bs=bs,
-        width=width,
-        length=length,
-        mask=mask,
-        padding=padding,
-    )
+        first_out = first.attend_written(cache, layer, q[:rows], *how)
+        return torch.cat((first_out, second.attend_written(cache, layer, q[rows:], *how)))
 
 
 @attrs.frozen(eq=False)
@@ -306,9 +373,10 @@ def attention(
         value = F.pad(value, (0, key.shape[3] - width))
     k, v = key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
     how = scaling, sliding_window, softcap, s_aux
-    if isinstance(plan, PagedPlan) and plan.bs == 1 and plan.padding is None:
+    if isinstance(plan, PagedPlan) and plan.is_transformers_layout(query):
         # transformers' layout is already ours
-        out = plan.attend_padded(cache, layer, query, k, v, *how).transpose(1, 2)
+        plan.write(cache, layer, k, v)
+        out = plan.attend_padded(cache, layer, query, *how).transpose(1, 2)
     else:
         q = query.squeeze(0).transpose(0, 1)
         flat = plan.attend(cache, layer, q, k, v, *how)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -11,16 +13,18 @@ from torch import Tensor
 
 from specplug.errors import warn_fallback
 from specplug.model.attention import PagedPlan
+from specplug.speculative.batch import Batch
 
-_MOST_GRAPHS = 64
+_MOST_GRAPHS = 128
 """The most shapes that one pass is recorded for; others run eagerly."""
+_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Batch sizes that passes are recorded for; a smaller batch is padded."""
 
 
-@attrs.frozen(eq=False)
-class _Recording:
-    graph: torch.cuda.CUDAGraph
-    inputs: tuple[Tensor, ...]
-    output: Any
+def bucket_of(bs: int) -> int:
+    """Return the batch size that a batch of ``bs`` is padded to."""
+    place = bisect_left(_BUCKETS, bs)
+    return _BUCKETS[place] if place < len(_BUCKETS) else -(-bs // 64) * 64
 
 
 class PassRunner:
@@ -44,16 +48,35 @@ class PassRunner:
         del self._forward
 
 
-class GraphRunner(PassRunner):
-    """A pass that is recorded once for each shape of its arguments, then replayed.
+@attrs.define(eq=False)
+class _Recording:
+    """A recorded pass.
 
-    A decode step's passes have few shapes: the target verifies N nodes of each of bs requests. A
-    draft model whose pass has that shape too (``supports_target_verify_for_draft``) is recorded in
-    the same way. The next replay overwrites what a replay returned, so a step uses the result
-    before it launches another.
+    Attributes:
+        inputs: that it reads, the batch padded to its bucket.
+        output: that it writes.
+        bs: of the last replay: what follows in ``inputs`` is padding.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    output: Any
+    bs: int
+
+
+class GraphRunner(PassRunner):
+    """A pass that is recorded once for each form of its arguments, then replayed.
+
+    A batch is padded to one of a few sizes with requests of row 0 of the request table, which is
+    nobody's, so a pass is recorded for few forms, and none depends on the length of a context: the
+    kernels read lengths on the device. Where torch attends, lengths are part of the form. The next
+    replay overwrites what a replay returned, so a step uses the result before it launches another.
 
     Args:
-        forward: takes tensors and plans and returns tensors, by operations of the device alone.
+        forward: takes tensors, plans, batches and plain values, and returns tensors in tuples,
+            lists and mappings, by operations of the device alone. If a plan or a batch is among
+            its arguments, the tensors whose leading size is a multiple of its size belong to its
+            requests, in their order, and so do all that it returns.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -63,7 +86,7 @@ class GraphRunner(PassRunner):
 
     @property
     def num_recordings(self) -> int:
-        """The shapes that are recorded."""
+        """The forms that are recorded."""
         return len(self._recordings)
 
     def close(self) -> None:
@@ -71,33 +94,42 @@ class GraphRunner(PassRunner):
         self._recordings.clear()
         super().close()
 
-    def __call__(self, *arguments: Tensor | PagedPlan) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         """Replay the pass, or run it if it is not recorded, and return its result."""
+        bs = _batch_size(arguments)
         ragged = any(isinstance(a, PagedPlan) and a.padding is not None for a in arguments)
-        if ragged or self.failure is not None:
+        if ragged or bs == 0 or self.failure is not None:
             return self._forward(*arguments)
-        tensors = _tensors(arguments)
-        key = tuple(_shape(argument) for argument in arguments)
-        recording = self._recordings.get(key)
+        bucket = None if bs is None else bucket_of(bs)
+        tensors = list(_tensors(arguments))
+        batched = [bs is not None and len(t) % bs == 0 and len(t) > 0 for t in tensors]
+        form = bucket, *map(_form, arguments), *_shapes(tensors, batched, bs)
+        recording = self._recordings.get(form)
         if recording is None:
             if len(self._recordings) == _MOST_GRAPHS:
                 return self._forward(*arguments)
-            recording = self._record(arguments, tensors)
+            recording = self._record(arguments, tensors, batched, bs)
             if recording is None:
                 return self._forward(*arguments)
-            self._recordings[key] = recording
+            self._recordings[form] = recording
         for kept, tensor in zip(recording.inputs, tensors, strict=True):
-            kept.copy_(tensor)
+            _fill(kept, tensor, clear=recording.bs != bs)
+        recording.bs = bs or 0
         recording.graph.replay()
-        return recording.output
+        if bs is None or bucket is None or bs == bucket:
+            return recording.output
+        return _mapped(recording.output, partial(_first_rows, bs=bs, bucket=bucket))
 
     def _record(
-        self, arguments: tuple[Tensor | PagedPlan, ...], tensors: list[Tensor]
+        self, arguments: tuple[Any, ...], tensors: list[Tensor], batched: list[bool], bs: int | None
     ) -> _Recording | None:
         """Record the pass after a warm-up run. None if that fails; it is not tried again then."""
-        inputs = tuple(tensor.clone() for tensor in tensors)
+        inputs = tuple(
+            _padded(tensor, bs, bucket_of(bs)) if own and bs is not None else tensor.clone()
+            for tensor, own in zip(tensors, batched, strict=True)
+        )
         stream, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
-        if mode:  # recording synchronizes, once per shape; each call of this warns
+        if mode:  # recording synchronizes, once per form; each call of this warns
             torch.cuda.set_sync_debug_mode("default")
         try:
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -117,31 +149,100 @@ class GraphRunner(PassRunner):
             torch.cuda.set_stream(stream)  # a failed recording leaves its own stream current
             if mode:
                 torch.cuda.set_sync_debug_mode(mode)
-        return _Recording(graph, inputs, output)
+        return _Recording(graph, inputs, output, bs or 0)
 
 
-def _tensors(arguments: tuple[Tensor | PagedPlan, ...]) -> list[Tensor]:
-    found: list[Tensor] = []
+# Arguments: plans and batches are made of tensors, and of plain values that are part of the form.
+
+
+def _batch_size(arguments: tuple[Any, ...]) -> int | None:
     for argument in arguments:
-        found += argument.tensors if isinstance(argument, PagedPlan) else [argument]
-    return found
+        if isinstance(argument, PagedPlan):
+            return argument.bs
+        if isinstance(argument, Batch):
+            return len(argument.req_indices)
+    return None
 
 
-def _with_tensors(
-    arguments: tuple[Tensor | PagedPlan, ...], tensors: tuple[Tensor, ...]
-) -> list[Tensor | PagedPlan]:
-    """Return the arguments with other tensors, in the order of ``_tensors``."""
+def _tensors(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
+    for argument in arguments:
+        if isinstance(argument, PagedPlan):
+            yield from argument.tensors
+        elif isinstance(argument, Batch):
+            yield from (argument.req_indices, argument.seq_lens)
+        elif isinstance(argument, Tensor):
+            yield argument
+
+
+def _with_tensors(arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Iterator[Any]:
+    """Yield the arguments with other tensors, in the order of ``_tensors``."""
     left = iter(tensors)
-    return [
-        argument.with_tensors([next(left) for _ in argument.tensors])
-        if isinstance(argument, PagedPlan)
-        else next(left)
-        for argument in arguments
-    ]
+    for argument in arguments:
+        if isinstance(argument, PagedPlan):
+            yield argument.with_tensors([next(left) for _ in argument.tensors])
+        elif isinstance(argument, Batch):
+            req_indices, seq_lens = next(left), next(left)
+            requests = (*argument.requests, *tuple(argument.requests)[:1] * len(req_indices))
+            yield attrs.evolve(
+                argument,
+                req_indices=req_indices,
+                seq_lens=seq_lens,
+                requests=requests[: len(req_indices)],
+            )
+        else:
+            yield next(left) if isinstance(argument, Tensor) else argument
 
 
-def _shape(argument: Tensor | PagedPlan) -> Any:
+def _form(argument: Any) -> Any:
+    """Return what a recording is good for, but for the shapes of tensors."""
     if isinstance(argument, PagedPlan):
-        mask = None if argument.mask is None else tuple(argument.mask.shape)
-        return argument.bs, argument.width, argument.length, argument.offset, mask
-    return tuple(argument.shape), argument.dtype
+        by_torch = argument.requests.kernels is None
+        length = argument.length if by_torch else None
+        optional = argument.given_positions is None, argument.mask is None
+        return argument.width, argument.offset, length, optional
+    if isinstance(argument, Batch):
+        return argument.mode, argument.greedy
+    return None if isinstance(argument, Tensor) else argument
+
+
+def _shapes(tensors: list[Tensor], batched: list[bool], bs: int | None) -> Iterator[Any]:
+    """Yield each tensor's dtype and shape, the leading size as a multiple of ``bs``."""
+    for tensor, own in zip(tensors, batched, strict=True):
+        first = (len(tensor) // bs,) if own and bs else tensor.shape[:1]
+        yield tensor.dtype, own, *first, *tensor.shape[1:]
+
+
+def _padded(tensor: Tensor, bs: int, bucket: int) -> Tensor:
+    """Return a copy for a batch of ``bucket``."""
+    size = len(tensor) // bs * bucket
+    kept = tensor.new_empty(size, *tensor.shape[1:])
+    _fill(kept, tensor, clear=True)
+    return kept
+
+
+def _fill(kept: Tensor, tensor: Tensor, *, clear: bool) -> None:
+    """Copy a batch's tensor; ``clear`` what follows: row 0 of the request table, token 0, and a
+    mask that shows all, since a row that sees nothing leaves no number in slot 0."""
+    rows = len(tensor)
+    if rows == len(kept):
+        kept.copy_(tensor)
+        return
+    kept[:rows].copy_(tensor)
+    if clear:
+        kept[rows:].fill_(kept.dtype is torch.bool)
+
+
+def _mapped(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``change`` to every tensor of a pass's output."""
+    if isinstance(output, Tensor):
+        return change(output)
+    if isinstance(output, Mapping):
+        return {name: _mapped(each, change) for name, each in output.items()}
+    if isinstance(output, tuple | list):
+        return type(output)(_mapped(each, change) for each in output)
+    return output
+
+
+def _first_rows(output: Tensor, bs: int, bucket: int) -> Tensor:
+    """Cut a padded batch's output to its first ``bs`` requests."""
+    return output[: len(output) // bucket * bs]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -21,13 +21,16 @@ from specplug.model.attention import (
     IMPLEMENTATION,
     TARGET_PASS,
     PagedPlan,
+    RequestSlots,
     TargetPass,
     attention,
-    make_plan,
 )
 from specplug.speculative.draft import Draft
 from specplug.speculative.padding import Padding
 from specplug.speculative.runtime import KVCache
+
+if TYPE_CHECKING:
+    from specplug.kernels.paged_attention_kernels import PagedAttention
 
 _WATCHED = "specplug-watched"
 _LENGTH = 20
@@ -67,6 +70,7 @@ class ModelCheck:
         context_len: of the model.
         begin_pass: called before each pass with the number of its rows and the lengths [T] that
             set the rotary frequencies of a sequence.
+        kernels: with which our passes attend on a GPU; None: torch.
 
     Attributes:
         kv_shape: of the cache, as observed in the attention calls.
@@ -82,6 +86,7 @@ class ModelCheck:
         layers: Iterable[nn.Module],
         context_len: int,
         begin_pass: Callable[[int, Tensor], None],
+        kernels: PagedAttention | None = None,
     ) -> None:
         self._name = f"model {path!r} ({type(model).__name__})"
         self._device: torch.device = model.device
@@ -98,7 +103,13 @@ class ModelCheck:
         self._hooks = [layer.register_forward_hook(self._keep_state) for layer in layers]
         # A tree needs more slots than a sequence. The slots of the two requests are interleaved.
         slots = torch.arange(1, 4 * self._length + 1).view(-1, 2).t().flip(1)
-        self._table = torch.cat((torch.zeros_like(slots[:1]), slots)).to(self._device)
+        table = torch.cat((torch.zeros_like(slots[:1]), slots)).to(self._device)
+        self._requests = RequestSlots(
+            slots=table,
+            last_position=context_len - 1,
+            lengths=table.new_full((len(table),), self._length),
+            kernels=kernels,
+        )
         self._kept = _windows_of_cache(model.config.get_text_config())
         self._lengths = torch.full((self._length,), self._length, device=self._device)
         self._own_logits = self._run_own(model)
@@ -326,29 +337,25 @@ class ModelCheck:
             torch.tensor([parents], device=self._device),
             length - self._fork,
         )
-        plan = make_plan(
-            self._table,
-            torch.tensor([1], device=self._device),
-            torch.tensor([root], device=self._device),
-            len(nodes),
-            2 * length,
-            last_position=self._context_len - 1,
-            lengths=self._table.new_full((len(self._table),), self._length),
+        plan = PagedPlan(
+            requests=self._requests,
+            req_indices=torch.tensor([1], device=self._device),
+            starts=torch.tensor([root], device=self._device),
+            width=len(nodes),
+            length=2 * length,
             mask=draft.mask,
-            positions=root + draft.depths,
+            given_positions=root + draft.depths,
         )
         rows = [branch * length + place for branch, place in nodes]
         return _Pass("as a tree", tokens, plan, torch.tensor(rows, device=self._device))
 
     def _plan(self, starts: tuple[int, ...], widths: tuple[int, ...]) -> PagedPlan:
-        return make_plan(
-            self._table,
-            torch.arange(1, len(starts) + 1, device=self._device),
-            torch.tensor(starts, device=self._device),
-            max(widths),
-            self._length,
-            last_position=self._context_len - 1,
-            lengths=self._table.new_full((len(self._table),), self._length),
+        return PagedPlan(
+            requests=self._requests,
+            req_indices=torch.arange(1, len(starts) + 1, device=self._device),
+            starts=torch.tensor(starts, device=self._device),
+            width=max(widths),
+            length=self._length,
             padding=Padding.of(widths, max(widths), self._device),
         )
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.kv.tensors import KVShape, drop_tensors
-from specplug.model.attention import TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
+from specplug.model.attention import HALF, TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
 from specplug.model.checkpoint import CPU, load_checkpoint, weights_fingerprint
 from specplug.model.direct_calls import shorten_calls
 from specplug.model.fused_norms import fuse_norms
@@ -23,6 +23,9 @@ from specplug.model.quantization import count_parameters, drop_weights, stored_t
 from specplug.model.rotary import RotaryByLength
 from specplug.model.sharded_mlp import shard_mlps
 from specplug.speculative.runtime import KVCache
+
+if TYPE_CHECKING:
+    from specplug.kernels.paged_attention_kernels import PagedAttention
 
 PassOutput = tuple[Tensor, dict[str, Tensor], dict[Hashable, Tensor]]
 """The result of a pass: logits [M, V]; the captured outputs that algorithms asked for, by name; and
@@ -42,6 +45,7 @@ class ModelRunner:
 
     Attributes:
         fingerprint: of its weights as they were loaded; None if it was not wanted.
+        kernels: with which passes attend on this device in this dtype; None: torch.
 
     Raises:
         CheckpointError: there is no such model, it cannot be loaded, or the check fails.
@@ -76,6 +80,7 @@ class ModelRunner:
         self.hidden_size: int = config.hidden_size
         self.context_len: int = self.rotary.context_len
         self.cache = KVCache([], [])
+        self.kernels = _attention_kernels(device, self.dtype)
         check = None if skip_check else self._begin_check(path)
         self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
         self.num_layers = len(self.capture.layers)
@@ -129,6 +134,7 @@ class ModelRunner:
                 self.capture.layers,
                 self.context_len,
                 self._begin_checked_pass,
+                self.kernels,
             )
 
     def _end_check(self, check: ModelCheck) -> None:
@@ -255,6 +261,20 @@ def _kv_shape_of(config: Any) -> KVShape:
         or getattr(config, "head_dim", None)
         or config.hidden_size // heads,
     )
+
+
+def _attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
+    """Return what attends on a GPU in half precision: tensor cores of bfloat16 have been there
+    since compute capability 8.0. Elsewhere torch attends."""
+    if (
+        device.type != "cuda"
+        or dtype not in HALF
+        or torch.cuda.get_device_capability(device) < (8, 0)
+    ):
+        return None
+    from specplug.kernels.paged_attention_kernels import PagedAttention
+
+    return PagedAttention(device)
 
 
 def _has_experts(config: Any) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specplug import Draft, KVCache
-from specplug.model.attention import make_plan
+from specplug.model.attention import PagedPlan, RequestSlots
 from specplug.speculative.padding import Padding
 
 CPU = torch.device("cpu")
@@ -83,6 +83,31 @@ def _table(case: Case) -> Tensor:
     return table
 
 
+def make_plan(
+    table: Tensor,
+    req_indices: Tensor,
+    starts: Tensor,
+    width: int,
+    length: int = MOST,
+    *,
+    last_position: int = MOST,
+    floors: Tensor | None = None,
+    lengths: Tensor | None = None,
+    **layout: Any,
+) -> PagedPlan:
+    requests = RequestSlots(
+        slots=table, last_position=last_position, floors=floors, lengths=lengths
+    )
+    return PagedPlan(
+        requests=requests,
+        req_indices=req_indices,
+        starts=starts,
+        width=width,
+        length=length,
+        **layout,
+    )
+
+
 def _one_row(
     q: Tensor, keys: Tensor, values: Tensor, softcap: float | None, sinks: Tensor | None = None
 ) -> Tensor:
@@ -117,7 +142,7 @@ def test_attention_is_that_of_plain_loops(case: Case) -> None:
     layout: dict[str, Any] = {}
     if case.parents is not None:
         draft = Draft.tree(torch.arange(width).expand(size, -1), torch.tensor(case.parents), width)
-        layout = {"mask": draft.mask, "positions": starts.unsqueeze(1) + draft.depths}
+        layout = {"mask": draft.mask, "given_positions": starts.unsqueeze(1) + draft.depths}
     plan = make_plan(
         table,
         torch.arange(1, size + 1),
@@ -167,7 +192,7 @@ def test_rows_after_an_offset_see_what_their_mask_says(offset: int) -> None:
         20,
         last_position=100,
         offset=offset,
-        positions=torch.tensor([[9, 9]]),
+        given_positions=torch.tensor([[9, 9]]),
         mask=mask,
     )
     found = plan.attend(cache, 0, q, kv[0], kv[1])

@@ -1,0 +1,586 @@
+"""Attention over the paged pool in Triton: a row's bits depend on nothing but the row.
+
+The keys of a row are numbered along its own path: what is committed, then the nodes from the
+draft's root to itself. Every ``BLOCK`` keys are one pair of products and every ``PART`` keys one
+sum. Blocks are folded into their part, and parts into the result, in the order of the keys. The
+running maximum is an integer power of two, so rescaling what is kept loses no bit, and a fold is a
+plain sum in fixed order. Three kernels compute it, each where it is fast, with the same bits:
+
+``_committed_parts``  the committed blocks of a request, for all its rows together: read once.
+``_row_tails``        a row: folds what the first kernel left, then the keys after it.
+``_causal_tiles``     a tile of rows over all their keys: prefill.
+
+The torch reference is ``paged_attention_reference``.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 32
+"""Keys in one product."""
+PART = 256
+"""Keys that one program sums up, a multiple of ``BLOCK``."""
+WORKSPACE_BYTES = 128 << 20
+"""For the sums of parts. Requests whose parts do not fit are read by each of their rows."""
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LEAST_EXPONENT = tl.constexpr(-127)
+_PARTS = {"STAGES": 5, "num_warps": 4}
+_TAILS = {"STAGES": 5, "num_warps": 4}
+_TILES = {"STAGES": 5, "num_warps": 4}
+_DOT_ROWS = 16  # the fewest rows of a tensor core's product
+_TILE_ROWS = 64
+_TILED_WIDTH = 33  # chunks from this width on are read in tiles
+_NUMBERS = ["offset", "bs", "width", "num_tiles", "window", "table_stride", "capacity"]
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class PagedRows:
+    """Where the keys of a pass's R rows stand: Q rows, or fewer, of each of bs requests.
+
+    Attributes:
+        table: [rows, context] int64 slots by request row and position.
+        req_indices: [bs] int64.
+        starts: [bs] int64 committed lengths.
+        positions: [R] int64 of each row; sliding windows are counted from them.
+        offset: of the first row after ``starts``.
+        width: Q.
+        order: [bs or 1, Q, W] int64, for each row the places after ``starts`` of the keys that it
+            sees there, in the order of its path; None: those up to itself.
+        counts: [bs or 1, Q] int64, how many of them there are.
+        flat_index: [R] int64, b * Q + i of each row; None: all requests have Q rows.
+        padded_rows: [bs * Q] int64, the row at b * Q + i; any row where there is none.
+    """
+
+    table: Tensor
+    req_indices: Tensor
+    starts: Tensor
+    positions: Tensor
+    offset: int
+    width: int
+    order: Tensor | None = None
+    counts: Tensor | None = None
+    flat_index: Tensor | None = None
+    padded_rows: Tensor | None = None
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """2 to an integer in float32, exactly; 0 below the normal numbers."""
+    bounded = tl.maximum(exponent, _LEAST_EXPONENT).to(tl.int32)
+    return ((bounded + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _fold(top, total, mixed, next_top, next_total, next_mixed):
+    """Add the sums of the keys that follow. Tops are integers or -inf: the scales are exact."""
+    new = tl.maximum(top, next_top)
+    scale = _power_of_two(tl.where(top == new, 0.0, top - new))
+    next_scale = _power_of_two(tl.where(next_top == new, 0.0, next_top - new))
+    return (
+        new,
+        total * scale + next_total * next_scale,
+        mixed * scale[:, None] + next_mixed * next_scale[:, None],
+    )
+
+
+@triton.jit
+def _block_sums(
+    q, keys, values, slots, is_key, seen, dim, is_dim, slot_stride, scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend to one block: (top [M], total [M], mixed [M, D]).
+
+    ``q`` is [M, D], ``slots`` and ``is_key`` [BLOCK], ``seen`` [M, BLOCK]. ``keys`` and ``values``
+    point at the head. Totals come out of a product too: its order of summation is that of ``mixed``
+    for tiles of all shapes, which that of ``tl.sum`` is not.
+    """
+    place = slots[:, None] * slot_stride + dim[None, :]
+    there = is_key[:, None] & is_dim[None, :]
+    k = tl.load(keys + place, mask=there, other=0.0)
+    v = tl.load(values + place, mask=there, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if HAS_SOFTCAP:
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+    scores = tl.where(seen, scores * _LOG2_E, float("-inf"))
+    top = tl.ceil(tl.max(scores, 1))
+    chances = tl.exp2(scores - tl.where(top == float("-inf"), 0.0, top)[:, None]).to(v.dtype)
+    mixed = tl.dot(chances, v, input_precision=PRECISION)
+    ones = tl.full((v.shape[0], 16), 1.0, tl.float32).to(v.dtype)
+    total = tl.max(tl.dot(chances, ones, input_precision=PRECISION), 1)
+    return top, total, mixed
+
+
+@triton.jit
+def _num_parts(start, offset, BLOCK: tl.constexpr, PART: tl.constexpr):
+    """Return how many parts hold the committed blocks that all rows of a request may read, and
+    where these end."""
+    end = tl.maximum(start + tl.minimum(offset, 0), 0) // BLOCK * BLOCK
+    return (end + PART - 1) // PART, end
+
+
+@triton.jit
+def _programmatic_launch():
+    """Let the next kernel be launched, and wait for what the kernels before this one wrote."""
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _committed_parts(
+    q, keys, values, table, req_indices, starts, positions, padded_rows, tops, totals, mixed,
+    row_stride, head_stride, slot_stride, key_head_stride, table_stride,
+    scale, softcap, window, offset, bs, width, kv_heads, num_tiles, capacity,
+    GROUP: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    BATCH: tl.constexpr, RAGGED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sum up parts of the committed blocks, for all rows of their request.
+
+    A task is (request, part, head, tile of rows). Tasks are dealt out to the programs in turn, so
+    the grid does not depend on lengths, which are read here.
+    """
+    if PDL:
+        _programmatic_launch()
+    every = tl.arange(0, BATCH)
+    every_start = tl.load(starts + every, mask=every < bs, other=0)
+    every_parts = _num_parts(every_start, offset, BLOCK, PART)[0]
+    ends = tl.cumsum(every_parts, 0)
+    ends = tl.where(every < bs, ends, 1 << 40)
+    dim = tl.arange(0, DIM)
+    is_dim = dim < D
+    per_part = kv_heads * num_tiles
+    num_tasks = tl.sum(tl.where(every < bs, every_parts, 0)) * per_part
+    for task in range(tl.program_id(0), num_tasks, tl.num_programs(0)):
+        part_id = task // per_part
+        tile = task % num_tiles
+        head = task % per_part // num_tiles
+        b = tl.sum((ends <= part_id).to(tl.int32))
+        first = tl.max(tl.where(every < b, ends, 0))
+        last = tl.sum(tl.where(every == b, ends, 0))
+        begin = (part_id - first) * PART
+        start = tl.load(starts + b)
+        committed = _num_parts(start, offset, BLOCK, PART)[1]
+        low = start * 0
+        if HAS_WINDOW:
+            low = start + tl.minimum(offset, 0) - window + 1
+        if (last * per_part <= capacity) & (begin + PART > low):
+            row = tile * ROWS + tl.arange(0, ROWS)
+            node = row // GROUP
+            is_row = node < width
+            if RAGGED:
+                flat = tl.load(padded_rows + b * width + node, mask=is_row, other=0)
+            else:
+                flat = (b * width + node).to(tl.int64)
+            query_head = head * GROUP + row % GROUP
+            at = flat[:, None] * row_stride + query_head[:, None] * head_stride + dim[None, :]
+            queries = tl.load(q + at, mask=is_row[:, None] & is_dim[None, :], other=0.0)
+            own = table + tl.load(req_indices + b) * table_stride
+            top = tl.full((ROWS,), float("-inf"), tl.float32)
+            total = tl.zeros((ROWS,), tl.float32)
+            summed = tl.zeros((ROWS, DIM), tl.float32)
+            end = tl.minimum(begin + PART, committed)
+            for at_block in tl.range(begin, end, BLOCK, num_stages=STAGES):
+                key = at_block + tl.arange(0, BLOCK)
+                slots = tl.load(own + key)
+                seen = is_row[:, None] & (key >= 0)[None, :]
+                if HAS_WINDOW:
+                    position = tl.load(positions + flat, mask=is_row, other=0)
+                    seen &= key[None, :] > (position - window)[:, None]
+                found = _block_sums(
+                    queries, keys + head * key_head_stride, values + head * key_head_stride,
+                    slots, key >= 0, seen, dim, is_dim, slot_stride, scale, softcap,
+                    HAS_SOFTCAP, PRECISION,
+                )  # fmt: skip
+                top, total, summed = _fold(top, total, summed, found[0], found[1], found[2])
+            kept = task * ROWS + tl.arange(0, ROWS).to(tl.int64)
+            tl.store(tops + kept, top)
+            tl.store(totals + kept, total)
+            tl.store(mixed + kept[:, None] * DIM + dim[None, :], summed)
+
+
+@triton.jit(do_not_specialize=[*_NUMBERS, "span", "order_stride"])
+def _row_tails(
+    q, keys, values, out, table, req_indices, starts, positions, flat_index, order, counts, sinks,
+    tops, totals, mixed,
+    row_stride, head_stride, slot_stride, key_head_stride, table_stride, order_stride,
+    scale, softcap, window, offset, bs, width, span, kv_heads, num_tiles, capacity,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, RAGGED: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Finish one row, for the query heads that share a key head: [ROWS, D], ROWS >= GROUP."""
+    if PDL:
+        _programmatic_launch()
+    flat = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    padded = flat
+    if RAGGED:
+        padded = tl.load(flat_index + flat)
+    b = padded // width
+    node = padded % width
+    start = tl.load(starts + b)
+    own = table + tl.load(req_indices + b) * table_stride
+    limit = start + offset + node + 1
+    path = order
+    if HAS_ORDER:
+        path = order + b * order_stride + node * span
+        limit = start + tl.load(counts + b * (order_stride // span) + node)
+    low = start * 0
+    if HAS_WINDOW:
+        low = tl.maximum(tl.load(positions + flat) - window + 1, 0)
+    member = tl.arange(0, ROWS)
+    is_row = member < GROUP
+    query_head = head * GROUP + member
+    dim = tl.arange(0, DIM)
+    is_dim = dim < D
+    there = is_row[:, None] & is_dim[None, :]
+    at = flat * row_stride + query_head[:, None] * head_stride + dim[None, :]
+    queries = tl.load(q + at, mask=there, other=0.0)
+
+    every = tl.arange(0, BATCH)
+    every_start = tl.load(starts + every, mask=every < bs, other=0)
+    every_parts = _num_parts(every_start, offset, BLOCK, PART)[0]
+    before = tl.sum(tl.where(every < b, every_parts, 0))
+    num_parts, committed = _num_parts(start, offset, BLOCK, PART)
+    per_part = kv_heads * num_tiles
+    if (before + num_parts) * per_part > capacity:
+        num_parts, committed = num_parts * 0, committed * 0
+    num_whole = committed // PART
+    first_part = low // PART
+    # Where this row stands in the sums of its request's parts, which ``_committed_parts`` left.
+    place = (before * kv_heads + head) * num_tiles * TILE + node * GROUP + member
+    part_stride = per_part * TILE
+
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    summed = tl.zeros((ROWS, DIM), tl.float32)
+    for part in tl.range(first_part, num_whole, num_stages=4):
+        kept = part * part_stride + place
+        next_top = tl.load(tops + kept, mask=is_row, other=float("-inf"))
+        next_total = tl.load(totals + kept, mask=is_row, other=0.0)
+        next_summed = tl.load(
+            mixed + kept[:, None] * DIM + dim[None, :], mask=is_row[:, None], other=0.0
+        )
+        top, total, summed = _fold(top, total, summed, next_top, next_total, next_summed)
+
+    # The part that is committed in part goes on from the sums of its first blocks.
+    has_begun = is_row & (num_whole < num_parts) & (num_whole >= first_part)
+    kept = num_whole * part_stride + place
+    part_top = tl.load(tops + kept, mask=has_begun, other=float("-inf"))
+    part_total = tl.load(totals + kept, mask=has_begun, other=0.0)
+    part_summed = tl.load(
+        mixed + kept[:, None] * DIM + dim[None, :], mask=has_begun[:, None], other=0.0
+    )
+    for first_key in tl.range(
+        tl.maximum(committed, first_part * PART), limit, BLOCK, num_stages=STAGES
+    ):
+        key = first_key + tl.arange(0, BLOCK)
+        exists = (key >= low) & (key < limit)
+        position = key
+        if HAS_ORDER:
+            after = key - start
+            node_of = tl.load(path + after, mask=exists & (after >= 0), other=0)
+            position = tl.where(after < 0, key, start + node_of)
+        slots = tl.load(own + position, mask=exists, other=0)
+        if HAS_ORDER:  # nodes without a slot of their own share slot 0
+            exists &= (slots > 0) | (key < start)
+        found = _block_sums(
+            queries, keys + head * key_head_stride, values + head * key_head_stride,
+            slots, exists, is_row[:, None] & exists[None, :], dim, is_dim, slot_stride,
+            scale, softcap, HAS_SOFTCAP, PRECISION,
+        )  # fmt: skip
+        part_top, part_total, part_summed = _fold(
+            part_top, part_total, part_summed, found[0], found[1], found[2]
+        )
+        if (first_key + BLOCK) % PART == 0:
+            top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
+            part_top = tl.full((ROWS,), float("-inf"), tl.float32)
+            part_total = tl.zeros((ROWS,), tl.float32)
+            part_summed = tl.zeros((ROWS, DIM), tl.float32)
+    top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
+
+    if HAS_SINKS:
+        sink = tl.load(sinks + query_head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
+        sink_top = tl.ceil(sink)
+        top, total, summed = _fold(
+            top, total, summed, sink_top, tl.exp2(sink - sink_top), tl.zeros_like(summed)
+        )
+    result = summed / tl.where(total == 0.0, 1.0, total)[:, None]
+    to = out + (flat * HEADS + query_head[:, None]) * D + dim[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["offset", "width", "num_tiles", "window", "table_stride"])
+def _causal_tiles(
+    q, keys, values, out, table, req_indices, starts, positions, flat_index, padded_rows, sinks,
+    row_stride, head_stride, slot_stride, key_head_stride, table_stride,
+    scale, softcap, window, offset, width, num_tiles,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, RAGGED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attend with a tile of rows, each of which sees the keys up to itself."""
+    if PDL:
+        _programmatic_launch()
+    # The last tiles see most keys, so they go first.
+    tile = num_tiles - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    node = row // GROUP
+    is_row = node < width
+    first = b * width + tile * ROWS // GROUP
+    last_node = tl.minimum((tile * ROWS + ROWS - 1) // GROUP, width - 1)
+    if RAGGED:  # a place without a row has another row's number
+        flat = tl.load(padded_rows + b * width + node, mask=is_row, other=0)
+        is_row &= tl.load(flat_index + flat, mask=is_row, other=-1) == b * width + node
+        last_node = tl.max(tl.where(is_row, node, -1))
+        some = last_node >= 0
+    else:
+        flat = b * width + node
+        some = first >= 0
+    if some:
+        start = tl.load(starts + b).to(tl.int32)
+        limit = start + offset + node + 1
+        last = start + offset + last_node + 1
+        own = table + tl.load(req_indices + b) * table_stride
+        query_head = head * GROUP + row % GROUP
+        dim = tl.arange(0, DIM)
+        is_dim = dim < D
+        there = is_row[:, None] & is_dim[None, :]
+        at = flat[:, None] * row_stride + query_head[:, None] * head_stride + dim[None, :]
+        queries = tl.load(q + at, mask=there, other=0.0)
+        low = tl.zeros((ROWS,), tl.int32)
+        begin = 0
+        if HAS_WINDOW:
+            low = tl.load(positions + flat, mask=is_row, other=0).to(tl.int32) - window + 1
+            # Rows of a tile follow one another, so the first one sees the least position.
+            lowest = start + offset + tile * ROWS // GROUP - window + 1
+            begin = tl.maximum(lowest, 0) // PART * PART
+
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        summed = tl.zeros((ROWS, DIM), tl.float32)
+        part_top = tl.full((ROWS,), float("-inf"), tl.float32)
+        part_total = tl.zeros((ROWS,), tl.float32)
+        part_summed = tl.zeros((ROWS, DIM), tl.float32)
+        for first_key in tl.range(begin, last, BLOCK, num_stages=STAGES):
+            key = first_key + tl.arange(0, BLOCK)
+            exists = key < last
+            slots = tl.load(own + key, mask=exists, other=0)
+            seen = (key[None, :] < limit[:, None]) & is_row[:, None]
+            if HAS_WINDOW:
+                seen &= key[None, :] >= low[:, None]
+            found = _block_sums(
+                queries, keys + head * key_head_stride, values + head * key_head_stride,
+                slots, exists, seen, dim, is_dim, slot_stride, scale, softcap,
+                HAS_SOFTCAP, PRECISION,
+            )  # fmt: skip
+            part_top, part_total, part_summed = _fold(
+                part_top, part_total, part_summed, found[0], found[1], found[2]
+            )
+            if (first_key + BLOCK) % PART == 0:
+                top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
+                part_top = tl.full((ROWS,), float("-inf"), tl.float32)
+                part_total = tl.zeros((ROWS,), tl.float32)
+                part_summed = tl.zeros((ROWS, DIM), tl.float32)
+        top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
+
+        if HAS_SINKS:
+            sink = tl.load(sinks + query_head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
+            sink_top = tl.ceil(sink)
+            top, total, summed = _fold(
+                top, total, summed, sink_top, tl.exp2(sink - sink_top), tl.zeros_like(summed)
+            )
+        result = summed / tl.where(total == 0.0, 1.0, total)[:, None]
+        to = out + (flat[:, None] * HEADS + query_head[:, None]) * D + dim[None, :]
+        tl.store(to, result.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["span", "mask_stride"])
+def _path_orders(mask, order, counts, span, mask_stride, SPAN: tl.constexpr):
+    """List the places that one row of a mask shows, in ascending order."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SPAN)
+    seen = tl.load(mask + row * mask_stride + place, mask=place < span, other=0) != 0
+    rank = tl.cumsum(seen.to(tl.int32), 0)
+    tl.store(order + row * span + rank - 1, place.to(tl.int64), mask=seen)
+    tl.store(counts + row, tl.sum(seen.to(tl.int64)))
+
+
+def path_orders(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``order`` and ``counts`` of ``PagedRows`` for a mask [bs or 1, Q, W] bool: what
+    follows the first ``counts`` places of a row of ``order`` is not written."""
+    span = mask.shape[2]
+    mask = mask.contiguous().view(torch.int8)
+    order = torch.empty(mask.shape, dtype=torch.int64, device=mask.device)
+    counts = torch.empty(mask.shape[:2], dtype=torch.int64, device=mask.device)
+    _path_orders[(counts.numel(),)](
+        mask, order, counts, span, span, SPAN=triton.next_power_of_2(span), num_warps=1
+    )
+    return order, counts
+
+
+class PagedAttention:
+    """Attends over paged pools of one device; all its calls share one workspace.
+
+    Args:
+        device: of the pools.
+        workspace_bytes: for the sums of parts.
+    """
+
+    def __init__(self, device: torch.device, workspace_bytes: int = WORKSPACE_BYTES) -> None:
+        self._programs = 3
+        self._pdl = False
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self._programs = 4 * properties.multi_processor_count
+            self._pdl = properties.major >= 9
+        self._workspace = torch.empty(workspace_bytes // 4, device=device)
+
+    def __call__(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: PagedRows,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend, as ``paged_attention_reference`` does.
+
+        Args:
+            q: [R, H, D], dense in D.
+            keys, values: [slots, Hkv, D], the pool of one layer.
+            rows: where the keys of the rows stand.
+            scale: of the scores.
+            window: positions that a row looks back, its own included; None: all.
+            softcap: ``softcap * tanh(score / softcap)``, or None.
+            sinks: [H], a score of each head without a value, or None.
+
+        Returns:
+            [R, H * D].
+        """
+        num_rows, heads, dim = q.shape
+        out = torch.empty(num_rows, heads * dim, dtype=q.dtype, device=q.device)
+        if num_rows == 0:
+            return out
+        assert q.stride(2) == 1
+        assert keys.stride(2) == 1
+        assert keys.stride() == values.stride()
+        call = _Call(q, keys, values, out, rows, scale, window, softcap, sinks, self._pdl)
+        if rows.order is None and rows.width >= _TILED_WIDTH:
+            call.tiles()
+        else:
+            call.parts_and_tails(self._workspace, self._programs)
+        return out
+
+
+@attrs.frozen(eq=False)
+class _Call:
+    """The launches of one call."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    out: Tensor
+    rows: PagedRows
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+    pdl: bool
+
+    def tiles(self) -> None:
+        """Launch ``_causal_tiles``."""
+        rows, out = self.rows, self.out
+        num_tiles = triton.cdiv(rows.width * self.group, _TILE_ROWS)
+        _causal_tiles[num_tiles, self.keys.shape[1], len(rows.req_indices)](
+            self.q, self.keys, self.values, out, rows.table, rows.req_indices, rows.starts,
+            rows.positions, _given(rows.flat_index, out), _given(rows.padded_rows, out),
+            _given(self.sinks, out), *self.strides, *self.numbers, rows.width, num_tiles,
+            HEADS=self.q.shape[1], ROWS=_TILE_ROWS, HAS_SINKS=self.sinks is not None,
+            **_TILES, **self.common,
+        )  # fmt: skip
+
+    def parts_and_tails(self, workspace: Tensor, programs: int) -> None:
+        """Launch ``_committed_parts``, then ``_row_tails``."""
+        rows, out, bs = self.rows, self.out, len(self.rows.req_indices)
+        kv_heads = self.keys.shape[1]
+        of_request = rows.width * self.group
+        tile = min(max(_DOT_ROWS, triton.next_power_of_2(of_request)), _TILE_ROWS)
+        num_tiles = triton.cdiv(of_request, tile)
+        dim = self.common["DIM"]
+        capacity = len(workspace) // (tile * (dim + 2))
+        tops, totals, mixed = workspace.split_with_sizes(
+            [capacity * tile, capacity * tile, len(workspace) - 2 * capacity * tile]
+        )
+        batch = triton.next_power_of_2(bs)
+        _committed_parts[(programs,)](
+            self.q, self.keys, self.values, rows.table, rows.req_indices, rows.starts,
+            rows.positions, _given(rows.padded_rows, out), tops, totals, mixed,
+            *self.strides, *self.numbers, bs, rows.width, kv_heads, num_tiles, capacity,
+            ROWS=tile, BATCH=batch, **_PARTS, **self.common,
+        )  # fmt: skip
+        order = rows.order
+        span = 1 if order is None else order.shape[2]
+        order_stride = 0 if order is None or order.shape[0] == 1 else order.stride(0)
+        _row_tails[len(self.q), kv_heads](
+            self.q, self.keys, self.values, out, rows.table, rows.req_indices, rows.starts,
+            rows.positions, _given(rows.flat_index, out), _given(order, out),
+            _given(rows.counts, out), _given(self.sinks, out), tops, totals, mixed,
+            *self.strides, order_stride, *self.numbers, bs, rows.width, span, kv_heads, num_tiles,
+            capacity, HEADS=self.q.shape[1],
+            ROWS=max(_DOT_ROWS, triton.next_power_of_2(self.group)), TILE=tile, BATCH=batch,
+            HAS_ORDER=order is not None, HAS_SINKS=self.sinks is not None, **_TAILS, **self.common,
+        )  # fmt: skip
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.q.shape[1] // self.keys.shape[1]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of queries, of the pool and of the request table."""
+        q, keys = self.q, self.keys
+        return q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), self.rows.table.stride(0)
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Scale, softcap, window and offset."""
+        return self.scale, self.softcap or 0.0, self.window or 0, self.rows.offset
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What all kernels are compiled for."""
+        dim = self.q.shape[2]
+        launch = {"launch_pdl": True} if self.pdl else {}
+        return {
+            "GROUP": self.group, "D": dim, "DIM": max(16, triton.next_power_of_2(dim)),
+            "RAGGED": self.rows.flat_index is not None, "HAS_WINDOW": self.window is not None,
+            "HAS_SOFTCAP": self.softcap is not None, "PRECISION": "ieee", "BLOCK": BLOCK,
+            "PART": PART, "PDL": self.pdl, **launch,
+        }  # fmt: skip
+
+
+def _given(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
+    """Return an optional argument, or one that is not read."""
+    return stand_in if tensor is None else tensor

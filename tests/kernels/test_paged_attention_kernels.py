@@ -1,0 +1,218 @@
+"""The attention kernels: a row's bits depend on nothing but the row, and are those of plain
+loops up to rounding. On the CPU through Triton's interpreter, which knows no bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from specplug.kernels import paged_attention_kernels as kernels
+from specplug.kernels.paged_attention_kernels import PagedAttention, PagedRows, path_orders
+from specplug.speculative.draft import ancestor_mask
+from specplug.speculative.padding import Padding
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPES = (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16,)
+SCALE = 0.3
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts so short that a few keys make several of them."""
+    monkeypatch.setattr(kernels, "BLOCK", 16)
+    monkeypatch.setattr(kernels, "PART", 32)
+
+
+@attrs.frozen(eq=False)
+class Pass:
+    """A pass over requests, and the keys that each of its rows sees.
+
+    Slots that are nobody's hold NaN.
+    """
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    rows: PagedRows
+    seen: list[Tensor]
+
+    def expected(
+        self, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """[R, H * D] float64, by plain loops."""
+        heads, group = self.q.shape[1], self.q.shape[1] // self.keys.shape[1]
+        found = torch.zeros(self.q.shape, dtype=torch.float64, device=DEVICE)
+        for row, slots in enumerate(self.seen):
+            own = slots if window is None else slots[-window:]
+            for head in range(heads):
+                keys, values = (t[own, head // group].double() for t in (self.keys, self.values))
+                scores = keys @ self.q[row, head].double() * SCALE
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1].double()))
+                found[row, head] = torch.softmax(scores, 0)[: len(own)] @ values
+        return found.flatten(1)
+
+    def attend(self, *, parts: int = 1 << 18, tiled_width: int = 1 << 30, **how: object) -> Tensor:
+        """[R, H * D], with a poisoned workspace of so many numbers.
+
+        Args:
+            parts: 0: every row reads all its keys itself.
+            tiled_width: chunks from this width on are read in tiles.
+        """
+        attention = PagedAttention(DEVICE, 4 * parts)
+        attention._workspace.fill_(float("nan"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "_TILED_WIDTH", tiled_width)
+            return attention(self.q, self.keys, self.values, self.rows, SCALE, **how)  # type: ignore[arg-type]
+
+
+def make_pass(
+    starts: tuple[int, ...],
+    widths: tuple[int, ...],
+    heads: tuple[int, int, int] = (2, 1, 16),
+    dtype: torch.dtype = torch.float16,
+    *,
+    tree: bool = False,
+    offset: int = 0,
+) -> Pass:
+    """Make a pass of requests of these committed lengths and widths.
+
+    Args:
+        heads: H, Hkv, D.
+        tree: the rows of each request are a tree, else a chain.
+        offset: of the first row after the committed length.
+    """
+    generator = torch.Generator().manual_seed(sum(starts) + len(widths))
+    num_heads, kv_heads, dim = heads
+    bs, width = len(starts), max(widths)
+    used = [start + offset + width for start in starts]
+    slots = torch.randperm(2 * sum(used), generator=generator) + 1
+    table = torch.zeros(bs + 2, max(used) + 64, dtype=torch.int64)
+    keys = torch.full((2, 2 * sum(used) + 1, kv_heads, dim), float("nan"), dtype=dtype)
+    req_indices = torch.randperm(bs + 1, generator=generator)[:bs] + 1
+    for row, count in zip(req_indices, used, strict=True):
+        table[row, :count], slots = slots[:count], slots[count:]
+        own = torch.randn(2, count, kv_heads, dim, generator=generator)
+        keys[:, table[row, :count]] = own.to(dtype)
+    parents = torch.tensor([[-1, *((i - 1) // 2 for i in range(1, width))]]).expand(bs, -1)
+    mask = ancestor_mask(parents, width) if tree else torch.ones(1, width, width).tril_().bool()
+    seen, positions = [], []
+    for b, start in enumerate(starts):
+        for i in range(widths[b]):
+            path = mask[b % len(mask), i].nonzero()[:, 0] + start + offset
+            positions.append(start + offset + int(mask[b % len(mask), i].sum()) - 1)
+            before = torch.arange(start + offset)
+            seen.append(table[req_indices[b], torch.cat((before, path))].to(DEVICE))
+    order, counts = path_orders(mask.to(DEVICE)) if tree else (None, None)
+    padding = Padding.of(widths, width, DEVICE)
+    rows = PagedRows(
+        table=table.to(DEVICE),
+        req_indices=req_indices.to(DEVICE),
+        starts=torch.tensor(starts, device=DEVICE),
+        positions=torch.tensor(positions, device=DEVICE),
+        offset=offset,
+        width=width,
+        order=order,
+        counts=counts,
+        flat_index=None if padding is None else padding.flat_index,
+        padded_rows=None if padding is None else padding.padded_rows,
+    )
+    q = torch.randn(sum(widths), num_heads, dim, generator=generator).to(DEVICE, dtype)
+    return Pass(q, *keys.to(DEVICE), rows, seen)
+
+
+MAKERS: dict[str, Callable[..., Pass]] = {
+    "one row": lambda **of: make_pass((5, 70), (1, 1), (4, 2, 16), **of),
+    "chains": lambda **of: make_pass((31, 100), (3, 3), (4, 1, 16), **of),
+    "trees": lambda **of: make_pass((0, 63), (6, 6), (2, 1, 24), tree=True, **of),
+    "ragged trees": lambda **of: make_pass((0, 64), (6, 2), (2, 2, 16), tree=True, **of),
+    "ragged chunks": lambda **of: make_pass((0, 45), (18, 2), **of),
+    "written again": lambda **of: make_pass((40, 33), (3, 3), offset=-3, **of),
+    "sixteen heads a key head": lambda **of: make_pass((35,), (1,), (16, 1, 8), **of),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MAKERS)
+def test_attention_is_that_of_plain_loops(name: str, dtype: torch.dtype) -> None:
+    one = MAKERS[name](dtype=dtype)
+    found = one.attend()
+    tolerance = 2e-3 if dtype is torch.float16 else 2e-2
+    torch.testing.assert_close(found.double(), one.expected(), rtol=0, atol=tolerance)
+    assert torch.equal(one.attend(parts=0), found), "read by each row alone"
+    assert torch.equal(one.attend(parts=32 * 20 * 6), found), "the workspace is short"
+    if "tree" not in name:
+        assert torch.equal(one.attend(tiled_width=1), found), "in tiles"
+
+
+@pytest.mark.parametrize("how", ["window", "softcap", "sinks"])
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_attention_of_other_kinds_is_that_of_loops(how: str, tree: bool) -> None:
+    one = make_pass((70, 40), (3, 3), tree=tree)
+    chosen: dict[str, object] = {
+        "window": {"window": 37},
+        "softcap": {"softcap": 2.0},
+        "sinks": {"sinks": torch.linspace(-2, 2, 2, device=DEVICE).to(one.q.dtype)},
+    }[how]
+    found = one.attend(**chosen)
+    expected = one.expected(**chosen)  # type: ignore[arg-type]
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-3)
+    assert torch.equal(one.attend(parts=0, **chosen), found)
+    if not tree:
+        assert torch.equal(one.attend(tiled_width=1, **chosen), found)
+
+
+def test_row_has_the_bits_of_a_step_of_its_own() -> None:
+    """A chunk's rows, and those of one step after another."""
+    chunk = make_pass((30,), (20,))
+    found = chunk.attend(tiled_width=1).view(1, 20, -1)
+    for i in (0, 1, 17, 19):
+        rows = attrs.evolve(
+            chunk.rows,
+            starts=chunk.rows.starts + i,
+            positions=chunk.rows.starts + i,
+            width=1,
+        )
+        q = chunk.q.view(1, 20, *chunk.q.shape[1:])[:, i].contiguous()
+        step = attrs.evolve(chunk, q=q, rows=rows)
+        assert torch.equal(step.attend(), found[:, i])
+
+
+def test_branch_has_the_bits_of_a_chain() -> None:
+    """A tree's longest branch, and the same tokens without the other branches."""
+    tree = make_pass((45,), (6,), tree=True)
+    branch = [0, 1, 3]  # parents (i - 1) // 2
+    chain = attrs.evolve(
+        tree,
+        q=tree.q[branch],
+        rows=attrs.evolve(
+            tree.rows, width=3, order=None, counts=None, positions=tree.rows.positions[branch]
+        ),
+    )
+    table = tree.rows.table.clone()
+    row = tree.rows.req_indices
+    table[row, 45:48] = table[row, 45 + torch.tensor(branch, device=DEVICE)]
+    chain = attrs.evolve(chain, rows=attrs.evolve(chain.rows, table=table))
+    assert torch.equal(chain.attend(), tree.attend()[branch])
+
+
+def test_path_orders_lists_what_a_mask_shows() -> None:
+    mask = torch.rand(2, 5, 9, generator=torch.Generator().manual_seed(0)) < 0.4
+    order, counts = path_orders(mask.to(DEVICE))
+    for b in range(2):
+        for i in range(5):
+            seen = mask[b, i].nonzero()[:, 0].tolist()
+            assert order[b, i, : int(counts[b, i])].tolist() == seen
+
+
+def test_no_rows_have_no_result() -> None:
+    one = make_pass((5,), (1,))
+    empty = attrs.evolve(one, q=one.q[:0])
+    assert empty.attend().shape == (0, 32)
