@@ -37,7 +37,10 @@ GAP_BAR = 50.0
 KINDS = (
     ("copies", r"memcpy|memset|copy_kernel|direct_copy"),
     ("attention", r"attn|attention|flash|paged|softmax_reduc"),
-    ("sampling", r"gumbel|argmax|sample|topk|sort|radix|scan"),
+    (
+        "sampling",
+        r"gumbel|argmax|sample|topk|sort|radix|scan|best_of|adjusted_scores|histogram|digit|_cut",
+    ),
     ("products", r"gemm|gemv|matmul|linear|mm_kernel|cutlass|nvjet|cublas|splitK|product"),
     ("norms, rotary, activation", r"norm|rotary|rope|silu|mul|add|elementwise|reduce|triton"),
 )
