@@ -115,7 +115,7 @@ def test_every_combination_of_needs_is_the_reference(heat: str, added: tuple[boo
     )
 
 
-@pytest.mark.parametrize("kind", ["chain", "ragged chain", "tree", "ragged tree"])
+@pytest.mark.parametrize("kind", ["chain", "ragged chain", "tree", "ragged tree", "lost node"])
 def test_penalties_follow_the_path_to_each_node(kind: str) -> None:
     params = [
         SamplingParams(presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.4),
@@ -126,10 +126,28 @@ def test_penalties_follow_the_path_to_each_node(kind: str) -> None:
     if "chain" in kind:
         draft = Draft.chain(tokens, widths)
     else:
-        draft = Draft.tree(tokens, torch.tensor(TREE, device=DEVICE), 3, widths)
+        parents = torch.tensor(TREE, device=DEVICE)
+        if kind == "lost node":
+            parents[0, 3] = -1
+        draft = Draft(tokens=tokens, parents=parents, widths=widths, depth=3)
     requests = [b for b, width in enumerate(widths or (5, 5)) for _ in range(width)]
     logits = _logits(len(requests), 9) / 6
+    logits[:, tokens[0, 0]] = logits[:, 7:].amax(1) + 0.1
     assert len(set(_same(logits, params, draft, requests=requests))) > 1
+
+
+def test_a_penalized_score_is_rounded_once() -> None:
+    values = torch.linspace(1, 2, 60)
+    logits = torch.full((60, 4), -9.0)
+    logits[:, 2], logits[:, 1] = values, values / 3  # 2 is in the prompt; then they are equal
+    assert set(_same(logits.to(DEVICE), [SamplingParams(repetition_penalty=3.0)])) == {1}
+
+
+def test_enders_are_left_out_until_the_least_tokens() -> None:
+    logits = torch.zeros(8, 6)
+    logits[:, 1], logits[:, 5], logits[:, 4] = 3.0, 2.0, 1.0  # 1 and 5 end the output
+    found = _same(logits.to(DEVICE), [SamplingParams(min_tokens=4)])
+    assert found == [4] * 4 + [1] * 4
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3])
@@ -144,6 +162,10 @@ def test_a_row_is_the_same_however_it_is_split(
     _same(_logits(2, vocab, dtype), params)
     if dtype == torch.float32:
         _same(_logits(2, vocab), [SamplingParams(temperature=2.0, top_p=0.95, seed=4)])
+        equal = torch.zeros(1, vocab, device=DEVICE)
+        assert _same(equal, [SamplingParams()]) == [0]
+        sampled = SamplingParams(temperature=1.0, top_k=1500, seed=4)
+        assert _same(equal.expand(2, -1), [SamplingParams(), sampled])[0] == 0
 
 
 def test_rows_of_a_wider_tensor_are_read_where_they_stand() -> None:
@@ -167,7 +189,6 @@ EXTREMES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 def test_extreme_rows_are_the_reference() -> None:
     vocab, inf = 40, math.inf
     base = torch.zeros(vocab)
@@ -246,7 +267,7 @@ def test_truncation_keeps_what_its_definition_says() -> None:
     ):
         scores = torch.randn(301, generator=generator) * spread
         logits.append(scores.bfloat16().float() if min_p or top_k else scores)
-        params.append(SamplingParams(temperature=0.5, min_p=min_p, top_k=top_k, top_p=top_p))
+        params.append(SamplingParams(temperature=0.7, min_p=min_p, top_k=top_k, top_p=top_p))
     for found, scores, each in zip(
         _kept(torch.stack(logits).to(DEVICE), params), logits, params, strict=True
     ):
