@@ -8,6 +8,7 @@ else, so it is the same whatever was drafted and whatever else is in the batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -161,7 +162,7 @@ class Sampler:
                 logits,
                 req_indices,
                 positions,
-                self._kernel_settings(),
+                self._kernel_settings,
                 self._adjustments(needs, draft, masks),
                 random,
                 truncated=bool(needs & Needs.TRUNCATION),
@@ -196,7 +197,9 @@ class Sampler:
                 (index, tokens), valid.to(self._output_counts.dtype), accumulate=True
             )
 
+    @cached_property
     def _kernel_settings(self) -> Settings:
+        """The settings of all rows, as the kernels take them: the same tensors each time."""
         from specplug.kernels.sampling import Settings
 
         column = dict(zip(_COLUMNS, self._settings.unbind(1), strict=True))

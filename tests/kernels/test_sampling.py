@@ -189,6 +189,7 @@ EXTREMES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 def test_extreme_rows_are_the_reference() -> None:
     vocab, inf = 40, math.inf
     base = torch.zeros(vocab)
