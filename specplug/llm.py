@@ -100,6 +100,7 @@ class LLM:
         disable_overlap_schedule: bool = False,
         disable_radix_cache: bool = False,
         disable_cuda_graph: bool = False,
+        disable_row_invariance: bool = False,
         disable_extensions: Sequence[str] = (),
         skip_model_check: bool = False,
         disaggregation: str | None = None,

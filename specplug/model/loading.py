@@ -116,6 +116,7 @@ def load_target(config: EngineConfig, device: torch.device, ranks: RankGroup | N
         ranks,
         identified=config.disaggregation is not None,
         skip_check=config.skip_model_check,
+        row_invariant=not config.disable_row_invariance,
     )
     if device.type == "cpu":
         set_threads(config.num_threads, runner.num_parameters)

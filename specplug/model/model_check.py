@@ -74,6 +74,8 @@ class ModelCheck:
 
     Attributes:
         kv_shape: of the cache, as observed in the attention calls.
+        row_variance: the first of our passes that gives a row other bits than the first one, and
+            the layer where it begins; None if they agree. ``compare`` sets it.
 
     Raises:
         CheckpointError: our attention cannot replace the model's.
@@ -115,6 +117,7 @@ class ModelCheck:
         self._own_logits = self._run_own(model)
         self._own_states, self._states = self._states, []
         self.kv_shape = self._kv_shape()
+        self.row_variance: str | None = None
 
     def _make_tokens(self, vocab_size: int) -> Tensor:
         """Return the token ids of two sequences, [2, T] int64."""
@@ -286,6 +289,7 @@ class ModelCheck:
             CheckpointError: a pass gives other logits than the model's own.
         """
         fill_cache(cache, self.kv_shape, self._num_slots, self._dtype, self._device)
+        first: list[Tensor] = []
         for one in self._passes():
             self._states.clear()
             try:
@@ -297,6 +301,10 @@ class ModelCheck:
             except Exception as error:
                 raise self._refusal(f"{one.name}: our pass fails: {_told(error)}") from error
             self._compare(one, found)
+            results = [*self._states, found.view(len(one.tokens), -1)]
+            first = first or results
+            if self.row_variance is None:
+                self.row_variance = self._row_variance(one, results, first)
         drop_tensors(cache)
         for hook in self._hooks:
             hook.remove()
@@ -379,6 +387,22 @@ class ModelCheck:
             "after the last layer",
         )
         raise self._refusal(f"{one.name}: logits differ by {gap:.2g} of their size, {where}")
+
+    def _row_variance(self, one: _Pass, results: list[Tensor], first: list[Tensor]) -> str | None:
+        """Return where a pass gives a token other bits than the first pass; None if nowhere.
+
+        Args:
+            results: of the layers and the head, by row.
+            first: those of the first pass, the first sequence from its start.
+        """
+        shared = (one.expected < self._length) | (one.expected % self._length < self._fork)
+        expected = one.expected[shared] % self._length
+        for number, (found, own) in enumerate(zip(results, first, strict=True)):
+            if not torch.equal(found[shared], own[expected]):
+                last = len(results) - 1
+                place = f"from layer {number} on" if number < last else "after the last layer"
+                return f"{one.name}: {place}"
+        return None
 
     def _differ(self, found: Tensor, expected: Tensor) -> bool:
         gaps = _gaps(found, expected)

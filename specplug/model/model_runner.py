@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from specplug.distributed.rank_group import RankGroup
+from specplug.errors import warn_fallback
 from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import HALF, TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
 from specplug.model.checkpoint import CPU, load_checkpoint, weights_fingerprint
@@ -26,6 +27,7 @@ from specplug.speculative.runtime import KVCache
 
 if TYPE_CHECKING:
     from specplug.kernels.paged_attention_kernels import PagedAttention
+    from specplug.model.fused_layer import FusedLayer
 
 PassOutput = tuple[Tensor, dict[str, Tensor], dict[Hashable, Tensor]]
 """The result of a pass: logits [M, V]; the captured outputs that algorithms asked for, by name; and
@@ -42,6 +44,7 @@ class ModelRunner:
         ranks: over which its MLPs are sharded; None: it is not sharded.
         identified: whether ``fingerprint`` is wanted.
         skip_check: do not check that it gives its own logits here.
+        row_invariant: on a GPU in half precision each row's bits depend on nothing but the row.
 
     Attributes:
         fingerprint: of its weights as they were loaded; None if it was not wanted.
@@ -60,6 +63,7 @@ class ModelRunner:
         *,
         identified: bool = False,
         skip_check: bool = False,
+        row_invariant: bool = True,
     ) -> None:
         self.device = device
         # Sharded weights are cut on the host, whose copy is the mapped file.
@@ -85,9 +89,18 @@ class ModelRunner:
         self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
         self.num_layers = len(self.capture.layers)
         fuse_norms(self.model)
+        self._fused_layers: list[FusedLayer] = []
+        self._is_row_invariant = False
+        if device.type == "cuda" and self.dtype in (torch.bfloat16, torch.float16):
+            self._use_kernels(row_invariant)
         shorten_calls(self.model, keep=self.capture.hooked)
         if check is not None:
             self._end_check(check)
+            if check.row_variance is not None and self._is_row_invariant:
+                warn_fallback(
+                    f"row invariance does not hold for {type(self.model).__name__}, "
+                    f"{check.row_variance}: tokens may depend on what else is in a batch"
+                )
         self._records = False
         self._graphs: dict[frozenset[str], GraphRunner] = {}
         self._buffers: dict[Hashable, Tensor] = {}
@@ -124,6 +137,15 @@ class ModelRunner:
     def num_bytes(self) -> int:
         """Bytes of the target's weights, tied ones once."""
         return sum(tensor.nbytes for _, tensor in stored_tensors(self.model))
+
+    def _use_kernels(self, row_invariant: bool) -> None:
+        """Have the modules compute by our kernels. They need Triton, which is not everywhere."""
+        from specplug.model.half_precision import replace_modules
+
+        self.rotary.begin(None)
+        layers = self.capture.layers
+        self._fused_layers = replace_modules(self.model, layers, row_invariant=row_invariant)
+        self._is_row_invariant = row_invariant
 
     def _begin_check(self, path: str) -> ModelCheck:
         """Run the model before anything in it is changed."""
@@ -210,6 +232,8 @@ class ModelRunner:
         self._graphs.clear()
         self._buffers.clear()
         drop_tensors(self.cache)
+        for layer in self._fused_layers:
+            layer.close()
         drop_weights(self.model)
 
     def _forward(

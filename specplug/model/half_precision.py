@@ -1,0 +1,57 @@
+"""A target in half precision on a GPU, with our kernels in place of its modules' operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from specplug.errors import warn_fallback
+from specplug.model.exact_linear import (
+    ExactLinear,
+    Products,
+    find_row_variance,
+    make_linears_exact,
+)
+from specplug.model.exact_norms import make_norms_exact
+from specplug.model.fused_layer import FusedLayer, fuse_layers
+
+
+def replace_modules(
+    model: Any, layers: Iterable[nn.Module], *, row_invariant: bool
+) -> list[FusedLayer]:
+    """Have a target's modules compute by our kernels, in place, and return the fused layers.
+
+    Layers of the Llama kind get a fused forward. The linears and norms of all other modules are
+    made row-invariant if that is wanted, and so the rows' bits depend on nothing but the row; that
+    is tried out on this card, with a warning if it does not hold.
+
+    Args:
+        model: a causal LM of transformers in half precision, on its device, loaded with our
+            attention.
+        layers: its decoder layers.
+        row_invariant: else products of many rows, and all modules outside of fused layers, round
+            as is fastest.
+    """
+    layers = list(layers)
+    fused = fuse_layers(model, layers, Products(exact=row_invariant))
+    if row_invariant:
+        done = [layer for layer in layers if "forward" in layer.__dict__]
+        make_linears_exact(model, keep=done)
+        make_norms_exact(model, keep=done)
+        _tell_row_variance(model, fused)
+    return fused
+
+
+def _tell_row_variance(model: nn.Module, fused: list[FusedLayer]) -> None:
+    """Warn if the products that the model uses are not row-invariant on this card."""
+    weights = [part[0] for each in fused for part in (each.qkv, each.o, each.down)]
+    weights += [each.weight for each in model.modules() if isinstance(each, ExactLinear)]
+    variant = find_row_variance(weights, gated=[each.gate_up[0] for each in fused])
+    if variant:
+        warn_fallback(
+            f"row invariance does not hold on {torch.cuda.get_device_name()} for products of shape "
+            f"{', '.join(variant)}: tokens may depend on what else is in a batch"
+        )

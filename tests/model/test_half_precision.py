@@ -1,0 +1,76 @@
+"""A target whose modules compute by our kernels gives its own logits, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from specplug.model import exact_linear
+from specplug.model.attention import IMPLEMENTATION, register
+from specplug.model.exact_linear import ExactLinear
+from specplug.model.exact_norms import ExactRMSNorm
+from specplug.model.fused_layer import SequencePlan
+from specplug.model.half_precision import replace_modules
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPE: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "pad_token_id": None,
+}
+TOKENS = torch.arange(9, device=DEVICE) * 5 % 48
+
+
+def build(config: str) -> Any:
+    register()
+    torch.manual_seed(0)
+    settings = getattr(transformers, config)(**SHAPE)
+    settings._attn_implementation = IMPLEMENTATION
+    return transformers.AutoModelForCausalLM.from_config(settings).eval().to(DEVICE, torch.float16)
+
+
+@torch.inference_mode()
+def logits_of(model: Any) -> Tensor:
+    def forward(ids: Tensor, *, position_ids: Tensor, **named: Any) -> Tensor:
+        logits: Tensor = model(input_ids=ids, position_ids=position_ids, use_cache=False).logits
+        return logits
+
+    plan = SequencePlan(len(TOKENS), 2, SHAPE["head_dim"], torch.float16, DEVICE)
+    return plan.run(forward, 1, TOKENS.unsqueeze(0), None)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_fused", "num_linears", "num_norms"),
+    [("Qwen3Config", 2, 1, 1), ("Gemma2Config", 0, 15, 9)],
+)
+def test_replaced_modules_give_the_models_logits(
+    config: str, num_fused: int, num_linears: int, num_norms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact_linear, "_MOST_SAMPLED", 0)
+    model = build(config)
+    expected = logits_of(model)
+    fused = replace_modules(model, model.model.layers, row_invariant=True)
+    assert len(fused) == num_fused
+    modules = list(model.modules())
+    assert sum(isinstance(module, ExactLinear) for module in modules) == num_linears
+    assert sum(isinstance(module, ExactRMSNorm) for module in modules) == num_norms
+    found = logits_of(model)
+    assert (found.float() - expected.float()).norm() < 1e-2 * expected.float().norm()
+
+
+def test_declined_row_invariance_replaces_fused_layers_alone() -> None:
+    model = build("LlamaConfig")
+    (first, _) = replace_modules(model, model.model.layers, row_invariant=False)
+    assert not first.products.exact
+    assert type(model.lm_head) is nn.Linear
+    assert not isinstance(model.model.norm, ExactRMSNorm)
