@@ -67,7 +67,7 @@ class Shape:
         return {
             "qkv": (self.qkv, self.hidden, False),
             "o": (self.hidden, self.q_heads * self.head_dim, True),
-            "gate_up": (2 * self.inner, self.hidden, False),
+            "gate": (self.inner, self.hidden, False),
             "down": (self.hidden, self.inner, True),
             "lm_head": (self.vocab, self.hidden, False),
         }
@@ -179,14 +179,19 @@ def measure_linears(shape: Shape, all_rows: Sequence[int], names: Iterable[str])
         torch.cuda.empty_cache()
 
 
-def weights_of(outputs: int, inputs: int) -> list[tuple[Tensor]]:
+def weights_of(outputs: int, inputs: int) -> list[tuple[Tensor, ...]]:
     """Copies of a weight that together exceed the cache."""
     return [(randn(outputs, inputs, scale=0.02),) for _ in range(copies_of(2 * outputs * inputs))]
 
 
-def torch_gated(x: Tensor, act: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
-    """A gated product in two or more operations."""
-    return act(F.linear(x, weight))
+def torch_gated(x: Tensor, act: Callable[..., Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    """A gated product in three or more operations."""
+    return act(F.linear(x, gate), F.linear(x, up))
+
+
+def joint_gated(x: Tensor, act: Callable[..., Tensor], weight: Tensor) -> Tensor:
+    """A gated product with a joint weight."""
+    return act(*F.linear(x, weight).chunk(2, dim=1))
 
 
 def measure_gated(shape: Shape, all_rows: Sequence[int]) -> Iterable[Row]:
@@ -194,17 +199,19 @@ def measure_gated(shape: Shape, all_rows: Sequence[int]) -> Iterable[Row]:
     from specplug.kernels.silu_mul import silu_mul, silu_mul_reference
 
     inner, hidden = shape.inner, shape.hidden
-    weights = weights_of(2 * inner, hidden)
+    joint = weights_of(2 * inner, hidden)
+    weights = [each.chunk(2) for (each,) in joint]
     for rows in all_rows:
         x = randn(rows, hidden)
         ours = time_us(partial(gated_linear, x), weights)
         theirs = time_us(partial(torch_gated, x, silu_mul_reference), weights)
-        two = time_us(partial(torch_gated, x, silu_mul), weights)
+        three = time_us(partial(torch_gated, x, silu_mul), weights)
+        two = time_us(partial(joint_gated, x, silu_mul), joint)
         tile = choose_gated_tile(inner, hidden, rows)
         moved = 2 * (2 * inner * hidden + rows * (hidden + inner))
-        note = f"{attrs.astuple(tile)}, cuBLAS and silu_mul {two:.1f}"
+        note = f"{attrs.astuple(tile)}, cuBLAS and silu_mul {three:.1f}, joint {two:.1f}"
         yield Row("gated_linear", f"{inner}x{hidden}", rows, ours, theirs, moved, note)
-    del weights
+    del joint, weights
     torch.cuda.empty_cache()
 
 
@@ -213,7 +220,7 @@ def measure_silu_mul(shape: Shape, all_rows: Sequence[int]) -> Iterable[Row]:
 
     for rows in all_rows:
         moved = 6 * rows * shape.inner
-        inputs = [(randn(rows, 2 * shape.inner),) for _ in range(copies_of(moved))]
+        inputs = [tuple(randn(2, rows, shape.inner)) for _ in range(copies_of(moved))]
         times = time_us(silu_mul, inputs), time_us(silu_mul_reference, inputs)
         yield Row("silu_mul", f"{shape.inner}", rows, *times, moved)
 
@@ -286,7 +293,8 @@ class Chain:
             qkv = linear(rms_norm(hidden, self._weight, 1e-5), each["qkv"])
             q = rotate_and_write(qkv, *self._rotary, self._slots, *self._pool, self._norms)
             hidden = linear(q.flatten(1), each["o"], None, hidden)
-            inner = gated_linear(rms_norm(hidden, self._weight, 1e-5), each["gate_up"])
+            normed = rms_norm(hidden, self._weight, 1e-5)
+            inner = gated_linear(normed, each["gate"], each["up"])
             hidden = linear(inner, each["down"], None, hidden)
         self.result = hidden
 
@@ -299,7 +307,10 @@ def measure_chain(shape: Shape, all_rows: Sequence[int]) -> None:
     layers = [
         {
             name: randn(outputs, inputs, scale=0.02)
-            for name, (outputs, inputs, _) in shape.linears.items()
+            for name, (outputs, inputs, _) in {
+                **shape.linears,
+                "up": shape.linears["gate"],
+            }.items()
             if name != "lm_head"
         }
         for _ in range(min(shape.num_layers, 16))
@@ -353,7 +364,9 @@ def tune(shape: Shape, all_rows: Sequence[int], names: Iterable[str], gated: boo
     if gated:
         cases.append(("gated", shape.inner, shape.hidden, False))
     for name, outputs, inputs, adds in cases:
-        weights = weights_of(outputs * (2 if name == "gated" else 1), inputs)
+        weights = weights_of(outputs, inputs)
+        if name == "gated":
+            weights = [each.chunk(2) for (each,) in weights_of(2 * outputs, inputs)]
         for rows in all_rows:
             residual = randn(rows, outputs) if adds else None
             tune_one(name, randn(rows, inputs), residual, outputs, weights)
@@ -366,7 +379,7 @@ def tune_one(
     x: Tensor,
     residual: Tensor | None,
     outputs: int,
-    weights: Sequence[tuple[Tensor]],
+    weights: Sequence[tuple[Tensor, ...]],
 ) -> None:
     """Print the best tiles of a product, the tile that is chosen now, and what fails."""
     from specplug.kernels.linear import choose_gated_tile, choose_tile, gated_linear, linear
@@ -409,7 +422,7 @@ def compile_one(job: Job) -> None:
     x = torch.zeros(rows, inputs, device=DEVICE, dtype=DTYPE)
     try:
         if kind == "gated":
-            gated_linear(x, x.new_zeros(2 * outputs, inputs), tile=chosen)
+            gated_linear(x, *x.new_zeros(2, outputs, inputs), tile=chosen)
         else:
             residual = x.new_zeros(rows, outputs) if adds else None
             linear(x, x.new_zeros(outputs, inputs), None, residual, tile=chosen)
@@ -450,7 +463,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128, 512, 4096])
     parser.add_argument("--kernels", choices=kinds, nargs="+", default=list(kinds))
-    parser.add_argument("--products", nargs="+", default=["qkv", "o", "gate_up", "down", "lm_head"])
+    parser.add_argument("--products", nargs="+", default=["qkv", "o", "gate", "down", "lm_head"])
     parser.add_argument("--tune", action="store_true", help="try all tiles of the products")
     parser.add_argument("--chain", action="store_true", help="whole layers, by kind of launch")
     parser.add_argument("--plain-launch", action="store_true", help="no dependent launch")

@@ -22,7 +22,7 @@ def gated(gate, up):
 
 @triton.jit
 def _silu_mul(
-    gate_up, out, num_columns, gate_up_stride, out_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
+    gate, up, out, num_columns, gate_stride, up_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """One block of columns of one row."""
     let_next_start(PDL)
@@ -30,38 +30,37 @@ def _silu_mul(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_columns
     wait_for_last(PDL)
-    source = gate_up + row * gate_up_stride + column
-    gate = tl.load(source, mask=inside, other=0.0)
-    up = tl.load(source + num_columns, mask=inside, other=0.0)
-    tl.store(out + row * out_stride + column, gated(gate, up), mask=inside)
+    gates = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0)
+    ups = tl.load(up + row * up_stride + column, mask=inside, other=0.0)
+    tl.store(out + row * num_columns + column, gated(gates, ups), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Compute ``silu(gate) * up`` of the two halves of rows.
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute ``silu(gate) * up``.
 
     Args:
-        gate_up: [R, 2 I] in half precision, each row contiguous.
+        gate, up: [R, I] in half precision, each row contiguous.
 
     Returns:
-        [R, I].
+        [R, I] contiguous.
     """
-    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, columns)
+    rows, columns = gate.shape
+    out = gate.new_empty(rows, columns)
     if rows:
         _silu_mul[rows, triton.cdiv(columns, _BLOCK)](
-            gate_up,
+            gate,
+            up,
             out,
             columns,
-            gate_up.stride(0),
-            columns,
+            gate.stride(0) if rows > 1 else columns,
+            up.stride(0) if rows > 1 else columns,
             BLOCK=_BLOCK,
             num_warps=4,
-            **launch_options(gate_up),
+            **launch_options(gate),
         )
     return out
 
 
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
+def silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
     """Compute what ``silu_mul`` does in torch."""
-    gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

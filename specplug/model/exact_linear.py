@@ -8,7 +8,9 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,20 +78,24 @@ class Products:
             out += residual
         return out
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute ``silu(gate) * up`` of the product with a joint weight, as ``linear`` rounds.
+    def gated_linear(
+        self,
+        x: Tensor,
+        gate: tuple[Tensor, Tensor | None],
+        up: tuple[Tensor, Tensor | None],
+    ) -> Tensor:
+        """Compute ``silu(gate) * up`` of two products, as ``linear`` rounds.
 
         Args:
             x: [R, K] in half precision, contiguous.
-            weight: [2 I, K] contiguous: the gate's rows, then the up's.
-            bias: [2 I] or None.
+            gate, up: weight [I, K] contiguous, and bias [I] or None, of each.
 
         Returns:
             [R, I] contiguous.
         """
-        if len(x) <= FEW_ROWS and bias is None:
-            return gated_linear(x, weight)
-        return silu_mul(self.linear(x, weight, bias))
+        if len(x) <= FEW_ROWS and gate[1] is None and up[1] is None:
+            return gated_linear(x, gate[0], up[0])
+        return silu_mul(self.linear(x, *gate), self.linear(x, *up))
 
 
 EXACT = Products(exact=True)
@@ -122,7 +128,9 @@ def make_linears_exact(model: nn.Module, keep: Iterable[nn.Module] = ()) -> int:
 
 
 @torch.inference_mode()
-def find_row_variance(weights: Iterable[Tensor], gated: Iterable[Tensor] = ()) -> list[str]:
+def find_row_variance(
+    weights: Iterable[Tensor], gated: Iterable[tuple[Tensor, Tensor]] = ()
+) -> list[str]:
     """Return the shapes of weights whose products' rows depend on how many there are.
 
     Many rows are computed together, and some of them again in small numbers, and compared bit by
@@ -130,17 +138,22 @@ def find_row_variance(weights: Iterable[Tensor], gated: Iterable[Tensor] = ()) -
 
     Args:
         weights: [N, K]; of those with the same shape one is tried.
-        gated: [2 I, K], the joint weights of gated products.
+        gated: the two weights of gated products.
     """
     found = []
-    for product, group in ((EXACT.linear, weights), (EXACT.gated_linear, gated)):
-        for shape, weight in {tuple(each.shape): each for each in group}.items():
-            x = _sample(weight, max(FEW_ROWS + 1, min(1024, _MOST_SAMPLED // len(weight))))
-            whole = product(x, weight)
-            middle = len(x) // 2
-            parts = slice(0, 1), slice(middle, middle + 1), slice(0, 16), slice(0, FEW_ROWS)
-            if not all(torch.equal(product(x[rows], weight), whole[rows]) for rows in parts):
-                found.append(" x ".join(map(str, shape)))
+    products: dict[Any, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
+    for weight in weights:
+        products[weight.shape] = weight, partial(EXACT.linear, weight=weight)
+    for gate, up in gated:
+        both = partial(EXACT.gated_linear, gate=(gate, None), up=(up, None))
+        products[2, *gate.shape] = gate, both
+    for shape, (weight, product) in products.items():
+        x = _sample(weight, max(FEW_ROWS + 1, min(1024, _MOST_SAMPLED // len(weight))))
+        whole = product(x)
+        middle = len(x) // 2
+        parts = slice(0, 1), slice(middle, middle + 1), slice(0, 16), slice(0, FEW_ROWS)
+        if not all(torch.equal(product(x[rows]), whole[rows]) for rows in parts):
+            found.append(" x ".join(map(str, shape)))
     return found
 
 

@@ -31,8 +31,8 @@ _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "sel
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
-_Joint = tuple[Tensor, Tensor | None]
-"""The weight and the bias of a product, or of several joint ones."""
+_Product = tuple[Tensor, Tensor | None]
+"""Weight and bias, or None."""
 
 
 @attrs.define(eq=False)
@@ -42,7 +42,7 @@ class FusedLayer:
     Attributes:
         layer: its number, by which its cache is found.
         input_norm, mlp_norm: before the attention, and before the MLP.
-        qkv, o, gate_up, down: weights and biases.
+        qkv, o, gate, up, down: weights and biases.
         head_dim, kv_heads: D, and how many heads the keys have.
         head_norms: the weights of the norms of each head of queries and keys, and their eps; None:
             there are none.
@@ -53,10 +53,11 @@ class FusedLayer:
     layer: int
     input_norm: RMSNormKind
     mlp_norm: RMSNormKind
-    qkv: _Joint
-    o: _Joint
-    gate_up: _Joint
-    down: _Joint
+    qkv: _Product
+    o: _Product
+    gate: _Product
+    up: _Product
+    down: _Product
     head_dim: int
     kv_heads: int
     head_norms: tuple[Tensor, Tensor, float] | None
@@ -98,13 +99,13 @@ class FusedLayer:
         )
         mixed = plan.attend_written(cache, self.layer, q, *self.how)
         hidden = products.linear(mixed, *self.o, hidden)
-        inner = products.gated_linear(self.mlp_norm(hidden), *self.gate_up)
+        inner = products.gated_linear(self.mlp_norm(hidden), self.gate, self.up)
         return products.linear(inner, *self.down, hidden).view(hidden_states.shape)
 
     def close(self) -> None:
         """Free the weights."""
         nothing = self.o[0].new_empty(0)
-        self.qkv = self.o = self.gate_up = self.down = nothing, None
+        self.qkv = self.o = self.gate = self.up = self.down = nothing, None
 
 
 def fuse_layers(model: Any, layers: Iterable[nn.Module], products: Products) -> list[FusedLayer]:
@@ -201,17 +202,21 @@ def _assemble(
         return None
     if any(each.adds_one or each.rounds_once for each in heads):
         return None  # the kernel rounds as Qwen 3 does
-    qkv, gate_up = _join(q, k, v), _join(gate, up)
-    if qkv is None or gate_up is None:
+    qkv = _join(q, k, v)
+    if qkv is None:
         return None
+    # A loader allocates a layer's weights one after the other. Moved away too, this one leaves
+    # those of the joint product as one free block, which the next layer's can have.
+    o.weight.data = o.weight.data.clone()
     return FusedLayer(
         layer=number,
         input_norm=norms[0],
         mlp_norm=norms[1],
         qkv=qkv,
-        o=(o.weight.data, None if o.bias is None else o.bias.data),
-        gate_up=gate_up,
-        down=(down.weight.data, None if down.bias is None else down.bias.data),
+        o=_of(o),
+        gate=_of(gate),
+        up=_of(up),
+        down=_of(down),
         head_dim=head_dim,
         kv_heads=len(k.weight) // head_dim,
         head_norms=(heads[0].weight, heads[1].weight, heads[0].eps) if heads else None,
@@ -219,7 +224,11 @@ def _assemble(
     )
 
 
-def _join(*linears: nn.Linear) -> _Joint | None:
+def _of(linear: nn.Linear) -> _Product:
+    return linear.weight.data, None if linear.bias is None else linear.bias.data
+
+
+def _join(*linears: nn.Linear) -> _Product | None:
     """Join products of the same rows; their parameters become views. None if only some have a
     bias."""
     biases = [each.bias for each in linears if each.bias is not None]

@@ -42,6 +42,8 @@ def replace_modules(
         make_linears_exact(model, keep=done)
         make_norms_exact(model, keep=done)
         _tell_row_variance(model, fused)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # of weights that were joined, and of what was tried out
     return fused
 
 
@@ -49,7 +51,7 @@ def _tell_row_variance(model: nn.Module, fused: list[FusedLayer]) -> None:
     """Warn if the products that the model uses are not row-invariant on this card."""
     weights = [part[0] for each in fused for part in (each.qkv, each.o, each.down)]
     weights += [each.weight for each in model.modules() if isinstance(each, ExactLinear)]
-    variant = find_row_variance(weights, gated=[each.gate_up[0] for each in fused])
+    variant = find_row_variance(weights, gated=[(each.gate[0], each.up[0]) for each in fused])
     if variant:
         warn_fallback(
             f"row invariance does not hold on {torch.cuda.get_device_name()} for products of shape "

@@ -26,7 +26,7 @@ from specplug.model.exact_linear import EXACT, find_row_variance
 
 HIDDEN, INNER, Q_HEADS, KV_HEADS, DIM = 4096, 14336, 32, 8, 128
 QKV = (Q_HEADS + 2 * KV_HEADS) * DIM
-SHAPES = [(QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER), (32064, HIDDEN)]
+SHAPES = [(QKV, HIDDEN), (HIDDEN, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER), (32064, HIDDEN)]
 ROWS = [1, 2, 5, 16, 17, 33, 64, 65, 128, 200]
 MOST = 1024
 TILES = [Tile(16, 16, 256, 4, 5), Tile(16, 64, 256, 8, 3), Tile(64, 32, 128, 4, 7)]
@@ -81,17 +81,18 @@ def test_rows_of_linear_with_bias_and_residual_have_the_same_bits(
 
 
 def test_rows_of_gated_linear_have_the_same_bits() -> None:
-    x, weight = randn(MOST, HIDDEN), randn(2 * INNER, HIDDEN, scale=0.02)
-    assert same_rows(lambda rows: gated_linear(rows, weight), x) == []
-    assert same_rows(lambda rows: EXACT.gated_linear(rows, weight), x) == []
-    assert torch.equal(gated_linear(x[:17], weight), silu_mul(linear(x[:17], weight)))
-    expected = gated_linear_reference(x[:64], weight)
-    torch.testing.assert_close(gated_linear(x[:64], weight), expected, rtol=2**-5, atol=2e-2)
+    x, (gate, up) = randn(MOST, HIDDEN), randn(2, INNER, HIDDEN, scale=0.02)
+    assert same_rows(lambda rows: gated_linear(rows, gate, up), x) == []
+    assert same_rows(lambda rows: EXACT.gated_linear(rows, (gate, None), (up, None)), x) == []
+    few = gated_linear(x[:17], gate, up)
+    assert torch.equal(few, silu_mul(linear(x[:17], gate), linear(x[:17], up)))
+    expected = gated_linear_reference(x[:64], gate, up)
+    torch.testing.assert_close(gated_linear(x[:64], gate, up), expected, rtol=2**-5, atol=2e-2)
 
 
 def test_products_are_row_invariant_on_this_card() -> None:
     weights = [randn(*shape, scale=0.02) for shape in SHAPES]
-    assert find_row_variance(weights, gated=[weights[2]]) == []
+    assert find_row_variance(weights, gated=[(weights[2], weights[2])]) == []
 
 
 @pytest.mark.parametrize("size", [192, DIM, HIDDEN])
@@ -131,19 +132,16 @@ def test_rows_of_rotation_have_the_same_bits(has_norms: bool) -> None:
 def test_dependent_launches_change_no_bit(rows: int) -> None:
     """Layers one after the other in a graph, over and over: what starts early reads nothing
     early."""
-    weights = [
-        [randn(*shape, scale=0.02) for shape in (SHAPES[0], SHAPES[1], SHAPES[2], SHAPES[3])]
-        for _ in range(2)
-    ]
+    weights = [[randn(*SHAPES[i], scale=0.02) for i in (0, 1, 2, 2, 3)] for _ in range(2)]
     norm, slots = randn(HIDDEN), torch.arange(rows, device="cuda")
     cos, sin, pool = randn(rows, DIM), randn(rows, DIM), randn(2, rows, KV_HEADS, DIM)
 
     def run(hidden: Tensor) -> Tensor:
-        for qkv_weight, o_weight, gate_up, down in weights * 4:
+        for qkv_weight, o_weight, gate, up, down in weights * 4:
             qkv = linear(rms_norm(hidden, norm, 1e-5), qkv_weight)
             q = rotate_and_write(qkv, cos, sin, slots, *pool)
             hidden = linear(q.flatten(1), o_weight, None, hidden)
-            inner = gated_linear(rms_norm(hidden, norm, 1e-5), gate_up)
+            inner = gated_linear(rms_norm(hidden, norm, 1e-5), gate, up)
             hidden = linear(inner, down, None, hidden)
         return hidden
 

@@ -39,9 +39,9 @@ def test_linear_gives_what_its_reference_does(
 def test_gated_linear_gives_what_its_reference_does(
     rows: int, outputs: int, inputs: int, normal: Normal
 ) -> None:
-    x, weight = normal(rows, inputs), normal(2 * outputs, inputs) / 4
-    found = gated_linear(x, weight, tile=SMALL)
-    torch.testing.assert_close(found, gated_linear_reference(x, weight), rtol=4e-3, atol=2e-2)
+    x, weights = normal(rows, inputs), normal(2, outputs, inputs) / 4
+    found = gated_linear(x, *weights, tile=SMALL)
+    torch.testing.assert_close(found, gated_linear_reference(x, *weights), rtol=4e-3, atol=2e-2)
 
 
 def test_linear_rounds_product_bias_and_residual_each(normal: Normal) -> None:
@@ -56,10 +56,10 @@ def test_linear_rounds_product_bias_and_residual_each(normal: Normal) -> None:
 def test_a_row_of_a_product_does_not_depend_on_others(
     outputs: int, inputs: int, normal: Normal
 ) -> None:
-    x, weight, bias = normal(20, inputs), normal(2 * outputs, inputs), normal(2 * outputs)
+    x, weights, bias = normal(20, inputs), normal(2, outputs, inputs), normal(outputs)
     for product in (
-        lambda rows, tile: linear(rows, weight, bias, tile=tile),
-        lambda rows, tile: gated_linear(rows, weight, tile=tile),
+        lambda rows, tile: linear(rows, weights[0], bias, tile=tile),
+        lambda rows, tile: gated_linear(rows, *weights, tile=tile),
     ):
         whole = product(x, LARGE)
         for rows in (slice(0, 1), slice(7, 8), slice(3, 20)):
@@ -68,7 +68,7 @@ def test_a_row_of_a_product_does_not_depend_on_others(
 
 def test_no_rows_are_a_product_too(normal: Normal) -> None:
     assert linear(normal(0, 64), normal(32, 64)).shape == (0, 32)
-    assert gated_linear(normal(0, 64), normal(32, 64)).shape == (0, 16)
+    assert gated_linear(normal(0, 64), *normal(2, 32, 64)).shape == (0, 32)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 33, 65, 4096])

@@ -67,11 +67,12 @@ def test_products_add_in_the_same_order_for_many_rows(monkeypatch: pytest.Monkey
         for shape in ((5, 16), (48, 16), (48,), (5, 48))
     )
     few = Products(exact=True).linear(x, weight, bias, residual)
-    gated = Products(exact=True).gated_linear(x, weight)
+    both = (weight[:24], None), (weight[24:], None)
+    gated = Products(exact=True).gated_linear(x, *both)
     monkeypatch.setattr(exact_linear, "FEW_ROWS", 2)
     monkeypatch.setattr(exact_linear, "_MOST_ROWS", 3)
     assert torch.equal(Products(exact=True).linear(x, weight, bias, residual), few)
-    assert torch.equal(Products(exact=True).gated_linear(x, weight), gated)
+    assert torch.equal(Products(exact=True).gated_linear(x, *both), gated)
     fast = Products(exact=False).linear(x, weight, bias, residual)
     torch.testing.assert_close(fast, few, rtol=1e-2, atol=2e-2)
 
@@ -80,7 +81,7 @@ def test_find_row_variance_names_the_shapes(monkeypatch: pytest.MonkeyPatch) -> 
     linears = [module for module in model_of().modules() if isinstance(module, nn.Linear)]
     weights = [linear.weight for linear in linears]
     monkeypatch.setattr(exact_linear, "_MOST_SAMPLED", 70 * 24)
-    assert find_row_variance(weights, weights[:1]) == []
+    assert find_row_variance(weights, [(weights[0], weights[0])]) == []
 
     def by_count(x: torch.Tensor, weight: torch.Tensor, *more: object) -> torch.Tensor:
         out = x @ weight.T

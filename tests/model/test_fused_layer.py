@@ -104,7 +104,7 @@ def test_fused_layers_keep_one_copy_of_the_weights() -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, names[name])
     first.close()
-    assert {part.numel() for part in (first.qkv[0], first.gate_up[0], first.down[0])} == {0}
+    assert {part.numel() for part in (first.qkv[0], first.up[0], first.down[0])} == {0}
 
 
 def test_hooks_on_a_fused_layer_run() -> None:
