@@ -91,7 +91,7 @@ class ModelRunner:
         fuse_norms(self.model)
         self._fused_layers: list[FusedLayer] = []
         self._is_row_invariant = False
-        if device.type == "cuda" and self.dtype in (torch.bfloat16, torch.float16):
+        if self.kernels is not None:
             self._use_kernels(row_invariant)
         shorten_calls(self.model, keep=self.capture.hooked)
         if check is not None:
