@@ -460,6 +460,8 @@ def page(rows: Sequence[Row]) -> str:
         "(whole, in chunks, two requests together, as a tree). If more than rounding differs, the",
         "model is refused. `LLM(skip_model_check=True)` and `--skip-model-check` leave that out.",
         "",
+        "How weights load, and which quantized checkpoints do: [loading.md](loading.md).",
+        "",
         "This page is what a command wrote:",
         "",
         "    python benchmarks/architectures.py > docs/models.md",

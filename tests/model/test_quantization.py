@@ -6,6 +6,7 @@ What needs a quantizer's library is skipped where that is not installed.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -268,3 +269,14 @@ def test_load_of_wrong_quantized_weights_is_refused(copy: Path) -> None:
     _write(copy, {"quant_method": "mxfp4", "modules_to_not_convert": 5})
     with pytest.raises(CheckpointError, match="is quantized by mxfp4 and cannot be loaded: "):
         load_checkpoint(str(copy), None)
+
+
+def test_docs_list_the_kinds_and_what_they_need() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "loading.md").read_text()
+    rows = re.findall(r"^\| `(\S+)` \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    assert rows.pop(0)[0] == "quant_method"
+    listed = {kind: needs.split(", ") if needs else [] for kind, needs, _ in rows}
+    assert listed == {kind: sorted(each.packages.values()) for kind, each in KINDS.items()}
+    assert {kind for kind, _, weights in rows if weights == "expanded"} == {
+        kind for kind, each in KINDS.items() if each.expands
+    }
