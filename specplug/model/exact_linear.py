@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from specplug.kernels.linear import gated_linear, linear
 from specplug.kernels.silu_mul import silu_mul
+from specplug.model.quantization import is_plain_linear
 
 FEW_ROWS = 64
 """Up to so many rows the kernel is as fast as cuBLAS."""
@@ -121,7 +122,7 @@ def make_linears_exact(model: nn.Module, keep: Iterable[nn.Module] = ()) -> int:
     kept = {id(inner) for module in keep for inner in module.modules()}
     count = 0
     for module in model.modules():
-        if type(module) is nn.Linear and id(module) not in kept and _is_half(module.weight):
+        if id(module) not in kept and is_plain_linear(module) and _is_half(module.weight):
             module.__class__ = ExactLinear
             count += 1
     return count

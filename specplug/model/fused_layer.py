@@ -18,6 +18,7 @@ from specplug.kernels.rotary import rotate_and_write
 from specplug.model.attention import TARGET_PASS, TargetPass
 from specplug.model.exact_linear import Products
 from specplug.model.exact_norms import RMSNormKind, find_rms_norm
+from specplug.model.quantization import is_plain_linear
 from specplug.speculative.runtime import KVCache
 
 _ROWS = 5
@@ -179,7 +180,7 @@ def _parts(layer: nn.Module) -> dict[str, nn.Module] | None:
     if not (required == parts.keys() or required | {*_HEAD_NORMS} == parts.keys()):
         return None
     linears = [parts[path] for path in _PROJECTIONS]
-    if any(type(each) is not nn.Linear for each in linears):  # one with quantized weights, perhaps
+    if not all(map(is_plain_linear, linears)):
         return None
     kinds = {(each.weight.dtype, each.weight.device) for each in linears}
     return parts if len(kinds) == 1 and kinds.pop()[0] in _TOLERANCE else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 import torch
@@ -123,6 +123,11 @@ def is_packed(model: nn.Module) -> bool:
     return any(map(_is_foreign, model.modules())) or any(
         map(is_traceable_wrapper_subclass, model.parameters())
     )
+
+
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module computes ``x @ weight.T + bias`` with a weight that is not packed."""
+    return type(module) is nn.Linear and not is_traceable_wrapper_subclass(module.weight)
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from specplug import LLM, CheckpointError, SamplingParams, UsageError
 from specplug.model.checkpoint import load_checkpoint, weights_fingerprint
+from specplug.model.exact_linear import make_linears_exact
 from specplug.model.model_runner import ModelRunner
-from specplug.model.quantization import KINDS, count_parameters, is_packed
+from specplug.model.quantization import KINDS, count_parameters, is_packed, is_plain_linear
 from specplug.model.sharded_mlp import shard_mlps
 
 CPU = torch.device("cpu")
@@ -206,6 +207,13 @@ def test_packed_tensors_of_torchao_are_counted_and_freed(copy: Path) -> None:
     assert runner.num_bytes < 1.2 * runner.num_parameters
     runner.close()
     assert runner.num_bytes == 0
+
+
+def test_packed_tensors_are_left_to_their_library(copy: Path) -> None:
+    pytest.importorskip("torchao")
+    model = load_checkpoint(str(_torchao(copy)), torch.bfloat16)
+    assert make_linears_exact(model) == 1  # the LM head
+    assert not any(map(is_plain_linear, model.model.layers.modules()))
 
 
 def test_sharding_of_packed_weights_is_refused(copy: Path) -> None:
