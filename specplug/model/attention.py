@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specplug.kernels import grouped_attention
+from specplug.kernels.grouped_attention import GroupedAttention, group_requests
 from specplug.kernels.paged_attention import paged_attention_reference
 from specplug.speculative.padding import Padding
 from specplug.speculative.runtime import KVCache
@@ -86,6 +88,7 @@ class PagedPlan:
     mask: Tensor | None = None
     padding: Padding | None = None
     _bias: dict[tuple[int | None, int], Tensor] = attrs.field(factory=dict, init=False)
+    _grouped: GroupedAttention | None = attrs.field(default=None, init=False)
 
     @property
     def bs(self) -> int:
@@ -214,12 +217,16 @@ class PagedPlan:
     ) -> Tensor:
         """Attend, as ``attend`` does, after the rows' keys and values have been written."""
         heads, head_dim = q.shape[1:]
+        keys, values = cache.keys[layer], cache.values[layer]
         if self.requests.kernels is not None and q.dtype in HALF:
-            keys, values = cache.keys[layer], cache.values[layer]
             scale = head_dim**-0.5 if scale is None else scale
             return self.requests.kernels(
                 q, keys, values, self.rows, scale, window=window, softcap=softcap, sinks=sinks
             )
+        if self._is_grouped(keys):
+            grouped = self._grouped = self._grouped or self._group(keys)
+            scale = head_dim**-0.5 if scale is None else scale
+            return grouped.attend(q, keys, values, window, scale, softcap, sinks)
         if self.padding is not None:
             q = q[self.padding.padded_rows]
         q = q.view(self.bs, self.width, heads, head_dim).transpose(1, 2)
@@ -231,6 +238,26 @@ class PagedPlan:
         """Return whether torch attends with queries as they come, [1, H, R, D]."""
         by_torch = self.requests.kernels is None or query.dtype not in HALF
         return by_torch and self.bs == 1 and self.padding is None
+
+    def _is_grouped(self, keys: Tensor) -> bool:
+        """Return whether the pass is attended in groups of requests: on the CPU, if the copies of
+        all keys and values are larger than a group's, or the widths differ."""
+        if keys.device.type != "cpu" or self.bs == 1:
+            return False
+        copied = 2 * self.bs * self.length * keys[0].numel() * keys.element_size()
+        return self.padding is not None or copied > grouped_attention.GROUP_BYTES
+
+    def _group(self, keys: Tensor) -> GroupedAttention:
+        """Divide the requests into groups by their widths and lengths."""
+        widths = (self.width,) * self.bs if self.padding is None else self.padding.widths
+        spans = widths if self.mask is None else (self.mask.shape[-1],) * self.bs
+        lengths = [
+            min(max(start + self.offset + span, 1), self.length)
+            for start, span in zip(self.starts.tolist(), spans, strict=True)
+        ]
+        elements = keys[0].numel()
+        groups = group_requests(widths, lengths, elements, 2 * elements * keys.element_size())
+        return GroupedAttention(groups, widths, self.table.view(self.bs, -1), self.visible)
 
     def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the rows' keys and values, as ``AttentionPlan.write`` says."""

@@ -16,10 +16,12 @@ class Padding:
     """Two index tensors, made on the host because the widths are known there.
 
     Attributes:
+        widths: rows of each request.
         flat_index: [R] int64, the padded place of each row.
         padded_rows: [bs * Q] int64, the row at each padded place; row 0 where there is none.
     """
 
+    widths: tuple[int, ...]
     flat_index: Tensor
     padded_rows: Tensor
 
@@ -32,4 +34,4 @@ class Padding:
         padded = [0] * (len(widths) * width)
         for row, place in enumerate(flat):
             padded[place] = row
-        return cls(upload(flat, device), upload(padded, device))
+        return cls(tuple(widths), upload(flat, device), upload(padded, device))

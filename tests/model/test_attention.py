@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specplug import Draft, KVCache
+from specplug.kernels import grouped_attention
 from specplug.model.attention import PagedPlan, RequestSlots
 from specplug.speculative.padding import Padding
 
@@ -32,6 +33,7 @@ class Case:
     softcap: float | None
     has_sinks: bool
     page_size: int
+    group_bytes: int
     seed: int
 
     @property
@@ -65,6 +67,7 @@ def cases(draw: Callable[..., Any]) -> Case:
         softcap=draw(st.sampled_from([None, 1.5])),
         has_sinks=draw(st.booleans()),
         page_size=draw(st.sampled_from([1, 3, 16])),
+        group_bytes=draw(st.sampled_from([1, 2000, 1 << 20])),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -154,7 +157,9 @@ def test_attention_is_that_of_plain_loops(case: Case) -> None:
         **layout,
     )
     sinks = normal(HEADS) if case.has_sinks else None
-    found = plan.attend(cache, 0, q, k, v, None, case.window, case.softcap, sinks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_attention, "GROUP_BYTES", case.group_bytes)
+        found = plan.attend(cache, 0, q, k, v, None, case.window, case.softcap, sinks)
     row = 0
     for b, start in enumerate(case.starts):
         history = table[b + 1, :start]

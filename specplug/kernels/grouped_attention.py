@@ -1,0 +1,166 @@
+"""Paged attention of a batch on the CPU, a few requests at a time.
+
+``paged_attention_reference`` copies the keys and values of the whole batch, each request padded to
+the longest, and reads the copies again. For a dozen requests they are larger than a core's cache,
+so each byte comes from memory three times. Here requests of like lengths make a group whose copies
+stay in the cache, and a group is padded to its own longest request only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.kernels.paged_attention import paged_attention_reference
+
+GROUP_BYTES = 1 << 20
+"""The most bytes of copied keys and values in a group of several requests."""
+
+_GROUP_COST = 1 << 14
+"""Elements of keys whose padding costs as much as the calls of another group."""
+
+_QUERIES_PER_KEY = 32
+"""Queries whose scores with a key take as long as copying the key and its value."""
+
+
+@attrs.frozen
+class Group:
+    """Requests that are attended together.
+
+    Attributes:
+        requests: their indices in the batch.
+        width: query rows of the widest.
+        length: keys of the longest.
+    """
+
+    requests: tuple[int, ...]
+    width: int
+    length: int
+
+
+def group_requests(
+    widths: Sequence[int], lengths: Sequence[int], row_elements: int, row_bytes: int
+) -> tuple[Group, ...]:
+    """Divide a batch into groups, in the order of widths and lengths.
+
+    A request joins the group before it if that costs no more than a group of its own, and the
+    group's copies still fit ``GROUP_BYTES``.
+
+    Args:
+        widths: query rows of each request, at least 1.
+        lengths: the keys that each request's queries may see, at least 1.
+        row_elements: of a key.
+        row_bytes: of a key and its value.
+    """
+
+    def cost(count: int, width: int, length: int) -> float:
+        return count * length * (1 + width / _QUERIES_PER_KEY) * row_elements
+
+    order = sorted(range(len(widths)), key=lambda i: (widths[i], lengths[i]))
+    groups: list[Group] = []
+    for i in order:
+        alone = Group((i,), widths[i], lengths[i])
+        if groups:
+            last = groups[-1]
+            count = len(last.requests)
+            width, length = max(last.width, alone.width), max(last.length, alone.length)
+            apart = cost(count, last.width, last.length) + cost(1, alone.width, alone.length)
+            if (
+                cost(count + 1, width, length) <= apart + _GROUP_COST
+                and (count + 1) * length * row_bytes <= GROUP_BYTES
+            ):
+                groups[-1] = Group((*last.requests, i), width, length)
+                continue
+        groups.append(alone)
+    return tuple(groups)
+
+
+class GroupedAttention:
+    """The attention of one pass, group by group.
+
+    Args:
+        groups: of all requests of the batch.
+        widths: query rows of each request; R is their sum.
+        table: [bs, L] int64 slots of each request's keys.
+        visible: returns which keys each query sees, [bs, Q, L] bool, for a sliding window's length
+            or None.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        widths: Sequence[int],
+        table: Tensor,
+        visible: Callable[[int | None], Tensor],
+    ) -> None:
+        self._groups = groups
+        self._visible = visible
+        self._biases: dict[tuple[int | None, int], list[Tensor]] = {}
+        order = [i for group in groups for i in group.requests]
+        self._order = torch.tensor(order)
+        self._tables = [table[list(group.requests), : group.length].reshape(-1) for group in groups]
+        self._rows, self._places = _rows_and_places(groups, widths)
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend as ``paged_attention_reference`` does: q [R, H, D] to [R, H * D]."""
+        heads, head_dim = q.shape[1:]
+        biases = self._biases_for(window, heads // keys.shape[1], q.dtype)
+        if self._rows is not None:
+            q = q.index_select(0, self._rows)
+        parts, start = [], 0
+        for group, table, bias in zip(self._groups, self._tables, biases, strict=True):
+            count, width = len(group.requests), group.width
+            end = start + count * width
+            own = q[start:end].view(count, width, heads, head_dim).transpose(1, 2)
+            out = paged_attention_reference(own, keys, values, table, bias, scale, softcap, sinks)
+            parts.append(out.transpose(1, 2).reshape(end - start, heads * head_dim))
+            start = end
+        out = torch.cat(parts)
+        return out if self._places is None else out.index_select(0, self._places)
+
+    def _biases_for(self, window: int | None, fold: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return each group's additive mask, made once per pass and kind of layer."""
+        biases = self._biases.get((window, fold))
+        if biases is None:
+            hidden = self._visible(window).logical_not()[self._order].unsqueeze(1)
+            bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            ends = list(accumulate(len(group.requests) for group in self._groups))
+            biases = self._biases[window, fold] = [
+                bias[end - len(group.requests) : end, :, : group.width, : group.length].repeat(
+                    1, 1, fold, 1
+                )
+                for group, end in zip(self._groups, ends, strict=True)
+            ]
+        return biases
+
+
+def _rows_and_places(
+    groups: Sequence[Group], widths: Sequence[int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the row [R] at each place of the groups' padded rows, row 0 where there is none; and
+    the place of each row. Both None if the rows stand so already."""
+    firsts = [end - width for width, end in zip(widths, accumulate(widths), strict=True)]
+    rows: list[int] = []
+    places = [0] * sum(widths)
+    for group in groups:
+        for i in group.requests:
+            first, width = firsts[i], widths[i]
+            places[first : first + width] = range(len(rows), len(rows) + width)
+            rows += range(first, first + width)
+            rows += [0] * (group.width - width)
+    if rows == list(range(len(places))):
+        return None, None
+    return torch.tensor(rows), torch.tensor(places)
