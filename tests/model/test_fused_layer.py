@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specplug.model.attention import IMPLEMENTATION, register
 from specplug.model.exact_linear import Products
-from specplug.model.fused_layer import SequencePlan, fuse_layers
+from specplug.model.fused_layer import fuse_layers
+from specplug.model.layer_proof import SequencePlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE: dict[str, Any] = {

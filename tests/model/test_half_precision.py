@@ -13,8 +13,8 @@ from specplug.model import exact_linear
 from specplug.model.attention import IMPLEMENTATION, register
 from specplug.model.exact_linear import ExactLinear
 from specplug.model.exact_norms import ExactRMSNorm
-from specplug.model.fused_layer import SequencePlan
 from specplug.model.half_precision import replace_modules
+from specplug.model.layer_proof import SequencePlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE: dict[str, Any] = {
