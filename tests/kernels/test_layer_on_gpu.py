@@ -66,9 +66,7 @@ def test_rows_of_linear_have_the_same_bits(outputs: int, inputs: int) -> None:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(HIDDEN, INNER), (QKV, HIDDEN)])
-def test_rows_of_linear_with_bias_and_residual_have_the_same_bits(
-    outputs: int, inputs: int
-) -> None:
+def test_rows_of_linear_with_residual_have_the_same_bits(outputs: int, inputs: int) -> None:
     x, weight, bias = randn(MOST, inputs), randn(outputs, inputs, scale=0.02), randn(outputs)
     residual = randn(MOST, outputs)
 

@@ -9,12 +9,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from specplug.model import exact_linear
+from specplug.kernels.paged_attention_kernels import PagedAttention
+from specplug.model import exact_linear, model_runner
 from specplug.model.attention import IMPLEMENTATION, register
 from specplug.model.exact_linear import ExactLinear
 from specplug.model.exact_norms import ExactRMSNorm
 from specplug.model.half_precision import replace_modules
 from specplug.model.layer_proof import SequencePlan
+from specplug.model.model_runner import ModelRunner
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE: dict[str, Any] = {
@@ -74,3 +76,25 @@ def test_declined_row_invariance_replaces_fused_layers_alone() -> None:
     assert not first.products.exact
     assert type(model.lm_head) is nn.Linear
     assert not isinstance(model.model.norm, ExactRMSNorm)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there the targets of other tests show it")
+@pytest.mark.filterwarnings("error::specplug.errors.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+def test_all_passes_of_a_target_give_a_row_the_same_bits(
+    build_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, in chunks, two requests together, as a tree: the check at loading compares them."""
+    monkeypatch.setattr(exact_linear, "_MOST_SAMPLED", 0)
+    monkeypatch.setattr(
+        model_runner, "_attention_kernels", lambda device, dtype: PagedAttention(device)
+    )
+    changes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    folder = build_model(transformers.Qwen3Config(**{**SHAPE, **changes}))
+    runner = ModelRunner(str(folder), torch.float16, DEVICE)
+    assert isinstance(runner.lm_head, ExactLinear)
+    attention: Any = runner.model.model.layers[0].self_attn
+    storage = attention.q_proj.weight.untyped_storage()
+    assert storage.data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
+    runner.close()
+    assert sum(parameter.numel() for parameter in runner.model.parameters()) == 0

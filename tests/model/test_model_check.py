@@ -10,10 +10,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from specplug import LLM, CheckpointError, SamplingParams
 from specplug.model import model_runner
 from specplug.model.attention import PagedPlan
+from specplug.model.model_check import ModelCheck
 from specplug.model.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
@@ -191,3 +193,35 @@ def test_load_of_logits_that_are_no_numbers_fails(folder_of: Callable[..., Path]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="are not numbers in torch"):
         _load(folder, torch.float16)
+
+
+class _ByCount(nn.Module):
+    """An MLP whose results depend on how many rows there are, by far less than the tolerance."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = self.mlp(x) + 1e-7 * x.shape[1]
+        return added
+
+
+def test_check_finds_rows_that_depend_on_others(
+    folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str | None] = []
+
+    class Kept(ModelCheck):
+        def compare(self, *run: Any) -> None:
+            super().compare(*run)
+            found.append(self.row_variance)
+
+    def vary(model: Any) -> int:
+        model.model.layers[0].mlp = _ByCount(model.model.layers[0].mlp)
+        return 0
+
+    monkeypatch.setattr(model_runner, "ModelCheck", Kept)
+    monkeypatch.setattr(model_runner, "fuse_norms", vary)
+    _load(folder_of("LlamaConfig")).close()
+    assert found == ["in chunks: from layer 0 on"]
