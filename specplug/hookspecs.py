@@ -316,14 +316,14 @@ def fixup_idle(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft
 
 @hookspec(firstresult=True)
 def supports_target_verify_for_draft() -> bool | None:
-    """Say whether the draft model's pass has the shape of a target verify.
+    """Say whether the draft model's passes can be recorded, as the target's verify is.
 
     Called once, before ``create_worker``, for the graph runner.
 
     Returns:
-        True: the pass is over the same number of nodes for every request, so one given to
-        ``runtime.record_draft`` is recorded as the target's verify is. None: False; drafts that go
-        token by token run as they are.
+        True: what is given to ``runtime.record_draft`` has the same number of rows for every
+        request and runs on the device alone, so that the host may record it. None: False; all of
+        it runs as it is.
     """
 
 

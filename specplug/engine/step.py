@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, count
 from typing import TypeVar
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -213,7 +214,7 @@ class StepRunner:
         if prefill is None:
             if decode is None:
                 return None, None
-            return None, self.runner.verify(decode.tokens, decode.plan, decode.points)
+            return None, self._verify(decode)
         assert prefill.last_rows is not None
         if decode is None:
             rows = prefill.last_rows
@@ -229,6 +230,20 @@ class StepRunner:
         return (
             (logits[: len(ends)], _rows(captured, None, width), _rows(points, None, width)),
             (logits[len(ends) :], _rows(captured, width, None), _rows(points, width, None)),
+        )
+
+    def _verify(self, decode: EngineHalf) -> PassOutput:
+        """Run the target over the nodes of a draft. A recorded pass has the same rows for every
+        request: nodes that do not count run too, and what they give is dropped."""
+        draft = decode.draft
+        if draft is None or draft.padding is None or not self.runner.records:
+            return self.runner.verify(decode.tokens, decode.plan, decode.points)
+        plan = attrs.evolve(decode.plan, padding=None)
+        logits, captured, points = self.runner.verify(draft.tokens.view(-1), plan, decode.points)
+        return (
+            draft.select(logits),
+            {name: draft.select(tensor) for name, tensor in captured.items()},
+            {point: draft.select(tensor) for point, tensor in points.items()},
         )
 
     # After the target's pass: what each half makes of it

@@ -14,11 +14,15 @@ from torch import Tensor
 from specplug.errors import warn_fallback
 from specplug.model.attention import PagedPlan
 from specplug.speculative.batch import Batch
+from specplug.speculative.target_output import CommittedOutput
 
 _MOST_GRAPHS = 128
 """The most shapes that one pass is recorded for; others run eagerly."""
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Batch sizes that passes are recorded for; a smaller batch is padded."""
+
+
+_COMMITTED = "next_tokens", "own_tokens", "last_rows", "accept_lens", "bonus_tokens"
 
 
 def bucket_of(bs: int) -> int:
@@ -170,6 +174,9 @@ def _tensors(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
             yield from argument.tensors
         elif isinstance(argument, Batch):
             yield from (argument.req_indices, argument.seq_lens)
+        elif isinstance(argument, CommittedOutput):
+            yield from (getattr(argument, name) for name in _COMMITTED)
+            yield from argument.per_node.values()
         elif isinstance(argument, Tensor):
             yield argument
 
@@ -189,6 +196,9 @@ def _with_tensors(arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> It
                 seq_lens=seq_lens,
                 requests=requests[: len(req_indices)],
             )
+        elif isinstance(argument, CommittedOutput):
+            own = {name: next(left) for name in _COMMITTED}
+            yield CommittedOutput(**own, per_node={name: next(left) for name in argument.per_node})
         else:
             yield next(left) if isinstance(argument, Tensor) else argument
 
@@ -202,6 +212,8 @@ def _form(argument: Any) -> Any:
         return argument.width, argument.offset, length, optional
     if isinstance(argument, Batch):
         return argument.mode, argument.greedy
+    if isinstance(argument, CommittedOutput):
+        return tuple(argument.per_node)
     return None if isinstance(argument, Tensor) else argument
 
 

@@ -48,6 +48,7 @@ class ModelRunner:
 
     Attributes:
         fingerprint: of its weights as they were loaded; None if it was not wanted.
+        records: whether ``verify``'s passes are replayed as CUDA graphs.
         kernels: with which passes attend on this device in this dtype; None: torch.
 
     Raises:
@@ -101,7 +102,7 @@ class ModelRunner:
                     f"row invariance does not hold for {type(self.model).__name__}, "
                     f"{check.row_variance}: tokens may depend on what else is in a batch"
                 )
-        self._records = False
+        self.records = False
         self._graphs: dict[frozenset[str], GraphRunner] = {}
         self._buffers: dict[Hashable, Tensor] = {}
 
@@ -177,7 +178,7 @@ class ModelRunner:
 
     def record_graphs(self) -> None:
         """Replay ``verify``'s passes as CUDA graphs from now on."""
-        self._records = True
+        self.records = True
         self._recorded(frozenset())
 
     def _recorded(self, kinds: frozenset[str]) -> GraphRunner:
@@ -219,7 +220,7 @@ class ModelRunner:
         self, token_ids: Tensor, plan: PagedPlan, points: tuple[Point, ...] = ()
     ) -> PassOutput:
         """Run a pass over the nodes of a draft: as ``prefill``, with the logits of all rows."""
-        if not self._records:
+        if not self.records:
             return self._forward(token_ids, plan, 0, points)
         kinds = frozenset(point.kind for point in points)
         outputs: PassOutput = self._recorded(kinds)(token_ids, plan)

@@ -22,7 +22,7 @@ from specplug.speculative.host_copy import upload
 from specplug.speculative.layers import Attend
 from specplug.speculative.runtime import AttentionPlan, Runtime
 from specplug.speculative.target_output import CommittedOutput
-from specplug.speculative.tree import select_tree
+from specplug.speculative.tree import select_nodes
 
 
 @attrs.define(eq=False)
@@ -85,6 +85,10 @@ class FeatureDrafter(ABC):
             )
         self._steps = runtime.config.num_steps
         self._width = runtime.config.num_draft_tokens
+        # Each is one graph where the host records: the whole chain or tree, not a step of it.
+        self._draft_chain = runtime.record_draft(self._chain)
+        self._draft_tree = runtime.record_draft(self._tree)
+        self._extend_paths = runtime.record_draft(self._extend)
         self._itself = torch.eye(self._topk, dtype=torch.bool, device=runtime.device)
         self._order = torch.arange(self._topk, device=runtime.device)
 
@@ -123,6 +127,11 @@ class FeatureDrafter(ABC):
     def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
         """Run the committed rows, of a prefill chunk or an accepted path, through the network and
         choose what follows the last of each."""
+        extend = self._extend if batch.is_prefill else self._extend_paths
+        return DraftInput(bonus_tokens=output.bonus_tokens, state=extend(batch, output))
+
+    def _extend(self, batch: Batch, output: CommittedOutput) -> dict[str, Tensor]:
+        """Return the state that ``extend`` leaves."""
         if batch.is_prefill:
             assert batch.attention is not None
             plan = batch.attention
@@ -133,8 +142,7 @@ class FeatureDrafter(ABC):
         # The bonus token stands one after the last row, what is drafted first two after it.
         first = batch.seq_lens + output.accept_lens + 1
         scores, tokens = self._best(batch, hidden, first.unsqueeze(1))
-        state = {"hidden_states": hidden, "tokens": tokens, "scores": scores}
-        return DraftInput(bonus_tokens=output.bonus_tokens, state=state)
+        return {"hidden_states": hidden, "tokens": tokens, "scores": scores}
 
     def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
         """Return the state of requests that another instance has prefilled. One that came without
@@ -180,31 +188,62 @@ class FeatureDrafter(ABC):
         steps = min(self._steps, nodes - 1)
         if nodes == 1:
             return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
+        roots, tokens, hidden = (
+            draft_input.bonus_tokens,
+            draft_input["tokens"],
+            draft_input["hidden_states"],
+        )
         if self._topk == 1:
-            return self._chain(batch, draft_input, steps)
-        return self._tree(batch, draft_input, nodes, steps)
+            return Draft.chain(self._draft_chain(batch, roots, tokens, hidden, steps))
+        beam = self._beam(batch.max_draft_nodes, steps)
+        scores = draft_input["scores"]
+        drafted_tokens, parents = self._draft_tree(
+            batch, roots, tokens, scores, hidden, beam, nodes, steps
+        )
+        return Draft.tree(drafted_tokens, parents, steps)
 
-    def _chain(self, batch: Batch, draft_input: DraftInput, steps: int) -> Draft:
-        """Draft ``steps`` tokens, each from the one before: nothing to rank, nothing to select."""
-        token, hidden = draft_input["tokens"][:, 0], draft_input["hidden_states"]
-        chain = [draft_input.bonus_tokens, token]
+    def _chain(
+        self, batch: Batch, roots: Tensor, tokens: Tensor, hidden: Tensor, steps: int
+    ) -> Tensor:
+        """Draft ``steps`` tokens, each from the one before: nothing to rank, nothing to select.
+
+        Returns:
+            [bs, steps + 1] int64, the roots first.
+        """
+        token = tokens[:, 0]
+        chain = [roots, token]
         for step in range(1, steps):
             plan = self._runtime.plan_attention(batch, batch.seq_lens, 1, offset=step - 1)
             hidden = self._pass(token, hidden, plan)
             position = (batch.seq_lens + step + 1).unsqueeze(1)
             token = self._best(batch, hidden, position)[1].squeeze(1)
             chain.append(token)
-        return Draft.chain(torch.stack(chain, dim=1))
+        return torch.stack(chain, dim=1)
 
-    def _tree(self, batch: Batch, draft_input: DraftInput, nodes: int, steps: int) -> Draft:
-        """Expand the F best nodes at each step, then keep the best of all candidates."""
+    def _tree(
+        self,
+        batch: Batch,
+        roots: Tensor,
+        tokens: Tensor,
+        scores: Tensor,
+        hidden: Tensor,
+        beam: int,
+        nodes: int,
+        steps: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Expand the F best nodes at each step, then keep the best of all candidates.
+
+        Args:
+            beam: F.
+
+        Returns:
+            Tokens and parents, [bs, nodes] int64 each.
+        """
         bs = batch.size
-        tokens, scores = draft_input["tokens"], draft_input["scores"]
-        beam = self._beam(batch.max_draft_nodes, steps)
         frontier = _Frontier(
             tokens=tokens[:, :beam],
             scores=scores[:, :beam],
-            hidden=draft_input["hidden_states"].repeat_interleave(beam, dim=0),
+            hidden=hidden.repeat_interleave(beam, dim=0, output_size=bs * beam),
             places=self._order[:beam].expand(bs, -1),
             mask=self._itself[:beam, :beam].expand(bs, -1, -1),
         )
@@ -216,7 +255,7 @@ class FeatureDrafter(ABC):
             torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True)
         )
         nodes = min(nodes, all_scores.shape[1] + 1)
-        return select_tree(draft_input.bonus_tokens, all_scores, all_tokens, parents, nodes, steps)
+        return select_nodes(roots, all_scores, all_tokens, parents, nodes)
 
     def _beam(self, max_draft_nodes: Sequence[int], steps: int) -> int:
         """Return F, the nodes of each level to expand: K, or as many as have slots for their keys.

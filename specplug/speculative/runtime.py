@@ -184,13 +184,17 @@ class Runtime(Protocol):
         """Return ``forward``, recorded and replayed where the host can, as a CUDA graph say.
 
         Call it in ``create_worker`` and use what it returns. The host records it if
-        ``supports_target_verify_for_draft`` says that this pass has the shape of a target verify,
-        the same rows for every request; otherwise the pass runs as it is.
+        ``supports_target_verify_for_draft`` says that it can be; otherwise it runs as it is. It
+        may be one pass or many, a whole chain of them with what chooses the tokens.
 
         Args:
-            forward: takes tensors and ``AttentionPlan`` and returns tensors, by operations of the
-                device alone, the same ones for all arguments of the same shapes. What it returns
-                is overwritten by its next call.
+            forward: takes tensors, an ``AttentionPlan``, the decode ``Batch``, the
+                ``CommittedOutput`` and plain values, and returns tensors (in tuples or mappings),
+                by operations of the device alone, the same ones for all arguments of the same
+                shapes and plain values. Of a batch it reads ``size``, ``mode``, ``greedy`` and the
+                tensors. The host may add requests that are nobody's after the last one: a tensor
+                whose leading size is a multiple of bs has rows of each request, in their order,
+                and so has all that is returned. What it returns is overwritten by its next call.
         """
 
     def temperatures(self, batch: Batch) -> Tensor:

@@ -20,7 +20,18 @@ def select_tree(
     num_draft_tokens: int,
     depth: int,
 ) -> Draft:
-    """Return the ``num_draft_tokens - 1`` best candidates, best first, as a tree under the root.
+    """Return what ``select_nodes`` does as a draft.
+
+    Args:
+        depth: the candidates' greatest depth, S.
+    """
+    return Draft.tree(*select_nodes(roots, scores, tokens, parents, num_draft_tokens), depth)
+
+
+def select_nodes(
+    roots: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, num_draft_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Select the ``num_draft_tokens - 1`` best candidates, best first, as a tree under the root.
 
     So what the core cuts where the KV pool is short, the last nodes, is what is least likely.
 
@@ -31,7 +42,9 @@ def select_tree(
         tokens: [bs, M] int64.
         parents: [bs, M] int64, the candidate's parent as an index into M; -1 below the root.
         num_draft_tokens: N, at most M + 1.
-        depth: the candidates' greatest depth, S.
+
+    Returns:
+        Tokens and parents, [bs, N] int64 each, as ``Draft.tree`` takes them.
 
     A stable sort keeps the earlier of two equal scores, which is the parent, so a parent stands
     before its children here too. NaN, of a draft model that overflowed, is the least score.
@@ -43,8 +56,7 @@ def select_tree(
     above = parents.gather(1, best)
     above = torch.where(above < 0, 0, place.gather(1, above.clamp(min=0)))
     root_parent = above.new_full((roots.shape[0], 1), -1)
-    return Draft.tree(
+    return (
         torch.cat((roots.unsqueeze(1), tokens.gather(1, best)), dim=1),
         torch.cat((root_parent, above), dim=1),
-        depth,
     )

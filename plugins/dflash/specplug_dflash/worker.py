@@ -50,6 +50,7 @@ class DFlashWorker:
             causal: None if causal else all_seen for causal in sorted(set(config.causal))
         }
         self._draft = runtime.record_draft(self._logits)
+        self._write_paths = runtime.record_draft(self._write)
 
     def _capture(self, runtime: Runtime) -> None:
         """Ask the target for the features that are fused."""
@@ -79,10 +80,15 @@ class DFlashWorker:
                 width = output.next_tokens.shape[0] // batch.size
                 plan = self._runtime.plan_attention(batch, batch.seq_lens, width)
             assert plan is not None
-            context = self.network.fuse(self._features(output))
-            for layer, (k, v) in enumerate(self.network.context_kv(context, plan.positions)):
-                plan.write(self._cache, layer, k, v)
+            write = self._write if batch.is_prefill else self._write_paths
+            write(self._features(output), plan)
         return DraftInput(bonus_tokens=output.bonus_tokens)
+
+    def _write(self, features: Tensor, plan: AttentionPlan) -> None:
+        """Write the keys and values of features [R, len(feature_layers) * target_hidden]."""
+        context = self.network.fuse(features)
+        for layer, (k, v) in enumerate(self.network.context_kv(context, plan.positions)):
+            plan.write(self._cache, layer, k, v)
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         """Draft a chain of one block for each request in one pass, within ``max_draft_nodes``."""

@@ -63,6 +63,11 @@ class Eagle3:
         return worker.receive(batch, last_tokens)
 
     @hookimpl
+    def supports_target_verify_for_draft(self) -> bool:
+        """Return True: all passes of a step have the same rows for every request."""
+        return True
+
+    @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
         worker: Eagle3Worker = runtime.worker
         return worker.propose(batch, draft_input)

@@ -76,6 +76,11 @@ class MultiLayerEagle:
         return worker.receive(batch, last_tokens)
 
     @hookimpl
+    def supports_target_verify_for_draft(self) -> bool:
+        """Return True: all passes of a step have the same rows for every request."""
+        return True
+
+    @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
         worker: MultiLayerEagleWorker = runtime.worker
         return worker.propose(draft_input)

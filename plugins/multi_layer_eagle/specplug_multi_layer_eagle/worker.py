@@ -69,6 +69,7 @@ class MultiLayerEagleWorker:
         config = self.network.config
         self._cache = runtime.allocate_kv(self._steps, config.num_key_value_heads, config.head_dim)
         self._vocabulary = torch.arange(runtime.vocab_size, device=runtime.device)
+        self._draft_paths = runtime.record_draft(self._draft)
         self._back = torch.arange(-self._earlier, 0, device=runtime.device) + 1
 
     def state_spec(self) -> dict[str, StateTensor]:
@@ -119,7 +120,7 @@ class MultiLayerEagleWorker:
                 batch.size, self._earlier, self._runtime.hidden_size
             ),
             "tokens": window.tokens[kept].view(batch.size, self._earlier),
-            "drafts": self._draft(batch, window, batch.seq_lens + output.accept_lens),
+            "drafts": self._drafts(batch, window, batch.seq_lens + output.accept_lens),
         }
         return DraftInput(bonus_tokens=output.bonus_tokens, state=state)
 
@@ -142,14 +143,29 @@ class MultiLayerEagleWorker:
         ahead = torch.arange(1, bs + 1, device=hidden.device) * earlier
         return _Window(plan, hidden, tokens, output.last_rows + ahead)
 
-    def _draft(self, batch: Batch, window: _Window, first: Tensor) -> Tensor:
+    def _drafts(self, batch: Batch, window: _Window, first: Tensor) -> Tensor:
+        draft = self._draft if batch.is_prefill else self._draft_paths
+        drafted: Tensor = draft(
+            batch, window.plan, window.hidden, window.tokens, window.last_rows, first
+        )
+        return drafted
+
+    def _draft(
+        self,
+        batch: Batch,
+        plan: AttentionPlan,
+        hidden: Tensor,
+        tokens: Tensor,
+        last_rows: Tensor,
+        first: Tensor,
+    ) -> Tensor:
         """Run each layer once; return the tokens drafted after the bonus token, [bs, S].
 
         Args:
+            plan, hidden, tokens, last_rows: of a ``_Window``.
             first: [bs] int64, position of the bonus token.
         """
-        runtime, network, plan = self._runtime, self.network, window.plan
-        hidden, tokens, last_rows = window.hidden, window.tokens, window.last_rows
+        runtime, network = self._runtime, self.network
         rotary = network.rotary(plan.positions)
         masked = (plan.positions == 0).unsqueeze(1) if network.config.masks_first else None
 
