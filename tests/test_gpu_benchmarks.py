@@ -1,0 +1,100 @@
+"""The parts of ``benchmarks/gpu`` that run without a GPU: shapes, known drafts, times, tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import plots
+import points
+import pytest
+import shapes
+from known_drafts import KnownDrafts, accept_length, share_of
+
+from specplug import LLM, SamplingParams
+
+PROMPTS = [[5, 6, 7, 8], [9, 8, 7, 6, 5, 4], [11]]
+PARAMS = SamplingParams(max_tokens=25, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target whose whole context decides each token, and all drafts for it."""
+    folder = tmp_path_factory.mktemp("shapes")
+    return shapes.write_shape(folder, "qwen3-tiny", shapes.DRAFTS, "cpu", context=1.0)
+
+
+def _complete(
+    base: Path, algorithm: str | object, draft: str | None = None
+) -> tuple[list[tuple[int, ...]], float]:
+    with LLM(
+        base / "target",
+        device="cpu",
+        speculative_algorithm=algorithm,
+        speculative_draft_model_path=draft and base / draft,
+        max_total_tokens=2048,
+    ) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS)
+        return [output.token_ids for output in outputs], llm.stats()["mean_accept_length"]
+
+
+@pytest.fixture(scope="module")
+def plain(base: Path) -> list[tuple[int, ...]]:
+    return _complete(base, "NONE")[0]
+
+
+@pytest.mark.parametrize("draft", shapes.DRAFTS)
+def test_write_shape_drafts_load_and_change_no_token(
+    base: Path, plain: list[tuple[int, ...]], draft: str
+) -> None:
+    assert _complete(base, draft.upper(), draft)[0] == plain
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_known_drafts_all_right_are_all_accepted(
+    base: Path, plain: list[tuple[int, ...]], topk: int
+) -> None:
+    known = {tuple(p): t for p, t in zip(PROMPTS, plain, strict=True)}
+    drafts = KnownDrafts(known, 1.0, num_steps=3, topk=topk)
+    assert _complete(base, drafts) == (plain, 4.0)
+
+
+def test_known_drafts_none_right_are_all_refused(base: Path, plain: list[tuple[int, ...]]) -> None:
+    drafts = KnownDrafts({}, 0.0, num_steps=3, topk=2)
+    assert _complete(base, drafts) == (plain, 1.0)
+
+
+@pytest.mark.parametrize("length", [1.0, 2.0, 3.5, 6.0])
+def test_share_of_accept_length_gives_it_back(length: float) -> None:
+    assert accept_length(share_of(length, 5), 5) == pytest.approx(length)
+
+
+def test_share_of_longer_than_the_draft_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected 1 to 6"):
+        share_of(7, 5)
+
+
+def test_time_steps_leaves_the_prefill_out() -> None:
+    def generate(prompts: list[list[int]], max_tokens: int) -> points.Generation:
+        steps = max_tokens // 2
+        return 5.0 + 0.004 * steps, steps, len(prompts) * max_tokens
+
+    found = points.time_steps([("engine", generate)], [[1], [2]])["engine"]
+    assert (found.ms, found.median) == pytest.approx((4.0, 4.0))
+    assert found.accept_length == 2.0
+
+
+def test_point_prompts_begin_like_those_of_a_shorter_context() -> None:
+    short, long = (points.Point(2, context).prompts(512) for context in (16, 48))
+    assert [prompt[:16] for prompt in long] == short
+    assert long[0] != long[1]
+
+
+def test_plots_of_two_runs_keep_the_later_row(tmp_path: Path) -> None:
+    results = points.Results(tmp_path)
+    for ms in (9.0, 8.0):
+        results.add("run", machine={"gpu": "Card X 80GB"}, settings=[], date="2026-01-02")
+        results.add("price", what="step", ms={"exact": ms, "without": 8.0}, ratio=ms / 8, bar=1.05)
+    rows = plots.collect([tmp_path])
+    assert plots.name_of(rows) == "2026-01-02-card-x-80gb"
+    assert "| step | 8.00 | 8.00 | 1.000 | 1.05 |" in plots.other_tables(rows)
+    assert "9.00" not in plots.other_tables(rows)
