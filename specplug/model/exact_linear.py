@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from specplug.kernels.linear import gated_linear, linear
 from specplug.kernels.silu_mul import silu_mul
@@ -112,6 +113,17 @@ class ExactLinear(nn.Linear):
         return out.view(*input.shape[:-1], -1)
 
 
+class ExactConv1D(Conv1D):
+    """The linear module of GPT-2, whose weight is [K, N], with rows that do not depend on one
+    another. Its weight is stored as that of an ``nn.Linear`` is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, K] -> […, N]."""
+        rows = x.reshape(-1, x.shape[-1])
+        out = EXACT.linear(rows.contiguous(), self.weight.t(), self.bias)
+        return out.view(*x.shape[:-1], -1)
+
+
 def make_linears_exact(model: nn.Module, keep: Iterable[nn.Module] = ()) -> int:
     """Make the linear modules of a model exact, in place, and return how many.
 
@@ -122,9 +134,16 @@ def make_linears_exact(model: nn.Module, keep: Iterable[nn.Module] = ()) -> int:
     kept = {id(inner) for module in keep for inner in module.modules()}
     count = 0
     for module in model.modules():
-        if id(module) not in kept and is_plain_linear(module) and _is_half(module.weight):
+        if id(module) in kept:
+            continue
+        if is_plain_linear(module) and _is_half(module.weight):
             module.__class__ = ExactLinear
-            count += 1
+        elif type(module) is Conv1D and _is_half(module.weight):
+            module.weight.data = module.weight.t().contiguous().t()
+            module.__class__ = ExactConv1D
+        else:
+            continue
+        count += 1
     return count
 
 

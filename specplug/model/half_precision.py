@@ -10,6 +10,7 @@ from torch import nn
 
 from specplug.errors import warn_fallback
 from specplug.model.exact_linear import (
+    ExactConv1D,
     ExactLinear,
     Products,
     find_row_variance,
@@ -50,7 +51,11 @@ def replace_modules(
 def _tell_row_variance(model: nn.Module, fused: list[FusedLayer]) -> None:
     """Warn if the products that the model uses are not row-invariant on this card."""
     weights = [part[0] for each in fused for part in (each.qkv, each.o, each.down)]
-    weights += [each.weight for each in model.modules() if isinstance(each, ExactLinear)]
+    for module in model.modules():
+        if isinstance(module, ExactLinear):
+            weights.append(module.weight)
+        elif isinstance(module, ExactConv1D):
+            weights.append(module.weight.t())
     variant = find_row_variance(weights, gated=[(each.gate[0], each.up[0]) for each in fused])
     if variant:
         warn_fallback(

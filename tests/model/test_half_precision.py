@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from specplug.kernels.paged_attention_kernels import PagedAttention
 from specplug.model import exact_linear, model_runner
 from specplug.model.attention import IMPLEMENTATION, register
-from specplug.model.exact_linear import ExactLinear
-from specplug.model.exact_norms import ExactRMSNorm
+from specplug.model.exact_linear import ExactConv1D, ExactLinear
+from specplug.model.exact_norms import ExactLayerNorm, ExactRMSNorm
 from specplug.model.half_precision import replace_modules
 from specplug.model.layer_proof import SequencePlan
 from specplug.model.model_runner import ModelRunner
@@ -23,12 +23,13 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 48,
     "hidden_size": 32,
     "intermediate_size": 48,
+    "n_inner": 48,  # of GPT-2
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
     "head_dim": 8,
     "max_position_embeddings": 32,
-    "pad_token_id": None,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
 }
 TOKENS = torch.arange(9, device=DEVICE) * 5 % 48
 
@@ -47,25 +48,26 @@ def logits_of(model: Any) -> Tensor:
         logits: Tensor = model(input_ids=ids, position_ids=position_ids, use_cache=False).logits
         return logits
 
-    plan = SequencePlan(len(TOKENS), 2, SHAPE["head_dim"], torch.float16, DEVICE)
+    plan = SequencePlan(len(TOKENS), 4, SHAPE["head_dim"], torch.float16, DEVICE)
     return plan.run(forward, 1, TOKENS.unsqueeze(0), None)
 
 
 @pytest.mark.parametrize(
     ("config", "num_fused", "num_linears", "num_norms"),
-    [("Qwen3Config", 2, 1, 1), ("Gemma2Config", 0, 15, 9)],
+    [("Qwen3Config", 2, 1, 1), ("Gemma2Config", 0, 15, 9), ("GPT2Config", 0, 9, 5)],
 )
 def test_replaced_modules_give_the_models_logits(
     config: str, num_fused: int, num_linears: int, num_norms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exact_linear, "_MOST_SAMPLED", 0)
     model = build(config)
+    layers = getattr(model.base_model, "layers", None) or model.base_model.h
     expected = logits_of(model)
-    fused = replace_modules(model, model.model.layers, row_invariant=True)
+    fused = replace_modules(model, layers, row_invariant=True)
     assert len(fused) == num_fused
     modules = list(model.modules())
-    assert sum(isinstance(module, ExactLinear) for module in modules) == num_linears
-    assert sum(isinstance(module, ExactRMSNorm) for module in modules) == num_norms
+    assert sum(isinstance(each, ExactLinear | ExactConv1D) for each in modules) == num_linears
+    assert sum(isinstance(each, ExactRMSNorm | ExactLayerNorm) for each in modules) == num_norms
     found = logits_of(model)
     assert (found.float() - expected.float()).norm() < 1e-2 * expected.float().norm()
 
