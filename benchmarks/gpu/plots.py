@@ -182,6 +182,47 @@ def other_tables(rows: Sequence[Row]) -> str:
     return text
 
 
+def bars_table(rows: Sequence[Row]) -> str:
+    """Each bar, what was measured, and by how much it is missed."""
+    lines: list[list[object]] = []
+
+    def add(what: str, found: float, most: float, text: str) -> None:
+        by = f"missed by {found / most - 1:.1%}" if most else f"missed by {found:,.0f}"
+        lines.append([what, text, "held" if found <= most else by])
+
+    steps = latest(rows, "step", "shape", "engine", "variant", "batch", "context")
+    for row in (row for row in steps if not row["settings_given"]):
+        point = f"batch {row['batch']}, {row['context']:,}"
+        what = f"{row['shape']}, {row['variant']}, {point}"
+        if row["engine"] == "vllm":
+            if row["variant"] == "plain":
+                add(f"{what}: ours over vLLM's", row["ratio"], 1.0, f"{row['ratio']:.3f} of 1")
+        elif row["variant"] == "plain":
+            if row["bar"]:
+                share = row["limit"] / row["ms"]
+                text = f"{share:.1%} of the limit, at least {row['bar']:.0%}"
+                add(what, row["bar"] / share, 1.0, text)
+        else:
+            text = f"{row['ratio']:.3f} x plain, at most {row['bar']}"
+            if row["bar"]:
+                add(what, row["ratio"], row["bar"], text)
+            add(
+                f"{what}: neither target nor draft", row["other"], 0.04, f"{row['other']:.1%} of 4%"
+            )
+    for row in latest(rows, "price", "what", "without"):
+        add(f"exactness, {row['what']}", row["ratio"], row["bar"], f"{row['ratio']:.3f}")
+    exact = [r for r in latest(rows, "exactness", "target", "number") if not r["settings_given"]]
+    if exact:
+        wrong = sum(len(each) for row in exact for each in row["differences"])
+        tokens = sum(row["tokens"] for row in exact)
+        add("requests that differ in bf16", wrong, 0, f"{wrong:,} in {tokens:,} tokens")
+        add("tokens that were compared", 50_000 / max(tokens, 1), 1.0, f"{tokens:,} of 50,000")
+    for row in latest(rows, "trace", "variant", "batch"):
+        what = f"longest gap, {row['variant']}, batch {row['batch']}"
+        add(what, row["longest_gap_us"][0], 50, f"{row['longest_gap_us'][0]:.0f} of 50 us")
+    return "\nThe bars:\n\n" + table(["", "measured", ""], lines) if lines else ""
+
+
 def plot_steps(rows: Sequence[Row], stem: Path) -> list[Path]:
     """A bar for each point of plain decoding and each variant: ours, vLLM's, and the limit."""
     from matplotlib import pyplot
@@ -336,7 +377,7 @@ def main() -> None:
     )
     plots: list[Callable[[Sequence[Row], Path], list[Path]]] = [plot_steps, plot_known, plot_maps]
     pictures = [file for plot in plots for file in plot(rows, stem)]
-    text = step_tables(rows) + exactness_table(rows) + other_tables(rows)
+    text = bars_table(rows) + step_tables(rows) + exactness_table(rows) + other_tables(rows)
     text += "\n" + "".join(f"![{file.stem}](results/{file.name})\n" for file in pictures)
     if arguments.readme:
         write_readme(text)
