@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -76,12 +78,17 @@ class Shape:
 SHAPES = {
     "llama-8b": Shape(4096, 14336, 32, 8, 128, 128256, False, 32),
     "qwen3-8b": Shape(4096, 12288, 32, 8, 128, 151936, True, 36),
+    "tiny": Shape(64, 96, 4, 2, 16, 128, True, 2),
     "llama-1b": Shape(2048, 8192, 32, 8, 64, 128256, False, 16),
 }
 
 
 def time_us(call: Callable[..., Any], inputs: Sequence[Sequence[Any]], repeats: int = 5) -> float:
     """Return the microseconds of a call: all inputs' calls, the least of several replays."""
+    if DEVICE == "cpu":
+        began = time.perf_counter()
+        call(*inputs[0])
+        return (time.perf_counter() - began) * 1e6
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for each in inputs:
@@ -110,7 +117,7 @@ def randn(*shape: int, scale: float = 1.0) -> Tensor:
 
 def copies_of(num_bytes: int) -> int:
     """How many copies of so many bytes exceed the cache."""
-    return max(4, min(64, -(-L2_BYTES // max(1, num_bytes))))
+    return 2 if DEVICE == "cpu" else max(4, min(64, -(-L2_BYTES // max(1, num_bytes))))
 
 
 @attrs.frozen
@@ -149,7 +156,11 @@ HEADER = (
 
 def bandwidth() -> float:
     """Return the bytes a second at which the card reads: a sum over 2 GiB."""
-    x = torch.empty(1 << 30, device=DEVICE, dtype=DTYPE).zero_().view(torch.int32)
+    x = (
+        torch.empty(1 << (30 if DEVICE == "cuda" else 20), device=DEVICE, dtype=DTYPE)
+        .zero_()
+        .view(torch.int32)
+    )
     return x.nbytes / time_us(partial(torch.sum, dtype=torch.int32), [(x,)] * 3) * 1e6
 
 
@@ -353,7 +364,7 @@ def tiles_for(rows: int, gated: bool) -> list[Any]:
         sizes = product((32, 64, 128), (64, 128), (4, 8), (3, 4))
     else:
         sizes = product((16, 32, 64) if not gated else (16, 32), (128, 256), (4, 8), (3, 4, 5, 7))
-    tiles = [Tile(bucket, *each) for each in sizes]
+    tiles = [Tile(bucket, *each) for each in sizes][: 2 if DEVICE == "cpu" else None]
     columns = 2 if gated else 1
     return [t for t in tiles if t.stages * t.stage_bytes(columns * t.columns) <= 227 << 10]
 
@@ -454,10 +465,16 @@ def compile_all(shape: Shape, options: argparse.Namespace) -> None:
         list(pool.map(compile_one, sorted(jobs), chunksize=4))
 
 
+def be_tiny(options: argparse.Namespace) -> None:
+    """Have all run at a small shape, where there is no GPU: the times say nothing."""
+    global DEVICE, DTYPE
+    os.environ["TRITON_INTERPRET"] = "1"
+    DEVICE, DTYPE = "cpu", torch.float16  # the interpreter has no products of bfloat16
+    options.shape, options.rows = "tiny", [1, 17]
+
+
 def main() -> None:
     """Measure what the command line asks for."""
-    from specplug.kernels import dependent_launch
-
     kinds = ("linear", "gated_linear", "silu_mul", "norms", "rotary")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
@@ -469,14 +486,20 @@ def main() -> None:
     parser.add_argument("--plain-launch", action="store_true", help="no dependent launch")
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile")
     parser.add_argument("--json", help="a file that the table is written to, too")
+    parser.add_argument("--tiny", action="store_true", help="a small shape, by the interpreter")
     options = parser.parse_args()
+    if options.tiny:
+        be_tiny(options)
+    from specplug.kernels import dependent_launch
+
     shape = SHAPES[options.shape]
     dependent_launch.enabled = not options.plain_launch
-    if options.jobs:
+    if options.jobs and not options.tiny:
         compile_all(shape, options)
     rate = bandwidth()
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.shape}, "
+        f"{'interpreter' if options.tiny else torch.cuda.get_device_name()}, "
+        f"torch {torch.__version__}, {options.shape}, "
         f"reads at {rate / 1e12:.2f} TB/s"
     )
     if options.tune:
