@@ -15,10 +15,12 @@ import argparse
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +88,14 @@ class Peer:
         return seconds, steps, tokens
 
     def close(self) -> None:
-        """End the process and wait until it has freed its memory."""
+        """End the process and those that it started."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=30)
+        with suppress(ProcessLookupError):  # all have ended
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._log.close()
 
     def _read(self) -> None:
