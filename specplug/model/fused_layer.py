@@ -114,9 +114,10 @@ def fuse_layers(model: Any, layers: Iterable[nn.Module], products: Products) -> 
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     if rotary is None:
         return []
+    context_len = model.config.get_text_config().max_position_embeddings
     found = []
     for layer in layers:
-        fused = _fused(layer, rotary, products)
+        fused = _fused(layer, rotary, products, context_len)
         if fused is not None:
             layer.__dict__["forward"] = fused  # the instance's own hides the class's
             found.append(fused)
@@ -124,7 +125,9 @@ def fuse_layers(model: Any, layers: Iterable[nn.Module], products: Products) -> 
 
 
 @torch.no_grad()
-def _fused(layer: nn.Module, rotary: nn.Module, products: Products) -> FusedLayer | None:
+def _fused(
+    layer: nn.Module, rotary: nn.Module, products: Products, context_len: int
+) -> FusedLayer | None:
     """Return the forward that gives a layer's results; None if there is none."""
     parts = find_parts(layer, _TOLERANCE)
     if parts is None:
@@ -133,7 +136,11 @@ def _fused(layer: nn.Module, rotary: nn.Module, products: Products) -> FusedLaye
     fused = _assemble(layer, parts, weight.dtype, products)
     if fused is None:
         return None
-    return fused if is_proved(fused, layer, rotary, weight, _TOLERANCE[weight.dtype]) else None
+    return (
+        fused
+        if is_proved(fused, layer, rotary, weight, _TOLERANCE[weight.dtype], context_len)
+        else None
+    )
 
 
 def _assemble(

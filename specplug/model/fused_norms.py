@@ -7,6 +7,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """Compute ``x / rms(x) * weight`` over the last axis on the CPU, where torch's own takes twice
+    as many operations. Not for training.
+
+    Args:
+        x: [..., size] of ``weight``'s dtype.
+        weight: broadcast to ``x``.
+        eps: added to the mean of the squares; broadcast to [..., 1].
+    """
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    mean = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1])
+    return x.mul(mean.rsqrt_()).mul_(weight)
+
+
 class FusedRMSNorm(nn.Module):
     """Compute ``x / rms(x) * weight`` over the last axis, in the dtype of ``x``.
 
@@ -19,9 +33,12 @@ class FusedRMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.eps = eps
+        self._eps = torch.tensor(eps, dtype=weight.dtype) if weight.device.type == "cpu" else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, size] -> […, size]."""
+        if self._eps is not None:
+            return rms_norm(x, self.weight, self._eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

@@ -69,30 +69,39 @@ def find_parts(layer: nn.Module, dtypes: Container[torch.dtype]) -> dict[str, nn
 
 @torch.no_grad()
 def is_proved(
-    fused: LayerForward, layer: nn.Module, rotary: nn.Module, weight: Tensor, tolerance: float
+    fused: LayerForward,
+    layer: nn.Module,
+    rotary: nn.Module,
+    weight: Tensor,
+    tolerance: float,
+    context_len: int,
 ) -> bool:
     """Return whether a forward gives a layer's results on random rows, and set its ``how``.
+
+    The rows stand at positions from the context's first to its last: some layers (Ministral 3)
+    scale their queries by the position, and only late ones.
 
     Args:
         layer: whose own forward still works.
         rotary: gives cos and sin.
         weight: [H, …] of the layer.
         tolerance: of what the layer adds, relative to its size.
+        context_len: of the model.
     """
     generator = torch.Generator(weight.device).manual_seed(fused.layer)
     hidden = torch.randn(
         1, _ROWS, len(weight), dtype=weight.dtype, device=weight.device, generator=generator
     ).mul_(_SCALE)
-    positions = torch.arange(_ROWS, device=weight.device)
+    positions = torch.arange(_ROWS, device=weight.device) * (context_len - 1) // (_ROWS - 1)
     pool = _ROWS, fused.kv_heads, fused.head_dim, weight.dtype, weight.device
     own_plan, plan = SequencePlan(*pool), SequencePlan(*pool)
     try:
         cos, sin = rotary(hidden, positions.unsqueeze(0))
         if cos.shape != (1, _ROWS, fused.head_dim) or sin.shape != cos.shape:
             return False
-        own = own_plan.run(layer.forward, fused.layer, hidden, (cos, sin))
+        own = own_plan.run(layer.forward, fused.layer, hidden, (cos, sin), positions)
         fused.how = own_plan.how
-        result = plan.run(fused, fused.layer, hidden, (cos, sin))
+        result = plan.run(fused, fused.layer, hidden, (cos, sin), positions)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # whatever the layer takes, it is not what Llama's takes
@@ -122,7 +131,14 @@ class SequencePlan:
         self.pool = torch.zeros(2, rows + 1, kv_heads, head_dim, dtype=dtype, device=device)
         self.how: tuple[Any, ...] = ()
 
-    def run(self, forward: Callable[..., Any], number: int, hidden: Tensor, rotary: Any) -> Tensor:
+    def run(
+        self,
+        forward: Callable[..., Any],
+        number: int,
+        hidden: Tensor,
+        rotary: Any,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Run the forward of a layer, or of the layers up to it.
 
         Args:
@@ -130,7 +146,10 @@ class SequencePlan:
             number: of the layer.
             hidden: [1, R, H].
             rotary: cos and sin.
+            positions: [R] int64; None: 0 to R - 1.
         """
+        if positions is None:
+            positions = torch.arange(hidden.shape[1], device=hidden.device)
         keys, values = self.pool
         cache = KVCache([keys] * (number + 1), [values] * (number + 1))
         plan: Any = self
@@ -139,7 +158,7 @@ class SequencePlan:
             result = forward(
                 hidden,
                 attention_mask=None,
-                position_ids=torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
                 position_embeddings=rotary,
                 past_key_values=None,
                 use_cache=False,

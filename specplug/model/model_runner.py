@@ -15,6 +15,7 @@ from specplug.errors import warn_fallback
 from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import HALF, TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
 from specplug.model.checkpoint import CPU, load_checkpoint, weights_fingerprint
+from specplug.model.cpu_layer import CPULayer, fuse_layers
 from specplug.model.direct_calls import shorten_calls
 from specplug.model.fused_norms import fuse_norms
 from specplug.model.graph_runner import GraphRunner
@@ -90,10 +91,13 @@ class ModelRunner:
         self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
         self.num_layers = len(self.capture.layers)
         fuse_norms(self.model)
-        self._fused_layers: list[FusedLayer] = []
+        self._fused_layers: list[FusedLayer] | list[CPULayer] = []
         self._is_row_invariant = False
         if self.kernels is not None:
             self._use_kernels(row_invariant)
+        elif device.type == "cpu":
+            self.rotary.begin(None)
+            self._fused_layers = fuse_layers(self.model, self.capture.layers)
         shorten_calls(self.model, keep=self.capture.hooked)
         if check is not None:
             self._end_check(check)

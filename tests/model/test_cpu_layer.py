@@ -1,0 +1,138 @@
+"""Decoder layers with a forward for the CPU give their own results; layers of other kinds stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from specplug.model.attention import IMPLEMENTATION, register
+from specplug.model.cpu_layer import fuse_layers
+from specplug.model.fused_norms import fuse_norms
+from specplug.model.layer_proof import SequencePlan
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 36,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 32,
+    "pad_token_id": None,
+}
+FUSED = {
+    "LlamaConfig": {},
+    "Qwen2Config": {},  # queries, keys and values have biases
+    "Qwen3Config": {},  # each head has a norm
+    "MistralConfig": {"sliding_window": 7},
+}
+OTHERS = {
+    "LlamaConfig": {"attention_bias": True},  # the output's bias too
+    "GemmaConfig": {},  # its MLP is not gated by SiLU
+    "Gemma2Config": {},
+    "GlmConfig": {"partial_rotary_factor": 0.6},
+    "GraniteConfig": {"residual_multiplier": 0.5},
+    "Ministral3Config": {  # it scales the queries of late positions
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+}
+TOKENS = torch.arange(9) * 5 % 48
+
+
+def build(config: str, dtype: torch.dtype, **changes: Any) -> Any:
+    register()
+    torch.manual_seed(0)
+    settings = getattr(transformers, config)(**{**SHAPE, **changes})
+    settings._attn_implementation = IMPLEMENTATION
+    model = transformers.AutoModelForCausalLM.from_config(settings).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    model = model.to(dtype)
+    fuse_norms(model)
+    return model
+
+
+@torch.inference_mode()
+def run(model: Any) -> tuple[Tensor, Tensor]:
+    """The logits of a pass, and the keys and values of its last layer."""
+    plan = SequencePlan(len(TOKENS), 2, SHAPE["head_dim"], model.dtype, CPU)
+    logits = plan.run(
+        lambda ids, **named: (
+            model(input_ids=ids, position_ids=named["position_ids"], use_cache=False).logits
+        ),
+        1,
+        TOKENS.unsqueeze(0),
+        None,
+    )
+    return logits, plan.pool
+
+
+@pytest.mark.parametrize("config", FUSED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_fused_layers_give_the_models_logits(config: str, dtype: torch.dtype) -> None:
+    model = build(config, dtype, **FUSED[config])
+    expected = run(model)
+    fused = fuse_layers(model, model.model.layers)
+    assert len(fused) == 2
+    for found, own in zip(run(model), expected, strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
+    window = FUSED[config].get("sliding_window")
+    assert [layer.how[1] for layer in fused] == [window, window]
+
+
+@pytest.mark.parametrize("config", OTHERS)
+def test_layers_of_other_kinds_stay(config: str) -> None:
+    model = build(config, torch.float32, **OTHERS[config])
+    expected = run(model)
+    assert fuse_layers(model, model.model.layers) == []
+    for found, own in zip(run(model), expected, strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_in_half_precision_stay() -> None:
+    model = build("LlamaConfig", torch.bfloat16)
+    assert fuse_layers(model, model.model.layers) == []
+
+
+def test_fused_layers_keep_one_copy_of_the_weights() -> None:
+    model = build("Qwen2Config", torch.float32)
+    names = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    (first, _) = fuse_layers(model, model.model.layers)
+    attention = model.model.layers[0].self_attn
+    assert first.qkv.data_ptr() == attention.q_proj.weight.data_ptr()
+    assert torch.equal(first.qkv[:, -20:].t(), attention.v_proj.weight)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, names[name])
+    first.close()
+    assert {part.numel() for part in (first.qkv, first.up, first.down)} == {0}
+
+
+def test_hooks_on_a_fused_layer_run() -> None:
+    model = build("LlamaConfig", torch.float32)
+    seen: dict[str, Tensor] = {}
+
+    def before(module: Any, args: Any, kwargs: Any) -> None:
+        seen["input"] = args[0] if args else kwargs["hidden_states"]
+
+    def after(module: Any, args: Any, output: Tensor) -> None:
+        seen["output"] = output
+
+    model.model.layers[1].register_forward_pre_hook(before, with_kwargs=True)
+    model.model.layers[0].register_forward_hook(after)
+    assert len(fuse_layers(model, model.model.layers)) == 2
+    assert seen == {}, "the proof calls no hook"
+    run(model)
+    assert seen["input"].shape == (1, len(TOKENS), SHAPE["hidden_size"])
+    assert torch.equal(seen["input"], seen["output"])
