@@ -291,9 +291,10 @@ class Scheduler:
             max_draft_nodes.append(own if own < lookahead else lookahead)
             request.max_computed_tokens = bound + columns
             request.in_flight += 1
-        max_slots = max(r.max_computed_tokens for r in requests) - columns + lookahead
         return Decode(
-            requests=tuple(requests), max_draft_nodes=tuple(max_draft_nodes), max_slots=max_slots
+            requests=tuple(requests),
+            max_draft_nodes=tuple(max_draft_nodes),
+            slots=tuple(r.max_computed_tokens - columns + lookahead for r in requests),
         )
 
     def _short(self, requests: Sequence[Request], slots: int) -> list[tuple[Request, int]]:

@@ -111,7 +111,7 @@ class StepRunner:
         clock = StepClock(self._device)
         slots = [chunk.end for chunk in step.prefill.chunks] if step.prefill else []
         slots += [placed.received.end for placed in step.placed]
-        self._runtime.max_slots = max([*slots, step.decode.max_slots if step.decode else 0])
+        self._runtime.max_slots = max([*slots, *(step.decode.slots if step.decode else ())])
         if step.placed:
             self._receive(step.placed, clock)
         prefill = self._begin_prefill(step.prefill, clock) if step.prefill else None
@@ -162,7 +162,13 @@ class StepRunner:
         half.tokens = upload([token for chunk in chunks for token in chunk.tokens], self._device)
         half.last_rows = upload([end - 1 for end in accumulate(widths)], self._device)
         padding = Padding.of(widths, max(widths), self._device)
-        half.plan = runtime.make_plan(half.req_indices, half.seq_lens, max(widths), padding=padding)
+        half.plan = runtime.make_plan(
+            half.req_indices,
+            half.seq_lens,
+            max(widths),
+            padding=padding,
+            used=tuple(chunk.end for chunk in chunks),
+        )
         half.batch = batch = _make_batch(half, ForwardMode.PREFILL)
         batch.chunk_widths = widths
         batch.chunk_ends = tuple(chunk.end for chunk in chunks)
@@ -186,6 +192,7 @@ class StepRunner:
             given_positions=None if draft.is_chain else half.seq_lens.unsqueeze(1) + draft.depths,
             mask=None if draft.is_chain else draft.mask,
             padding=draft.padding,
+            used=scheduled.slots,
         )
         if half.needs & Needs.GRAMMAR:
             half.tree = HostTree.of(draft)

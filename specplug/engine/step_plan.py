@@ -66,12 +66,12 @@ class Decode:
     Attributes:
         max_draft_nodes: for each, the most nodes that have a slot after its committed length; 1 to
             ``num_lookahead_slots``.
-        max_slots: slots that any of them may reach.
+        slots: for each, the most slots that it may reach.
     """
 
     requests: tuple[Request, ...]
     max_draft_nodes: tuple[int, ...]
-    max_slots: int
+    slots: tuple[int, ...]
 
 
 @attrs.frozen(kw_only=True)

@@ -76,6 +76,7 @@ class PagedPlan:
         given_positions: [bs or 1, Q] int64; None: those of the rows' slots.
         mask: [bs or 1, Q, W] bool over the slots from ``starts`` on; None: causal.
         padding: from and to [bs, Q]; None if all requests are Q wide.
+        used: for each request, the most slots that it uses, as the host knows; None: L.
     """
 
     requests: RequestSlots
@@ -87,8 +88,9 @@ class PagedPlan:
     given_positions: Tensor | None = None
     mask: Tensor | None = None
     padding: Padding | None = None
+    used: tuple[int, ...] | None = None
     _bias: dict[tuple[int | None, int], Tensor] = attrs.field(factory=dict, init=False)
-    _grouped: GroupedAttention | None = attrs.field(default=None, init=False)
+    _groupings: dict[int, GroupedAttention | None] = attrs.field(factory=dict, init=False)
 
     @property
     def bs(self) -> int:
@@ -223,8 +225,8 @@ class PagedPlan:
             return self.requests.kernels(
                 q, keys, values, self.rows, scale, window=window, softcap=softcap, sinks=sinks
             )
-        if self._is_grouped(keys):
-            grouped = self._grouped = self._grouped or self._group(keys)
+        grouped = self._grouped(keys.shape[1] * keys.shape[2], keys.element_size())
+        if grouped is not None:
             scale = head_dim**-0.5 if scale is None else scale
             return grouped.attend(q, keys, values, window, scale, softcap, sinks)
         if self.padding is not None:
@@ -239,24 +241,29 @@ class PagedPlan:
         by_torch = self.requests.kernels is None or query.dtype not in HALF
         return by_torch and self.bs == 1 and self.padding is None
 
-    def _is_grouped(self, keys: Tensor) -> bool:
-        """Return whether the pass is attended in groups of requests: on the CPU, if the copies of
-        all keys and values are larger than a group's, or the widths differ."""
-        if keys.device.type != "cpu" or self.bs == 1:
-            return False
-        copied = 2 * self.bs * self.length * keys[0].numel() * keys.element_size()
-        return self.padding is not None or copied > grouped_attention.GROUP_BYTES
+    def _grouped(self, elements: int, item_bytes: int) -> GroupedAttention | None:
+        """Return what attends in groups of requests, made once per pass for the keys of one size;
+        None if they are attended together: on a GPU, and where the copies of all keys and values
+        are no larger than a group's.
 
-    def _group(self, keys: Tensor) -> GroupedAttention:
-        """Divide the requests into groups by their widths and lengths."""
+        Args:
+            elements: of a key, in all heads.
+            item_bytes: of each.
+        """
+        if self.bs == 1 or self.starts.device.type != "cpu":
+            return None
+        if elements not in self._groupings:
+            row_bytes = 2 * elements * item_bytes
+            copied = self.bs * self.length * row_bytes
+            small = self.padding is None and copied <= grouped_attention.GROUP_BYTES
+            self._groupings[elements] = None if small else self._group(elements, row_bytes)
+        return self._groupings[elements]
+
+    def _group(self, elements: int, row_bytes: int) -> GroupedAttention:
         widths = (self.width,) * self.bs if self.padding is None else self.padding.widths
-        spans = widths if self.mask is None else (self.mask.shape[-1],) * self.bs
-        lengths = [
-            min(max(start + self.offset + span, 1), self.length)
-            for start, span in zip(self.starts.tolist(), spans, strict=True)
-        ]
-        elements = keys[0].numel()
-        groups = group_requests(widths, lengths, elements, 2 * elements * keys.element_size())
+        used = (self.length,) * self.bs if self.used is None else self.used
+        lengths = [min(each, self.length) for each in used]
+        groups = group_requests(widths, lengths, elements, row_bytes)
         return GroupedAttention(groups, widths, self.table.view(self.bs, -1), self.visible)
 
     def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:

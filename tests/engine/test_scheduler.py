@@ -452,10 +452,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert any(self.shadows[r].in_flight for r in others)
 
     def _check_decode(self, decode: Decode) -> None:
-        for request, max_draft_nodes in zip(decode.requests, decode.max_draft_nodes, strict=True):
+        each = zip(decode.requests, decode.max_draft_nodes, decode.slots, strict=True)
+        for request, max_draft_nodes, slots in each:
             start = self.shadows[request].on_device
             assert start + self.config.columns <= request.max_computed_tokens
-            assert decode.max_slots >= start + self.config.num_lookahead_slots
+            assert slots >= start + self.config.num_lookahead_slots
             assert 1 <= max_draft_nodes <= self.config.num_lookahead_slots
             if max_draft_nodes < self.config.num_lookahead_slots:
                 SEEN["a draft without room"] += 1
