@@ -214,7 +214,8 @@ class EngineRuntime:
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         self._check_open("record_draft")
         recorded = self._graphs and self.draft_verifies
-        runner = GraphRunner(forward) if recorded else PassRunner(forward)
+        pads = self._runner.kernels is not None
+        runner = GraphRunner(forward, pads=pads) if recorded else PassRunner(forward)
         self._draft_runners.append(runner)
         return runner
 

@@ -19,9 +19,14 @@ enabled = True
 
 
 def launch_options(tensor: Tensor) -> dict[str, bool]:
-    """Return the keyword arguments of a launch on the device of ``tensor``, ``PDL`` among them."""
+    """Return the keyword arguments of a launch on the device of ``tensor``, ``PDL`` among them.
+
+    A product and a sum after it are never fused into one operation, which would round once where
+    the modules round twice.
+    """
     on = enabled and tensor.is_cuda and _is_able(tensor.device)
-    return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
+    launch = {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
+    return {**launch, "enable_fp_fusion": False}
 
 
 @cache

@@ -25,6 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
+
 BLOCK = 32
 """Keys in one product."""
 PART = 256
@@ -34,7 +36,12 @@ WORKSPACE_BYTES = 128 << 20
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LEAST_EXPONENT = tl.constexpr(-127)
-_PARTS = {"STAGES": 5, "num_warps": 4}
+_PROGRAMS = 4  # of ``_committed_parts``, for each of the card's processors
+_PARTS = {
+    16: {"STAGES": 5, "num_warps": 4},
+    32: {"STAGES": 5, "num_warps": 4},
+    64: {"STAGES": 5, "num_warps": 4},
+}  # by the rows of a tile
 _TAILS = {"STAGES": 5, "num_warps": 4}
 _TILES = {"STAGES": 5, "num_warps": 4}
 _DOT_ROWS = 16  # the fewest rows of a tensor core's product
@@ -128,13 +135,6 @@ def _num_parts(start, offset, BLOCK: tl.constexpr, PART: tl.constexpr):
     return (end + PART - 1) // PART, end
 
 
-@triton.jit
-def _programmatic_launch():
-    """Let the next kernel be launched, and wait for what the kernels before this one wrote."""
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
-
-
 @triton.jit(do_not_specialize=_NUMBERS)
 def _committed_parts(
     q, keys, values, table, req_indices, starts, positions, padded_rows, tops, totals, mixed,
@@ -150,8 +150,8 @@ def _committed_parts(
     A task is (request, part, head, tile of rows). Tasks are dealt out to the programs in turn, so
     the grid does not depend on lengths, which are read here.
     """
-    if PDL:
-        _programmatic_launch()
+    let_next_start(PDL)
+    wait_for_last(PDL)
     every = tl.arange(0, BATCH)
     every_start = tl.load(starts + every, mask=every < bs, other=0)
     every_parts = _num_parts(every_start, offset, BLOCK, PART)[0]
@@ -222,8 +222,8 @@ def _row_tails(
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Finish one row, for the query heads that share a key head: [ROWS, D], ROWS >= GROUP."""
-    if PDL:
-        _programmatic_launch()
+    let_next_start(PDL)
+    wait_for_last(PDL)
     flat = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     padded = flat
@@ -334,8 +334,8 @@ def _causal_tiles(
     BLOCK: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend with a tile of rows, each of which sees the keys up to itself."""
-    if PDL:
-        _programmatic_launch()
+    let_next_start(PDL)
+    wait_for_last(PDL)
     # The last tiles see most keys, so they go first.
     tile = num_tiles - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -445,11 +445,9 @@ class PagedAttention:
 
     def __init__(self, device: torch.device, workspace_bytes: int = WORKSPACE_BYTES) -> None:
         self._programs = 3
-        self._pdl = False
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
-            self._programs = 4 * properties.multi_processor_count
-            self._pdl = properties.major >= 9
+            self._programs = _PROGRAMS * properties.multi_processor_count
         self._workspace = torch.empty(workspace_bytes // 4, device=device)
 
     def __call__(
@@ -485,7 +483,7 @@ class PagedAttention:
         assert q.stride(2) == 1
         assert keys.stride(2) == 1
         assert keys.stride() == values.stride()
-        call = _Call(q, keys, values, out, rows, scale, window, softcap, sinks, self._pdl)
+        call = _Call(q, keys, values, out, rows, scale, window, softcap, sinks)
         if rows.order is None and rows.width >= _TILED_WIDTH:
             call.tiles()
         else:
@@ -506,7 +504,6 @@ class _Call:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
-    pdl: bool
 
     def tiles(self) -> None:
         """Launch ``_causal_tiles``."""
@@ -537,7 +534,7 @@ class _Call:
             self.q, self.keys, self.values, rows.table, rows.req_indices, rows.starts,
             rows.positions, _given(rows.padded_rows, out), tops, totals, mixed,
             *self.strides, *self.numbers, bs, rows.width, kv_heads, num_tiles, capacity,
-            ROWS=tile, BATCH=batch, **_PARTS, **self.common,
+            ROWS=tile, BATCH=batch, **_PARTS[tile], **self.common,
         )  # fmt: skip
         order = rows.order
         span = 1 if order is None else order.shape[2]
@@ -572,12 +569,11 @@ class _Call:
     def common(self) -> dict[str, Any]:
         """What all kernels are compiled for."""
         dim = self.q.shape[2]
-        launch = {"launch_pdl": True} if self.pdl else {}
         return {
             "GROUP": self.group, "D": dim, "DIM": max(16, triton.next_power_of_2(dim)),
             "RAGGED": self.rows.flat_index is not None, "HAS_WINDOW": self.window is not None,
             "HAS_SOFTCAP": self.softcap is not None, "PRECISION": "ieee", "BLOCK": BLOCK,
-            "PART": PART, "PDL": self.pdl, **launch,
+            "PART": PART, **launch_options(self.q),
         }  # fmt: skip
 
 

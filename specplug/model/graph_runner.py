@@ -77,14 +77,17 @@ class GraphRunner(PassRunner):
     replay overwrites what a replay returned, so a step uses the result before it launches another.
 
     Args:
+        pads: whether batches are padded. Where torch attends, a request that sees nothing would
+            leave NaN in slot 0, which others read and mask.
         forward: takes tensors, plans, batches and plain values, and returns tensors in tuples,
             lists and mappings, by operations of the device alone. If a plan or a batch is among
             its arguments, the tensors whose leading size is a multiple of its size belong to its
             requests, in their order, and so do all that it returns.
     """
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], *, pads: bool) -> None:
         super().__init__(forward)
+        self._pads = pads
         self._recordings: dict[Any, _Recording] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -104,7 +107,7 @@ class GraphRunner(PassRunner):
         ragged = any(isinstance(a, PagedPlan) and a.padding is not None for a in arguments)
         if ragged or bs == 0 or self.failure is not None:
             return self._forward(*arguments)
-        bucket = None if bs is None else bucket_of(bs)
+        bucket = bucket_of(bs) if bs is not None and self._pads else bs
         tensors = list(_tensors(arguments))
         batched = [bs is not None and len(t) % bs == 0 and len(t) > 0 for t in tensors]
         form = bucket, *map(_form, arguments), *_shapes(tensors, batched, bs)
@@ -112,7 +115,7 @@ class GraphRunner(PassRunner):
         if recording is None:
             if len(self._recordings) == _MOST_GRAPHS:
                 return self._forward(*arguments)
-            recording = self._record(arguments, tensors, batched, bs)
+            recording = self._record(arguments, tensors, batched, bs, bucket)
             if recording is None:
                 return self._forward(*arguments)
             self._recordings[form] = recording
@@ -125,11 +128,16 @@ class GraphRunner(PassRunner):
         return _mapped(recording.output, partial(_first_rows, bs=bs, bucket=bucket))
 
     def _record(
-        self, arguments: tuple[Any, ...], tensors: list[Tensor], batched: list[bool], bs: int | None
+        self,
+        arguments: tuple[Any, ...],
+        tensors: list[Tensor],
+        batched: list[bool],
+        bs: int | None,
+        bucket: int | None,
     ) -> _Recording | None:
         """Record the pass after a warm-up run. None if that fails; it is not tried again then."""
         inputs = tuple(
-            _padded(tensor, bs, bucket_of(bs)) if own and bs is not None else tensor.clone()
+            _padded(tensor, bs, bucket) if own and bs and bucket else tensor.clone()
             for tensor, own in zip(tensors, batched, strict=True)
         )
         stream, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
@@ -234,7 +242,7 @@ def _padded(tensor: Tensor, bs: int, bucket: int) -> Tensor:
 
 def _fill(kept: Tensor, tensor: Tensor, *, clear: bool) -> None:
     """Copy a batch's tensor; ``clear`` what follows: row 0 of the request table, token 0, and a
-    mask that shows all, since a row that sees nothing leaves no number in slot 0."""
+    mask that shows all."""
     rows = len(tensor)
     if rows == len(kept):
         kept.copy_(tensor)

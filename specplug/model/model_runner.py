@@ -190,7 +190,9 @@ class ModelRunner:
         for the kinds that requests want, and not for each choice of points among them."""
         if kinds not in self._graphs:
             points = self.capture.points(kinds)
-            self._graphs[kinds] = GraphRunner(partial(self._keeping_forward, points=points))
+            self._graphs[kinds] = GraphRunner(
+                partial(self._keeping_forward, points=points), pads=self.kernels is not None
+            )
         return self._graphs[kinds]
 
     @property

@@ -172,7 +172,7 @@ def test_auto_dtype_is_float32_on_the_cpu(folder: Path) -> None:
     _edit_config(folder, dtype="bfloat16")
     assert choose_dtype("auto", torch.device("cpu")) is torch.float32
     assert choose_dtype("auto", torch.device("cuda")) is None
-    with LLM(folder, max_total_tokens=64) as llm:
+    with LLM(folder, device="cpu", max_total_tokens=64) as llm:
         assert llm.effective_config["dtype"] == "float32"
 
 

@@ -159,7 +159,8 @@ class Target:
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """[T, V] of a plain forward without a cache."""
-        out: Tensor = self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
+        ids = torch.tensor([list(tokens)], device=self.model.device)
+        out: Tensor = self.model(input_ids=ids, use_cache=False).logits[0].cpu()
         return out
 
     def greedy(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
@@ -182,6 +183,8 @@ def target(request: pytest.FixtureRequest, build_model: Callable[..., Path]) -> 
     )
     if "experts" in str(model.config):
         model.set_experts_implementation("eager")  # grouped products know no float64
+    # Where the engine runs: a router takes float32 in spite of all, which differs by device.
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     return Target(folder, model.eval(), request.param in ("gpt2", "opt"))
 
 

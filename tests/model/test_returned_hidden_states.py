@@ -236,7 +236,7 @@ def test_all_outputs_of_a_request_come_together(moe_model: Path) -> None:
     )
     with LLM(moe_model, dtype="float64", chunked_prefill_size=5) as llm:
         output = llm.generate([PROMPTS[2]], params)[0]
-        head = llm.engine.steps.runner.lm_head.weight.detach()
+        head = llm.engine.steps.runner.lm_head.weight.detach().cpu()
         assert output.logprobs is not None
         assert output.routed_experts is not None
         assert output.hidden_states is not None
