@@ -8,8 +8,7 @@ A kernel is recorded in a CUDA graph several times over copies of its weights, o
 together exceed the L2 cache, and the graph is replayed; the least of several replays counts. GB/s
 are the bytes that the kernel must move (specplug/kernels/README.md) over its time. ``--tune`` tries
 all tiles of a list and names the best. ``--chain`` records the products, norms and rotations of
-whole layers one after the other, with programmatic dependent launch and without it, at several
-depths of the prefetch.
+whole layers one after the other, with programmatic dependent launch and without it.
 
 Kernels are compiled first, in processes that work at the same time, and kept in Triton's cache.
 """
@@ -311,9 +310,8 @@ class Chain:
 
 
 def measure_chain(shape: Shape, all_rows: Sequence[int]) -> None:
-    """Print the times of whole layers, by kind of launch and depth of the prefetch."""
+    """Print the times of whole layers, by kind of launch."""
     from specplug.kernels import dependent_launch
-    from specplug.kernels import linear as products
 
     layers = [
         {
@@ -327,32 +325,21 @@ def measure_chain(shape: Shape, all_rows: Sequence[int]) -> None:
         for _ in range(min(shape.num_layers, 16))
     ]
     num_bytes = sum(each.nbytes for each in layers[0].values())
-    chosen = products.choose_tile, products.choose_gated_tile
-    kinds = ((False, 0), (True, 0), (True, 1), (True, 2), (True, 4), (True, 8))
     for rows in all_rows:
         chain = Chain(shape, rows, layers)
         results = []
-        for enabled, lines in kinds:
+        for enabled in (False, True):
             dependent_launch.enabled = enabled
-            changed = (partial(with_lines, choose, lines) for choose in chosen)
-            products.choose_tile, products.choose_gated_tile = changed
             took = time_us(chain, [()], repeats=20) / len(layers)
             results.append(chain.result.clone())
-            launch = f"dependent, {lines} lines ahead" if enabled else "one after the other"
+            launch = "dependent" if enabled else "one after the other"
             print(
                 f"chain  rows {rows:5}  {launch:30}{took:9.2f} us a layer"
                 f"{num_bytes / took / 1e3:8.0f} GB/s",
                 flush=True,
             )
-        products.choose_tile, products.choose_gated_tile = chosen
-        dependent_launch.enabled = True
         if not all(torch.equal(each, results[0]) for each in results):
             print("  the results differ: a kernel reads before its wait")
-
-
-def with_lines(choose: Callable[..., Any], lines: int, *shape: int) -> Any:
-    """A tile as chosen, with so many lines fetched ahead."""
-    return attrs.evolve(choose(*shape), lines=lines)
 
 
 def tiles_for(rows: int, gated: bool) -> list[Any]:
@@ -459,8 +446,7 @@ def compile_all(shape: Shape, options: argparse.Namespace) -> None:
         tiles += tiles_for(rows, True) if options.tune else []
         jobs |= {("gated", size, False, dependent, attrs.astuple(tile)) for tile in tiles}
     if options.chain:
-        kinds = [(False, 0), *((True, lines) for lines in (0, 1, 2, 4, 8))]
-        jobs = {(*job[:3], on, (*job[4][:-1], lines)) for job in jobs for on, lines in kinds}
+        jobs = {(*job[:3], on, job[4]) for job in jobs for on in (False, True)}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_one, sorted(jobs), chunksize=4))
 

@@ -3,6 +3,10 @@
 What a kernel does before its wait (finding its tile, reading constants) then costs no time of its
 own. The rules: nothing that an earlier kernel writes is read before the wait, and nothing is
 written before it. Every kernel waits, so that what is before it is also before those after it.
+
+A small kernel lets the next one start at once. A product, whose programs fill the card, does not:
+the next one's programs would crowd on those processors that are done first (on an H100 that cost
+more than the early start gained, and so did fetching weights ahead to the L2 cache).
 """
 
 from __future__ import annotations

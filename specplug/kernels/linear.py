@@ -15,11 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
+from specplug.kernels.dependent_launch import launch_options, wait_for_last
 from specplug.kernels.silu_mul import gated, silu_mul_reference
 
-_LINE = tl.constexpr(64)
-"""Weights in a line of the cache, of 128 bytes."""
 _GROUP = 8
 """Tiles of rows that run side by side, so that they find the weights in the cache."""
 _FEWEST_PROGRAMS = 100
@@ -36,7 +34,6 @@ class Tile:
         depth: of K in one step.
         warps: of a program.
         stages: steps that are loaded ahead.
-        lines: of 128 bytes that are fetched of each row of a tile's weights before x is there.
     """
 
     rows: int
@@ -44,7 +41,6 @@ class Tile:
     depth: int
     warps: int
     stages: int
-    lines: int = 4
 
     def stage_bytes(self, columns: int) -> int:
         """Return the shared memory of a stage, with so many columns."""
@@ -60,22 +56,19 @@ def rows_bucket(num_rows: int) -> int:
 def choose_tile(num_outputs: int, num_inputs: int, num_rows: int) -> Tile:
     """Return the tile for ``linear``. Found by measuring on an H100, at the shapes of an 8B Llama.
 
-    Few rows: the weights are read once, at the speed of the memory. A narrow product needs narrow
-    tiles, to have a program for each of the card's processors. At 64 rows each program reads so
-    much of x that tiles must be wider.
+    Few rows: the weights are read once, at the speed of the memory. Programs that read far ahead,
+    in steps of 512 bytes of a row, come closest to it; a narrow product has narrow tiles, so that
+    each of the card's processors has a program. At 64 rows there is no room for such steps.
     """
     rows = rows_bucket(num_rows)
+    is_narrow = num_outputs <= 4096
     if rows == 128:
         return Tile(rows, _widest(num_outputs, num_rows), 64, 8, 3)
-    if num_outputs > 65536:
-        return Tile(rows, 64, 128, 4, 4)
-    if num_outputs > 8192:
-        return Tile(rows, 64, 256, 8, 3)
-    if num_outputs > 4096:
-        return Tile(rows, 64, 128, 4, 5) if rows == 64 else Tile(rows, 32, 128, 4, 5)
-    if num_inputs > 8192:
-        return Tile(rows, 32, 128, 4, 7) if rows == 64 else Tile(rows, 16, 256, 4, 5)
-    return Tile(rows, 32, 256, 4, 4)
+    if rows == 64:
+        return Tile(rows, 32, 128, 4, 7) if is_narrow else Tile(rows, 64, 128, 4, 5)
+    if rows == 32:
+        return Tile(rows, 32, 256, 4, 5) if is_narrow else Tile(rows, 64, 256, 4, 4)
+    return Tile(rows, 32, 256, 4, 7) if is_narrow else Tile(rows, 64, 256, 4, 4)
 
 
 @lru_cache(4096)
@@ -84,7 +77,7 @@ def choose_gated_tile(num_outputs: int, num_inputs: int, num_rows: int) -> Tile:
     rows = rows_bucket(num_rows)
     if rows == 128:
         return Tile(rows, min(64, _widest(num_outputs, num_rows)), 64, 8, 3)
-    return Tile(rows, 32, 256, 8, 3)
+    return Tile(rows, 32, 128, 4, 3) if rows == 64 else Tile(rows, 32, 256, 4, 3)
 
 
 def _widest(num_outputs: int, num_rows: int) -> int:
@@ -92,21 +85,6 @@ def _widest(num_outputs: int, num_rows: int) -> int:
     row_tiles = triton.cdiv(num_rows, 128)
     enough = (c for c in (128, 64) if row_tiles * (num_outputs // c) >= _FEWEST_PROGRAMS)
     return next(enough, 32)
-
-
-@triton.jit
-def _fetch_ahead(weight, rows, stride, LINES: tl.constexpr):
-    """Bring the first lines of rows of the weight to the L2 cache, without waiting for them."""
-    line = tl.arange(0, LINES) * _LINE
-    places = (weight + rows[:, None] * stride + line[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // dummy $0",
-        "=r,l",
-        [places],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -132,10 +110,9 @@ def _linear(
     x, weight, bias, residual, out, M, N, K, x_stride, weight_stride, residual_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``linear``."""
-    let_next_start(PDL)
     row_tile, column_tile = _tile_of_program(M, N, BM, BN, GROUP)
     row = row_tile * BM + tl.arange(0, BM)
     column = column_tile * BN + tl.arange(0, BN)
@@ -143,8 +120,6 @@ def _linear(
     is_row = row < M
     is_column = column < N
     wide_row, wide_column = row.to(tl.int64), column.to(tl.int64)
-    if PDL and LINES > 0:
-        _fetch_ahead(weight, tl.minimum(wide_column, N - 1), weight_stride, LINES)
     wait_for_last(PDL)
     x_places = x + wide_row[:, None] * x_stride + k[None, :]
     weight_places = weight + wide_column[None, :] * weight_stride + k[:, None]
@@ -178,10 +153,9 @@ def _linear(
 def _gated_linear(
     x, gate_weight, up_weight, out, M, N, K, x_stride, gate_stride, up_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``gated_linear``."""
-    let_next_start(PDL)
     row_tile, column_tile = _tile_of_program(M, N, BM, BN, GROUP)
     row = row_tile * BM + tl.arange(0, BM)
     column = column_tile * BN + tl.arange(0, BN)
@@ -189,9 +163,6 @@ def _gated_linear(
     is_row = row < M
     is_column = column < N
     wide_row, wide_column = row.to(tl.int64), column.to(tl.int64)
-    if PDL and LINES > 0:
-        _fetch_ahead(gate_weight, tl.minimum(wide_column, N - 1), gate_stride, LINES)
-        _fetch_ahead(up_weight, tl.minimum(wide_column, N - 1), up_stride, LINES)
     wait_for_last(PDL)
     x_places = x + wide_row[:, None] * x_stride + k[None, :]
     gate_places = gate_weight + wide_column[None, :] * gate_stride + k[:, None]
@@ -324,9 +295,6 @@ def _shape_options(
     Args:
         columns: whose weights a stage holds.
     """
-    lines = tile.lines
-    while lines * _LINE.value > inputs:
-        lines //= 2
     return {
         "BM": tile.rows,
         "BN": tile.columns,
@@ -334,7 +302,6 @@ def _shape_options(
         "GROUP": _GROUP,
         "EVEN_N": outputs % tile.columns == 0,
         "EVEN_K": inputs % tile.depth == 0,
-        "LINES": lines,
         "num_warps": tile.warps,
         "num_stages": max(2, min(tile.stages, _shared_bytes(device) // tile.stage_bytes(columns))),
     }

@@ -36,13 +36,15 @@ WORKSPACE_BYTES = 128 << 20
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LEAST_EXPONENT = tl.constexpr(-127)
-_PROGRAMS = 4  # of ``_committed_parts``, for each of the card's processors
+_PROGRAMS = 8  # of ``_committed_parts``, for each of the card's processors
 _PARTS = {
-    16: {"STAGES": 5, "num_warps": 4},
-    32: {"STAGES": 5, "num_warps": 4},
+    16: {"STAGES": 5, "num_warps": 1},
+    32: {"STAGES": 5, "num_warps": 2},
     64: {"STAGES": 5, "num_warps": 4},
 }  # by the rows of a tile
-_TAILS = {"STAGES": 5, "num_warps": 4}
+_FEW_TAILS = {"STAGES": 3, "num_warps": 4}
+_MANY_TAILS = {"STAGES": 5, "num_warps": 1}
+_MANY = 128  # tails that keep a card's processors busy without more warps
 _TILES = {"STAGES": 5, "num_warps": 4}
 _DOT_ROWS = 16  # the fewest rows of a tensor core's product
 _TILE_ROWS = 64
@@ -539,6 +541,7 @@ class _Call:
         order = rows.order
         span = 1 if order is None else order.shape[2]
         order_stride = 0 if order is None or order.shape[0] == 1 else order.stride(0)
+        tails = _MANY_TAILS if len(self.q) * kv_heads >= _MANY else _FEW_TAILS
         _row_tails[len(self.q), kv_heads](
             self.q, self.keys, self.values, out, rows.table, rows.req_indices, rows.starts,
             rows.positions, _given(rows.flat_index, out), _given(order, out),
@@ -546,7 +549,7 @@ class _Call:
             *self.strides, order_stride, *self.numbers, bs, rows.width, span, kv_heads, num_tiles,
             capacity, HEADS=self.q.shape[1],
             ROWS=max(_DOT_ROWS, triton.next_power_of_2(self.group)), TILE=tile, BATCH=batch,
-            HAS_ORDER=order is not None, HAS_SINKS=self.sinks is not None, **_TAILS, **self.common,
+            HAS_ORDER=order is not None, HAS_SINKS=self.sinks is not None, **tails, **self.common,
         )  # fmt: skip
 
     @property
