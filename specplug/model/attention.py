@@ -127,8 +127,29 @@ class PagedPlan:
         return flat if self.padding is None else flat[self.padding.flat_index]
 
     @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Slots and positions, by one kernel."""
+        from specplug.kernels.row_places import row_places
+
+        requests, padding = self.requests, self.padding
+        assert self.offset >= 0 or requests.floors is not None
+        return row_places(
+            requests.slots,
+            self.req_indices,
+            self.starts,
+            self.width,
+            offset=self.offset,
+            last_position=requests.last_position,
+            floors=requests.floors if self.offset < 0 else None,
+            given_positions=self.given_positions,
+            flat_index=None if padding is None else padding.flat_index,
+        )
+
+    @cached_property
     def slots(self) -> Tensor:
         """[R] int64, where each row's key and value go."""
+        if self.requests.kernels is not None:
+            return self._places[0]
         index, table = self._index, self.requests.slots
         row = self.req_indices.unsqueeze(1)
         # Padding of a request stands after its last slot, or before its first one.
@@ -148,6 +169,8 @@ class PagedPlan:
     @cached_property
     def positions(self) -> Tensor:
         """[R] int64."""
+        if self.requests.kernels is not None:
+            return self._places[1]
         return self._flat(self._positions).clamp(max=self.requests.last_position)
 
     @cached_property
@@ -268,8 +291,7 @@ class PagedPlan:
 
     def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the rows' keys and values, as ``AttentionPlan.write`` says."""
-        cache.keys[layer].index_copy_(0, self.slots, k)
-        cache.values[layer].index_copy_(0, self.slots, v)
+        _write(cache, layer, self.slots, k, v, self.requests.kernels is not None)
 
     def attend_padded(
         self,
@@ -333,6 +355,20 @@ class PagedPlan:
         return visible
 
 
+def _write(
+    cache: KVCache, layer: int, slots: Tensor, k: Tensor, v: Tensor, by_kernel: bool
+) -> None:
+    """Write keys and values [R, Hkv, D] to the slots [R] of a layer."""
+    keys, values = cache.keys[layer], cache.values[layer]
+    if by_kernel and k.stride(2) == v.stride(2) == 1:
+        from specplug.kernels.kv_write import kv_write
+
+        kv_write(k, v, slots, keys, values)
+    else:
+        keys.index_copy_(0, slots, k)
+        values.index_copy_(0, slots, v)
+
+
 @attrs.frozen(eq=False, slots=False)
 class JoinedPlan:
     """Two plans in one pass, first the prefill's rows, then the decode step's.
@@ -362,8 +398,8 @@ class JoinedPlan:
         self, cache: KVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any
     ) -> Tensor:
         """Write and attend in both halves, as ``PagedPlan.attend`` does."""
-        cache.keys[layer].index_copy_(0, self.slots, k)
-        cache.values[layer].index_copy_(0, self.slots, v)
+        by_kernel = self.parts[0].requests.kernels is not None
+        _write(cache, layer, self.slots, k, v, by_kernel)
         return self.attend_written(cache, layer, q, *how)
 
     def attend_written(self, cache: KVCache, layer: int, q: Tensor, *how: Any) -> Tensor:
