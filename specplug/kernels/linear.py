@@ -303,8 +303,17 @@ def _shape_options(
         "EVEN_N": outputs % tile.columns == 0,
         "EVEN_K": inputs % tile.depth == 0,
         "num_warps": tile.warps,
-        "num_stages": max(2, min(tile.stages, _shared_bytes(device) // tile.stage_bytes(columns))),
+        "num_stages": fitting_stages(tile, columns, device),
     }
+
+
+def fitting_stages(tile: Tile, columns: int, device: torch.device) -> int:
+    """Return the stages of a tile for which a program has the memory, at least 2.
+
+    Args:
+        columns: whose weights a stage holds.
+    """
+    return max(2, min(tile.stages, _shared_bytes(device) // tile.stage_bytes(columns)))
 
 
 @cache
