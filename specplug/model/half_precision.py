@@ -9,6 +9,11 @@ import torch
 from torch import nn
 
 from specplug.errors import warn_fallback
+from specplug.model.exact_experts import (
+    find_experts_variance,
+    make_experts_exact,
+    make_routers_exact,
+)
 from specplug.model.exact_linear import (
     ExactConv1D,
     ExactLinear,
@@ -25,9 +30,9 @@ def replace_modules(
 ) -> list[FusedLayer]:
     """Have a target's modules compute by our kernels, in place, and return the fused layers.
 
-    Layers of the Llama kind get a fused forward. The linears and norms of all other modules are
-    made row-invariant if that is wanted, and so the rows' bits depend on nothing but the row; that
-    is tried out on this card, with a warning if it does not hold.
+    Layers of the Llama kind get a fused forward. The linears, norms, experts and routers of all
+    other modules are made row-invariant if that is wanted, and so the rows' bits depend on nothing
+    but the row; that is tried out on this card, with a warning if it does not hold.
 
     Args:
         model: a causal LM of transformers in half precision, on its device, loaded with our
@@ -42,13 +47,15 @@ def replace_modules(
         done = [layer for layer in layers if "forward" in layer.__dict__]
         make_linears_exact(model, keep=done)
         make_norms_exact(model, keep=done)
-        _tell_row_variance(model, fused)
+        make_routers_exact(model, keep=done)
+        _tell_row_variance(model, fused, make_experts_exact(model))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # of weights that were joined, and of what was tried out
     return fused
 
 
-def _tell_row_variance(model: nn.Module, fused: list[FusedLayer]) -> None:
+@torch.inference_mode()
+def _tell_row_variance(model: nn.Module, fused: list[FusedLayer], experts: list[nn.Module]) -> None:
     """Warn if the products that the model uses are not row-invariant on this card."""
     weights = [part[0] for each in fused for part in (each.qkv, each.o, each.down)]
     for module in model.modules():
@@ -57,6 +64,7 @@ def _tell_row_variance(model: nn.Module, fused: list[FusedLayer]) -> None:
         elif isinstance(module, ExactConv1D):
             weights.append(module.weight.t())
     variant = find_row_variance(weights, gated=[(each.gate[0], each.up[0]) for each in fused])
+    variant += find_experts_variance(experts)
     if variant:
         warn_fallback(
             f"row invariance does not hold on {torch.cuda.get_device_name()} for products of shape "

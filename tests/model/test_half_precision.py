@@ -10,8 +10,9 @@ import transformers
 from torch import Tensor, nn
 
 from specplug.kernels.paged_attention_kernels import PagedAttention
-from specplug.model import exact_linear, model_runner
+from specplug.model import exact_experts, exact_linear, model_runner
 from specplug.model.attention import IMPLEMENTATION, register
+from specplug.model.exact_experts import EXPERTS
 from specplug.model.exact_linear import ExactConv1D, ExactLinear
 from specplug.model.exact_norms import ExactLayerNorm, ExactRMSNorm
 from specplug.model.half_precision import replace_modules
@@ -100,3 +101,22 @@ def test_all_passes_of_a_target_give_a_row_the_same_bits(
     assert storage.data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
     runner.close()
     assert sum(parameter.numel() for parameter in runner.model.parameters()) == 0
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there the targets of other tests show it")
+@pytest.mark.filterwarnings("error::specplug.errors.FallbackWarning")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+def test_passes_of_a_mixture_of_experts_give_the_same_bits(
+    build_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact_linear, "_MOST_SAMPLED", 0)
+    monkeypatch.setattr(exact_experts, "_PAIRS_OF_EXPERT", (1,))
+    monkeypatch.setattr(
+        model_runner, "_attention_kernels", lambda device, dtype: PagedAttention(device)
+    )
+    changes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+               "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}  # fmt: skip
+    folder = build_model(transformers.Qwen3MoeConfig(**{**SHAPE, **changes}))
+    runner = ModelRunner(str(folder), torch.float16, DEVICE)
+    assert runner.model.config._experts_implementation == EXPERTS
+    runner.close()
