@@ -91,6 +91,66 @@ def _rotate_and_write(
     tl.store(place + HALF, given_high, mask=inside & is_value[:, None])
 
 
+@triton.jit
+def _rotate(
+    x, cos, sin, out, x_stride, head_stride, cos_stride, sin_stride,
+    ALL_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """``HEADS`` heads of one row, each as its two halves."""
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, BLOCK)
+    is_column = column < HALF
+    inside = (head < ALL_HEADS)[:, None] & is_column[None, :]
+    wait_for_last(PDL)
+    low_cos = tl.load(cos + row * cos_stride + column, mask=is_column, other=0.0)
+    high_cos = tl.load(cos + row * cos_stride + HALF + column, mask=is_column, other=0.0)
+    low_sin = tl.load(sin + row * sin_stride + column, mask=is_column, other=0.0)
+    high_sin = tl.load(sin + row * sin_stride + HALF + column, mask=is_column, other=0.0)
+    source = x + row * x_stride + (head * head_stride)[:, None] + column[None, :]
+    low = tl.load(source, mask=inside, other=0.0)
+    high = tl.load(source + HALF, mask=inside, other=0.0)
+    place = out + (row * ALL_HEADS + head)[:, None] * (2 * HALF) + column[None, :]
+    tl.store(place, _rotated(low, high, low_cos, low_sin), mask=inside)
+    tl.store(place + HALF, _rotated(high, low, high_cos, high_sin), mask=inside)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads: ``x * cos + x.roll(D / 2) * sin``, each operation rounded to the dtype.
+
+    Args:
+        x: [R, H, D] in half precision, dense in D.
+        cos, sin: [R, 1, D] of the dtype of ``x``, the sign of the first half in ``sin``, as
+            ``layers.Rotary`` gives them.
+
+    Returns:
+        [R, H, D] contiguous.
+    """
+    rows, heads, dim = x.shape
+    out = x.new_empty(rows, heads, dim)
+    if not rows:
+        return out
+    _rotate[rows, triton.cdiv(heads, _HEADS)](
+        x,
+        cos,
+        sin,
+        out,
+        x.stride(0),
+        x.stride(1),
+        cos.stride(0),
+        sin.stride(0),
+        ALL_HEADS=heads,
+        HALF=dim // 2,
+        BLOCK=triton.next_power_of_2(dim // 2),
+        HEADS=_HEADS,
+        num_warps=2,
+        **launch_options(x),
+    )
+    return out
+
+
 def rotate_and_write(
     qkv: Tensor,
     cos: Tensor,

@@ -15,9 +15,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+FEW_ROWS = 64
+"""Up to so many rows the kernels' products are as fast as cuBLAS, and do more in one launch."""
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``(layer, q [R, H, D], k [R, Hkv, D], v [R, Hkv, D]) -> [R, H * D]``: keeps the keys and values
 where they belong and attends."""
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Return whether the layers compute rows [R, …] by kernels: on a GPU in half precision. They
+    know no gradient, so training does not."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """Compute ``residual + (x @ weight.T + bias)``: [R, K] and [N, K] to [R, N]."""
+    if len(x) <= FEW_ROWS and has_kernels(x):
+        from specplug.kernels import linear as kernels
+
+        return kernels.linear(x.contiguous(), weight, bias, residual)
+    product = F.linear(x, weight, bias)
+    return product if residual is None else residual + product
 
 
 class RMSNorm(nn.Module):
@@ -101,13 +122,17 @@ class QKVProjection(nn.Module):
         norm: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute as ``qkv``, with one product, one norm and one rotation for queries and keys."""
-        joint = F.linear(x, weight, bias).view(x.shape[0], -1, self.head_dim)
+        joint = linear(x, weight, bias).view(x.shape[0], -1, self.head_dim)
         heads, kv_heads = self.heads
         qk, v = joint[:, : heads + kv_heads], joint[:, heads + kv_heads :]
         if norm is not None:
             qk = F.rms_norm(qk, (self.head_dim,), None, self.norm_eps) * norm
         qk = rotate(qk, cos, sin)
         return qk[:, :heads], qk[:, heads:], v
+
+    def output(self, mixed: Tensor, residual: Tensor) -> Tensor:
+        """Add the output projection of [R, H * D] to the residual [R, hidden_size]."""
+        return linear(mixed, self.o_proj.weight, self.o_proj.bias, residual)
 
     def kv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values alone, each [R, Hkv, D]."""
@@ -145,14 +170,22 @@ class GatedMLP(nn.Module):
         bias = torch.cat([part.bias for part in parts]).detach() if biased else None
         self._packed = _joined(parts), bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[R, hidden_size] -> [R, hidden_size]."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[R, hidden_size] -> [R, hidden_size], added to the residual if there is one."""
+        inner = self._inner(x)
+        return linear(inner, self.down_proj.weight, self.down_proj.bias, residual)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """[R, hidden_size] -> [R, intermediate_size]."""
+        if self.gate_proj.bias is None and len(x) <= FEW_ROWS and has_kernels(x):
+            from specplug.kernels.linear import gated_linear
+
+            return gated_linear(x.contiguous(), self.gate_proj.weight, self.up_proj.weight)
         if self._packed is not None:
             gate, up = F.linear(x, *self._packed).chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
-        down: Tensor = self.down_proj(F.silu(gate) * up)
-        return down
+        return F.silu(gate) * up
 
 
 class DecoderLayer(nn.Module):
@@ -214,8 +247,8 @@ class DecoderLayer(nn.Module):
         mixed = attend(index, *self.self_attn.qkv(normed, *rotary))
         if rows is not None:
             mixed, x = mixed[rows], x[rows]
-        x = x + self.self_attn.o_proj(mixed)
-        added: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn.output(mixed, x)
+        added: Tensor = self.mlp(self.post_attention_layernorm(x), x)
         return added
 
 
@@ -305,6 +338,10 @@ def tabulate_rotary(rotary: Any, num_positions: int) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to [R, H, D] by what ``Rotary`` gives, [R, 1, D]."""
+    if has_kernels(x) and cos.dtype == x.dtype:
+        from specplug.kernels import rotary
+
+        return rotary.rotate(x, cos, sin)
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 

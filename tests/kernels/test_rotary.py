@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from specplug.kernels.rotary import rotate_and_write, rotate_and_write_reference
+from specplug.kernels.rotary import rotate, rotate_and_write, rotate_and_write_reference
 
 from .conftest import Normal
 
@@ -52,3 +52,11 @@ def test_rotate_and_write_reference_is_that_of_transformers(normal: Normal) -> N
     assert torch.equal(found, own_q.squeeze(0).transpose(0, 1))
     assert torch.equal(keys[slots], own_k.squeeze(0).transpose(0, 1))
     assert torch.equal(values[slots], v.squeeze(0).transpose(0, 1))
+
+
+@pytest.mark.parametrize("shape", [(5, 6, 16), (1, 3, 20), (2, 9, 64)], ids=str)
+def test_rotate_gives_what_torch_does(shape: tuple[int, int, int], normal: Normal) -> None:
+    rows, heads, dim = shape
+    x = normal(rows, 2 * heads, dim)[:, heads:]  # of a joint product
+    cos, sin = normal(rows, 1, dim), normal(rows, 1, dim)
+    assert torch.equal(rotate(x, cos, sin), x * cos + x.roll(dim // 2, -1) * sin)

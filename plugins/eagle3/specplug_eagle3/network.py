@@ -110,8 +110,9 @@ class Eagle3Network(nn.Module):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Fuse target features [R, len(aux_layer_ids) * target_hidden] to [R, hidden]."""
-        fused: Tensor = self.fc(aux if self.input_norm is None else self.input_norm(aux))
-        return fused
+        return layers.linear(
+            aux if self.input_norm is None else self.input_norm(aux), self.fc.weight
+        )
 
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: layers.Attend
@@ -133,11 +134,10 @@ class Eagle3Network(nn.Module):
         x = torch.cat((layer.input_layernorm(embeds), normed), dim=-1)
         mixed = attend(0, *layer.self_attn.qkv(x, *self.rotary(positions)))
         residual = normed if self.config.norm_before_residual else hidden
-        hidden = residual + layer.self_attn.o_proj(mixed)
-        output: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        hidden = layer.self_attn.output(mixed, residual)
+        output: Tensor = layer.mlp(layer.post_attention_layernorm(hidden), hidden)
         return output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the draft's logits: [R, hidden] to [R, draft_vocab]."""
-        scores: Tensor = self.lm_head(self.norm(hidden))
-        return scores
+        return layers.linear(self.norm(hidden), self.lm_head.weight)
