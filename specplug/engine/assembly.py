@@ -95,6 +95,11 @@ def startup_lines(
         f"model {config.model}: {type(runner.model).__name__}, {runner.num_parameters:,} "
         f"parameters, {in_mib(runner.num_bytes)} of weights in {dtype} on {runtime.device}"
     )
+    if runner.kernels is not None:
+        yield (
+            f"kernels: {runner.num_fused_layers} of {runner.num_layers} layers are fused; row "
+            f"invariance {runner.row_invariance}"
+        )
     draft = ""
     if spec.draft_model_path is not None:
         size = sum(file.stat().st_size for file in spec.draft_model_path.glob("*.safetensors"))
@@ -140,6 +145,7 @@ def effective_config(
         **of_speculation,
         **features,
         "cuda_graph": engine.cuda_graph,
+        "row_invariance": runtime.row_invariance,
         "dp_attention": "on" if config.dp_size > 1 else "off: not enabled",
         "mixed_chunk": "on" if config.enable_mixed_chunk else "off: not enabled",
         "disaggregation": config.disaggregation or "off",

@@ -231,6 +231,11 @@ class EngineRuntime:
         failed = next((f for f in failures if f is not None), None)
         return "on" if failed is None else f"off: {failed}"
 
+    @property
+    def row_invariance(self) -> str:
+        """Whether each row's bits depend on nothing but the row: "on", or "off: " and why."""
+        return self._runner.row_invariance
+
     def temperatures(self, batch: Batch) -> Tensor:
         return self.sampler.temperatures(batch.req_indices)
 

@@ -50,6 +50,9 @@ class ModelRunner:
     Attributes:
         fingerprint: of its weights as they were loaded; None if it was not wanted.
         records: whether ``verify``'s passes are replayed as CUDA graphs.
+        row_invariance: whether each row's bits depend on nothing but the row: "on", or "off: " and
+            why; "not needed" in float32 and float64, whose rounding changes no token short of a
+            tie.
         kernels: with which passes attend on this device in this dtype; None: torch.
 
     Raises:
@@ -92,7 +95,7 @@ class ModelRunner:
         self.num_layers = len(self.capture.layers)
         fuse_norms(self.model)
         self._fused_layers: list[FusedLayer] | list[CPULayer] = []
-        self._is_row_invariant = False
+        self.row_invariance = _without_kernels(self.dtype, device)
         if self.kernels is not None:
             self._use_kernels(row_invariant)
         elif device.type == "cpu":
@@ -101,7 +104,8 @@ class ModelRunner:
         shorten_calls(self.model, keep=self.capture.hooked)
         if check is not None:
             self._end_check(check)
-            if check.row_variance is not None and self._is_row_invariant:
+            if check.row_variance is not None and self.row_invariance == "on":
+                self.row_invariance = f"off: {check.row_variance}"
                 warn_fallback(
                     f"row invariance does not hold for {type(self.model).__name__}, "
                     f"{check.row_variance}: tokens may depend on what else is in a batch"
@@ -150,7 +154,12 @@ class ModelRunner:
         self.rotary.begin(None)
         layers = self.capture.layers
         self._fused_layers = replace_modules(self.model, layers, row_invariant=row_invariant)
-        self._is_row_invariant = row_invariant
+        self.row_invariance = "on" if row_invariant else "off: disable_row_invariance"
+
+    @property
+    def num_fused_layers(self) -> int:
+        """The decoder layers whose forward is ours, of kernels."""
+        return len(self._fused_layers)
 
     def _begin_check(self, path: str) -> ModelCheck:
         """Run the model before anything in it is changed."""
@@ -292,6 +301,13 @@ def _kv_shape_of(config: Any) -> KVShape:
         or getattr(config, "head_dim", None)
         or config.hidden_size // heads,
     )
+
+
+def _without_kernels(dtype: torch.dtype, device: torch.device) -> str:
+    """Return what ``row_invariance`` says where torch computes all."""
+    if dtype not in HALF:
+        return f"not needed in {str(dtype).removeprefix('torch.')}"
+    return f"off: there are no kernels for this {device.type}"
 
 
 def _attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttention | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from specplug import LLM
 from specplug.kernels.paged_attention_kernels import PagedAttention
 from specplug.model import exact_experts, exact_linear, model_runner
 from specplug.model.attention import IMPLEMENTATION, register
@@ -120,3 +122,16 @@ def test_passes_of_a_mixture_of_experts_give_the_same_bits(
     runner = ModelRunner(str(folder), torch.float16, DEVICE)
     assert runner.model.config._experts_implementation == EXPERTS
     runner.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU says")
+@pytest.mark.parametrize(
+    ("dtype", "told"),
+    [
+        ("float32", "not needed in float32"),
+        ("bfloat16", "off: there are no kernels for this cpu"),
+    ],
+)
+def test_effective_config_tells_row_invariance(tiny_model: Path, dtype: str, told: str) -> None:
+    with LLM(tiny_model, dtype=dtype) as llm:
+        assert llm.effective_config["row_invariance"] == told
