@@ -15,9 +15,11 @@ from specplug.engine.step_clock import StepClock
 from specplug.engine.step_outputs import WantedOutputs
 from specplug.engine.step_result import DecodeResult, PrefillResult
 from specplug.grammar.state import HostTree
+from specplug.kernels.dispatch import runs_tree_kernels
 from specplug.kv.tensors import move_slots
 from specplug.model.attention import PagedPlan
 from specplug.sampling_params import Needs
+from specplug.speculative.draft import Draft
 from specplug.speculative.hook_order import Half
 from specplug.speculative.host_copy import host_copy
 from specplug.speculative.target_output import CommittedOutput
@@ -68,18 +70,27 @@ class EngineHost:
         """Move the KV of a tree's accepted nodes, and count their tokens for penalties."""
         index, draft = verified.accept_index, half.draft
         assert draft is not None
-        valid = index >= 0
         if not draft.is_chain:
-            local = (index - draft.offsets.unsqueeze(1)).clamp(min=0)
-            row, start = half.req_indices.unsqueeze(1), half.seq_lens.unsqueeze(1)
-            columns = torch.arange(index.shape[1], device=index.device)
-            slots = self._runtime.table.slots
-            source = torch.where(valid, slots[row, start + local], 0)
-            target = torch.where(valid, slots[row, start + columns], 0)
-            move_slots(self._runtime.pools[0], source.view(-1), target.view(-1))
+            self._move_nodes(half, draft, index)
         if half.needs & Needs.PENALTIES:
             nodes = half.tokens[index.clamp(min=0)]
-            self._runtime.sampler.count(half.req_indices, nodes, valid)
+            self._runtime.sampler.count(half.req_indices, nodes, index >= 0)
+
+    def _move_nodes(self, half: EngineHalf, draft: Draft, index: Tensor) -> None:
+        pool, slots = self._runtime.pools[0], self._runtime.table.slots
+        if runs_tree_kernels(draft.tokens):
+            from specplug.kernels.tree import move_accepted
+
+            offsets = None if draft.widths is None else draft.offsets
+            move_accepted(pool, slots, half.req_indices, half.seq_lens, index, draft.width, offsets)
+            return
+        valid = index >= 0
+        local = (index - draft.offsets.unsqueeze(1)).clamp(min=0)
+        row, start = half.req_indices.unsqueeze(1), half.seq_lens.unsqueeze(1)
+        columns = torch.arange(index.shape[1], device=index.device)
+        source = torch.where(valid, slots[row, start + local], 0)
+        target = torch.where(valid, slots[row, start + columns], 0)
+        move_slots(pool, source.view(-1), target.view(-1))
 
     def deliver(self, half: EngineHalf, output: CommittedOutput) -> None:
         """Start copying tokens and wanted outputs to the host, as ``half``'s result."""

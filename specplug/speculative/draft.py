@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specplug.debug import DEBUG
+from specplug.kernels.dispatch import runs_tree_kernels
 from specplug.speculative.host_copy import upload
 from specplug.speculative.padding import Padding
 
@@ -87,6 +88,8 @@ class Draft:
             roots: [bs] int64 bonus tokens.
             vocab_size: V.
         """
+        if self.parents is not None and runs_tree_kernels(self.tokens):
+            return self._rooted_at_once(self.parents, roots, vocab_size)
         tokens, parents = roots.unsqueeze(1), self.parents
         if self.width > 1:
             tokens = torch.cat((tokens, self.tokens[:, 1:].clamp(0, vocab_size - 1)), dim=1)
@@ -94,6 +97,15 @@ class Draft:
             order = arange(self.width, parents.device)
             parents = torch.where((parents < 0) | (parents >= order), -1, parents)
         return Draft(tokens=tokens, parents=parents, widths=self.widths, depth=self.depth)
+
+    def _rooted_at_once(self, parents: Tensor, roots: Tensor, vocab_size: int) -> Draft:
+        """Root a tree in one launch, which computes what the step needs of it too."""
+        from specplug.kernels.tree import root_trees
+
+        tokens, cleaned, *of_tree = root_trees(self.tokens, parents, self.depth, roots, vocab_size)
+        draft = Draft(tokens=tokens, parents=cleaned, widths=self.widths, depth=self.depth)
+        draft._at_once = tuple(of_tree)
+        return draft
 
     def copy(self) -> Draft:
         """Return the same in tensors of its own, to lend."""
@@ -123,11 +135,22 @@ class Draft:
         return sum(self.widths) if self.widths is not None else self.tokens.numel()
 
     @cached_property
+    def _at_once(self) -> tuple[Tensor, ...] | None:
+        """Mask, depths and lost of a tree where one launch computes them; None where torch does."""
+        if self.parents is None or not runs_tree_kernels(self.tokens):
+            return None
+        from specplug.kernels.tree import root_trees
+
+        return root_trees(self.tokens, self.parents, self.depth)[2:]
+
+    @cached_property
     def mask(self) -> Tensor:
         """[bs or 1, N, N] bool, node i sees node j: j is i or an ancestor of i."""
         if self.parents is None:
             one = torch.ones(1, self.width, self.width, dtype=torch.bool, device=self.tokens.device)
             return one.tril_()
+        if self._at_once is not None:
+            return self._at_once[0]
         return ancestor_mask(self.parents, self.depth)
 
     @cached_property
@@ -135,6 +158,8 @@ class Draft:
         """[bs or 1, N] int64 distance from the root."""
         if self.parents is None:
             return torch.arange(self.width, device=self.tokens.device).unsqueeze(0)
+        if self._at_once is not None:
+            return self._at_once[1]
         return self.mask.sum(-1) - 1
 
     @cached_property
@@ -142,6 +167,8 @@ class Draft:
         """[bs, N] bool, nodes that can never be accepted: no path of at most ``depth`` steps leads
         to them from the root. In a valid tree all are False but the root's, which nobody reads."""
         assert self.parents is not None
+        if self._at_once is not None:
+            return self._at_once[2]
         return (self.parents < 0) | (self.depths > self.depth) | ~self.mask[:, :, 0]
 
     @cached_property

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.speculative.verify import VerifyOutput
+from specplug.speculative.verify import AcceptedRows, VerifyOutput
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -70,19 +70,26 @@ def compact(
     shape depends on what was accepted.
 
     Args:
-        tokens: [T] int64, the verified nodes.
+        tokens: [T] int64, the nodes of which ``verified`` was made.
         per_node: named tensors of leading size T.
     """
-    index = verified.accept_index
-    bs, columns = index.shape
-    root = index[:, :1]
-    rows = torch.where(index >= 0, index, root).reshape(-1)
-    starts = torch.arange(bs, device=index.device) * columns
+    accepted = verified.accepted_rows
+    if accepted is None:
+        accepted = _accepted_rows(verified, tokens)
     return CommittedOutput(
-        next_tokens=verified.predict[rows],
-        own_tokens=tokens[rows],
-        per_node={name: tensor[rows] for name, tensor in per_node.items()},
-        last_rows=starts + verified.accept_lens - 1,
+        next_tokens=accepted.next_tokens,
+        own_tokens=accepted.own_tokens,
+        per_node={name: tensor[accepted.rows] for name, tensor in per_node.items()},
+        last_rows=accepted.last_rows,
         accept_lens=verified.accept_lens,
         bonus_tokens=verified.bonus_tokens,
     )
+
+
+def _accepted_rows(verified: VerifyOutput, tokens: Tensor) -> AcceptedRows:
+    index = verified.accept_index
+    bs, columns = index.shape
+    rows = torch.where(index >= 0, index, index[:, :1]).reshape(-1)
+    starts = torch.arange(bs, device=index.device) * columns
+    last_rows = starts + verified.accept_lens - 1
+    return AcceptedRows(rows, verified.predict[rows], tokens[rows], last_rows)

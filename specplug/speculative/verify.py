@@ -6,7 +6,24 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.kernels.dispatch import runs_tree_kernels
 from specplug.speculative.draft import Draft, arange, described
+
+
+@attrs.frozen(eq=False)
+class AcceptedRows:
+    """What compaction needs of accepted paths, if the launch that found them has left it.
+
+    Attributes:
+        rows: [bs·C] int64 flat node indices: each path, then its root again.
+        next_tokens, own_tokens: [bs·C] int64, the tokens after and at these nodes.
+        last_rows: [bs] int64, which of the rows is each path's last.
+    """
+
+    rows: Tensor
+    next_tokens: Tensor
+    own_tokens: Tensor
+    last_rows: Tensor
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -19,12 +36,14 @@ class VerifyOutput:
             always accepted.
         accept_lens: [bs] int64, accepted tokens **with** the bonus token, 1 to C.
         bonus_tokens: [bs] int64, the target's token after the last accepted node.
+        accepted_rows: the same for compaction. The core alone sets it, on a GPU.
     """
 
     predict: Tensor
     accept_index: Tensor
     accept_lens: Tensor
     bonus_tokens: Tensor
+    accepted_rows: AcceptedRows | None = attrs.field(init=False, default=None)
 
     def check(self, draft: Draft, most_columns: int, most_token: int, *, values: bool) -> None:
         """Refuse what is no result for ``draft``: by type, dtype and shape, and by ``values`` too,
@@ -112,6 +131,8 @@ def verify_tree(draft: Draft, predict: Tensor) -> VerifyOutput:
         draft: bs requests of N nodes.
         predict: [T] int64, the target's token after each node.
     """
+    if runs_tree_kernels(draft.tokens):
+        return _verify_at_once(draft, predict)
     padded = draft.pad(predict, fill=-1)
     if draft.parents is None:
         return _verify_chain(draft, predict, padded)
@@ -131,6 +152,24 @@ def verify_tree(draft: Draft, predict: Tensor) -> VerifyOutput:
     local = order.new_full((bs, columns + 1), -1).scatter_(1, column, order)[:, :columns]
     accept_lens = depths.gather(1, deepest).squeeze(1) + 1
     return _output(draft, predict, padded, local, accept_lens)
+
+
+def _verify_at_once(draft: Draft, predict: Tensor) -> VerifyOutput:
+    """Do the same in one launch, which leaves what ``compact`` needs too."""
+    from specplug.kernels.tree import verify_drafts
+
+    tree = None
+    if draft.parents is not None:
+        tree = draft.parents, draft.mask, draft.depths, draft.lost
+    offsets = None if draft.widths is None else draft.offsets
+    index, rows, next_tokens, own_tokens, lens, bonus_tokens, last_rows = verify_drafts(
+        draft.tokens, tree, draft.columns, predict, offsets
+    )
+    verified = VerifyOutput(
+        predict=predict, accept_index=index, accept_lens=lens, bonus_tokens=bonus_tokens
+    )
+    verified.accepted_rows = AcceptedRows(rows, next_tokens, own_tokens, last_rows)
+    return verified
 
 
 def _verify_chain(draft: Draft, predict: Tensor, padded: Tensor) -> VerifyOutput:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specplug import LLM, RequestOutput, SamplingParams
+from specplug.kernels import dispatch
 
 KINDS = ("greedy", "seeded", "truncated", "penalized", "penalized and sampled")
 MAX_TOKENS = 28
@@ -279,3 +280,17 @@ def test_half_precision_generates_the_same_twice(
             found.append([output.token_ids for output in outputs])
             assert all(len(output.token_ids) == MAX_TOKENS for output in outputs)
     assert found[0] == found[1]
+
+
+def test_kernels_around_the_pass_change_no_token(
+    tiny_model: Path, reference: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of ``kernels.tree``, which a GPU launches in the place of torch."""
+    monkeypatch.setattr(dispatch, "forced", True)
+    prompts, params = reference.prompts[:2], reference.params["penalized"][:2]
+    algorithm = scripted(reference.tokens(["penalized"] * 7), tree=True, right=0.8, ragged=True)
+    with LLM(tiny_model, dtype="float64", page_size=3, speculative_algorithm=algorithm) as llm:
+        outputs = llm.generate(prompts, params)
+        assert llm.stats()["mean_accept_length"] > 1.5
+    expected = [output.token_ids for output in reference.outputs["penalized"][:2]]
+    assert [output.token_ids for output in outputs] == expected

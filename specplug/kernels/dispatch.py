@@ -1,0 +1,30 @@
+"""Whether Triton kernels stand in for torch: on a GPU; on the CPU in tests alone.
+
+Imports no Triton: a machine without a GPU needs none.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+from torch import Tensor
+
+forced: bool | None = None
+"""True: on the CPU too, through Triton's interpreter. False: on a GPU neither, to compare. Set by
+tests and measurements alone."""
+
+MOST_NODES = 64
+"""Nodes of a request that the kernels of ``kernels.tree`` take: a bit each of an int64."""
+
+
+def runs_tree_kernels(nodes: Tensor) -> bool:
+    """Return whether ``kernels.tree`` serves drafts [bs, N] on this device."""
+    bs, width = nodes.shape
+    wanted = nodes.is_cuda and _has_triton() if forced is None else forced
+    return wanted and bs > 0 and width <= MOST_NODES
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
