@@ -214,8 +214,13 @@ class EngineRuntime:
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         self._check_open("record_draft")
         recorded = self._graphs and self.draft_verifies
-        pads = self._runner.kernels is not None
-        runner = GraphRunner(forward, pads=pads) if recorded else PassRunner(forward)
+        by_kernels = self._runner.kernels is not None
+        length = None if by_kernels else self._key_length
+        runner = (
+            GraphRunner(forward, pads=by_kernels, length=length)
+            if recorded
+            else PassRunner(forward)
+        )
         self._draft_runners.append(runner)
         return runner
 

@@ -79,15 +79,24 @@ class GraphRunner(PassRunner):
     Args:
         pads: whether batches are padded. Where torch attends, a request that sees nothing would
             leave NaN in slot 0, which others read and mask.
+        length: gives the keys of a request that a plan made within the pass reads, where torch
+            attends; None: the kernels do, and need no length.
         forward: takes tensors, plans, batches and plain values, and returns tensors in tuples,
             lists and mappings, by operations of the device alone. If a plan or a batch is among
             its arguments, the tensors whose leading size is a multiple of its size belong to its
             requests, in their order, and so do all that it returns.
     """
 
-    def __init__(self, forward: Callable[..., Any], *, pads: bool) -> None:
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        *,
+        pads: bool,
+        length: Callable[[], int] | None = None,
+    ) -> None:
         super().__init__(forward)
         self._pads = pads
+        self._length = length
         self._recordings: dict[Any, _Recording] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -99,6 +108,7 @@ class GraphRunner(PassRunner):
     def close(self) -> None:
         """Free the graphs too."""
         self._recordings.clear()
+        self._length = None
         super().close()
 
     def __call__(self, *arguments: Any) -> Any:
@@ -110,7 +120,8 @@ class GraphRunner(PassRunner):
         bucket = bucket_of(bs) if bs is not None and self._pads else bs
         tensors = list(_tensors(arguments))
         batched = [bs is not None and len(t) % bs == 0 and len(t) > 0 for t in tensors]
-        form = bucket, *map(_form, arguments), *_shapes(tensors, batched, bs)
+        length = None if self._length is None else self._length()
+        form = bucket, length, *map(_form, arguments), *_shapes(tensors, batched, bs)
         recording = self._recordings.get(form)
         if recording is None:
             if len(self._recordings) == _MOST_GRAPHS:
