@@ -122,13 +122,20 @@ class RankGroup:
         return out
 
     def scatter(self, partial: Tensor) -> Tensor:
-        """Sum [ranks * P, H] over the ranks and return this rank's [R, H] of it."""
-        if self._on_cpu:  # gloo's own reduce-scatter is slower
-            self._wait(lambda: self._process_group.allreduce([partial]))
-            return partial[self.own]
-        out, whole = partial.new_empty(max(self._rows), partial.shape[1]), partial.contiguous()
-        self._wait(lambda: self._process_group._reduce_scatter_base(out, whole))
-        return out[: self._rows[self.rank]]
+        """Sum [ranks * P, H] over the ranks and return this rank's [R, H] of it.
+
+        The sums are taken here, in the order of the ranks, in float32 or better, and rounded once.
+        A reduction of NCCL or gloo begins at another rank for other places in the tensor, and
+        chooses how to reduce by its size: a row's bits would depend on the other rows.
+        """
+        whole = partial.contiguous()
+        parts = torch.empty_like(whole)
+        self._wait(lambda: self._process_group.alltoall_base(parts, whole, [], []))
+        own = parts.view(self.size, -1, parts.shape[1])[:, : self._rows[self.rank]].unbind()
+        total = own[0].float() if partial.dtype.itemsize < 4 else own[0]
+        for other in own[1:]:
+            total += other
+        return total.to(partial.dtype)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all ranks. It may be on any device; all have the same shape."""
