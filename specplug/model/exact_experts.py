@@ -70,7 +70,7 @@ def experts_forward(
         inner = act(product).contiguous()
     result = expert_linear(inner, down, _biases(module, "down_proj_bias"), pairs)
     if module.has_post_expert_norm:
-        result = module.post_expert_norm(result)
+        result = module.post_expert_norm(result).contiguous()
     return sum_choices(result, top_k_weights.contiguous(), experts, num_experts)
 
 
