@@ -273,6 +273,7 @@ class EngineRuntime:
             floors=table.floors,
             lengths=None if self._runner.rotary.rule is FIXED else table.lengths,
             kernels=self._runner.kernels,
+            page_size=table.page_size,
         )
         caches = [(self._runner.cache, self._runner.kv_shape), *self._draft_caches]
         self.pools = [

@@ -15,12 +15,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.kernels.paged_attention import paged_attention_reference
+from specplug.kernels.paged_attention import attention_reference
 
 GROUP_BYTES = 1 << 20
 """The most bytes of copied keys and values in a group of several requests."""
 
-_GROUP_COST = 1 << 14
+_GROUP_COST = 1 << 16
 """Elements of keys whose padding costs as much as the calls of another group."""
 
 _QUERIES_PER_KEY = 32
@@ -86,6 +86,7 @@ class GroupedAttention:
         groups: of all requests of the batch.
         widths: query rows of each request; R is their sum.
         table: [bs, L] int64 slots of each request's keys.
+        page_size: slots that stand together; the lengths of the groups and L are multiples of it.
         visible: returns which keys each query sees, [bs, Q, L] bool, for a sliding window's length
             or None.
     """
@@ -95,14 +96,20 @@ class GroupedAttention:
         groups: Sequence[Group],
         widths: Sequence[int],
         table: Tensor,
+        page_size: int,
         visible: Callable[[int | None], Tensor],
     ) -> None:
         self._groups = groups
+        self._page_size = page_size
         self._visible = visible
         self._biases: dict[tuple[int | None, int], list[Tensor]] = {}
-        order = [i for group in groups for i in group.requests]
-        self._order = torch.tensor(order)
-        self._tables = [table[list(group.requests), : group.length].reshape(-1) for group in groups]
+        self._order = torch.tensor([i for group in groups for i in group.requests])
+        pages = table[self._order, ::page_size] // page_size
+        sizes = [len(group.requests) for group in groups]
+        self._pages = [
+            part[:, : group.length // page_size].reshape(-1)
+            for group, part in zip(groups, pages.split(sizes), strict=True)
+        ]
         self._rows, self._places = _rows_and_places(groups, widths)
 
     def attend(
@@ -120,12 +127,23 @@ class GroupedAttention:
         biases = self._biases_for(window, heads // keys.shape[1], q.dtype)
         if self._rows is not None:
             q = q.index_select(0, self._rows)
+        # Whole pages are copied: fewer and longer stretches of memory.
+        paged = -1, self._page_size * keys.shape[1] * keys.shape[2]
+        keys_of_page, values_of_page = keys.view(paged), values.view(paged)
         parts, start = [], 0
-        for group, table, bias in zip(self._groups, self._tables, biases, strict=True):
+        for group, pages, bias in zip(self._groups, self._pages, biases, strict=True):
             count, width = len(group.requests), group.width
             end = start + count * width
-            own = q[start:end].view(count, width, heads, head_dim).transpose(1, 2)
-            out = paged_attention_reference(own, keys, values, table, bias, scale, softcap, sinks)
+            shape = count, group.length, *keys.shape[1:]
+            out = attention_reference(
+                q[start:end].view(count, width, heads, head_dim).transpose(1, 2),
+                keys_of_page.index_select(0, pages).view(shape),
+                values_of_page.index_select(0, pages).view(shape),
+                bias,
+                scale,
+                softcap,
+                sinks,
+            )
             parts.append(out.transpose(1, 2).reshape(end - start, heads * head_dim))
             start = end
         out = torch.cat(parts)
@@ -137,12 +155,10 @@ class GroupedAttention:
         if biases is None:
             hidden = self._visible(window).logical_not()[self._order].unsqueeze(1)
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-            ends = list(accumulate(len(group.requests) for group in self._groups))
+            sizes = [len(group.requests) for group in self._groups]
             biases = self._biases[window, fold] = [
-                bias[end - len(group.requests) : end, :, : group.width, : group.length].repeat(
-                    1, 1, fold, 1
-                )
-                for group, end in zip(self._groups, ends, strict=True)
+                _repeat(part[:, :, : group.width, : group.length], fold)
+                for group, part in zip(self._groups, bias.split(sizes), strict=True)
             ]
         return biases
 
@@ -164,3 +180,8 @@ def _rows_and_places(
     if rows == list(range(len(places))):
         return None, None
     return torch.tensor(rows), torch.tensor(places)
+
+
+def _repeat(bias: Tensor, fold: int) -> Tensor:
+    """Repeat [n, 1, Q, L] for the heads that share keys."""
+    return bias if fold == 1 else bias.repeat(1, 1, fold, 1)

@@ -33,11 +33,24 @@ def paged_attention_reference(
     Returns:
         [bs, H, Q, D].
     """
+    shape = len(q), bias.shape[-1], *keys.shape[1:]
+    k, v = keys.index_select(0, table).view(shape), values.index_select(0, table).view(shape)
+    return attention_reference(q, k, v, bias, scale, softcap, sinks)
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend as ``paged_attention_reference``, with keys and values [bs, L, Hkv, D]."""
     bs, heads, width, head_dim = q.shape
-    kv_heads = keys.shape[1]
-    length = bias.shape[-1]
-    k = keys.index_select(0, table).view(bs, length, kv_heads, head_dim).transpose(1, 2)
-    v = values.index_select(0, table).view(bs, length, kv_heads, head_dim).transpose(1, 2)
+    length, kv_heads = k.shape[1:3]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
     # The heads that share keys are folded into the queries, so nothing is repeated.
     folded = q.reshape(bs, kv_heads, heads // kv_heads * width, head_dim)
     if softcap is None and sinks is None:

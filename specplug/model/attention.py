@@ -50,6 +50,7 @@ class RequestSlots:
         lengths: [rows] int64, by request row the least length that sets its rotary frequencies;
             None: they follow from each row's position.
         kernels: attends on a GPU; None: torch does.
+        page_size: consecutive positions from a multiple of it on have consecutive slots.
     """
 
     slots: Tensor
@@ -57,6 +58,7 @@ class RequestSlots:
     floors: Tensor | None = None
     lengths: Tensor | None = None
     kernels: PagedAttention | None = None
+    page_size: int = 1
 
 
 @attrs.define(eq=False, kw_only=True, slots=False)
@@ -285,9 +287,11 @@ class PagedPlan:
     def _group(self, elements: int, row_bytes: int) -> GroupedAttention:
         widths = (self.width,) * self.bs if self.padding is None else self.padding.widths
         used = (self.length,) * self.bs if self.used is None else self.used
-        lengths = [min(each, self.length) for each in used]
+        page_size = self.requests.page_size if self.length % self.requests.page_size == 0 else 1
+        lengths = [min(round_up(each, page_size), self.length) for each in used]
         groups = group_requests(widths, lengths, elements, row_bytes)
-        return GroupedAttention(groups, widths, self.table.view(self.bs, -1), self.visible)
+        table = self.table.view(self.bs, -1)
+        return GroupedAttention(groups, widths, table, page_size, self.visible)
 
     def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the rows' keys and values, as ``AttentionPlan.write`` says."""

@@ -114,7 +114,7 @@ class CPULayer:
         )
         hidden = torch.addmm(hidden, mixed, self.o)
         x = rms_norm(hidden, *self.mlp_norm)
-        inner = F.silu(x.mm(self.gate)).mul_(x.mm(self.up))
+        inner = F.silu(x.mm(self.gate), inplace=True).mul_(x.mm(self.up))
         return torch.addmm(hidden, inner, self.down).view(hidden_states.shape)
 
     def close(self) -> None:

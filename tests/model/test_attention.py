@@ -19,7 +19,7 @@ from specplug.model.attention import PagedPlan, RequestSlots
 from specplug.speculative.padding import Padding
 
 CPU = torch.device("cpu")
-HEADS, KV_HEADS, HEAD_DIM, MOST = 4, 2, 3, 40
+HEADS, KV_HEADS, HEAD_DIM, MOST = 4, 2, 3, 48
 
 
 @attrs.frozen
@@ -96,10 +96,15 @@ def make_plan(
     last_position: int = MOST,
     floors: Tensor | None = None,
     lengths: Tensor | None = None,
+    page_size: int = 1,
     **layout: Any,
 ) -> PagedPlan:
     requests = RequestSlots(
-        slots=table, last_position=last_position, floors=floors, lengths=lengths
+        slots=table,
+        last_position=last_position,
+        floors=floors,
+        lengths=lengths,
+        page_size=page_size,
     )
     return PagedPlan(
         requests=requests,
@@ -137,7 +142,8 @@ def test_attention_is_that_of_plain_loops(case: Case) -> None:
 
     size, width = len(case.starts), case.width
     table = _table(case)
-    pool = normal(int(table.max()) + 1 + case.page_size, 2, KV_HEADS, HEAD_DIM)
+    num_pages = int(table.max()) // case.page_size + 2
+    pool = normal(num_pages * case.page_size, 2, KV_HEADS, HEAD_DIM)
     cache = KVCache([pool[:, 0].clone()], [pool[:, 1].clone()])
     rows = sum(case.widths)
     q, k, v = normal(rows, HEADS, HEAD_DIM), *normal(2, rows, KV_HEADS, HEAD_DIM)
@@ -153,6 +159,7 @@ def test_attention_is_that_of_plain_loops(case: Case) -> None:
         width,
         MOST,
         last_position=MOST,
+        page_size=case.page_size,
         padding=Padding.of(case.widths, width, CPU),
         used=None if case.seed % 3 == 0 else tuple(start + width for start in case.starts),
         **layout,
