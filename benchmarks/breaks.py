@@ -98,15 +98,15 @@ BREAKS = (
     Break(
         "compaction",
         "specplug/speculative/target_output.py",
-        "per_node={name: tensor[rows] for name, tensor in per_node.items()}",
-        "per_node={name: tensor[: len(rows)] for name, tensor in per_node.items()}",
+        "per_node={name: tensor[accepted.rows] for name, tensor in per_node.items()}",
+        "per_node={name: tensor[: len(accepted.rows)] for name, tensor in per_node.items()}",
         ("tests/speculative/test_verify.py", "tests/engine/test_exactness.py"),
     ),
     Break(
         "kv-move",
         "specplug/engine/hook_host.py",
-        "move_slots(self._runtime.pools[0], source.view(-1), target.view(-1))",
-        "move_slots(self._runtime.pools[0], target.view(-1), source.view(-1))",
+        "move_slots(pool, source.view(-1), target.view(-1))",
+        "move_slots(pool, target.view(-1), source.view(-1))",
         ("tests/engine/test_exactness.py",),
     ),
     Break(
