@@ -347,11 +347,12 @@ def tiles_for(rows: int, gated: bool) -> list[Any]:
     from specplug.kernels.linear import Tile, rows_bucket
 
     bucket = rows_bucket(rows)
-    if bucket == 128:
-        sizes = product((32, 64, 128), (64, 128), (4, 8), (3, 4))
+    if bucket == 128:  # or tiles of 64, of which two run side by side
+        sizes = product((64, 128), (32, 64, 128), (64, 128), (4, 8), (3, 4, 5))
     else:
-        sizes = product((16, 32, 64) if not gated else (16, 32), (128, 256), (4, 8), (3, 4, 5, 7))
-    tiles = [Tile(bucket, *each) for each in sizes][: 2 if DEVICE == "cpu" else None]
+        columns_of = (16, 32) if gated else (16, 32, 64)
+        sizes = product((bucket,), columns_of, (128, 256), (4, 8), (3, 4, 5, 7))
+    tiles = [Tile(*each) for each in sizes][: 2 if DEVICE == "cpu" else None]
     columns = 2 if gated else 1
     return [t for t in tiles if t.stages * t.stage_bytes(columns * t.columns) <= 227 << 10]
 
