@@ -12,7 +12,7 @@ from specplug.config import EngineConfig
 from specplug.errors import PluginError
 from specplug.kv.request_table import RequestTable
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
-from specplug.model.attention import LENGTH_STEP, PagedPlan, RequestSlots, round_up
+from specplug.model.attention import LENGTH_STEP, LentPlan, PagedPlan, RequestSlots, round_up
 from specplug.model.graph_runner import GraphRunner, PassRunner
 from specplug.model.hidden_states import AUX_HIDDEN_STATES, LM_HEAD_INPUT
 from specplug.model.model_runner import ModelRunner
@@ -146,20 +146,22 @@ class EngineRuntime:
         offset: int = 0,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
-    ) -> PagedPlan:
+    ) -> LentPlan:
         padding = None
         if not isinstance(width, int):
             widths, width = width, max(width)
             padding = Padding.of(widths, width, self.device)
         self._check_plan(batch, starts, width, offset, positions, mask)
-        return self.make_plan(
-            batch.req_indices,
-            starts,
-            width,
-            offset=offset,
-            given_positions=positions,
-            mask=mask,
-            padding=padding,
+        return LentPlan(
+            self.make_plan(
+                batch.req_indices,
+                starts,
+                width,
+                offset=offset,
+                given_positions=positions,
+                mask=mask,
+                padding=padding,
+            )
         )
 
     def _check_plan(

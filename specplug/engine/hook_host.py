@@ -17,7 +17,7 @@ from specplug.engine.step_result import DecodeResult, PrefillResult
 from specplug.grammar.state import HostTree
 from specplug.kernels.dispatch import runs_tree_kernels
 from specplug.kv.tensors import move_slots
-from specplug.model.attention import PagedPlan
+from specplug.model.attention import LentPlan, PagedPlan
 from specplug.sampling_params import Needs
 from specplug.speculative.draft import Draft
 from specplug.speculative.hook_order import Half
@@ -95,7 +95,7 @@ class EngineHost:
     def deliver(self, half: EngineHalf, output: CommittedOutput) -> None:
         """Start copying tokens and wanted outputs to the host, as ``half``'s result."""
         half.clock.lap("verify")
-        half.batch.attention = half.plan
+        half.batch.attention = LentPlan(half.plan)
         wanted, rows = half.wanted, len(output.next_tokens)
         if half.draft is None:
             per_row = {**output.per_node, **half.sampled}

@@ -373,6 +373,49 @@ def _write(
         values.index_copy_(0, slots, v)
 
 
+class LentPlan:
+    """A plan as plugins get it. Implements ``AttentionPlan``, and shows nothing else of the plan:
+    not the engine's lengths and request indices, and not the request table.
+
+    Args:
+        plan: that it stands for.
+    """
+
+    __slots__ = ("_plan",)
+
+    def __init__(self, plan: PagedPlan) -> None:
+        self._plan = plan
+
+    @property
+    def positions(self) -> Tensor:
+        """[R] int64 absolute position of each row."""
+        return self._plan.positions
+
+    def attend(
+        self,
+        cache: KVCache,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """Write keys and values, then attend, as ``AttentionPlan.attend`` says."""
+        return self._plan.attend(cache, layer, q, k, v, scale, window)
+
+    def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write the rows' keys and values, as ``AttentionPlan.write`` says."""
+        self._plan.write(cache, layer, k, v)
+
+
+def plan_of(argument: object) -> PagedPlan | None:
+    """Return a plan, or the one that a lent plan stands for; None for all else."""
+    if isinstance(argument, LentPlan):
+        return argument._plan
+    return argument if isinstance(argument, PagedPlan) else None
+
+
 @attrs.frozen(eq=False, slots=False)
 class JoinedPlan:
     """Two plans in one pass, first the prefill's rows, then the decode step's.

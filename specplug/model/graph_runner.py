@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specplug.errors import warn_fallback
-from specplug.model.attention import PagedPlan
+from specplug.model.attention import LentPlan, plan_of
 from specplug.speculative.batch import Batch
 from specplug.speculative.target_output import CommittedOutput
 
@@ -114,7 +114,8 @@ class GraphRunner(PassRunner):
     def __call__(self, *arguments: Any) -> Any:
         """Replay the pass, or run it if it is not recorded, and return its result."""
         bs = _batch_size(arguments)
-        ragged = any(isinstance(a, PagedPlan) and a.padding is not None for a in arguments)
+        plans = [plan for a in arguments if (plan := plan_of(a)) is not None]
+        ragged = any(plan.padding is not None for plan in plans)
         if ragged or bs == 0 or self.failure is not None:
             return self._forward(*arguments)
         bucket = bucket_of(bs) if bs is not None and self._pads else bs
@@ -180,8 +181,8 @@ class GraphRunner(PassRunner):
 
 def _batch_size(arguments: tuple[Any, ...]) -> int | None:
     for argument in arguments:
-        if isinstance(argument, PagedPlan):
-            return argument.bs
+        if (plan := plan_of(argument)) is not None:
+            return plan.bs
         if isinstance(argument, Batch):
             return len(argument.req_indices)
     return None
@@ -189,8 +190,8 @@ def _batch_size(arguments: tuple[Any, ...]) -> int | None:
 
 def _tensors(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
     for argument in arguments:
-        if isinstance(argument, PagedPlan):
-            yield from argument.tensors
+        if (plan := plan_of(argument)) is not None:
+            yield from plan.tensors
         elif isinstance(argument, Batch):
             yield from (argument.req_indices, argument.seq_lens)
         elif isinstance(argument, CommittedOutput):
@@ -204,8 +205,9 @@ def _with_tensors(arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> It
     """Yield the arguments with other tensors, in the order of ``_tensors``."""
     left = iter(tensors)
     for argument in arguments:
-        if isinstance(argument, PagedPlan):
-            yield argument.with_tensors([next(left) for _ in argument.tensors])
+        if (plan := plan_of(argument)) is not None:
+            plan = plan.with_tensors([next(left) for _ in plan.tensors])
+            yield LentPlan(plan) if isinstance(argument, LentPlan) else plan
         elif isinstance(argument, Batch):
             req_indices, seq_lens = next(left), next(left)
             requests = (*argument.requests, *tuple(argument.requests)[:1] * len(req_indices))
@@ -224,11 +226,10 @@ def _with_tensors(arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> It
 
 def _form(argument: Any) -> Any:
     """Return what a recording is good for, but for the shapes of tensors."""
-    if isinstance(argument, PagedPlan):
-        by_torch = argument.requests.kernels is None
-        length = argument.length if by_torch else None
-        optional = argument.given_positions is None, argument.mask is None
-        return argument.width, argument.offset, length, optional
+    if (plan := plan_of(argument)) is not None:
+        length = plan.length if plan.requests.kernels is None else None
+        optional = plan.given_positions is None, plan.mask is None
+        return plan.width, plan.offset, length, optional
     if isinstance(argument, Batch):
         return argument.mode, argument.greedy
     if isinstance(argument, CommittedOutput):
