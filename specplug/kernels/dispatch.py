@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 forced: bool | None = None
@@ -18,11 +19,23 @@ MOST_NODES = 64
 """Nodes of a request that the kernels of ``kernels.tree`` take: a bit each of an int64."""
 
 
+def runs_pass_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernels of passes run on a device in a dtype: in half precision, on GPUs
+    from compute capability 8.0 on, whose tensor cores know bfloat16."""
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return is_half and device.type == "cuda" and _has_triton() and _capability(device) >= (8, 0)
+
+
 def runs_tree_kernels(nodes: Tensor) -> bool:
     """Return whether ``kernels.tree`` serves drafts [bs, N] on this device."""
     bs, width = nodes.shape
     wanted = nodes.is_cuda and _has_triton() if forced is None else forced
     return wanted and bs > 0 and width <= MOST_NODES
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @cache

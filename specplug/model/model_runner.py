@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.errors import warn_fallback
+from specplug.kernels.dispatch import runs_pass_kernels
 from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import HALF, TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
 from specplug.model.checkpoint import CPU, load_checkpoint, weights_fingerprint
@@ -311,13 +312,8 @@ def _without_kernels(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def _attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
-    """Return what attends on a GPU in half precision: tensor cores of bfloat16 have been there
-    since compute capability 8.0. Elsewhere torch attends."""
-    if (
-        device.type != "cuda"
-        or dtype not in HALF
-        or torch.cuda.get_device_capability(device) < (8, 0)
-    ):
+    """Return what attends on a GPU in half precision. Elsewhere torch attends."""
+    if not runs_pass_kernels(device, dtype):
         return None
     from specplug.kernels.paged_attention_kernels import PagedAttention
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specplug.kernels.dispatch import runs_pass_kernels
+
 FEW_ROWS = 64
 """Up to so many rows the kernels' products are as fast as cuBLAS, and do more in one launch."""
 
@@ -26,7 +28,7 @@ where they belong and attends."""
 def has_kernels(x: Tensor) -> bool:
     """Return whether the layers compute rows [R, …] by kernels: on a GPU in half precision. They
     know no gradient, so training does not."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
+    return runs_pass_kernels(x.device, x.dtype) and not torch.is_grad_enabled()
 
 
 def linear(
