@@ -11,6 +11,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+HALF = torch.bfloat16, torch.float16
+"""The dtypes of the kernels of passes."""
+
 forced: bool | None = None
 """True: on the CPU too, through Triton's interpreter. False: on a GPU neither, to compare. Set by
 tests and measurements alone."""
@@ -19,17 +22,21 @@ MOST_NODES = 64
 """Nodes of a request that the kernels of ``kernels.tree`` take: a bit each of an int64."""
 
 
+def runs_kernels(device: torch.device) -> bool:
+    """Return whether a device runs Triton kernels at all."""
+    return device.type == "cuda" and _has_triton()
+
+
 def runs_pass_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernels of passes run on a device in a dtype: in half precision, on GPUs
     from compute capability 8.0 on, whose tensor cores know bfloat16."""
-    is_half = dtype in (torch.bfloat16, torch.float16)
-    return is_half and device.type == "cuda" and _has_triton() and _capability(device) >= (8, 0)
+    return dtype in HALF and runs_kernels(device) and _capability(device) >= (8, 0)
 
 
 def runs_tree_kernels(nodes: Tensor) -> bool:
     """Return whether ``kernels.tree`` serves drafts [bs, N] on this device."""
     bs, width = nodes.shape
-    wanted = nodes.is_cuda and _has_triton() if forced is None else forced
+    wanted = runs_kernels(nodes.device) if forced is None else forced
     return wanted and bs > 0 and width <= MOST_NODES
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specplug.kernels import grouped_attention
+from specplug.kernels.dispatch import HALF
 from specplug.kernels.grouped_attention import GroupedAttention, group_requests
 from specplug.kernels.paged_attention import paged_attention_reference
 from specplug.speculative.padding import Padding
@@ -26,10 +27,6 @@ IMPLEMENTATION = "specplug"
 
 LENGTH_STEP = 32
 """Key lengths are rounded up to this, so that shapes repeat from step to step."""
-
-
-HALF = torch.bfloat16, torch.float16
-"""The dtypes that the kernels attend in."""
 
 
 def round_up(length: int, step: int = LENGTH_STEP) -> int:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from specplug.kernels.dispatch import HALF
 from specplug.kernels.linear import gated_linear, linear
 from specplug.kernels.silu_mul import silu_mul
 from specplug.model.quantization import is_plain_linear
@@ -178,7 +179,7 @@ def find_row_variance(
 
 
 def _is_half(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.dtype in HALF
 
 
 def _many_rows(x: Tensor, weight: Tensor, out: Tensor) -> None:

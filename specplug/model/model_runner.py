@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.errors import warn_fallback
-from specplug.kernels.dispatch import runs_pass_kernels
+from specplug.kernels.dispatch import HALF, runs_pass_kernels
 from specplug.kv.tensors import KVShape, drop_tensors
-from specplug.model.attention import HALF, TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
+from specplug.model.attention import TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
 from specplug.model.checkpoint import CPU, load_checkpoint, weights_fingerprint
 from specplug.model.cpu_layer import CPULayer, fuse_layers
 from specplug.model.direct_calls import shorten_calls

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specplug.grammar.masks import mask_scores
+from specplug.kernels.dispatch import runs_kernels
 from specplug.sampling_params import BannedTokens, Needs, SamplingParams
 from specplug.speculative.draft import Draft
 from specplug.speculative.host_copy import upload
@@ -54,7 +54,7 @@ class Sampler:
     ) -> None:
         self._device = device
         if fused is None:
-            fused = device.type == "cuda" and find_spec("triton") is not None
+            fused = runs_kernels(device)
         self._fused = fused
         self._vocab = torch.arange(vocab_size, device=device)
         self._settings = torch.zeros(req_table_size, len(_COLUMNS), device=device)
