@@ -242,10 +242,11 @@ def plot_steps(rows: Sequence[Row], stem: Path) -> list[Path]:
         places = range(len(points))
         axes.barh([y - 0.2 for y in places], [r["ms"] for r in ours], 0.38, label="specplug")
         with_peer = [y for y in places if points[y] in theirs]
-        axes.barh(
-            [y + 0.2 for y in with_peer], [theirs[points[y]] for y in with_peer], 0.38,
-            label="vLLM", color="0.6",
-        )  # fmt: skip
+        if with_peer:
+            axes.barh(
+                [y + 0.2 for y in with_peer], [theirs[points[y]] for y in with_peer], 0.38,
+                label="vLLM", color="0.6",
+            )  # fmt: skip
         for y, row in enumerate(ours):
             axes.plot([row["limit"]] * 2, [y - 0.4, y + 0.4], color="black", linewidth=1)
         axes.set_yticks(places, [f"{v}, batch {b}, {c:,}" for v, b, c in points])
