@@ -7,6 +7,7 @@ import time
 from collections import ChainMap, deque
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 
 from specplug.debug import DEBUG
 from specplug.distributed.rank_group import RankGroup
@@ -67,6 +68,7 @@ class Engine:
         self._told_stateless = False
         self._ranks = ranks
         self._rest = rest
+        self._numbers = count(1)
         self._launched: deque[StepResult] = deque()
         self._launching: Step | None = None
         self._moved: list[Request] = []
@@ -192,6 +194,7 @@ class Engine:
             self._admit(request)
         scheduled = time.perf_counter()
         result = self.steps.run(step)
+        result.number = next(self._numbers)
         result.host_seconds = scheduled - began
         self._launched.append(result)
         self._launching = None

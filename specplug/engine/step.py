@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import TypeVar
 
 import attrs
@@ -71,7 +71,6 @@ class StepRunner:
         )
         self._kv_transfer = kv_transfer
         self._ranks = ranks
-        self._numbers = count(1)
         self._unread: list[StepResult] = []
 
     @torch.inference_mode()
@@ -126,7 +125,6 @@ class StepRunner:
         if decode and of_decode:
             self._finish_decode(decode, of_decode)
         result = StepResult(
-            number=next(self._numbers),
             step=step,
             prefill=prefill.prefilled if prefill else None,
             decode=decode.decoded if decode else None,

@@ -49,7 +49,7 @@ class StepResult:
     """A launched step, on its way to the host.
 
     Attributes:
-        number: of the step.
+        number: of the step (engine).
         step: what was launched.
         prefill, decode: what its halves leave.
         clock: when its parts began and ended.
@@ -58,11 +58,11 @@ class StepResult:
         arrival: of these tensors.
     """
 
-    number: int
     step: Step
     prefill: PrefillResult | None
     decode: DecodeResult | None
     clock: StepClock
+    number: int = 0
     host_seconds: float = 0.0
     arrival: Arrival
     grammars_advanced: bool = False
