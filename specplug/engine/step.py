@@ -113,8 +113,13 @@ class StepRunner:
         self._runtime.max_slots = max([*slots, *(step.decode.slots if step.decode else ())])
         if step.placed:
             self._receive(step.placed, clock)
-        prefill = self._begin_prefill(step.prefill, clock) if step.prefill else None
-        decode = self._begin_decode(step.decode, clock) if step.decode else None
+        prefill = decode = None
+        if step.prefill:
+            half = self._make_half(step.prefill.requests, clock, is_warm_up=step.is_warm_up)
+            prefill = self._begin_prefill(step.prefill, half)
+        if step.decode:
+            half = self._make_half(step.decode.requests, clock, is_warm_up=step.is_warm_up)
+            decode = self._begin_decode(step.decode, half)
         clock.lap("propose")
         if prefill or decode:
             self._agree(*(half.tokens for half in (prefill, decode) if half))
@@ -151,11 +156,10 @@ class StepRunner:
             request.draft_state = {}
         clock.lap("receive")
 
-    def _begin_prefill(self, scheduled: Prefill, clock: StepClock) -> EngineHalf:
-        """Return the prefill half: its rows are the chunks' tokens."""
+    def _begin_prefill(self, scheduled: Prefill, half: EngineHalf) -> EngineHalf:
+        """Fill and return the prefill half: its rows are the chunks' tokens."""
         chunks, runtime = scheduled.chunks, self._runtime
         widths = tuple(chunk.end - chunk.start for chunk in chunks)
-        half = self._make_half(scheduled.requests, clock)
         half.seq_lens = upload([chunk.start for chunk in chunks], self._device)
         half.tokens = upload([token for chunk in chunks for token in chunk.tokens], self._device)
         half.last_rows = upload([end - 1 for end in accumulate(widths)], self._device)
@@ -174,9 +178,8 @@ class StepRunner:
         batch.last_chunk = tuple(chunk.is_last for chunk in chunks)
         return half
 
-    def _begin_decode(self, scheduled: Decode, clock: StepClock) -> EngineHalf:
-        """Return the decode half: its rows are the nodes that the algorithm proposes."""
-        half = self._make_half(scheduled.requests, clock)
+    def _begin_decode(self, scheduled: Decode, half: EngineHalf) -> EngineHalf:
+        """Fill and return the decode half: its rows are the nodes that the algorithm proposes."""
         draft = self._order.begin_decode(
             half,
             tuple(map(ReadOnlyRequest, half.requests)),
@@ -196,7 +199,9 @@ class StepRunner:
             half.tree = HostTree.of(draft)
         return half
 
-    def _make_half(self, requests: Sequence[Request], clock: StepClock) -> EngineHalf:
+    def _make_half(
+        self, requests: Sequence[Request], clock: StepClock, *, is_warm_up: bool = False
+    ) -> EngineHalf:
         """Return a half of a step of these requests, with what they need together, and no rows."""
         needs = Needs.NOTHING
         for request in requests:
@@ -209,6 +214,7 @@ class StepRunner:
             clock=clock,
             wanted=wanted,
             points=wanted.points if wanted else (),
+            is_warm_up=is_warm_up,
         )
 
     def _target_pass(
@@ -325,6 +331,7 @@ def _make_batch(half: EngineHalf, mode: ForwardMode) -> Batch:
         req_indices=half.req_indices.clone(),
         seq_lens=half.seq_lens.clone(),
         greedy=not half.needs & Needs.NOISE,
+        is_warm_up=half.is_warm_up,
     )
 
 

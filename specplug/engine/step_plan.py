@@ -88,6 +88,7 @@ class Step:
         evicted_pages: pages that the prefix cache has just lost.
         num_running, num_waiting: requests.
         free_pages, cached_pages: of the KV pool.
+        is_warm_up: whether it serves nobody; see ``WarmUp``.
     """
 
     prefill: Prefill | None
@@ -101,6 +102,7 @@ class Step:
     num_waiting: int
     free_pages: int
     cached_pages: int
+    is_warm_up: bool = False
 
     @property
     def mode(self) -> str:

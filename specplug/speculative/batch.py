@@ -71,6 +71,9 @@ class Batch:
             more, and put the likeliest nodes first. Keys that a draft model writes to later slots
             are lost, and what reads them means nothing.
         greedy: whether every request takes the most likely token, so that no noise is needed.
+        is_warm_up: whether the engine runs the step before its first request, so that what the
+            hooks launch is compiled and recorded. Its requests are nobody's: keep nothing of them
+            and learn nothing from their tokens. Draft as widely as ``max_draft_nodes`` allows.
         attention: the target pass's plan, in ``build_draft_input``: on a prefill a draft model
             uses it as its own. None before.
     """
@@ -85,6 +88,7 @@ class Batch:
     last_chunk: tuple[bool, ...] = ()
     max_draft_nodes: tuple[int, ...] = ()
     greedy: bool = True
+    is_warm_up: bool = False
     attention: AttentionPlan | None = None
 
     @property

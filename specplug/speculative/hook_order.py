@@ -51,6 +51,7 @@ class Half:
             ``begin_decode``, or a prefill's prompt tokens, set by the host.
         batch: what hooks see. ``begin_decode`` makes it for a decode step, the host for all else.
         draft: what the target verifies; None on a prefill.
+        is_warm_up: what ``Batch.is_warm_up`` is for its hooks. Set by the host.
     """
 
     req_indices: Tensor
@@ -58,6 +59,7 @@ class Half:
     tokens: Tensor = attrs.field(init=False)
     batch: Batch = attrs.field(init=False)
     draft: Draft | None = None
+    is_warm_up: bool = False
 
 
 H = TypeVar("H", bound=Half)
@@ -122,6 +124,7 @@ class HookOrder(Generic[H]):
             seq_lens=seq_lens,
             max_draft_nodes=max_draft_nodes,
             greedy=greedy,
+            is_warm_up=half.is_warm_up,
         )
         draft = self._hooks.propose(
             self._runtime, half.batch, draft_input, roots=known.bonus_tokens

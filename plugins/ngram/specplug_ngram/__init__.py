@@ -86,6 +86,8 @@ class Ngram:
 
         worker: NgramWorker = runtime.worker
         assert isinstance(future_map, HostFutureMap)
+        if batch.is_warm_up:
+            return DraftInput(bonus_tokens=target_output.bonus_tokens)
         if batch.is_prefill:
             worker.read_prompts(batch.requests, batch.chunk_ends)
             tokens = target_output.bonus_tokens.unsqueeze(1)

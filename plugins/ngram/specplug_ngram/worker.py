@@ -80,6 +80,8 @@ class NgramWorker:
         A request of which too little is known gets the root alone, and so do all of them if their
         drafts together would not pay.
         """
+        if batch.is_warm_up:
+            return self._widest(draft_input.bonus_tokens, min(batch.max_draft_nodes))
         cost = StepCost(batch.size)
         trees = [
             self._draft(view.request_id, cost.least, room)
@@ -97,6 +99,22 @@ class NgramWorker:
         parents = _padded([[node.parent for node in tree.nodes] for tree in trees], roots.device)
         depth = max(node.depth for tree in trees for node in tree.nodes)
         return Draft.tree(tokens, parents, depth, widths)
+
+    def _widest(self, roots: Tensor, room: int) -> Draft:
+        """Return the widest draft within ``room``, of arbitrary tokens: each level of a tree is
+        full before the next."""
+        width, topk = min(self._shape.num_draft_tokens, room), self._shape.topk
+        nodes = torch.arange(width, device=roots.device)
+        tokens = nodes.expand(len(roots), -1).clone()
+        tokens[:, 0] = roots
+        if topk == 1 or width == 1:
+            return Draft.chain(tokens)
+        parents = torch.div(nodes - 1, topk, rounding_mode="floor")
+        depth, level = 0, 0
+        while level < width - 1:
+            depth += 1
+            level += topk**depth
+        return Draft.tree(tokens, parents.expand_as(tokens).clone(), depth)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended; its tokens stay in the history."""

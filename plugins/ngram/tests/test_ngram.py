@@ -160,3 +160,11 @@ def test_the_defaults_are_a_chain_of_seven_steps() -> None:
     with _open("NGRAM") as llm:
         config = attrs.asdict(llm.spec_config)
     assert (config["num_steps"], config["topk"], config["num_draft_tokens"]) == (7, 1, 8)
+
+
+def test_a_warm_up_leaves_no_history(shallow: ShallowTarget) -> None:
+    with LLM(**shallow.options("NGRAM"), warm_up="on") as llm:
+        worker = llm.engine.runtime.worker
+        assert (len(worker.history), worker.requests) == (0, {})
+        llm.generate(PROMPTS[:1], PARAMS["greedy"])
+        assert len(worker.history)

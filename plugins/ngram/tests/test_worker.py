@@ -230,3 +230,15 @@ def test_prefills_without_a_decode_step_do_not_pile_up() -> None:
     del tokens
     assert sum(each() is not None for each in relayed) <= 2
     assert [name for name, _ in seen] == [str(number) for number in range(98)]
+
+
+@pytest.mark.parametrize(("topk", "depth"), [(1, 6), (2, 2), (4, 2)])
+def test_worker_drafts_its_widest_to_warm_up(topk: int, depth: int) -> None:
+    worker = _worker(topk=topk, nodes=7)
+    batch = attrs.evolve(_batch(KNOWS_NOTHING), is_warm_up=True)
+    draft = worker.propose(batch, _input(25))
+    assert (draft.width, draft.depth, draft.is_chain) == (7, depth, topk == 1)
+    assert int(draft.depths.max()) == depth
+    narrow = attrs.evolve(batch, max_draft_nodes=(3,))
+    assert worker.propose(narrow, _input(25)).width == 3
+    assert not worker.requests
