@@ -32,6 +32,7 @@ _LONGEST_PATH = 4096
 """Characters, as on Linux. Messages that say what is wrong with a file give the whole path."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+WARM_UPS = ("auto", "on", "off")
 DISAGGREGATION_MODES = ("prefill", "decode", "both")
 
 RANKS, INSTANCES = "ranks", "instances"
@@ -216,6 +217,14 @@ class EngineConfig:
         "On a GPU in bfloat16 or float16, let products and norms round as is fastest for the rows "
         "of a pass. A long prompt is then read somewhat faster, and a request's tokens may depend "
         "on what else is in its batch, and on the algorithm.",
+        group="Engine",
+        agree=(RANKS,),
+    )
+    warm_up: str = setting(
+        "auto",
+        Choice(WARM_UPS, ", ".join(WARM_UPS)),
+        "Whether the engine runs its steps once when it starts, so that no request waits while "
+        "kernels are compiled and passes are recorded. auto: where there are any, on a GPU.",
         group="Engine",
         agree=(RANKS,),
     )

@@ -15,7 +15,13 @@ from specplug.config import EngineConfig, config_of, one_way
 from specplug.disagg.instances import identity_of, make_decode_instance
 from specplug.disagg.prefill_loop import PrefillLoop
 from specplug.distributed.rank_group import RankGroup, join_ranks
-from specplug.engine.assembly import effective_config, make_engine, plan_steps, startup_lines
+from specplug.engine.assembly import (
+    effective_config,
+    make_engine,
+    plan_steps,
+    startup_lines,
+    warm_up_state,
+)
 from specplug.engine.core_outputs import core_outputs
 from specplug.engine.engine import Engine
 from specplug.engine.engine_runtime import EngineRuntime
@@ -27,6 +33,7 @@ from specplug.engine.scheduler import Scheduler
 from specplug.engine.statistics import Statistics
 from specplug.engine.stepper import Stepper, take_all
 from specplug.engine.turns import Turns
+from specplug.engine.warm_up import WarmUp
 from specplug.errors import RankError, UsageError, shown, warn_fallback
 from specplug.model.loading import (
     backend_of,
@@ -101,6 +108,7 @@ class LLM:
         disable_radix_cache: bool = False,
         disable_cuda_graph: bool = False,
         disable_row_invariance: bool = False,
+        warm_up: str = "auto",
         disable_extensions: Sequence[str] = (),
         skip_model_check: bool = False,
         disaggregation: str | None = None,
@@ -174,6 +182,11 @@ class LLM:
         )
         self._stepper = Stepper(self._engine, ranks)
         self._input_processor = InputProcessor(config, runtime, runner, self.tokenizer, cache.pool)
+        if warm_up_state(config, runtime) == "on":
+            decodes = config.disaggregation != "prefill"
+            WarmUp(runtime, self._engine.steps, limits, decodes=decodes, ranks=ranks).run(
+                lambda done, total: None
+            )
         self._take_role(config)
 
     def _take_role(self, config: EngineConfig) -> None:

@@ -79,6 +79,13 @@ def make_engine(
     )
 
 
+def warm_up_state(config: EngineConfig, runtime: EngineRuntime) -> str:
+    """Return whether a run is warmed up: "on", or "off: " and why."""
+    if config.warm_up == "auto":
+        return "on" if runtime.compiles else "off: nothing is compiled or recorded here"
+    return "on" if config.warm_up == "on" else "off: warm_up='off'"
+
+
 def startup_lines(
     config: EngineConfig, runtime: EngineRuntime, runner: ModelRunner, slots: int
 ) -> Iterator[str]:
@@ -146,6 +153,7 @@ def effective_config(
         **features,
         "cuda_graph": engine.cuda_graph,
         "row_invariance": runtime.row_invariance,
+        "warm_up": warm_up_state(config, runtime),
         "dp_attention": "on" if config.dp_size > 1 else "off: not enabled",
         "mixed_chunk": "on" if config.enable_mixed_chunk else "off: not enabled",
         "disaggregation": config.disaggregation or "off",

@@ -10,6 +10,7 @@ from torch import Tensor
 from specplug.algorithm import SpecConfig
 from specplug.config import EngineConfig
 from specplug.errors import PluginError
+from specplug.kernels.dispatch import runs_kernels
 from specplug.kv.request_table import RequestTable
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
 from specplug.model.attention import LENGTH_STEP, LentPlan, PagedPlan, RequestSlots, round_up
@@ -237,6 +238,11 @@ class EngineRuntime:
         failures = [self._runner.graph_failure, *(r.failure for r in self._draft_runners)]
         failed = next((f for f in failures if f is not None), None)
         return "on" if failed is None else f"off: {failed}"
+
+    @property
+    def compiles(self) -> bool:
+        """Whether kernels are compiled, or passes recorded, when they are first needed."""
+        return self._graphs or runs_kernels(self.device)
 
     @property
     def row_invariance(self) -> str:

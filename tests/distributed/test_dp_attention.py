@@ -359,6 +359,15 @@ def test_a_rank_is_called_by_another_that_has_work(ranks: Ranks, tiny: Target) -
     assert ranks[1].answer()[1].keys() == {"idle"}
 
 
+def test_ranks_warm_up_with_steps_of_their_own(ranks: Ranks, with_drafts: Target) -> None:
+    few, many = {"max_running_requests": 1}, {"max_running_requests": 5}
+    options = with_drafts.options("EAGLE3")
+    ranks.begin(few, many, **options, dtype="float64", warm_up="on", chunked_prefill_size=16)
+    assert [process.answer()["warm_up"] for process in ranks[:]] == ["on", "on"]
+    answers = ranks.run(with_drafts.jobs((0,)), with_drafts.jobs((1, 2)))
+    assert [tokens(answer) for answer in answers] == [with_drafts.of((0,)), with_drafts.of((1, 2))]
+
+
 def test_a_bad_request_takes_nobody_down(ranks: Ranks, tiny: Target) -> None:
     ranks.open(model=tiny.model, dtype="float64")
     ranks[0].ask("run", [(0, (1, 2, 1000), sampling(0))])

@@ -1,0 +1,238 @@
+"""Runs the steps of a run once before its first request, so that no request waits for a compiler.
+
+A kernel is compiled when it is first launched, for some shapes anew, and a pass is recorded when
+its shape first occurs. Here every shape occurs that requests commonly bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from specplug.distributed.rank_group import RankGroup
+from specplug.engine.engine_runtime import EngineRuntime
+from specplug.engine.request import Request
+from specplug.engine.scheduler import SchedulerConfig
+from specplug.engine.step import StepRunner
+from specplug.engine.step_plan import Decode, Prefill, PrefillChunk, Step
+from specplug.model.graph_runner import bucket_of
+from specplug.sampling_params import SamplingParams
+
+_MOST_ROWS = 2048
+"""Prompt tokens from which on no kernel is compiled anew for more."""
+_PROMPT = 2
+"""Tokens of a request that is to decode."""
+_REST = 0.01
+"""Seconds that a rank which is done waits for another to call."""
+
+_GREEDY = SamplingParams()
+_SAMPLED = SamplingParams(temperature=0.7)
+_TRUNCATED = SamplingParams(temperature=0.7, top_k=50, top_p=0.9)
+
+
+class WarmUp:
+    """Steps of requests that are nobody's.
+
+    Their rows of the request table hold slot 0 alone, the padding page's, so they need no page,
+    however small the pool is, and leave none in the prefix cache. The scheduler, the statistics
+    and the reports know nothing of them. Hooks see them as ``Batch.is_warm_up``. A row's settings,
+    lengths and draft state are written anew for the request that gets it.
+
+    Not warmed up is what few requests ask for: penalties, biases, grammars, per-token outputs.
+
+    Args:
+        runtime: of the run, before its first request.
+        steps: of the run.
+        limits: of the run's steps.
+        decodes: whether the run has decode steps; a prefill instance has none.
+        ranks: that step together with this one; None: it is alone. They may take more or fewer
+            steps: who is done takes part in the others'.
+    """
+
+    def __init__(
+        self,
+        runtime: EngineRuntime,
+        steps: StepRunner,
+        limits: SchedulerConfig,
+        *,
+        decodes: bool,
+        ranks: RankGroup | None,
+    ) -> None:
+        self._runtime = runtime
+        self._runner = steps
+        self._limits = limits
+        self._decodes = decodes
+        self._ranks = ranks
+        most = min(limits.chunked_prefill_size or _MOST_ROWS, _MOST_ROWS, runtime.context_len - 1)
+        self._most_rows = max(1, most)
+
+    def run(self, advance: Callable[[int, int], None]) -> None:
+        """Run all steps.
+
+        Args:
+            advance: called with how many are done, and of how many.
+
+        Raises:
+            PluginError: a hook has failed.
+            RankError: another rank has failed.
+        """
+        steps = list(self.steps())
+        for done, step in enumerate(steps):
+            advance(done, len(steps))
+            self._run(step)
+        advance(len(steps), len(steps))
+        if self._ranks is not None:
+            self._ranks.finish(self._take_part)
+        for pool in self._runtime.pools:  # nobody's slot, as it was
+            pool[:, :, 0].zero_()
+
+    def _run(self, step: Step) -> None:
+        for request in step.admitted:
+            self._runtime.sampler.admit(request.req_index, request.params, request.seed)
+        with self._stepping():
+            self._runner.run(step).wait()
+
+    def _take_part(self) -> None:
+        """Run a step of another rank, or wait for a moment."""
+        assert self._ranks is not None
+        self._ranks.rest(_REST)
+        if self._ranks.called:
+            with self._stepping():
+                self._runner.idle()
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else self._ranks.stepping()
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps: prompts of all lengths at which a kernel has another form, then decode
+        steps at every batch size that is recorded, greedy and sampled."""
+        for width in _doubled(self._most_rows):
+            yield _prefill(self._requests([width]))
+        if self._limits.max_running_requests > 1 and self._most_rows > 2:
+            first = self._most_rows * 2 // 3
+            yield _prefill(self._requests([first, self._most_rows - first]), is_last=False)
+        sizes = _batch_sizes(self._limits.max_running_requests)
+        for size in sizes:
+            kinds = [_GREEDY, _SAMPLED] + [_TRUNCATED] * (size in (sizes[0], sizes[-1]))
+            for params in kinds:
+                # Requests with prompts of one length, and others.
+                yield from self._decode(size, params, longer=params is _GREEDY and size > 1)
+        if self._limits.mixed_chunk:
+            yield from self._mixed()
+
+    def _decode(self, size: int, params: SamplingParams, *, longer: bool) -> Iterator[Step]:
+        """Yield steps in which ``size`` requests are prefilled, and steps in which they decode.
+
+        Args:
+            longer: whether the first prompt is longer than the others.
+        """
+        rooms = self._rooms() if self._decodes else [0]
+        for room in rooms:
+            # Prefilled each time anew: how much a step accepts is not known on the host.
+            requests = self._requests([_PROMPT + longer] + [_PROMPT] * (size - 1), params)
+            yield _prefill(requests)
+            if self._decodes:
+                yield _step(decode=self._decode_half(requests, room))
+
+    def _mixed(self) -> Iterator[Step]:
+        """Yield steps with both halves, if there is room for two requests."""
+        size = self._limits.max_running_requests
+        if size < 2 or not self._decodes:
+            return
+        for width in {min(self._most_rows, 16), self._most_rows}:
+            *requests, prompt = self._requests([_PROMPT] * (size - 1) + [width])
+            yield _prefill(requests)
+            decode = self._decode_half(requests, self._limits.num_lookahead_slots)
+            yield _step(prefill=_chunks([prompt]), decode=decode, admitted=(prompt,))
+
+    def _rooms(self) -> list[int]:
+        """Return the numbers of nodes that drafts are to have. A draft model fills the room that
+        there is. What drafts without one is as wide as there is something to propose."""
+        whole = self._limits.num_lookahead_slots
+        if self._runtime.has_draft_cache:
+            return [whole]
+        return [*_doubled(self._limits.num_draft_tokens)[:-1], whole]
+
+    def _decode_half(self, requests: Sequence[Request], room: int) -> Decode:
+        end = max(len(request.token_ids) for request in requests)
+        end += self._limits.num_lookahead_slots
+        size = len(requests)
+        return Decode(requests=tuple(requests), max_draft_nodes=(room,) * size, slots=(end,) * size)
+
+    def _requests(
+        self, lengths: Sequence[int], params: SamplingParams = _GREEDY
+    ) -> tuple[Request, ...]:
+        """Return requests with prompts of these lengths, as far as the context goes, in the first
+        rows of the request table."""
+        vocab_size, most = self._runtime.vocab_size, max(1, self._runtime.context_len - 1)
+        return tuple(
+            Request(
+                request_id=f"warm-up-{row}",
+                prompt=None,
+                # Scattered, so that a mixture's experts all have something to do.
+                prompt_token_ids=tuple(i * 7919 % vocab_size for i in range(min(length, most))),
+                params=params,
+                max_tokens=1,
+                seed=row,
+                needs=params.needs,
+                req_index=row,
+            )
+            for row, length in enumerate(lengths, 1)
+        )
+
+
+def _prefill(requests: Sequence[Request], *, is_last: bool = True) -> Step:
+    return _step(prefill=_chunks(requests, is_last=is_last), admitted=tuple(requests))
+
+
+def _chunks(requests: Sequence[Request], *, is_last: bool = True) -> Prefill:
+    """Return whole prompts; without the last token of the last one, if that is not the last
+    chunk."""
+    ends = [len(request.token_ids) for request in requests]
+    ends[-1] -= not is_last
+    return Prefill(
+        chunks=tuple(
+            PrefillChunk(
+                request=request,
+                start=0,
+                end=end,
+                is_first=True,
+                is_last=end == len(request.token_ids),
+                recomputed=0,
+            )
+            for request, end in zip(requests, ends, strict=True)
+            if end
+        )
+    )
+
+
+def _step(
+    prefill: Prefill | None = None,
+    decode: Decode | None = None,
+    admitted: tuple[Request, ...] = (),
+) -> Step:
+    return Step(
+        prefill=prefill,
+        decode=decode,
+        admitted=admitted,
+        retracted=(),
+        evicted_pages=0,
+        num_running=0,
+        num_waiting=0,
+        free_pages=0,
+        cached_pages=0,
+        is_warm_up=True,
+    )
+
+
+def _doubled(most: int) -> list[int]:
+    """Return 1, 2, 4, … below ``most``, and ``most``."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
+
+
+def _batch_sizes(most: int) -> list[int]:
+    """Return the batch sizes that passes are recorded for; the last is ``most``, as padded."""
+    sizes = [min(bucket_of(1), most)]
+    while sizes[-1] < most:
+        sizes.append(min(bucket_of(sizes[-1] + 1), most))
+    return sizes

@@ -1,0 +1,182 @@
+"""What runs before the first request covers what requests bring, and leaves no trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shallow_target import ShallowTarget, chains_and_trees
+
+from specplug import (
+    LLM,
+    AlgorithmInfo,
+    Batch,
+    Defaults,
+    Draft,
+    DraftInput,
+    PluginError,
+    SamplingParams,
+    TargetOutput,
+    UsageError,
+    hookimpl,
+)
+from specplug.model.graph_runner import bucket_of
+from specplug.speculative.report import RequestReport, StepReport
+
+PROMPTS = ["def add(a, b):\n", "import os\nimport os\nimport os\n", [3, 1, 4, 1, 5] * 9]
+PARAMS = [
+    SamplingParams(max_tokens=12),
+    SamplingParams(max_tokens=12, temperature=0.8, seed=5),
+    SamplingParams(max_tokens=12, temperature=0.9),
+]
+SMALL = {"chunked_prefill_size": 32, "max_running_requests": 3, "page_size": 4}
+
+
+def _run(llm: LLM) -> tuple[Any, ...]:
+    """All that a run shows, but for times."""
+    outputs = llm.generate(PROMPTS, PARAMS)
+    counted = {name: value for name, value in llm.stats().items() if "seconds" not in name}
+    return [(o.token_ids, o.accept_lens, o.num_cached_tokens) for o in outputs], counted
+
+
+@pytest.mark.parametrize(("algorithm", "topk"), chains_and_trees())
+def test_warm_up_leaves_no_trace(algorithm: str, topk: int | None, shallow: ShallowTarget) -> None:
+    settings = {**shallow.options(algorithm), **SMALL, "speculative_eagle_topk": topk}
+    runs = []
+    for warm_up in ("off", "on"):
+        with LLM(**settings, warm_up=warm_up) as llm:
+            before = llm.occupancy, llm.stats()
+            assert before[0]["free"] == before[0]["total"]
+            assert before[0]["cached"] == 0
+            assert not any(pool.any() for pool in llm.engine.runtime.pools)
+            assert not llm.engine.runtime.table.slots.any()
+            runs.append((before, _run(llm), llm.occupancy))
+    assert runs[0] == runs[1]
+
+
+class Watched:
+    """Drafts the root again and notes the forms of its steps, and what it is told of.
+
+    Attributes:
+        warmed, served: (hook, bucket of the batch, widest draft or chunk, greedy) of each step.
+        told: reports.
+    """
+
+    def __init__(self) -> None:
+        self.warmed: set[tuple[Any, ...]] = set()
+        self.served: set[tuple[Any, ...]] = set()
+        self.told: list[Any] = []
+        self.fails = False
+
+    def _note(self, hook: str, batch: Batch, width: int) -> None:
+        seen = self.warmed if batch.is_warm_up else self.served
+        seen.add((hook, bucket_of(batch.size), width, batch.greedy))
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        defaults = Defaults(num_steps=3)
+        return AlgorithmInfo(name="W", summary="The root again", api_version=1, defaults=defaults)
+
+    @hookimpl
+    def create_worker(self, runtime: Any) -> Any:
+        return self
+
+    @hookimpl
+    def build_draft_input(self, batch: Batch, target_output: Any) -> DraftInput:
+        if batch.is_prefill:
+            self._note("extend", batch, max(batch.chunk_widths))
+        return DraftInput(bonus_tokens=target_output.bonus_tokens)
+
+    @hookimpl
+    def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
+        if self.fails:
+            raise LookupError("no draft")
+        width = min(4, *batch.max_draft_nodes)
+        return Draft.chain(draft_input.bonus_tokens.unsqueeze(1).repeat(1, width))
+
+    @hookimpl
+    def verify(self, batch: Batch, draft: Draft, target_output: TargetOutput) -> None:
+        if batch.size:
+            self._note("verify", batch, draft.width)
+
+    @hookimpl
+    def on_step(self, report: StepReport) -> None:
+        self.told.append(report)
+
+    @hookimpl
+    def on_request_finished(self, report: RequestReport) -> None:
+        self.told.append(report)
+
+
+def test_warm_up_covers_what_requests_bring(tiny_model: Path) -> None:
+    plugin = Watched()
+    settings = {"max_running_requests": 4, "chunked_prefill_size": 16}
+    with LLM(tiny_model, speculative_algorithm=plugin, warm_up="on", **settings) as llm:
+        assert not plugin.served
+        assert not plugin.told, "reports are of requests"
+        for count in (1, 2, 4):
+            for params in PARAMS:
+                llm.generate([[7] * 8] * count, params)
+        assert plugin.served
+        verified = {form for form in plugin.served if form[0] == "verify"}
+        assert verified <= plugin.warmed
+        assert {form[2] for form in plugin.warmed if form[0] == "extend"} >= {1, 2, 4, 8, 16}
+        assert plugin.told[0].number == 1
+        assert llm.effective_config["warm_up"] == "on"
+
+
+def test_warm_up_is_off_where_nothing_is_compiled(tiny_model: Path) -> None:
+    plugin = Watched()
+    with LLM(tiny_model, device="cpu", speculative_algorithm=plugin) as llm:
+        assert not plugin.warmed
+        assert llm.effective_config["warm_up"] == "off: nothing is compiled or recorded here"
+
+
+def test_warm_up_with_another_value_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(UsageError, match="warm_up='yes': expected auto, on, off"):
+        LLM(tiny_model, warm_up="yes")
+
+
+def test_warm_up_tells_of_a_plugin_that_fails(tiny_model: Path) -> None:
+    plugin = Watched()
+    plugin.fails = True
+    with pytest.raises(PluginError) as caught:
+        LLM(tiny_model, speculative_algorithm=plugin, warm_up="on")
+    assert "propose() raised LookupError: no draft; expected it to return" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_total_tokens": 2, "page_size": 1},
+        {"max_model_len": 2},
+        {"max_running_requests": 1, "chunked_prefill_size": 1},
+        {"chunked_prefill_size": None, "max_model_len": 48},
+        {"enable_mixed_chunk": True, "max_running_requests": 2, "chunked_prefill_size": 3},
+        {"disable_overlap_schedule": True, "disable_radix_cache": True, "page_size": 64},
+        {"disaggregation": "both"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE3", "NGRAM"])
+def test_warm_up_fits_any_limits(
+    algorithm: str, settings: dict[str, Any], shallow: ShallowTarget
+) -> None:
+    with LLM(**shallow.options(algorithm), **settings, warm_up="on") as llm:
+        llm.check_pool()
+        assert llm.occupancy["free"] == llm.occupancy["total"]
+        (output,) = llm.generate([[5]], SamplingParams(max_tokens=1))
+        assert len(output.token_ids) == 1
+
+
+def test_warm_up_of_a_prefill_instance_prefills_alone(tiny_model: Path) -> None:
+    plugin = Watched()
+    with LLM(
+        tiny_model,
+        speculative_algorithm=plugin,
+        warm_up="on",
+        disaggregation="prefill",
+        disaggregation_address="tcp://127.0.0.1:1",
+    ):
+        assert {form[0] for form in plugin.warmed} == {"extend"}
