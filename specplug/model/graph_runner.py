@@ -152,28 +152,74 @@ class GraphRunner(PassRunner):
             _padded(tensor, bs, bucket) if own and bs and bucket else tensor.clone()
             for tensor, own in zip(tensors, batched, strict=True)
         )
-        stream, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
-        if mode:  # recording synchronizes, once per form; each call of this warns
-            torch.cuda.set_sync_debug_mode("default")
         try:
+            graph, output = _record(
+                lambda: self._forward(*_with_tensors(arguments, inputs)), self._pool, warms_up=True
+            )
+        except RuntimeError as error:
+            self.failure = tell_failure(error)
+            return None
+        return _Recording(graph, inputs, output, bs or 0)
+
+
+class GraphRecorder:
+    """Records passes in one memory pool. What they have compiled must be there already."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """Record what ``run`` launches, which reads and writes the same tensors each time.
+
+        Returns:
+            replays it and returns what ``run`` has.
+
+        Raises:
+            RuntimeError: it cannot be recorded.
+        """
+        graph, output = _record(run, self._pool, warms_up=False)
+
+        def replay() -> Any:
+            graph.replay()
+            return output
+
+        return replay
+
+
+def tell_failure(error: RuntimeError) -> str:
+    """Warn that a pass could not be recorded. Returns why."""
+    cause = error.__context__ or error  # the cause, not the end of the recording
+    failure = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+    warn_fallback(f"cuda_graph is off: {failure}")
+    return failure
+
+
+def _record(
+    run: Callable[[], Any], pool: Any, *, warms_up: bool
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Record what ``run`` launches, in a pool of memory, and return its result too.
+
+    Args:
+        warms_up: run it once before.
+    """
+    stream, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+    if mode:  # recording synchronizes, once per form; each call of this warns
+        torch.cuda.set_sync_debug_mode("default")
+    try:
+        if warms_up:
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(stream)
             with torch.cuda.stream(side):
-                self._forward(*_with_tensors(arguments, inputs))
+                run()
             stream.wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                output = self._forward(*_with_tensors(arguments, inputs))
-        except RuntimeError as error:
-            cause = error.__context__ or error  # the cause, not the end of the recording
-            self.failure = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-            warn_fallback(f"cuda_graph is off: {self.failure}")
-            return None
-        finally:
-            torch.cuda.set_stream(stream)  # a failed recording leaves its own stream current
-            if mode:
-                torch.cuda.set_sync_debug_mode(mode)
-        return _Recording(graph, inputs, output, bs or 0)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            output = run()
+        return graph, output
+    finally:
+        torch.cuda.set_stream(stream)  # a failed recording leaves its own stream current
+        if mode:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 # Arguments: plans and batches are made of tensors, and of plain values that are part of the form.
