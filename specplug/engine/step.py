@@ -24,7 +24,8 @@ from specplug.engine.step_result import StepResult
 from specplug.grammar.masks import allocate_masks
 from specplug.grammar.state import HostTree
 from specplug.model.attention import JoinedPlan
-from specplug.model.model_runner import ModelRunner, PassOutput
+from specplug.model.model_runner import ModelRunner
+from specplug.model.padded_passes import PassOutput, PassPart
 from specplug.sampling_params import Needs
 from specplug.speculative.batch import Batch, ForwardMode
 from specplug.speculative.future_map import FutureMap
@@ -222,6 +223,12 @@ class StepRunner:
     ) -> tuple[PassOutput | None, PassOutput | None]:
         """Run the target over the rows of both halves, together if there are two. Returns for each
         the logits that it wants and what was captured; None for one that is not there."""
+        halves = [half for half in (prefill, decode) if half is not None]
+        parts = _part(prefill, ends_only=True), _part(decode, ends_only=False)
+        points = tuple(dict.fromkeys(point for half in halves for point in half.points))
+        form = self.runner.form_of(*parts, points)
+        if form is not None:
+            return self.runner.run_padded(form, *parts, halves[0].plan)
         if prefill is None:
             if decode is None:
                 return None, None
@@ -232,15 +239,15 @@ class StepRunner:
             return self.runner.prefill(prefill.tokens, prefill.plan, rows, prefill.points), None
         width, ends = len(prefill.tokens), prefill.last_rows
         nodes = torch.arange(width, width + len(decode.tokens), device=ends.device)
-        logits, captured, points = self.runner.prefill(
+        logits, captured, kept = self.runner.prefill(
             torch.cat((prefill.tokens, decode.tokens)),
             JoinedPlan((prefill.plan, decode.plan)),
             torch.cat((ends, nodes)),
-            tuple(dict.fromkeys(prefill.points + decode.points)),
+            points,
         )
         return (
-            (logits[: len(ends)], _rows(captured, None, width), _rows(points, None, width)),
-            (logits[len(ends) :], _rows(captured, width, None), _rows(points, width, None)),
+            (logits[: len(ends)], _rows(captured, None, width), _rows(kept, None, width)),
+            (logits[len(ends) :], _rows(captured, width, None), _rows(kept, width, None)),
         )
 
     def _verify(self, decode: EngineHalf) -> PassOutput:
@@ -333,6 +340,10 @@ def _make_batch(half: EngineHalf, mode: ForwardMode) -> Batch:
         greedy=not half.needs & Needs.NOISE,
         is_warm_up=half.is_warm_up,
     )
+
+
+def _part(half: EngineHalf | None, *, ends_only: bool) -> PassPart | None:
+    return None if half is None else PassPart(half.tokens, half.plan, ends_only)
 
 
 def _rows(tensors: dict[Key, Tensor], start: int | None, end: int | None) -> dict[Key, Tensor]:

@@ -97,6 +97,11 @@ class PagedPlan:
         return len(self.req_indices)
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Rows of each request."""
+        return (self.width,) * self.bs if self.padding is None else self.padding.widths
+
+    @property
     def tensors(self) -> list[Tensor]:
         """The device tensors that a plan without padding is made of."""
         optional = [t for t in (self.given_positions, self.mask) if t is not None]
@@ -282,7 +287,7 @@ class PagedPlan:
         return self._groupings[elements]
 
     def _group(self, elements: int, row_bytes: int) -> GroupedAttention:
-        widths = (self.width,) * self.bs if self.padding is None else self.padding.widths
+        widths = self.widths
         used = (self.length,) * self.bs if self.used is None else self.used
         page_size = self.requests.page_size if self.length % self.requests.page_size == 0 else 1
         lengths = [min(round_up(each, page_size), self.length) for each in used]

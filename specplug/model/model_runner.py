@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,11 @@ from specplug.model.checkpoint import CPU, load_checkpoint, weights_fingerprint
 from specplug.model.cpu_layer import CPULayer, fuse_layers
 from specplug.model.direct_calls import shorten_calls
 from specplug.model.fused_norms import fuse_norms
-from specplug.model.graph_runner import GraphRunner
+from specplug.model.graph_runner import GraphRecorder, GraphRunner, bucket_of
 from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.model_check import ModelCheck
+from specplug.model.padded_passes import PaddedPasses, PassOutput, PassPart, Record
+from specplug.model.pass_form import NOTHING, PassForm
 from specplug.model.quantization import count_parameters, drop_weights, stored_tensors
 from specplug.model.rotary import RotaryByLength
 from specplug.model.sharded_mlp import shard_mlps
@@ -31,9 +33,11 @@ if TYPE_CHECKING:
     from specplug.kernels.paged_attention_kernels import PagedAttention
     from specplug.model.fused_layer import FusedLayer
 
-PassOutput = tuple[Tensor, dict[str, Tensor], dict[Hashable, Tensor]]
-"""The result of a pass: logits [M, V]; the captured outputs that algorithms asked for, by name; and
-the tensors at the points to read. Both have leading size R."""
+Key = TypeVar("Key", bound=Hashable)
+
+_LOGITS = "logits"
+_DENSE_ROWS = 16
+"""A product of fewer rows costs as much: drafts of differing widths are not packed then."""
 
 
 class ModelRunner:
@@ -113,6 +117,7 @@ class ModelRunner:
                 )
         self.records = False
         self._graphs: dict[frozenset[str], GraphRunner] = {}
+        self._padded: PaddedPasses | None = None
         self._buffers: dict[Hashable, Tensor] = {}
 
     @property
@@ -191,9 +196,20 @@ class ModelRunner:
         self.rotary.begin(lengths)
 
     def record_graphs(self) -> None:
-        """Replay ``verify``'s passes as CUDA graphs from now on."""
+        """Replay passes as CUDA graphs from now on. Where torch attends, those of ``verify``
+        alone: padding would leave NaN in slot 0, and lengths are part of a graph."""
         self.records = True
         self._recorded(frozenset())
+        if self.kernels is not None:
+            self.pad_passes(GraphRecorder())
+
+    def pad_passes(self, record: Record | None) -> None:
+        """Pad passes of differing rows to few forms from now on.
+
+        Args:
+            record: makes their recordings; None: they run as they are.
+        """
+        self._padded = PaddedPasses(self._padded_forward, record)
 
     def _recorded(self, kinds: frozenset[str]) -> GraphRunner:
         """Return the recorded pass that keeps all points of these kinds. A pass is recorded anew
@@ -205,6 +221,46 @@ class ModelRunner:
             )
         return self._graphs[kinds]
 
+    def form_of(
+        self,
+        prefill: PassPart | None,
+        decode: PassPart | None,
+        points: tuple[Point, ...] = (),
+    ) -> PassForm | None:
+        """Return the form that a pass is padded to, for ``run_padded``; None: it is not.
+
+        A decode step of few rows is left to ``verify``: it is recorded there, for requests of
+        equal widths.
+        """
+        if self._padded is None:
+            return None
+        if prefill is None and decode is not None:
+            plan = decode.plan
+            if plan.padding is None or bucket_of(plan.bs) * plan.width <= _DENSE_ROWS:
+                return None
+        prefill_size, decode_size = (
+            NOTHING if part is None else part.size for part in (prefill, decode)
+        )
+        kinds = frozenset(point.kind for point in points)
+        form = PassForm.of([(prefill_size, decode_size)], kinds)
+        return form if form is not None and self._padded.takes(form) else None
+
+    def run_padded(
+        self,
+        form: PassForm,
+        prefill: PassPart | None,
+        decode: PassPart | None,
+        like: PagedPlan,
+    ) -> tuple[PassOutput | None, PassOutput | None]:
+        """Run a pass padded to a form, of either part or both; see ``PaddedPasses``."""
+        assert self._padded is not None
+        return self._padded(form, (prefill, decode), like)
+
+    @property
+    def num_padded_recordings(self) -> int:
+        """How many forms of chunks, mixed steps and drafts of differing widths are recorded."""
+        return 0 if self._padded is None else self._padded.num_recordings
+
     @property
     def recordings(self) -> dict[frozenset[str], int]:
         """How many shapes of ``verify``'s pass are recorded, by the kinds of points it keeps."""
@@ -213,7 +269,8 @@ class ModelRunner:
     @property
     def graph_failure(self) -> str | None:
         """Why recording failed; None if it did not."""
-        return next((g.failure for g in self._graphs.values() if g.failure is not None), None)
+        runners = *self._graphs.values(), *((self._padded,) if self._padded else ())
+        return next((each.failure for each in runners if each.failure is not None), None)
 
     def prefill(
         self,
@@ -247,6 +304,9 @@ class ModelRunner:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
+        if self._padded is not None:
+            self._padded.close()
+        self._padded = None
         self._buffers.clear()
         drop_tensors(self.cache)
         for layer in self._fused_layers:
@@ -283,12 +343,30 @@ class ModelRunner:
         """Run a pass as it is recorded. What stood at the points goes to buffers that all
         recordings share: a recording of each shape would else keep that memory for itself."""
         logits, captured, kept = self._forward(token_ids, plan, 0, points)
-        for point, tensor in kept.items():
-            buffer = self._buffers.get(point)
+        return logits, captured, self._buffered(kept)
+
+    def _padded_forward(
+        self,
+        token_ids: Tensor,
+        plan: PagedPlan | JoinedPlan,
+        logits_rows: Tensor | int,
+        kinds: frozenset[str],
+    ) -> PassOutput:
+        """Run a padded pass. All that it returns goes to buffers that its forms share."""
+        points = self.capture.points(kinds)
+        logits, captured, kept = self._forward(token_ids, plan, logits_rows, points)
+        (logits,) = self._buffered({_LOGITS: logits}).values()
+        return logits, self._buffered(captured), self._buffered(kept)
+
+    def _buffered(self, tensors: dict[Key, Tensor]) -> dict[Key, Tensor]:
+        """Copy tensors of leading size R to the buffers of their names."""
+        found = {}
+        for name, tensor in tensors.items():
+            buffer = self._buffers.get(name)
             if buffer is None or len(buffer) < len(tensor):
-                buffer = self._buffers[point] = torch.empty_like(tensor)
-            kept[point] = buffer[: len(tensor)].copy_(tensor)
-        return logits, captured, kept
+                buffer = self._buffers[name] = torch.empty_like(tensor)
+            found[name] = buffer[: len(tensor)].copy_(tensor)
+        return found
 
 
 def _kv_shape_of(config: Any) -> KVShape:

@@ -1,0 +1,296 @@
+"""Passes of differing rows, padded to few forms: chunks, mixed steps, drafts of differing widths.
+
+Each form has tensors of its own, which a pass reads. The first pass of a form runs as it is, the
+second is recorded, and those that follow are replayed: a form that is seen once costs no recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.model.attention import JoinedPlan, PagedPlan, RequestSlots
+from specplug.model.graph_runner import tell_failure
+from specplug.model.pass_form import PartForm, PartSize, PassForm
+from specplug.speculative.padding import Padding
+
+_MOST_FORMS = 96
+"""The most forms that are recorded; passes of others run as they are."""
+
+Key = TypeVar("Key", bound=Hashable)
+PassOutput = tuple[Tensor, dict[str, Tensor], dict[Hashable, Tensor]]
+"""The result of a pass: logits [M, V]; the captured outputs that algorithms asked for, by name; and
+the tensors at the points to read. Both have leading size R."""
+Forward = Callable[[Tensor, PagedPlan | JoinedPlan, Tensor | int, frozenset[str]], PassOutput]
+"""Runs a pass: tokens, plan, rows whose logits are wanted (0: all), kinds of points to keep."""
+Record = Callable[[Callable[[], PassOutput]], Callable[[], PassOutput]]
+"""Records a pass and returns what replays it."""
+
+
+@attrs.frozen(eq=False)
+class PassPart:
+    """A part of a pass: its prefill's chunks, or its decode step's nodes.
+
+    Attributes:
+        tokens: [R] int64.
+        plan: their positions and what they see, from the committed lengths on.
+        ends_only: whether the logits of each request's last row alone are wanted: of chunks.
+    """
+
+    tokens: Tensor
+    plan: PagedPlan
+    ends_only: bool
+
+    @property
+    def size(self) -> PartSize:
+        """Its size."""
+        plan = self.plan
+        return PartSize(plan.bs, sum(plan.widths), plan.width, plan.mask is not None)
+
+
+Parts = tuple[PassPart | None, PassPart | None]
+"""The prefill's and the decode step's part of a pass; None for one that is not there."""
+
+
+class PaddedPasses:
+    """Runs passes padded to forms, recorded where that is possible.
+
+    Args:
+        forward: the pass. What it returns may be overwritten by the next one.
+        record: makes recordings; None: passes are padded and run as they are.
+        waits: replay a pass from the next one of its form on, not at once: other ranks' recordings
+            must have succeeded too.
+
+    Attributes:
+        failure: why recording has failed; None if it has not.
+    """
+
+    failure: str | None = None
+
+    def __init__(self, forward: Forward, record: Record | None, *, waits: bool = False) -> None:
+        self._forward = forward
+        self._record = record
+        self._waits = waits
+        self._inputs: dict[PassForm, _Inputs] = {}
+        self._replays: dict[PassForm, Callable[[], PassOutput]] = {}
+
+    @property
+    def num_recordings(self) -> int:
+        """The forms that are recorded."""
+        return len(self._replays)
+
+    def takes(self, form: PassForm) -> bool:
+        """Return whether passes of this form are padded: none is where recording has failed."""
+        known = form in self._inputs or len(self._inputs) < _MOST_FORMS
+        return self.failure is None and known
+
+    def __call__(
+        self, form: PassForm, parts: Parts, like: PagedPlan
+    ) -> tuple[PassOutput | None, PassOutput | None]:
+        """Run a pass.
+
+        Args:
+            form: that ``takes`` and has room for the parts.
+            parts: of the pass.
+            like: any plan of this step.
+
+        Returns:
+            For each part the logits that it wants, and what was captured; None without the part.
+        """
+        inputs = self._inputs.get(form)
+        is_known = inputs is not None
+        if inputs is None:
+            inputs = self._inputs[form] = _Inputs(form, like.starts.device)
+        inputs.fill(parts, like)
+        return _cut(form, parts, self._run(form, inputs, is_known))
+
+    def _run(self, form: PassForm, inputs: _Inputs, is_known: bool) -> PassOutput:
+        def run() -> PassOutput:
+            return self._forward(inputs.tokens, inputs.plan(), inputs.logits_rows, form.kinds)
+
+        replay = self._replays.get(form)
+        if replay is None and self._record is not None and is_known:
+            try:
+                replay = self._replays[form] = self._record(run)
+            except RuntimeError as error:
+                self.failure = tell_failure(error)
+            if self._waits:
+                replay = None
+        return run() if replay is None else replay()
+
+    def close(self) -> None:
+        """Free the recordings and their tensors, and drop the pass."""
+        self._replays.clear()
+        self._inputs.clear()
+        del self._forward
+
+
+class _PartInputs:
+    """The tensors of a part of a form.
+
+    Args:
+        form: of the part.
+        tokens: [R] int64 of the pass's.
+        flat_index, padded_rows: [R] and [B * Q] int64, as ``Padding`` has them.
+    """
+
+    def __init__(
+        self, form: PartForm, tokens: Tensor, flat_index: Tensor, padded_rows: Tensor
+    ) -> None:
+        self._form = form
+        self._tokens = tokens
+        self._flat_index = flat_index
+        self._padded_rows = padded_rows
+        device = tokens.device
+        self._req_indices, self._starts = torch.zeros(2, form.bs, dtype=torch.int64, device=device)
+        self._masked: tuple[Tensor, Tensor] | None = None
+        if form.masked:
+            self._masked = (
+                torch.zeros(form.bs, form.width, dtype=torch.int64, device=device),
+                torch.zeros(form.bs, form.width, form.width, dtype=torch.bool, device=device),
+            )
+        self._filled = 0, 0, 0  # requests, rows, width
+        self._widths: tuple[int, ...] = ()
+
+    def fill(self, part: PassPart | None) -> tuple[Tensor, Tensor]:
+        """Copy a part's tensors; what follows is nobody's: request row 0, token 0.
+
+        Returns:
+            what ``flat_index`` and ``padded_rows`` are to be, on the CPU.
+        """
+        plan = None if part is None else part.plan
+        widths = () if plan is None else plan.widths
+        size = len(widths), sum(widths), 0 if plan is None else plan.width
+        old, self._filled, self._widths = self._filled, size, widths
+        self._tokens[size[1] : old[1]].zero_()
+        for tensor in (self._req_indices, self._starts):
+            tensor[size[0] : old[0]].zero_()
+        masked = () if self._masked is None else self._masked
+        if size[0] < old[0] or size[2] < old[2]:
+            for tensor in masked:
+                tensor.zero_()
+        if part is not None and plan is not None:
+            self._tokens[: size[1]].copy_(part.tokens)
+            self._req_indices[: plan.bs].copy_(plan.req_indices)
+            self._starts[: plan.bs].copy_(plan.starts)
+        if plan is not None and masked:
+            positions, mask = _positions_and_mask(plan)
+            masked[0][: plan.bs, : plan.width].copy_(positions)
+            masked[1][: plan.bs, : plan.width, : plan.width].copy_(mask)
+        return self._form.places(widths)
+
+    def plan(self, requests: RequestSlots, length: int) -> PagedPlan:
+        """Return a plan of these tensors."""
+        widths = self._form.widths(self._widths)
+        positions, mask = self._masked or (None, None)
+        return PagedPlan(
+            requests=requests,
+            req_indices=self._req_indices,
+            starts=self._starts,
+            width=self._form.width,
+            length=length,
+            given_positions=positions,
+            mask=mask,
+            padding=Padding(widths, self._flat_index, self._padded_rows),
+        )
+
+
+class _Inputs:
+    """The tensors of a form.
+
+    Args:
+        form: of the pass.
+        device: that runs it.
+
+    Attributes:
+        tokens: [R] int64, of all parts.
+        logits_rows: [M] int64, the last row of each chunk and all nodes; 0 if there are no chunks.
+    """
+
+    def __init__(self, form: PassForm, device: torch.device) -> None:
+        self.tokens = torch.zeros(form.rows, dtype=torch.int64, device=device)
+        self.logits_rows: Tensor | int = 0
+        sizes = [size for part in form.parts for size in (part.rows, part.bs * part.width)]
+        self._num_nodes = form.decode.rows if form.decode is not None else 0
+        if form.prefill is not None:
+            sizes.append(form.prefill.bs + self._num_nodes)
+        # One tensor: what the host knows comes in one copy.
+        self._index = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        places = list(torch.split(self._index, sizes))
+        if form.prefill is not None:
+            self.logits_rows = places.pop()
+        tokens = torch.split(self.tokens, [part.rows for part in form.parts])
+        self._parts = [
+            _PartInputs(part, tokens[i], places[2 * i], places[2 * i + 1])
+            for i, part in enumerate(form.parts)
+        ]
+        self._form = form
+        self._slots: tuple[RequestSlots, int]
+
+    def fill(self, parts: Parts, like: PagedPlan) -> None:
+        """Copy the tensors of the parts, for a pass in the step of the plan ``like``."""
+        form = self._form
+        self._slots = like.requests, like.length
+        there = [
+            part
+            for part, padded in zip(parts, (form.prefill, form.decode), strict=True)
+            if padded is not None
+        ]
+        index = [
+            each
+            for inputs, part in zip(self._parts, there, strict=True)
+            for each in inputs.fill(part)
+        ]
+        if form.prefill is not None:
+            ends = torch.zeros(form.prefill.bs, dtype=torch.int64)
+            if parts[0] is not None:
+                widths = torch.tensor(parts[0].plan.widths)
+                ends[: len(widths)] = widths.cumsum(0) - 1
+            nodes = torch.arange(form.prefill.rows, form.prefill.rows + self._num_nodes)
+            index += [ends, nodes]
+        self._index.copy_(torch.cat(index), non_blocking=True)
+
+    def plan(self) -> PagedPlan | JoinedPlan:
+        """Return the plan of a pass of these tensors."""
+        plans = [part.plan(*self._slots) for part in self._parts]
+        return plans[0] if len(plans) == 1 else JoinedPlan((plans[0], plans[1]))
+
+
+def _cut(
+    form: PassForm, parts: Parts, output: PassOutput
+) -> tuple[PassOutput | None, PassOutput | None]:
+    """Cut what a padded pass has given to what is the parts'."""
+    logits, captured, points = output
+    found: list[PassOutput | None] = [None, None]
+    row = place = 0
+    for i, padded in enumerate((form.prefill, form.decode)):
+        if padded is None:
+            continue
+        part = parts[i]
+        if part is not None:
+            rows = slice(row, row + sum(part.plan.widths))
+            wanted = part.plan.bs if part.ends_only else sum(part.plan.widths)
+            of_part = logits[place : place + wanted]
+            found[i] = of_part, _rows(captured, rows), _rows(points, rows)
+        row += padded.rows
+        place += padded.bs if i == 0 else padded.rows
+    return found[0], found[1]
+
+
+def _positions_and_mask(plan: PagedPlan) -> tuple[Tensor, Tensor]:
+    """Return the positions [bs or 1, Q] and the mask [bs or 1, Q, Q] of nodes, causal ones too."""
+    width, device = plan.width, plan.starts.device
+    positions, mask = plan.given_positions, plan.mask
+    if positions is None:
+        positions = plan.starts.unsqueeze(1) + torch.arange(width, device=device)
+    if mask is None:
+        mask = torch.ones(1, width, width, dtype=torch.bool, device=device).tril_()
+    return positions, mask
+
+
+def _rows(tensors: dict[Key, Tensor], rows: slice) -> dict[Key, Tensor]:
+    return {name: tensor[rows] for name, tensor in tensors.items()}

@@ -1,0 +1,133 @@
+"""The few forms that passes of differing rows are padded to, so that each is recorded once."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Self
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.model.graph_runner import bucket_of
+
+MOST_ROWS = 512
+"""Rows of the largest pass that is padded to a form, the default of ``chunked_prefill_size``. A
+larger one keeps a GPU busy for longer than the host takes to launch its kernels one by one."""
+
+_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+
+
+def row_bucket(rows: int) -> int:
+    """Return the rows that so many, at most ``MOST_ROWS``, are padded to."""
+    return _ROWS[bisect_left(_ROWS, rows)]
+
+
+@attrs.frozen
+class PartSize:
+    """A part of a pass: its prefill's chunks, or its decode step's nodes.
+
+    Attributes:
+        bs: requests.
+        rows: of all of them together.
+        width: the most rows of one.
+        masked: whether a mask says what they see; else they are causal.
+    """
+
+    bs: int
+    rows: int
+    width: int
+    masked: bool = False
+
+
+NOTHING = PartSize(0, 0, 0)
+"""A part that is not there."""
+
+
+@attrs.frozen
+class PartForm:
+    """What a part is padded to: B requests, R rows, at most Q of a request.
+
+    Rows that are nobody's stand at places of their own, of requests after the real ones that have
+    row 0 of the request table. There are as many of these as that takes.
+    """
+
+    bs: int
+    rows: int
+    width: int
+    masked: bool
+
+    @classmethod
+    def of(cls, sizes: Sequence[PartSize]) -> Self | None:
+        """Return the form that has room for any of ``sizes``; None if none has a row."""
+        rows = max(size.rows for size in sizes)
+        if rows == 0:
+            return None
+        rows = row_bucket(rows)
+        # A power of two: 32 and less are read in parts, more in tiles, as the kernels choose.
+        width = 1 << (max(size.width for size in sizes) - 1).bit_length()
+        spare = int(width > 1)  # or full rows would be a form of their own
+        bs = max(size.bs + max(spare, -((size.rows - rows) // width)) for size in sizes)
+        return cls(bucket_of(bs), rows, width, any(size.masked for size in sizes))
+
+    def places(self, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return ``flat_index`` [R] and ``padded_rows`` [B * Q] of a ``Padding``, int64 on the CPU,
+        for real requests of these widths."""
+        counts = torch.tensor(widths, dtype=torch.int64)
+        request = torch.repeat_interleave(counts)
+        first = counts.cumsum(0) - counts
+        order = torch.arange(self.rows)
+        real = request * self.width + order[: len(request)] - first[request]
+        spare = len(widths) * self.width + order[: self.rows - len(request)]
+        flat_index = torch.cat((real, spare))
+        padded_rows = torch.zeros(self.bs * self.width, dtype=torch.int64)
+        padded_rows[flat_index] = order
+        return flat_index, padded_rows
+
+    def widths(self, widths: Sequence[int]) -> tuple[int, ...]:
+        """Return the widths of all B requests, of which the first have these."""
+        spare = self.rows - sum(widths)
+        nobody = range(0, (self.bs - len(widths)) * self.width, self.width)
+        return (*widths, *(min(max(spare - before, 0), self.width) for before in nobody))
+
+
+@attrs.frozen
+class PassForm:
+    """What a pass is padded to.
+
+    Attributes:
+        prefill, decode: of its parts; None: it has none.
+        kinds: of the points that it keeps.
+    """
+
+    prefill: PartForm | None
+    decode: PartForm | None
+    kinds: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls, sizes: Sequence[tuple[PartSize, PartSize]], kinds: frozenset[str] = frozenset()
+    ) -> Self | None:
+        """Return the form that has room for each of these passes; None if they have no row, or
+        more than ``MOST_ROWS``.
+
+        Args:
+            sizes: of each pass's prefill and decode part.
+            kinds: of the points that any of them keeps.
+        """
+        prefills, decodes = zip(*sizes, strict=True)
+        if sum(max(size.rows for size in part) for part in (prefills, decodes)) > MOST_ROWS:
+            return None
+        form = cls(PartForm.of(prefills), PartForm.of(decodes), kinds)
+        return form if form.parts else None
+
+    @property
+    def parts(self) -> tuple[PartForm, ...]:
+        """Those that are there, in the order of their rows."""
+        return tuple(part for part in (self.prefill, self.decode) if part is not None)
+
+    @property
+    def rows(self) -> int:
+        """Of all parts together."""
+        return sum(part.rows for part in self.parts)

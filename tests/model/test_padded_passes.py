@@ -1,0 +1,294 @@
+"""A padded pass gives each row what the pass itself gives it, and its second one is recorded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from specplug import LLM, KVCache
+from specplug.kernels import paged_attention_kernels as kernels
+from specplug.kernels.paged_attention_kernels import PagedAttention
+from specplug.model.attention import JoinedPlan, PagedPlan, RequestSlots
+from specplug.model.padded_passes import PaddedPasses, PassPart
+from specplug.model.pass_form import NOTHING, PassForm
+from specplug.speculative.draft import ancestor_mask
+from specplug.speculative.padding import Padding
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+needs_cuda = pytest.mark.skipif(not ON_GPU, reason="graphs are CUDA's")
+
+PassOutput = tuple[Tensor, dict[str, Tensor], dict[Any, Tensor]]
+
+
+# One layer of attention: the bits of a row
+
+
+class Layer:
+    """A pass of one layer of attention over requests of its own. Slots of nobody hold NaN."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.rows = torch.randn(3, 64, 2, 16, generator=generator).to(DEVICE, torch.float16)
+        table = torch.zeros(8, 160, dtype=torch.int64)
+        table[1:] = 1 + torch.randperm(7 * 160, generator=generator).view(7, 160)
+        self.slots = RequestSlots(
+            slots=table.to(DEVICE), last_position=159, kernels=PagedAttention(DEVICE, 1 << 20)
+        )
+        self.pool = torch.full((2, 1 + 7 * 160, 1, 16), float("nan"))
+        for request, committed in COMMITTED.items():
+            own = torch.randn(2, committed, 1, 16, generator=generator)
+            self.pool[:, table[request, :committed]] = own
+        self.pool = self.pool.to(DEVICE, torch.float16)
+
+    def forward(
+        self, tokens: Tensor, plan: PagedPlan | JoinedPlan, logits_rows: Tensor | int, *_: Any
+    ) -> PassOutput:
+        """Attend: logits are the wanted rows of the result, which is captured whole."""
+        pool = self.written = self.pool.clone()
+        cache = KVCache([pool[0]], [pool[1]])
+        q, k, v = self.rows[:, tokens]
+        out = plan.attend(cache, 0, q, k[:, :1], v[:, :1])
+        wanted = out if isinstance(logits_rows, int) else out[logits_rows]
+        return wanted, {"all": out}, {}
+
+    def part(
+        self, requests: tuple[int, ...], widths: tuple[int, ...], how: str = "chunks"
+    ) -> PassPart:
+        """Make a part of a pass: chunks, or the nodes of chains or trees."""
+        starts = torch.tensor([COMMITTED[r] for r in requests], device=DEVICE)
+        width, mask, positions = max(widths), None, None
+        if how == "trees":
+            parents = torch.tensor([[-1, *((i - 1) // 2 for i in range(1, width))]])
+            mask = ancestor_mask(parents.expand(len(requests), -1).to(DEVICE), width)
+            positions = starts.unsqueeze(1) + mask.sum(-1) - 1
+        plan = PagedPlan(
+            requests=self.slots,
+            req_indices=torch.tensor(requests, device=DEVICE),
+            starts=starts,
+            width=width,
+            length=160,
+            mask=mask,
+            given_positions=positions,
+            padding=Padding.of(widths, width, DEVICE),
+        )
+        tokens = torch.arange(sum(widths), device=DEVICE) % 61 + len(requests)
+        return PassPart(tokens, plan, ends_only=how == "chunks")
+
+    def expected(self, *parts: PassPart | None) -> list[PassOutput | None]:
+        """What each part gets in a pass of its own."""
+        found: list[PassOutput | None] = []
+        for part in parts:
+            if part is None:
+                found.append(None)
+                continue
+            ends = torch.tensor(part.plan.widths, device=DEVICE).cumsum(0) - 1
+            rows = ends if part.ends_only else 0
+            found.append(self.forward(part.tokens, part.plan, rows))
+        return found
+
+    def assert_left_alone(self, parts: tuple[PassPart | None, PassPart | None]) -> None:
+        """Check that the last pass wrote to the new slots of its parts' requests, and to slot 0."""
+        may_change = {0}
+        for part in filter(None, parts):
+            plan = part.plan
+            for row, start, width in zip(plan.req_indices, plan.starts, plan.widths, strict=True):
+                may_change |= set(self.slots.slots[row, start : start + width].tolist())
+        before, after = self.pool.view(torch.int16), self.written.view(torch.int16)
+        changed = (before != after).any(-1).any(-1).any(0).nonzero()[:, 0].tolist()
+        assert set(changed) <= may_change
+
+
+COMMITTED = {1: 0, 2: 45, 3: 70, 4: 33, 5: 16, 6: 1}
+
+
+def form_of(*passes: tuple[PassPart | None, PassPart | None]) -> PassForm:
+    sizes = [tuple(NOTHING if part is None else part.size for part in parts) for parts in passes]
+    form = PassForm.of(sizes)  # type: ignore[arg-type]
+    assert form is not None
+    return form
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1]["all"], other[1]["all"])
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts so short that a few keys make several of them."""
+    monkeypatch.setattr(kernels, "BLOCK", 16)
+    monkeypatch.setattr(kernels, "PART", 32)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+@pytest.mark.parametrize("case", ["chunks", "mixed", "ragged trees", "others' forms"])
+def test_padded_rows_have_the_bits_of_the_pass(case: str) -> None:
+    """Each pass follows a larger one of its form, whose rows must not be seen any more."""
+    layer = Layer()
+    passes: list[tuple[PassPart | None, PassPart | None]] = {
+        "chunks": [
+            (layer.part((2, 1), (37, 6)), None),
+            (layer.part((3,), (35,)), None),
+        ],
+        "mixed": [
+            (layer.part((2, 1), (7, 5)), layer.part((3, 4, 5), (1, 1, 1), "chains")),
+            (layer.part((1,), (8,)), layer.part((6, 3), (2, 1), "chains")),
+        ],
+        "ragged trees": [
+            (None, layer.part((3, 2, 4), (6, 2, 1), "trees")),
+            (None, layer.part((5, 3), (1, 5), "trees")),
+        ],
+        "others' forms": [
+            (layer.part((2,), (3,)), layer.part((3, 4), (4, 6), "trees")),
+            (None, layer.part((6, 3), (2, 1), "chains")),
+            (layer.part((1,), (2,)), None),
+            (None, None),
+        ],
+    }[case]
+    form = form_of(*passes)
+    padded = PaddedPasses(layer.forward, None)
+    like = layer.part((1,), (1,)).plan
+    for parts in passes:
+        found = padded(form, parts, like)
+        layer.assert_left_alone(parts)
+        assert_same(found, layer.expected(*parts))
+
+
+# When a form is recorded
+
+
+class Recorder:
+    """Stands in for the recording of graphs: what is recorded runs again.
+
+    Attributes:
+        recorded: passes.
+        replayed: passes.
+    """
+
+    def __init__(self, failure: str | None = None) -> None:
+        self.recorded = self.replayed = 0
+        self._failure = failure
+
+    def __call__(self, run: Callable[[], PassOutput]) -> Callable[[], PassOutput]:
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+        self.recorded += 1
+
+        def replay() -> PassOutput:
+            self.replayed += 1
+            return run()
+
+        return replay
+
+
+def counts_of(waits: bool) -> list[tuple[int, int]]:
+    def forward(tokens: Tensor, plan: Any, *_: Any) -> PassOutput:
+        return tokens.unsqueeze(1), {}, {}
+
+    recorder = Recorder()
+    padded = PaddedPasses(forward, recorder, waits=waits)
+    layer = Layer()
+    counts = []
+    for width in (9, 10, 11, 20, 12):
+        part = layer.part((1,), (width,), "chains")
+        found = padded(form_of((None, part)), (None, part), part.plan)[1]
+        assert found is not None
+        assert torch.equal(found[0][:, 0], part.tokens)
+        counts.append((recorder.recorded, recorder.replayed))
+    assert padded.num_recordings == 1
+    return counts
+
+
+def test_form_is_recorded_when_it_comes_again() -> None:
+    assert counts_of(waits=False) == [(0, 0), (1, 1), (1, 2), (1, 2), (1, 3)]
+
+
+def test_form_of_ranks_is_replayed_one_pass_later() -> None:
+    assert counts_of(waits=True) == [(0, 0), (1, 0), (1, 1), (1, 1), (1, 2)]
+
+
+def test_failed_recording_ends_all_padding() -> None:
+    padded = PaddedPasses(lambda tokens, *_: (tokens, {}, {}), Recorder("no memory"))
+    part = Layer().part((1,), (9,), "chains")
+    form = form_of((None, part))
+    for _ in range(2):
+        assert padded.takes(form)
+        with warnings.catch_warnings(record=True) as told:
+            found = padded(form, (None, part), part.plan)[1]
+        assert found is not None
+        assert torch.equal(found[0], part.tokens)
+    assert [str(each.message) for each in told] == ["cuda_graph is off: no memory"]
+    assert padded.failure == "no memory"
+    assert not padded.takes(form)
+
+
+# In the engine
+
+
+@pytest.mark.parametrize("algorithm", ["chains", "none"])
+def test_padded_steps_give_the_same_tokens(
+    algorithm: str, tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    known = reference.tokens(["greedy"] * 7)
+    drafts = scripted(known, right=0.7, ragged=True) if algorithm == "chains" else "NONE"
+    recorder = Recorder()
+    with LLM(
+        tiny_model,
+        device="cpu",
+        dtype="float64",
+        speculative_algorithm=drafts,
+        enable_mixed_chunk=True,
+        chunked_prefill_size=24,
+        disable_radix_cache=True,
+    ) as llm:
+        runner = llm.engine.steps.runner
+        runner.pad_passes(recorder)
+        params = [
+            attrs.evolve(each, return_hidden_states=True) for each in reference.params["greedy"]
+        ]
+        for _ in range(2):
+            outputs = llm.generate(reference.prompts, params)
+            assert [output.token_ids for output in outputs] == list(known.values())
+        assert runner.num_padded_recordings == recorder.recorded
+        assert recorder.replayed > 0
+        llm.check_pool()
+
+
+@needs_cuda
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "penalized and sampled"])
+def test_recorded_mixed_steps_give_the_same_tokens(
+    kind: str, tree: bool, tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    """In bfloat16, exactly: chunks, drafts of differing widths, both in a step, all twice."""
+    settings: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "enable_mixed_chunk": True,
+        "chunked_prefill_size": 24,
+        "disable_radix_cache": True,
+    }
+    prompts, params = reference.prompts, reference.params[kind]
+    with LLM(tiny_model, **settings, disable_cuda_graph=True) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, params)]
+    known = dict(zip(prompts, expected, strict=True))
+    algorithms = ["NONE", *(scripted(known, tree=tree, right=0.7, ragged=r) for r in (True, False))]
+    for algorithm in algorithms:
+        with LLM(tiny_model, **settings, speculative_algorithm=algorithm) as llm:
+            for _ in range(2):
+                found = [output.token_ids for output in llm.generate(prompts, params)]
+                assert found == expected
+            assert llm.effective_config["cuda_graph"] == "on"
+            assert llm.engine.steps.runner.num_padded_recordings > 0
