@@ -210,6 +210,7 @@ class EngineConfig:
         Flag(),
         "Do not record forward passes as CUDA graphs. On the CPU there are none.",
         group="Engine",
+        agree=(RANKS,),
     )
     disable_row_invariance: bool = setting(
         False,

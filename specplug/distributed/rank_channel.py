@@ -36,7 +36,7 @@ class _Kind(enum.IntEnum):
 
     HELLO: (rank, 0) and the token of the run, the first message of a connection.
     ALIVE: the sender is alive.
-    STEP: (number, rows) the sender enters this step with so many rows.
+    STEP: (number, rows) and a wish, the sender enters this step with so many rows.
     DONE: (count, 0) the sender has nothing left to do, for the count-th time.
     CLOSED: the sender leaves.
     FAILED: (rank, 0) and what happened to that rank; nobody can go on.
@@ -58,7 +58,7 @@ class _Peer:
     """Another rank, and what it has said.
 
     Attributes:
-        steps: rows by the number of each step that it has entered and this rank has not.
+        steps: rows and wish by the number of each step that it has entered and this rank has not.
         done: how often it had nothing left to do.
         closed: whether it has left.
         heard: when it was last heard of.
@@ -66,7 +66,7 @@ class _Peer:
 
     rank: int
     connection: socket.socket
-    steps: dict[int, int] = attrs.field(factory=dict)
+    steps: dict[int, tuple[int, str]] = attrs.field(factory=dict)
     done: int = 0
     closed: bool = False
     heard: float = attrs.field(factory=time.monotonic)
@@ -97,6 +97,9 @@ class RankChannel:
         timeout: seconds of silence after which a rank is taken for dead.
         join_timeout: seconds for all ranks to come.
 
+    Attributes:
+        wishes: of each rank in the step that was entered last.
+
     Raises:
         UsageError: the address cannot be used, or the ranks differ in their facts.
         RankError: not all ranks came in time.
@@ -116,6 +119,7 @@ class RankChannel:
         self.size = size
         self.timeout = timeout
         self.failure: RankError | None = None
+        self.wishes: tuple[str, ...] = ("",) * size
         self._changed = threading.Condition()
         self._number = 0
         self._done = 0
@@ -139,11 +143,12 @@ class RankChannel:
         """Whether another rank has entered the next step and waits for this one."""
         return any(self._number + 1 in peer.steps for peer in self._peers.values())
 
-    def agree(self, rows: int) -> tuple[int, ...]:
+    def agree(self, rows: int, wish: str = "") -> tuple[int, ...]:
         """Enter the next step and wait until all ranks have.
 
         Args:
             rows: of this rank's pass.
+            wish: how it is to be run, for the other ranks; ``wishes`` then has those of all.
 
         Returns:
             The rows of each rank.
@@ -153,7 +158,7 @@ class RankChannel:
         """
         self.check()
         self._number += 1
-        self._tell(_Kind.STEP, self._number, rows)
+        self._tell(_Kind.STEP, self._number, rows, wish)
         peers, began, warned = self._peers.values(), time.monotonic(), False
         with self._changed:
             while missing := [peer for peer in peers if self._number not in peer.steps]:
@@ -163,9 +168,10 @@ class RankChannel:
                     warned = True
                     _warn_of_waiting(self.rank, missing[0].rank)
                 self._changed.wait(self.timeout)
-            counts = {peer.rank: peer.steps.pop(self._number) for peer in peers}
-        counts[self.rank] = rows
-        return tuple(counts[rank] for rank in range(self.size))
+            told = {peer.rank: peer.steps.pop(self._number) for peer in peers}
+        told[self.rank] = rows, wish
+        self.wishes = tuple(told[rank][1] for rank in range(self.size))
+        return tuple(told[rank][0] for rank in range(self.size))
 
     def rest(self, seconds: float) -> None:
         """Wait until another rank enters the next step, at most ``seconds``.
@@ -336,7 +342,7 @@ class RankChannel:
     def _take(self, peer: _Peer, kind: _Kind, first: int, second: int, text: str) -> None:
         """Record what a message says."""
         if kind is _Kind.STEP:
-            peer.steps[first] = second
+            peer.steps[first] = second, text
         elif kind is _Kind.DONE:
             peer.done = first
         elif kind is _Kind.CLOSED:

@@ -83,6 +83,9 @@ class RankGroup:
 
         # torch would end the process when a peer is lost; our channel names that peer instead.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        # Else NCCL's ranks exchange buffers while they record, and a rank that fails to record
+        # would leave the others waiting.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         with torch.cuda.device(self.device):
             return ProcessGroupNCCL(
                 self.channel.store, self.rank, self.size, ProcessGroupNCCL.Options()
@@ -95,9 +98,21 @@ class RankGroup:
         """Whether another rank has begun a step and waits for this one."""
         return self.channel.called
 
-    def agree(self, rows: int) -> None:
-        """Begin a step with ``rows`` rows, 1 or more. Waits for all ranks."""
-        self._rows = self.channel.agree(rows)
+    def agree(self, rows: int, wish: str = "") -> tuple[str, ...]:
+        """Begin a step with ``rows`` rows, 1 or more. Waits for all ranks.
+
+        Args:
+            wish: how its pass is to be run.
+
+        Returns:
+            The wishes of all ranks, from which each must draw the same conclusion.
+        """
+        self._rows = self.channel.agree(rows, wish)
+        return self.channel.wishes
+
+    def pad(self, rows: int) -> None:
+        """Have the pass of this step so many rows in each rank, as all have agreed."""
+        self._rows = (rows,) * self.size
 
     def rest(self, seconds: float) -> None:
         """Wait until another rank begins a step, at most ``seconds``."""
@@ -145,12 +160,20 @@ class RankGroup:
             return total.to(tensor.device)
 
     def _wait(self, begin: Callable[[], Any]) -> None:
-        """Begin a collective and wait for it; on the CPU, until a rank fails."""
+        """Begin a collective and wait for it; on the CPU, until a rank fails.
+
+        Raises:
+            RankError: a rank has failed.
+            RuntimeError: it cannot be recorded.
+        """
+        is_recorded = not self._on_cpu and torch.cuda.is_current_stream_capturing()
         try:
             work = begin()
             while not self._arrived(work):
                 self.channel.check()
         except RuntimeError as error:
+            if is_recorded:
+                raise
             self.channel.wait_for_failure()
             self.channel.fail(self.rank, f"failed: in a collective: {error}")  # if none is known
             raise RankError(str(self.channel.failure)) from error
@@ -233,18 +256,22 @@ class RankGroup:
             if self.channel.failure is None:
                 self.settle()  # the others wait for this rank's part of the last pass
         self.channel.close()
-        with suppress(RuntimeError):
-            if not self._on_cpu and self._process_group is not None:
-                self._process_group.abort()
+        if not self._on_cpu:
+            self._abort()
         self._process_group = None
+
+    def _abort(self) -> None:
+        group = self._process_group
+        with suppress(RuntimeError):
+            if group is not None:
+                group.abort()
 
     def _abort_collectives(self) -> None:
         """Abort the device's collectives after a failure; end the process if that does not help."""
         if self._on_cpu:
             return  # ``_wait`` polls there
-        with suppress(RuntimeError):
-            if self._process_group is not None:
-                self._process_group.abort()
+        # NCCL goes on aborting until the graphs that hold its collectives have been freed.
+        threading.Thread(target=self._abort, name="abort of collectives", daemon=True).start()
         if not self._resting.wait(_ABORT_SECONDS):
             print(f"specplug: {self.channel.failure}", file=sys.stderr, flush=True)
             os._exit(1)

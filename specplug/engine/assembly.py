@@ -69,7 +69,7 @@ def make_engine(
     transfer = KVTransfer(runtime, scheduler.cache.lookahead)
     return Engine(
         scheduler=scheduler,
-        steps=StepRunner(runtime, runner, hooks, future_map, transfer, ranks),
+        steps=StepRunner(runtime, runner, hooks, future_map, transfer),
         runtime=runtime,
         hooks=hooks,
         overlap=runtime.overlap,

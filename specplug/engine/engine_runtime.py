@@ -79,9 +79,11 @@ class EngineRuntime:
         self._runner = runner
         self._draft_caches: list[tuple[KVCache, KVShape]] = []
         self.pools: list[Tensor] = []
-        # Passes of several ranks have collectives, which no graph holds.
+        # Passes of several ranks are recorded padded, which they are not where torch attends.
         self._graphs = (
-            self.device.type == "cuda" and not settings.disable_cuda_graph and settings.dp_size == 1
+            self.device.type == "cuda"
+            and not settings.disable_cuda_graph
+            and (settings.dp_size == 1 or runner.kernels is not None)
         )
         self._draft_runners: list[PassRunner] = []
         self._sealed = False
@@ -231,10 +233,12 @@ class EngineRuntime:
     def cuda_graph(self) -> str:
         """Whether passes are replayed as CUDA graphs: "on", or "off: " and why."""
         if not self._graphs:
-            cpu = self.device.type == "cpu"
-            if self.rank.world_size > 1 and not cpu:
-                return "off: data-parallel attention"  # its passes have collectives
-            return "off: there are none on the CPU" if cpu else "off: disable_cuda_graph"
+            if self.device.type == "cpu":
+                return "off: there are none on the CPU"
+            if self.rank.world_size > 1 and self._runner.kernels is None:
+                dtype = str(self.dtype).removeprefix("torch.")
+                return f"off: data-parallel attention in {dtype}"
+            return "off: disable_cuda_graph"
         failures = [self._runner.graph_failure, *(r.failure for r in self._draft_runners)]
         failed = next((f for f in failures if f is not None), None)
         return "on" if failed is None else f"off: {failed}"

@@ -11,7 +11,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.hook_host import EngineHalf, EngineHost
 from specplug.engine.kv_transfer import KVTransfer
@@ -49,7 +48,6 @@ class StepRunner:
         hooks: of the run's plugins.
         future_map: the algorithm's.
         kv_transfer: to other instances and from them.
-        ranks: that run each pass of the target together with this one; None: it is alone.
 
     Attributes:
         runner: as given.
@@ -62,7 +60,6 @@ class StepRunner:
         hooks: HookCalls,
         future_map: FutureMap,
         kv_transfer: KVTransfer,
-        ranks: RankGroup | None = None,
     ) -> None:
         self._runtime = runtime
         self._device = runtime.device
@@ -71,7 +68,6 @@ class StepRunner:
             runtime, hooks, future_map, EngineHost(runtime)
         )
         self._kv_transfer = kv_transfer
-        self._ranks = ranks
         self._unread: list[StepResult] = []
 
     @torch.inference_mode()
@@ -88,17 +84,18 @@ class StepRunner:
         The target's pass has one row, of the padding row's request, because no model of
         transformers runs without any. Nobody reads its result.
         """
+        runtime = self._runtime
         with self._current_device():
-            self._runtime.max_slots = 1
+            runtime.max_slots = 1
             row = upload([0], self._device)
-            self._agree(row)
-            logits, *_ = self.runner.verify(row, self._runtime.make_plan(row, row, 1))
-            self._order.idle(logits[:0])
-
-    def _agree(self, *rows: Tensor) -> None:
-        """Wait until the other ranks, too, are ready for a pass of the target."""
-        if self._ranks is not None:
-            self._ranks.agree(sum(map(len, rows)))
+            plan = runtime.make_plan(row, row, 1)
+            form = self.runner.begin_pass(None, None)
+            if form is None:
+                self.runner.verify(row, plan)
+            else:
+                self.runner.run_padded(form, None, None, plan)
+            nothing = torch.empty(0, runtime.vocab_size, dtype=runtime.dtype, device=self._device)
+            self._order.idle(nothing)
 
     def _current_device(self) -> AbstractContextManager[None]:
         """Make the run's device this thread's current one: a step uses the streams, events and
@@ -122,8 +119,6 @@ class StepRunner:
             half = self._make_half(step.decode.requests, clock, is_warm_up=step.is_warm_up)
             decode = self._begin_decode(step.decode, half)
         clock.lap("propose")
-        if prefill or decode:
-            self._agree(*(half.tokens for half in (prefill, decode) if half))
         of_prefill, of_decode = self._target_pass(prefill, decode)
         clock.lap("target")
         if step.prefill and prefill and of_prefill:
@@ -224,14 +219,15 @@ class StepRunner:
         """Run the target over the rows of both halves, together if there are two. Returns for each
         the logits that it wants and what was captured; None for one that is not there."""
         halves = [half for half in (prefill, decode) if half is not None]
+        if not halves:
+            return None, None
         parts = _part(prefill, ends_only=True), _part(decode, ends_only=False)
         points = tuple(dict.fromkeys(point for half in halves for point in half.points))
-        form = self.runner.form_of(*parts, points)
+        form = self.runner.begin_pass(*parts, points)
         if form is not None:
             return self.runner.run_padded(form, *parts, halves[0].plan)
         if prefill is None:
-            if decode is None:
-                return None, None
+            assert decode is not None
             return None, self._verify(decode)
         assert prefill.last_rows is not None
         if decode is None:

@@ -157,16 +157,23 @@ class GraphRunner(PassRunner):
                 lambda: self._forward(*_with_tensors(arguments, inputs)), self._pool, warms_up=True
             )
         except RuntimeError as error:
-            self.failure = tell_failure(error)
+            self.failure = failure_of(error)
+            warn_fallback(f"cuda_graph is off: {self.failure}")
             return None
         return _Recording(graph, inputs, output, bs or 0)
 
 
 class GraphRecorder:
-    """Records passes in one memory pool. What they have compiled must be there already."""
+    """Records passes in one memory pool. What they have compiled must be there already.
 
-    def __init__(self) -> None:
+    Args:
+        beside_threads: other threads of the process may use the device meanwhile, as those of NCCL
+            do. Else what they do ends the recording.
+    """
+
+    def __init__(self, *, beside_threads: bool = False) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._mode = "thread_local" if beside_threads else "global"
 
     def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
         """Record what ``run`` launches, which reads and writes the same tensors each time.
@@ -177,7 +184,7 @@ class GraphRecorder:
         Raises:
             RuntimeError: it cannot be recorded.
         """
-        graph, output = _record(run, self._pool, warms_up=False)
+        graph, output = _record(run, self._pool, warms_up=False, mode=self._mode)
 
         def replay() -> Any:
             graph.replay()
@@ -186,24 +193,23 @@ class GraphRecorder:
         return replay
 
 
-def tell_failure(error: RuntimeError) -> str:
-    """Warn that a pass could not be recorded. Returns why."""
+def failure_of(error: RuntimeError) -> str:
+    """Return why a recording has failed, in a line."""
     cause = error.__context__ or error  # the cause, not the end of the recording
-    failure = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-    warn_fallback(f"cuda_graph is off: {failure}")
-    return failure
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0]
 
 
 def _record(
-    run: Callable[[], Any], pool: Any, *, warms_up: bool
+    run: Callable[[], Any], pool: Any, *, warms_up: bool, mode: str = "global"
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Record what ``run`` launches, in a pool of memory, and return its result too.
 
     Args:
         warms_up: run it once before.
+        mode: what CUDA forbids meanwhile, its ``cudaStreamCaptureMode``.
     """
-    stream, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
-    if mode:  # recording synchronizes, once per form; each call of this warns
+    stream, debug = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
+    if debug:  # recording synchronizes, once per form; each call of this warns
         torch.cuda.set_sync_debug_mode("default")
     try:
         if warms_up:
@@ -213,13 +219,13 @@ def _record(
                 run()
             stream.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             output = run()
         return graph, output
     finally:
         torch.cuda.set_stream(stream)  # a failed recording leaves its own stream current
-        if mode:
-            torch.cuda.set_sync_debug_mode(mode)
+        if debug:
+            torch.cuda.set_sync_debug_mode(debug)
 
 
 # Arguments: plans and batches are made of tensors, and of plain values that are part of the form.

@@ -22,8 +22,8 @@ from specplug.model.fused_norms import fuse_norms
 from specplug.model.graph_runner import GraphRecorder, GraphRunner, bucket_of
 from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.model_check import ModelCheck
-from specplug.model.padded_passes import PaddedPasses, PassOutput, PassPart, Record
-from specplug.model.pass_form import NOTHING, PassForm
+from specplug.model.padded_passes import PaddedPasses, PassOutput, PassPart, Record, size_of
+from specplug.model.pass_form import PassForm, PassSize
 from specplug.model.quantization import count_parameters, drop_weights, stored_tensors
 from specplug.model.rotary import RotaryByLength
 from specplug.model.sharded_mlp import shard_mlps
@@ -197,19 +197,24 @@ class ModelRunner:
 
     def record_graphs(self) -> None:
         """Replay passes as CUDA graphs from now on. Where torch attends, those of ``verify``
-        alone: padding would leave NaN in slot 0, and lengths are part of a graph."""
-        self.records = True
-        self._recorded(frozenset())
+        alone: padding would leave NaN in slot 0, and lengths are part of a graph.
+
+        With other ranks all passes are padded, to forms that the ranks agree on: a collective in a
+        graph must be in a graph of every rank.
+        """
+        if self._ranks is None:
+            self.records = True
+            self._recorded(frozenset())
         if self.kernels is not None:
-            self.pad_passes(GraphRecorder())
+            self.pad_passes(GraphRecorder(beside_threads=self._ranks is not None))
 
     def pad_passes(self, record: Record | None) -> None:
-        """Pad passes of differing rows to few forms from now on.
+        """Pad passes to few forms from now on; alone, those of differing rows.
 
         Args:
             record: makes their recordings; None: they run as they are.
         """
-        self._padded = PaddedPasses(self._padded_forward, record)
+        self._padded = PaddedPasses(self._padded_forward, record, waits=self._ranks is not None)
 
     def _recorded(self, kinds: frozenset[str]) -> GraphRunner:
         """Return the recorded pass that keeps all points of these kinds. A pass is recorded anew
@@ -221,29 +226,43 @@ class ModelRunner:
             )
         return self._graphs[kinds]
 
-    def form_of(
+    def begin_pass(
         self,
         prefill: PassPart | None,
         decode: PassPart | None,
         points: tuple[Point, ...] = (),
     ) -> PassForm | None:
-        """Return the form that a pass is padded to, for ``run_padded``; None: it is not.
+        """Begin a pass of either part, both or none: wait for the other ranks.
 
-        A decode step of few rows is left to ``verify``: it is recorded there, for requests of
-        equal widths.
+        Returns:
+            The form that it is padded to, for ``run_padded``; None: it runs as it is, and if it has
+            no part with one row of nobody.
         """
-        if self._padded is None:
-            return None
-        if prefill is None and decode is not None:
-            plan = decode.plan
-            if plan.padding is None or bucket_of(plan.bs) * plan.width <= _DENSE_ROWS:
-                return None
-        prefill_size, decode_size = (
-            NOTHING if part is None else part.size for part in (prefill, decode)
-        )
         kinds = frozenset(point.kind for point in points)
-        form = PassForm.of([(prefill_size, decode_size)], kinds)
+        size = size_of(prefill, decode, kinds)
+        if self._ranks is not None:
+            return self._agree(self._ranks, size)
+        if self._padded is None or (prefill is None and decode is not None and _is_dense(decode)):
+            return None
+        form = PassForm.of([size])
         return form if form is not None and self._padded.takes(form) else None
+
+    def _agree(self, ranks: RankGroup, size: PassSize) -> PassForm | None:
+        """Agree with the other ranks on the form of a pass. All know the same passes of the same
+        forms, so all choose the same."""
+        padded = self._padded
+        wish = size.as_text() if padded is not None and padded.failure is None else ""
+        wishes = ranks.agree(max(size.rows, 1), wish)
+        if padded is None or not wish:
+            return None
+        if not all(wishes):
+            padded.give_up(f"rank {wishes.index('')} does not record its passes")
+            return None
+        form = PassForm.of([PassSize.from_text(each) for each in wishes])
+        if form is None or not padded.takes(form):
+            return None
+        ranks.pad(form.rows)
+        return form
 
     def run_padded(
         self,
@@ -258,7 +277,7 @@ class ModelRunner:
 
     @property
     def num_padded_recordings(self) -> int:
-        """How many forms of chunks, mixed steps and drafts of differing widths are recorded."""
+        """How many forms of padded passes are recorded."""
         return 0 if self._padded is None else self._padded.num_recordings
 
     @property
@@ -367,6 +386,13 @@ class ModelRunner:
                 buffer = self._buffers[name] = torch.empty_like(tensor)
             found[name] = buffer[: len(tensor)].copy_(tensor)
         return found
+
+
+def _is_dense(decode: PassPart) -> bool:
+    """Return whether a decode step is left to ``verify``, which is recorded for requests of equal
+    widths: they are, or they are few enough to be padded to that."""
+    plan = decode.plan
+    return plan.padding is None or bucket_of(plan.bs) * plan.width <= _DENSE_ROWS
 
 
 def _kv_shape_of(config: Any) -> KVShape:

@@ -13,9 +13,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.errors import warn_fallback
 from specplug.model.attention import JoinedPlan, PagedPlan, RequestSlots
-from specplug.model.graph_runner import tell_failure
-from specplug.model.pass_form import PartForm, PartSize, PassForm
+from specplug.model.graph_runner import failure_of
+from specplug.model.pass_form import NOTHING, PartForm, PartSize, PassForm, PassSize
 from specplug.speculative.padding import Padding
 
 _MOST_FORMS = 96
@@ -50,6 +51,12 @@ class PassPart:
         """Its size."""
         plan = self.plan
         return PartSize(plan.bs, sum(plan.widths), plan.width, plan.mask is not None)
+
+
+def size_of(prefill: PassPart | None, decode: PassPart | None, kinds: frozenset[str]) -> PassSize:
+    """Return the size of a pass of either part, both or none."""
+    first, second = (NOTHING if part is None else part.size for part in (prefill, decode))
+    return PassSize(first, second, kinds)
 
 
 Parts = tuple[PassPart | None, PassPart | None]
@@ -88,6 +95,11 @@ class PaddedPasses:
         known = form in self._inputs or len(self._inputs) < _MOST_FORMS
         return self.failure is None and known
 
+    def give_up(self, why: str) -> None:
+        """Pad and record no more passes, and warn of it."""
+        self.failure = why
+        warn_fallback(f"cuda_graph is off: {why}")
+
     def __call__(
         self, form: PassForm, parts: Parts, like: PagedPlan
     ) -> tuple[PassOutput | None, PassOutput | None]:
@@ -117,7 +129,7 @@ class PaddedPasses:
             try:
                 replay = self._replays[form] = self._record(run)
             except RuntimeError as error:
-                self.failure = tell_failure(error)
+                self.give_up(failure_of(error))
             if self._waits:
                 replay = None
         return run() if replay is None else replay()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Self
@@ -43,6 +44,36 @@ class PartSize:
 
 NOTHING = PartSize(0, 0, 0)
 """A part that is not there."""
+
+
+@attrs.frozen
+class PassSize:
+    """A pass of one rank.
+
+    Attributes:
+        prefill, decode: its parts.
+        kinds: of the points that it keeps.
+    """
+
+    prefill: PartSize = NOTHING
+    decode: PartSize = NOTHING
+    kinds: frozenset[str] = frozenset()
+
+    @property
+    def rows(self) -> int:
+        """Of both parts."""
+        return self.prefill.rows + self.decode.rows
+
+    def as_text(self) -> str:
+        """Return it as other ranks are told."""
+        parts = [attrs.astuple(part) for part in (self.prefill, self.decode)]
+        return json.dumps([*parts, sorted(self.kinds)])
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Return what ``as_text`` has made a text of."""
+        prefill, decode, kinds = json.loads(text)
+        return cls(PartSize(*prefill), PartSize(*decode), frozenset(kinds))
 
 
 @attrs.frozen
@@ -103,22 +134,16 @@ class PassForm:
 
     prefill: PartForm | None
     decode: PartForm | None
-    kinds: frozenset[str] = frozenset()
+    kinds: frozenset[str]
 
     @classmethod
-    def of(
-        cls, sizes: Sequence[tuple[PartSize, PartSize]], kinds: frozenset[str] = frozenset()
-    ) -> Self | None:
+    def of(cls, sizes: Sequence[PassSize]) -> Self | None:
         """Return the form that has room for each of these passes; None if they have no row, or
-        more than ``MOST_ROWS``.
-
-        Args:
-            sizes: of each pass's prefill and decode part.
-            kinds: of the points that any of them keeps.
-        """
-        prefills, decodes = zip(*sizes, strict=True)
-        if sum(max(size.rows for size in part) for part in (prefills, decodes)) > MOST_ROWS:
+        more than ``MOST_ROWS``."""
+        prefills, decodes = [s.prefill for s in sizes], [s.decode for s in sizes]
+        if sum(max(size.rows for size in parts) for parts in (prefills, decodes)) > MOST_ROWS:
             return None
+        kinds = frozenset(kind for size in sizes for kind in size.kinds)
         form = cls(PartForm.of(prefills), PartForm.of(decodes), kinds)
         return form if form.parts else None
 

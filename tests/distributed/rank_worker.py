@@ -116,6 +116,7 @@ class RankWorker:
     def __init__(self) -> None:
         self._llm: LLM | None = None
         self._wide = Wide()
+        self._replays = 0
 
     @property
     def llm(self) -> LLM:
@@ -154,6 +155,37 @@ class RankWorker:
         self.llm.wait_for_ranks()
         self.llm.check_pool()
         return [ended[i] for i in range(len(jobs))], dict(self.llm.stats()["steps"])
+
+    def pad(self, fails: bool = False) -> None:
+        """Pad passes from now on. In the place of graphs, what is recorded runs again.
+
+        Args:
+            fails: nothing can be recorded here.
+        """
+        self._replays = 0
+
+        def record(run: Callable[[], Any]) -> Callable[[], Any]:
+            if fails:
+                raise RuntimeError("no memory for graphs")
+
+            def replay() -> Any:
+                self._replays += 1
+                return run()
+
+            return replay
+
+        self.llm.engine.steps.runner.pad_passes(record)
+
+    def recorded(self) -> tuple[int, int, str | None]:
+        """How many forms are recorded; how often stand-ins were replayed; why recording failed."""
+        runner = self.llm.engine.steps.runner
+        return runner.num_padded_recordings, self._replays, runner.graph_failure
+
+    def timed(self, jobs: Sequence[Job]) -> float:
+        """Run requests, then wait for the other ranks; seconds a step, idle ones too."""
+        began = time.perf_counter()
+        _, steps = self.run(jobs)
+        return (time.perf_counter() - began) / sum(steps.values())
 
     def seen(self) -> list[tuple[Any, ...]]:
         """What ``Wide`` has noted."""

@@ -16,8 +16,8 @@ from specplug import LLM, KVCache
 from specplug.kernels import paged_attention_kernels as kernels
 from specplug.kernels.paged_attention_kernels import PagedAttention
 from specplug.model.attention import JoinedPlan, PagedPlan, RequestSlots
-from specplug.model.padded_passes import PaddedPasses, PassPart
-from specplug.model.pass_form import NOTHING, PassForm
+from specplug.model.padded_passes import PaddedPasses, PassPart, size_of
+from specplug.model.pass_form import PassForm
 from specplug.speculative.draft import ancestor_mask
 from specplug.speculative.padding import Padding
 
@@ -110,8 +110,7 @@ COMMITTED = {1: 0, 2: 45, 3: 70, 4: 33, 5: 16, 6: 1}
 
 
 def form_of(*passes: tuple[PassPart | None, PassPart | None]) -> PassForm:
-    sizes = [tuple(NOTHING if part is None else part.size for part in parts) for parts in passes]
-    form = PassForm.of(sizes)  # type: ignore[arg-type]
+    form = PassForm.of([size_of(*parts, frozenset()) for parts in passes])
     assert form is not None
     return form
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specplug.model.pass_form import MOST_ROWS, NOTHING, PartForm, PartSize, PassForm
+from specplug.model.pass_form import MOST_ROWS, NOTHING, PartForm, PartSize, PassForm, PassSize
 
 WIDTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
@@ -42,12 +42,12 @@ def test_form_of_a_pass_keeps_the_kernels_choice() -> None:
 
 def test_ranks_without_rows_fit_the_others_form() -> None:
     prefill, decode = size_of([200, 40]), size_of([1] * 8)
-    form = PassForm.of([(prefill, NOTHING), (NOTHING, decode), (NOTHING, NOTHING)])
+    form = PassForm.of([PassSize(prefill), PassSize(decode=decode), PassSize()])
     assert form is not None
     assert (form.prefill, form.decode) == (PartForm.of([prefill]), PartForm.of([decode, NOTHING]))
     assert form.rows == 256 + 8
     tree = size_of([6, 1], masked=True)
-    masked = PassForm.of([(NOTHING, tree), (NOTHING, decode)])
+    masked = PassForm.of([PassSize(decode=tree), PassSize(decode=decode)])
     assert masked is not None
     assert masked.prefill is None
     assert masked.decode is not None
@@ -55,16 +55,23 @@ def test_ranks_without_rows_fit_the_others_form() -> None:
 
 
 def test_pass_of_no_row_or_too_many_has_no_form() -> None:
-    assert PassForm.of([(NOTHING, NOTHING)]) is None
-    assert PassForm.of([(size_of([MOST_ROWS]), NOTHING)]) is not None
-    assert PassForm.of([(size_of([MOST_ROWS]), size_of([1]))]) is None
-    assert PassForm.of([(size_of([300]), NOTHING), (NOTHING, size_of([20] * 20))]) is None
+    most = size_of([MOST_ROWS])
+    assert PassForm.of([PassSize()]) is None
+    assert PassForm.of([PassSize(most)]) is not None
+    assert PassForm.of([PassSize(most, size_of([1]))]) is None
+    nodes = size_of([20] * 20)
+    assert PassForm.of([PassSize(size_of([300])), PassSize(decode=nodes)]) is None
+
+
+def test_size_is_told_to_other_ranks_as_it_is() -> None:
+    size = PassSize(size_of([7]), size_of([3, 1], masked=True), frozenset({"b", "a"}))
+    assert PassSize.from_text(size.as_text()) == size
 
 
 def test_forms_of_mixed_steps_are_few() -> None:
     """One chunk fills what eight requests leave of a budget; chunks of any width end prompts."""
     forms = {
-        PassForm.of([(size_of([chunk]), size_of([1] * bs))])
+        PassForm.of([PassSize(size_of([chunk]), size_of([1] * bs))])
         for bs in range(1, 9)
         for chunk in range(1, 505)
     }
