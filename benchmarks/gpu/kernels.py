@@ -400,7 +400,7 @@ def tune_one(
         if not same:
             print(f"  {attrs.astuple(tile)}: other bits")
     best = sorted(times, key=times.__getitem__)[:4]
-    told = ", ".join(f"{attrs.astuple(tile)[1:5]} {times[tile]:.1f}" for tile in best)
+    told = ", ".join(f"{attrs.astuple(tile)} {times[tile]:.1f}" for tile in best)
     print(
         f"{name:8}{outputs}x{inputs} rows {rows:4}: now {times[now]:.1f}; best {told}", flush=True
     )

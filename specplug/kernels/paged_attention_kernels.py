@@ -152,8 +152,6 @@ def _committed_parts(
     A task is (request, part, head, tile of rows). Tasks are dealt out to the programs in turn, so
     the grid does not depend on lengths, which are read here.
     """
-    let_next_start(PDL)
-    wait_for_last(PDL)
     every = tl.arange(0, BATCH)
     every_start = tl.load(starts + every, mask=every < bs, other=0)
     every_parts = _num_parts(every_start, offset, BLOCK, PART)[0]
@@ -163,6 +161,8 @@ def _committed_parts(
     is_dim = dim < D
     per_part = kv_heads * num_tiles
     num_tasks = tl.sum(tl.where(every < bs, every_parts, 0)) * per_part
+    wait_for_last(PDL)
+    let_next_start(PDL)  # now the rows' queries, keys and values are there for ``_row_tails`` too
     for task in range(tl.program_id(0), num_tasks, tl.num_programs(0)):
         part_id = task // per_part
         tile = task % num_tiles
@@ -211,6 +211,30 @@ def _committed_parts(
             tl.store(mixed + kept[:, None] * DIM + dim[None, :], summed)
 
 
+@triton.jit
+def _tail_block(
+    q, keys, values, own, path, first_key, start, low, limit, is_row, dim, is_dim, slot_stride,
+    scale, softcap,
+    HAS_ORDER: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Attend to the block of a row's own path that begins at ``first_key``."""
+    key = first_key + tl.arange(0, BLOCK)
+    exists = (key >= low) & (key < limit)
+    position = key
+    if HAS_ORDER:
+        after = key - start
+        node_of = tl.load(path + after, mask=exists & (after >= 0), other=0)
+        position = tl.where(after < 0, key, start + node_of)
+    slots = tl.load(own + position, mask=exists, other=0)
+    if HAS_ORDER:  # nodes without a slot of their own share slot 0
+        exists &= (slots > 0) | (key < start)
+    return _block_sums(
+        q, keys, values, slots, exists, is_row[:, None] & exists[None, :], dim, is_dim,
+        slot_stride, scale, softcap, HAS_SOFTCAP, PRECISION,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=[*_NUMBERS, "span", "order_stride"])
 def _row_tails(
     q, keys, values, out, table, req_indices, starts, positions, flat_index, order, counts, sinks,
@@ -225,7 +249,6 @@ def _row_tails(
 ):  # fmt: skip
     """Finish one row, for the query heads that share a key head: [ROWS, D], ROWS >= GROUP."""
     let_next_start(PDL)
-    wait_for_last(PDL)
     flat = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     padded = flat
@@ -266,6 +289,14 @@ def _row_tails(
     place = (before * kv_heads + head) * num_tiles * TILE + node * GROUP + member
     part_stride = per_part * TILE
 
+    first_key = tl.maximum(committed, first_part * PART)
+    found = _tail_block(
+        queries, keys + head * key_head_stride, values + head * key_head_stride, own, path,
+        first_key, start, low, limit, is_row, dim, is_dim, slot_stride, scale, softcap,
+        HAS_ORDER, HAS_SOFTCAP, PRECISION, BLOCK,
+    )  # fmt: skip
+    wait_for_last(PDL)
+
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     summed = tl.zeros((ROWS, DIM), tl.float32)
@@ -286,32 +317,23 @@ def _row_tails(
     part_summed = tl.load(
         mixed + kept[:, None] * DIM + dim[None, :], mask=has_begun[:, None], other=0.0
     )
-    for first_key in tl.range(
-        tl.maximum(committed, first_part * PART), limit, BLOCK, num_stages=STAGES
-    ):
-        key = first_key + tl.arange(0, BLOCK)
-        exists = (key >= low) & (key < limit)
-        position = key
-        if HAS_ORDER:
-            after = key - start
-            node_of = tl.load(path + after, mask=exists & (after >= 0), other=0)
-            position = tl.where(after < 0, key, start + node_of)
-        slots = tl.load(own + position, mask=exists, other=0)
-        if HAS_ORDER:  # nodes without a slot of their own share slot 0
-            exists &= (slots > 0) | (key < start)
-        found = _block_sums(
-            queries, keys + head * key_head_stride, values + head * key_head_stride,
-            slots, exists, is_row[:, None] & exists[None, :], dim, is_dim, slot_stride,
-            scale, softcap, HAS_SOFTCAP, PRECISION,
-        )  # fmt: skip
-        part_top, part_total, part_summed = _fold(
-            part_top, part_total, part_summed, found[0], found[1], found[2]
-        )
-        if (first_key + BLOCK) % PART == 0:
+    part_top, part_total, part_summed = _fold(
+        part_top, part_total, part_summed, found[0], found[1], found[2]
+    )
+    for next_key in tl.range(first_key + BLOCK, limit, BLOCK, num_stages=STAGES):
+        if next_key % PART == 0:
             top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
             part_top = tl.full((ROWS,), float("-inf"), tl.float32)
             part_total = tl.zeros((ROWS,), tl.float32)
             part_summed = tl.zeros((ROWS, DIM), tl.float32)
+        found = _tail_block(
+            queries, keys + head * key_head_stride, values + head * key_head_stride, own, path,
+            next_key, start, low, limit, is_row, dim, is_dim, slot_stride, scale, softcap,
+            HAS_ORDER, HAS_SOFTCAP, PRECISION, BLOCK,
+        )  # fmt: skip
+        part_top, part_total, part_summed = _fold(
+            part_top, part_total, part_summed, found[0], found[1], found[2]
+        )
     top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
 
     if HAS_SINKS:
