@@ -18,7 +18,7 @@ from torch import Tensor
 from specplug.kernels.dependent_launch import launch_options, wait_for_last
 from specplug.kernels.silu_mul import gated, silu_mul_reference
 
-_GROUP = 8
+GROUP = 8
 """Tiles of rows that run side by side, so that they find the weights in the cache."""
 _FEWEST_PROGRAMS = 100
 """A product of many rows has tiles so small that there are at least so many."""
@@ -88,7 +88,7 @@ def _widest(num_outputs: int, num_rows: int) -> int:
 
 
 @triton.jit
-def _tile_of_program(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+def tile_of_program(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
     """Return which tile of rows and which of columns this program computes."""
     program = tl.program_id(0)
     row_tiles = tl.cdiv(M, BM)
@@ -100,7 +100,7 @@ def _tile_of_program(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constex
 
 
 @triton.jit
-def _added(rounded, more):
+def added(rounded, more):
     """The sum of two tensors in half precision, rounded to it."""
     return (rounded.to(tl.float32) + more.to(tl.float32)).to(rounded.dtype)
 
@@ -113,7 +113,7 @@ def _linear(
     EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``linear``."""
-    row_tile, column_tile = _tile_of_program(M, N, BM, BN, GROUP)
+    row_tile, column_tile = tile_of_program(M, N, BM, BN, GROUP)
     row = row_tile * BM + tl.arange(0, BM)
     column = column_tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -142,11 +142,48 @@ def _linear(
     inside = is_row[:, None] & is_column[None, :]
     if HAS_BIAS:
         more = tl.load(bias + column, mask=is_column, other=0.0)
-        result = _added(result, more[None, :])
+        result = added(result, more[None, :])
     if HAS_RESIDUAL:
         places = residual + wide_row[:, None] * residual_stride + column[None, :]
-        result = _added(result, tl.load(places, mask=inside, other=0.0))
+        result = added(result, tl.load(places, mask=inside, other=0.0))
     tl.store(out + wide_row[:, None] * N + column[None, :], result, mask=inside)
+
+
+@triton.jit
+def two_products(
+    x_places, first_places, second_places, is_row, is_column, k, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Two tiles of products of the same rows, [BM, BN] float32 each: over K in order, as those of
+    ``_linear``.
+
+    Args:
+        x_places, first_places, second_places: of the first step, [BM, BK] and twice [BK, BN].
+        is_row, is_column: [BM] and [BN], those that there are.
+        k: [BK], 0 to BK - 1.
+    """
+    first = tl.zeros((BM, BN), tl.float32)
+    second = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        if EVEN_K:
+            x_inside, inside = is_row[:, None], is_column[None, :]
+        else:
+            is_k = k < K - start
+            x_inside, inside = is_row[:, None] & is_k[None, :], is_column[None, :] & is_k[:, None]
+        a = tl.load(x_places, mask=x_inside, other=0.0)
+        if EVEN_N and EVEN_K:
+            b = tl.load(first_places)
+            c = tl.load(second_places)
+        else:
+            b = tl.load(first_places, mask=inside, other=0.0)
+            c = tl.load(second_places, mask=inside, other=0.0)
+        first = tl.dot(a, b, first)
+        second = tl.dot(a, c, second)
+        x_places += BK
+        first_places += BK
+        second_places += BK
+    return first, second
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -156,7 +193,7 @@ def _gated_linear(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``gated_linear``."""
-    row_tile, column_tile = _tile_of_program(M, N, BM, BN, GROUP)
+    row_tile, column_tile = tile_of_program(M, N, BM, BN, GROUP)
     row = row_tile * BM + tl.arange(0, BM)
     column = column_tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -167,26 +204,9 @@ def _gated_linear(
     x_places = x + wide_row[:, None] * x_stride + k[None, :]
     gate_places = gate_weight + wide_column[None, :] * gate_stride + k[:, None]
     up_places = up_weight + wide_column[None, :] * up_stride + k[:, None]
-    gate = tl.zeros((BM, BN), tl.float32)
-    up = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, K, BK):
-        if EVEN_K:
-            x_inside, inside = is_row[:, None], is_column[None, :]
-        else:
-            is_k = k < K - start
-            x_inside, inside = is_row[:, None] & is_k[None, :], is_column[None, :] & is_k[:, None]
-        a = tl.load(x_places, mask=x_inside, other=0.0)
-        if EVEN_N and EVEN_K:
-            b = tl.load(gate_places)
-            c = tl.load(up_places)
-        else:
-            b = tl.load(gate_places, mask=inside, other=0.0)
-            c = tl.load(up_places, mask=inside, other=0.0)
-        gate = tl.dot(a, b, gate)
-        up = tl.dot(a, c, up)
-        x_places += BK
-        gate_places += BK
-        up_places += BK
+    gate, up = two_products(
+        x_places, gate_places, up_places, is_row, is_column, k, K, BM, BN, BK, EVEN_N, EVEN_K
+    )
     dtype = out.dtype.element_ty
     result = gated(gate.to(dtype), up.to(dtype))
     inside = is_row[:, None] & is_column[None, :]
@@ -230,9 +250,9 @@ def linear(
         rows,
         outputs,
         inputs,
-        _row_stride(x),
+        row_stride(x),
         weight.stride(0),
-        0 if residual is None else _row_stride(residual),
+        0 if residual is None else row_stride(residual),
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         **_shape_options(tile, outputs, inputs, tile.columns, x.device),
@@ -268,7 +288,7 @@ def gated_linear(
         rows,
         outputs,
         inputs,
-        _row_stride(x),
+        row_stride(x),
         gate_weight.stride(0),
         up_weight.stride(0),
         **_shape_options(tile, outputs, inputs, 2 * tile.columns, x.device),
@@ -281,7 +301,7 @@ def _grid(tile: Tile, rows: int, outputs: int) -> tuple[int]:
     return (triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.columns),)
 
 
-def _row_stride(x: Tensor) -> int:
+def row_stride(x: Tensor) -> int:
     """Return the distance of rows. That of a single row says nothing, and could be any."""
     return x.stride(0) if len(x) > 1 else x.shape[1]
 
@@ -299,7 +319,7 @@ def _shape_options(
         "BM": tile.rows,
         "BN": tile.columns,
         "BK": tile.depth,
-        "GROUP": _GROUP,
+        "GROUP": GROUP,
         "EVEN_N": outputs % tile.columns == 0,
         "EVEN_K": inputs % tile.depth == 0,
         "num_warps": tile.warps,

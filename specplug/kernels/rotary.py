@@ -15,10 +15,10 @@ _HEADS = 4
 
 
 @triton.jit
-def _rotated(a, b, cos, sin):
+def rotated(a, b, cos, sin):
     """``a * cos + b * sin``, each operation rounded to the dtype of ``a``."""
-    first = (a.to(tl.float32) * cos.to(tl.float32)[None, :]).to(a.dtype)
-    second = (b.to(tl.float32) * sin.to(tl.float32)[None, :]).to(a.dtype)
+    first = (a.to(tl.float32) * cos.to(tl.float32)).to(a.dtype)
+    second = (b.to(tl.float32) * sin.to(tl.float32)).to(a.dtype)
     return (first.to(tl.float32) + second.to(tl.float32)).to(a.dtype)
 
 
@@ -75,8 +75,8 @@ def _rotate_and_write(
         root = tl.rsqrt(mean + eps)
         low, high = _scaled(low, root, low_weight), _scaled(high, root, high_weight)
     new_low, new_high = (
-        _rotated(low, -high, low_cos, low_sin),
-        _rotated(high, low, high_cos, high_sin),
+        rotated(low, -high, low_cos[None, :], low_sin[None, :]),
+        rotated(high, low, high_cos[None, :], high_sin[None, :]),
     )
     place = q_out + (row * Q_HEADS + head)[:, None] * (2 * HALF) + column[None, :]
     tl.store(place, new_low, mask=inside & is_q[:, None])
@@ -113,8 +113,10 @@ def _rotate(
     low = tl.load(source, mask=inside, other=0.0)
     high = tl.load(source + HALF, mask=inside, other=0.0)
     place = out + (row * ALL_HEADS + head)[:, None] * (2 * HALF) + column[None, :]
-    tl.store(place, _rotated(low, high, low_cos, low_sin), mask=inside)
-    tl.store(place + HALF, _rotated(high, low, high_cos, high_sin), mask=inside)
+    new_low = rotated(low, high, low_cos[None, :], low_sin[None, :])
+    new_high = rotated(high, low, high_cos[None, :], high_sin[None, :])
+    tl.store(place, new_low, mask=inside)
+    tl.store(place + HALF, new_high, mask=inside)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
