@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 from specplug.kernels.dispatch import HALF
 from specplug.kernels.linear import gated_linear, linear
+from specplug.kernels.rotary import rotate_and_write
+from specplug.kernels.rotated_linear import rotated_linear
 from specplug.kernels.silu_mul import silu_mul
 from specplug.model.quantization import is_plain_linear
 
@@ -32,6 +33,10 @@ _ALIGNMENT = 256
 """Bytes: what cuBLAS chooses depends on the alignment of its operands up to this."""
 _MOST_SAMPLED = 1 << 26
 """Numbers in the largest result that the products are tried out with."""
+
+HeadNorms = tuple[Tensor, Tensor, float] | None
+"""The weights of the norms of each head of queries and keys, and their eps; None: there are
+none."""
 
 _proofs: dict[tuple[torch.device, torch.dtype, int, int, int], bool] = {}
 """Whether cuBLAS gives the kernel's bits, by (device, dtype, N, K, rows): facts about the card."""
@@ -100,6 +105,34 @@ class Products:
             return gated_linear(x, gate[0], up[0])
         return silu_mul(self.linear(x, *gate), self.linear(x, *up))
 
+    def rotated_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        norms: HeadNorms = None,
+    ) -> Tensor:
+        """Compute queries, keys and values; rotate queries and keys; write keys and values.
+
+        Args:
+            x: [R, K] in half precision, contiguous.
+            weight, bias: [(H + 2 Hkv) * D, K] contiguous, and [(H + 2 Hkv) * D] or None: of the
+                queries, the keys, the values.
+            cos, sin, slots, keys, values, norms: see ``rotate_and_write``.
+
+        Returns:
+            The rotated queries, [R, H, D] contiguous.
+        """
+        if len(x) <= FEW_ROWS and norms is None:
+            return rotated_linear(x, weight, bias, cos, sin, slots, keys, values)
+        qkv = self.linear(x, weight, bias)
+        return rotate_and_write(qkv, cos, sin, slots, keys, values, norms)
+
 
 EXACT = Products(exact=True)
 
@@ -150,7 +183,9 @@ def make_linears_exact(model: nn.Module, keep: Iterable[nn.Module] = ()) -> int:
 
 @torch.inference_mode()
 def find_row_variance(
-    weights: Iterable[Tensor], gated: Iterable[tuple[Tensor, Tensor]] = ()
+    weights: Iterable[Tensor],
+    gated: Iterable[tuple[Tensor, Tensor]] = (),
+    rotated: Iterable[tuple[Tensor, int, int, HeadNorms]] = (),
 ) -> list[str]:
     """Return the shapes of weights whose products' rows depend on how many there are.
 
@@ -160,22 +195,40 @@ def find_row_variance(
     Args:
         weights: [N, K]; of those with the same shape one is tried.
         gated: the two weights of gated products.
+        rotated: the weights of rotated products, D, Hkv, and the norms of heads.
     """
     found = []
-    products: dict[Any, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
+    products: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
     for weight in weights:
-        products[weight.shape] = weight, partial(EXACT.linear, weight=weight)
+        products[_shape(weight)] = weight, partial(EXACT.linear, weight=weight)
     for gate, up in gated:
         both = partial(EXACT.gated_linear, gate=(gate, None), up=(up, None))
-        products[2, *gate.shape] = gate, both
-    for shape, (weight, product) in products.items():
+        products[f"2 x {_shape(gate)}"] = gate, both
+    for weight, head_dim, kv_heads, norms in rotated:
+        turned = partial(_rotate, weight, head_dim, kv_heads, norms)
+        products[f"{_shape(weight)}, rotated"] = weight, turned
+    for name, (weight, product) in products.items():
         x = _sample(weight, max(FEW_ROWS + 1, min(1024, _MOST_SAMPLED // len(weight))))
         whole = product(x)
         middle = len(x) // 2
         parts = slice(0, 1), slice(middle, middle + 1), slice(0, 16), slice(0, FEW_ROWS)
         if not all(torch.equal(product(x[rows]), whole[rows]) for rows in parts):
-            found.append(" x ".join(map(str, shape)))
+            found.append(name)
     return found
+
+
+def _rotate(weight: Tensor, head_dim: int, kv_heads: int, norms: HeadNorms, x: Tensor) -> Tensor:
+    """Return queries, keys and values of rows at one position, [R, H + 2 Hkv, D]."""
+    angles = torch.linspace(-1, 1, 2 * head_dim, dtype=x.dtype, device=x.device)
+    cos, sin = angles.view(2, 1, head_dim).expand(2, len(x), head_dim)
+    slots = torch.arange(len(x), device=x.device)
+    keys, values = x.new_empty(2, len(x), kv_heads, head_dim)
+    q = EXACT.rotated_linear(x, weight, None, cos, sin, slots, keys, values, norms)
+    return torch.cat((q, keys, values), dim=1)
+
+
+def _shape(weight: Tensor) -> str:
+    return " x ".join(map(str, weight.shape))
 
 
 def _is_half(tensor: Tensor) -> bool:

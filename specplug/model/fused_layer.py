@@ -1,7 +1,8 @@
-"""Decoder layers of the Llama kind as ten kernels each, where they prove themselves.
+"""Decoder layers of the Llama kind as a few kernels each, where they prove themselves.
 
-Norm; joint product of queries, keys and values; rotation and writing; attention; product with the
-residual added; norm; gated product; product with the residual added.
+Norm; joint product of queries, keys and values, with their rotation and writing; attention; product
+with the residual added; norm; gated product; product with the residual added. Of few rows each is
+one kernel, attention two.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from specplug.kernels.rotary import rotate_and_write
 from specplug.model.attention import TARGET_PASS
-from specplug.model.exact_linear import Products
+from specplug.model.exact_linear import HeadNorms, Products
 from specplug.model.exact_norms import RMSNormKind, find_rms_norm
 from specplug.model.layer_proof import HEAD_NORMS, NORMS, PROJECTIONS, find_parts, is_proved
 
@@ -34,8 +34,7 @@ class FusedLayer:
         input_norm, mlp_norm: before the attention, and before the MLP.
         qkv, o, gate, up, down: weights and biases.
         head_dim, kv_heads: D, and how many heads the keys have.
-        head_norms: the weights of the norms of each head of queries and keys, and their eps; None:
-            there are none.
+        head_norms: those of queries and keys.
         products: computes the products.
         how: what the module gives its attention: scale, window, softcap, sinks.
     """
@@ -50,7 +49,7 @@ class FusedLayer:
     down: _Product
     head_dim: int
     kv_heads: int
-    head_norms: tuple[Tensor, Tensor, float] | None
+    head_norms: HeadNorms
     products: Products
     how: tuple[Any, ...] = ()
 
@@ -77,9 +76,9 @@ class FusedLayer:
         cos, sin = position_embeddings
         products = self.products
         hidden = hidden_states.view(-1, hidden_states.shape[-1])
-        qkv = products.linear(self.input_norm(hidden), *self.qkv)
-        q = rotate_and_write(
-            qkv,
+        q = products.rotated_linear(
+            self.input_norm(hidden),
+            *self.qkv,
             cos.view(-1, self.head_dim),
             sin.view(-1, self.head_dim),
             plan.slots,

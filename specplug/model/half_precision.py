@@ -57,13 +57,17 @@ def replace_modules(
 @torch.inference_mode()
 def _tell_row_variance(model: nn.Module, fused: list[FusedLayer], experts: list[nn.Module]) -> None:
     """Warn if the products that the model uses are not row-invariant on this card."""
-    weights = [part[0] for each in fused for part in (each.qkv, each.o, each.down)]
+    weights = [part[0] for each in fused for part in (each.o, each.down)]
     for module in model.modules():
         if isinstance(module, ExactLinear):
             weights.append(module.weight)
         elif isinstance(module, ExactConv1D):
             weights.append(module.weight.t())
-    variant = find_row_variance(weights, gated=[(each.gate[0], each.up[0]) for each in fused])
+    variant = find_row_variance(
+        weights,
+        gated=[(each.gate[0], each.up[0]) for each in fused],
+        rotated=[(each.qkv[0], each.head_dim, each.kv_heads, each.head_norms) for each in fused],
+    )
     variant += find_experts_variance(experts)
     if variant:
         warn_fallback(

@@ -21,6 +21,7 @@ from specplug.kernels.linear import (
 )
 from specplug.kernels.rms_norm import layer_norm, rms_norm, rms_norm_reference
 from specplug.kernels.rotary import rotate_and_write, rotate_and_write_reference
+from specplug.kernels.rotated_linear import rotated_linear
 from specplug.kernels.silu_mul import silu_mul
 from specplug.model.exact_linear import EXACT, find_row_variance
 
@@ -90,7 +91,8 @@ def test_rows_of_gated_linear_have_the_same_bits() -> None:
 
 def test_products_are_row_invariant_on_this_card() -> None:
     weights = [randn(*shape, scale=0.02) for shape in SHAPES]
-    assert find_row_variance(weights, gated=[(weights[2], weights[2])]) == []
+    gated, rotated = [(weights[2], weights[2])], [(weights[0], DIM, KV_HEADS, None)]
+    assert find_row_variance(weights, gated, rotated) == []
 
 
 @pytest.mark.parametrize("size", [192, DIM, HIDDEN])
@@ -126,18 +128,33 @@ def test_rows_of_rotation_have_the_same_bits(has_norms: bool) -> None:
         assert torch.equal(alone, found[one])
 
 
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 32, 33, 64, 65])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_rotated_linear_has_the_bits_of_both_steps(rows: int, has_bias: bool) -> None:
+    x, weight = randn(rows, HIDDEN), randn(QKV, HIDDEN, scale=0.02)
+    bias = randn(QKV) if has_bias else None
+    cos, sin = randn(rows, DIM), randn(rows, DIM)
+    slots = torch.randperm(100, device="cuda")[:rows]
+    pools, expected_pools = randn(2, 100, KV_HEADS, DIM).expand(2, -1, -1, -1, -1).clone()
+    found = rotated_linear(x, weight, bias, cos, sin, slots, *pools)
+    expected = rotate_and_write(linear(x, weight, bias), cos, sin, slots, *expected_pools)
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(pools.view(torch.int16), expected_pools.view(torch.int16))
+
+
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_dependent_launches_change_no_bit(rows: int) -> None:
     """Layers one after the other in a graph, over and over: what starts early reads nothing
     early."""
     weights = [[randn(*SHAPES[i], scale=0.02) for i in (0, 1, 2, 2, 3)] for _ in range(2)]
     norm, slots = randn(HIDDEN), torch.arange(rows, device="cuda")
+    norms = None, (randn(DIM), randn(DIM), 1e-6)
     cos, sin, pool = randn(rows, DIM), randn(rows, DIM), randn(2, rows, KV_HEADS, DIM)
 
     def run(hidden: Tensor) -> Tensor:
-        for qkv_weight, o_weight, gate, up, down in weights * 4:
-            qkv = linear(rms_norm(hidden, norm, 1e-5), qkv_weight)
-            q = rotate_and_write(qkv, cos, sin, slots, *pool)
+        for number, (qkv_weight, o_weight, gate, up, down) in enumerate(weights * 4):
+            normed, places = rms_norm(hidden, norm, 1e-5), (cos, sin, slots, *pool)
+            q = EXACT.rotated_linear(normed, qkv_weight, None, *places, norms[number % 2])
             hidden = linear(q.flatten(1), o_weight, None, hidden)
             inner = gated_linear(rms_norm(hidden, norm, 1e-5), gate, up)
             hidden = linear(inner, down, None, hidden)

@@ -77,6 +77,42 @@ def test_products_add_in_the_same_order_for_many_rows(monkeypatch: pytest.Monkey
     torch.testing.assert_close(fast, few, rtol=1e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_products_rotate_many_rows_as_they_do_few(
+    has_norms: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x, weight, bias, cos, sin, norm = (
+        torch.randn(*shape, dtype=torch.float16, device=DEVICE)
+        for shape in ((5, 16), (48, 16), (48,), (5, 8), (5, 8), (8,))
+    )
+    norms = (norm, norm, 1e-6) if has_norms else None
+    slots = torch.tensor([3, 1, 5, 2, 0], device=DEVICE)
+
+    def run() -> list[torch.Tensor]:
+        pools = x.new_zeros(2, 6, 1, 8)
+        given = x, weight, bias, cos, sin, slots, *pools, norms
+        return [Products(exact=True).rotated_linear(*given), pools]
+
+    few = run()
+    monkeypatch.setattr(exact_linear, "FEW_ROWS", 2)
+    assert all(map(torch.equal, run(), few))
+    assert few[0].shape == (5, 4, 8)
+
+
+def test_find_row_variance_names_rotated_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(48, 16, dtype=torch.float16, device=DEVICE)
+    monkeypatch.setattr(exact_linear, "_MOST_SAMPLED", 70 * 48)
+    assert find_row_variance([], rotated=[(weight, 8, 1, None)]) == []
+
+    def other(x: torch.Tensor, *more: object) -> torch.Tensor:
+        return x.new_zeros(len(x), 4, 8)
+
+    monkeypatch.setattr(exact_linear, "rotated_linear", other)
+    assert find_row_variance([], rotated=[(weight, 8, 1, None)]) == ["48 x 16, rotated"]
+
+
 def test_find_row_variance_names_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     linears = [module for module in model_of().modules() if isinstance(module, nn.Linear)]
     weights = [linear.weight for linear in linears]
