@@ -8,7 +8,8 @@ A kernel is recorded in a CUDA graph several times over copies of its weights, o
 together exceed the L2 cache, and the graph is replayed; the least of several replays counts. GB/s
 are the bytes that the kernel must move (specplug/kernels/README.md) over its time. ``--tune`` tries
 all tiles of a list and names the best. ``--chain`` records the products, norms and rotations of
-whole layers one after the other, with programmatic dependent launch and without it.
+whole layers one after the other, with programmatic dependent launch and without it, and with the
+rotation in a kernel of its own.
 
 Kernels are compiled first, in processes that work at the same time, and kept in Triton's cache.
 """
@@ -272,6 +273,40 @@ def measure_rotary(shape: Shape, all_rows: Sequence[int]) -> Iterable[Row]:
         yield Row("rotate_and_write", told, rows, *times, moved)
 
 
+def linear_then_rotate(x: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor:
+    """What ``rotated_linear`` does, by the two kernels that it stands for."""
+    from specplug.kernels.linear import linear
+    from specplug.kernels.rotary import rotate_and_write
+
+    return rotate_and_write(linear(x, weight, bias), *more)
+
+
+def measure_rotated_linear(shape: Shape, all_rows: Sequence[int]) -> Iterable[Row]:
+    from specplug.kernels.linear import choose_tile
+    from specplug.kernels.rotated_linear import rotated_linear, rotated_linear_reference
+
+    outputs, dim = shape.qkv, shape.head_dim
+    calls = rotated_linear, linear_then_rotate, rotated_linear_reference
+    weights = weights_of(outputs, shape.hidden)
+    for rows in all_rows:
+        x, (cos, sin) = randn(rows, shape.hidden), randn(2, rows, dim)
+        slots = torch.arange(rows, 0, -1, device=DEVICE)
+        pools = randn(2, rows + 1, shape.kv_heads, dim)
+        inputs = [(x, weight, None, cos, sin, slots, *pools) for (weight,) in weights]
+        bits = []
+        for call in calls[:2]:
+            pools.zero_()
+            q = call(*inputs[0])
+            bits.append(torch.cat((q.flatten(), pools.flatten())).view(torch.int16))
+        ours, two, theirs = (time_us(call, inputs) for call in calls)
+        moved = 2 * (outputs * shape.hidden + rows * (shape.hidden + outputs + 2 * dim))
+        note = f"{attrs.astuple(choose_tile(outputs, shape.hidden, rows))}, two kernels {two:.2f}"
+        note += ", of the same bits" if torch.equal(*bits) else ", OF OTHER BITS"
+        yield Row("rotated_linear", f"{outputs}x{shape.hidden}", rows, ours, theirs, moved, note)
+    del inputs, weights
+    torch.cuda.empty_cache()
+
+
 class Chain:
     """All layers of a target but their attention, one after the other.
 
@@ -279,6 +314,11 @@ class Chain:
         shape: of a layer.
         rows: R.
         layers: the weights of each.
+
+    Attributes:
+        rotates_apart: whether a kernel of its own rotates, to compare.
+        result: the last layer's.
+        pool: keys and values.
     """
 
     def __init__(self, shape: Shape, rows: int, layers: Sequence[dict[str, Tensor]]) -> None:
@@ -289,19 +329,22 @@ class Chain:
         self._x = randn(rows, shape.hidden)
         self._rotary = randn(rows, dim), randn(rows, dim)
         self._slots = torch.arange(rows, device=DEVICE)
-        self._pool = randn(2, rows, shape.kv_heads, dim)
+        self.pool = randn(2, rows, shape.kv_heads, dim)
         self.result = self._x
+        self.rotates_apart = False
 
     def __call__(self) -> None:
         """Run all layers; the queries stand for what attention gives."""
         from specplug.kernels.linear import gated_linear, linear
         from specplug.kernels.rms_norm import rms_norm
-        from specplug.kernels.rotary import rotate_and_write
+        from specplug.model.exact_linear import EXACT
 
+        first = linear_then_rotate if self.rotates_apart else EXACT.rotated_linear
         hidden = self._x
         for each in self._layers:
-            qkv = linear(rms_norm(hidden, self._weight, 1e-5), each["qkv"])
-            q = rotate_and_write(qkv, *self._rotary, self._slots, *self._pool, self._norms)
+            normed = rms_norm(hidden, self._weight, 1e-5)
+            places = *self._rotary, self._slots, *self.pool
+            q = first(normed, each["qkv"], None, *places, self._norms)
             hidden = linear(q.flatten(1), each["o"], None, hidden)
             normed = rms_norm(hidden, self._weight, 1e-5)
             inner = gated_linear(normed, each["gate"], each["up"])
@@ -328,11 +371,13 @@ def measure_chain(shape: Shape, all_rows: Sequence[int]) -> None:
     for rows in all_rows:
         chain = Chain(shape, rows, layers)
         results = []
-        for enabled in (False, True):
+        for enabled, chain.rotates_apart in ((False, False), (True, False), (True, True)):
             dependent_launch.enabled = enabled
+            chain.pool.zero_()
             took = time_us(chain, [()], repeats=20) / len(layers)
-            results.append(chain.result.clone())
+            results.append(torch.cat((chain.result.flatten(), chain.pool.flatten())))
             launch = "dependent" if enabled else "one after the other"
+            launch += ", rotated apart" if chain.rotates_apart else ""
             print(
                 f"chain  rows {rows:5}  {launch:30}{took:9.2f} us a layer"
                 f"{num_bytes / took / 1e3:8.0f} GB/s",
@@ -462,7 +507,7 @@ def be_tiny(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Measure what the command line asks for."""
-    kinds = ("linear", "gated_linear", "silu_mul", "norms", "rotary")
+    kinds = ("linear", "gated_linear", "silu_mul", "norms", "rotary", "rotated_linear")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128, 512, 4096])
@@ -502,6 +547,7 @@ def main() -> None:
         "silu_mul": measure_silu_mul,
         "norms": measure_norms,
         "rotary": measure_rotary,
+        "rotated_linear": measure_rotated_linear,
     }
     found: list[Row] = []
     for kind in options.kernels:
