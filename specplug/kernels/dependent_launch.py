@@ -4,9 +4,10 @@ What a kernel does before its wait (finding its tile, reading constants) then co
 own. The rules: nothing that an earlier kernel writes is read before the wait, and nothing is
 written before it. Every kernel waits, so that what is before it is also before those after it.
 
-A small kernel lets the next one start at once. A product, whose programs fill the card, does not:
-the next one's programs would crowd on those processors that are done first (on an H100 that cost
-more than the early start gained, and so did fetching weights ahead to the L2 cache).
+A small kernel lets the next one start at once, a product when it has read its weights: the next
+one's programs would else crowd on those processors that are done first. (Fetching weights ahead to
+the L2 cache gained nothing on an H100.) A kernel that reads before its wait what the last but one
+has written says so, and the one between them lets it start only after its own wait.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specplug.kernels.dependent_launch import launch_options, wait_for_last
+from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 from specplug.kernels.silu_mul import gated, silu_mul_reference
 
 GROUP = 8
@@ -58,12 +58,13 @@ def choose_tile(num_outputs: int, num_inputs: int, num_rows: int) -> Tile:
 
     Few rows: the weights are read once, at the speed of the memory. Programs that read far ahead,
     in steps of 512 bytes of a row, come closest to it; a narrow product has narrow tiles, so that
-    each of the card's processors has a program. At 64 rows there is no room for such steps.
+    each of the card's processors has a program. At 64 rows there is no room for such steps. From
+    65 rows on tiles stay so small that there are about as many programs as processors.
     """
     rows = rows_bucket(num_rows)
     is_narrow = num_outputs <= 4096
     if rows == 128:
-        return Tile(rows, _widest(num_outputs, num_rows), 64, 8, 3)
+        return _tile_of_many_rows(num_outputs, num_rows)
     if rows == 64:
         return Tile(rows, 32, 128, 4, 7) if is_narrow else Tile(rows, 64, 128, 4, 5)
     if rows == 32:
@@ -71,12 +72,22 @@ def choose_tile(num_outputs: int, num_inputs: int, num_rows: int) -> Tile:
     return Tile(rows, 32, 256, 4, 7) if is_narrow else Tile(rows, 64, 256, 4, 4)
 
 
+def _tile_of_many_rows(num_outputs: int, num_rows: int) -> Tile:
+    """Return the tile for ``linear`` of more than 64 rows."""
+    if num_outputs <= 4096 and num_rows <= 256:
+        return Tile(64, 64, 128, 4, 5) if num_rows <= 128 else Tile(64, 128, 128, 4, 4)
+    if num_outputs <= 8192 and num_rows <= 256:
+        return Tile(64, 128, 128, 8, 4) if num_rows <= 128 else Tile(128, 128, 64, 8, 5)
+    return Tile(128, _widest(num_outputs, num_rows), 64, 8, 3)
+
+
 @lru_cache(4096)
 def choose_gated_tile(num_outputs: int, num_inputs: int, num_rows: int) -> Tile:
     """Return the tile for ``gated_linear``."""
     rows = rows_bucket(num_rows)
     if rows == 128:
-        return Tile(rows, min(64, _widest(num_outputs, num_rows)), 64, 8, 3)
+        depth = 128 if num_rows <= 128 else 64
+        return Tile(rows, min(64, _widest(num_outputs, num_rows)), depth, 8, 3)
     return Tile(rows, 32, 128, 4, 3) if rows == 64 else Tile(rows, 32, 256, 4, 3)
 
 
@@ -138,6 +149,7 @@ def _linear(
         total = tl.dot(a, b, total)
         x_places += BK
         weight_places += BK
+    let_next_start(PDL)
     result = total.to(out.dtype.element_ty)
     inside = is_row[:, None] & is_column[None, :]
     if HAS_BIAS:
@@ -207,6 +219,7 @@ def _gated_linear(
     gate, up = two_products(
         x_places, gate_places, up_places, is_row, is_column, k, K, BM, BN, BK, EVEN_N, EVEN_K
     )
+    let_next_start(PDL)
     dtype = out.dtype.element_ty
     result = gated(gate.to(dtype), up.to(dtype))
     inside = is_row[:, None] & is_column[None, :]

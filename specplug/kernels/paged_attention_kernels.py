@@ -152,7 +152,7 @@ def _committed_parts(
     A task is (request, part, head, tile of rows). Tasks are dealt out to the programs in turn, so
     the grid does not depend on lengths, which are read here.
     """
-    every = tl.arange(0, BATCH)
+    every = tl.arange(0, BATCH)  # read before the wait: lengths are older than this layer
     every_start = tl.load(starts + every, mask=every < bs, other=0)
     every_parts = _num_parts(every_start, offset, BLOCK, PART)[0]
     ends = tl.cumsum(every_parts, 0)
@@ -289,6 +289,7 @@ def _row_tails(
     place = (before * kv_heads + head) * num_tiles * TILE + node * GROUP + member
     part_stride = per_part * TILE
 
+    # ``_committed_parts`` has let this kernel start after its own wait, so all rows are written.
     first_key = tl.maximum(committed, first_part * PART)
     found = _tail_block(
         queries, keys + head * key_head_stride, values + head * key_head_stride, own, path,

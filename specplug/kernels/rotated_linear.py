@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specplug.kernels.dependent_launch import launch_options, wait_for_last
+from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 from specplug.kernels.linear import (
     GROUP,
     Tile,
@@ -70,6 +70,7 @@ def _rotated_linear(
         x_places, low_places, low_places + HALF * weight_stride,
         is_row, is_column, k, K, BM, BN, BK, EVEN_N, EVEN_K,
     )  # fmt: skip
+    let_next_start(PDL)
     dtype = q_out.dtype.element_ty
     low, high = low_sum.to(dtype), high_sum.to(dtype)
     if HAS_BIAS:
@@ -131,7 +132,8 @@ def rotated_linear(
     if not rows:
         return out
     tile = tile or choose_tile(outputs, inputs, rows)
-    columns, half = tile.columns // 2, dim // 2
+    half = dim // 2
+    columns = min(tile.columns // 2, triton.next_power_of_2(half))
     parts = (q_heads + 2 * kv_heads) * triton.cdiv(half, columns)
     _rotated_linear[(triton.cdiv(rows, tile.rows) * parts,)](
         x,
@@ -164,7 +166,7 @@ def rotated_linear(
         EVEN_N=half % columns == 0,
         EVEN_K=inputs % tile.depth == 0,
         num_warps=tile.warps,
-        num_stages=fitting_stages(tile, tile.columns, x.device),
+        num_stages=fitting_stages(tile, 2 * columns, x.device),
         **launch_options(x),
     )
     return out

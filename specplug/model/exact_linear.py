@@ -23,8 +23,8 @@ from specplug.kernels.rotated_linear import rotated_linear
 from specplug.kernels.silu_mul import silu_mul
 from specplug.model.quantization import is_plain_linear
 
-FEW_ROWS = 64
-"""Up to so many rows the kernel is as fast as cuBLAS."""
+FEW_ROWS = 128
+"""Up to so many rows the kernel is as fast as cuBLAS, with what is fused into it."""
 _PADDING = 128
 """cuBLAS gets multiples of so many rows: so it is asked about few shapes."""
 _MOST_ROWS = 4096
