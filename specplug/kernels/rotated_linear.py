@@ -133,7 +133,7 @@ def rotated_linear(
         return out
     tile = tile or choose_tile(outputs, inputs, rows)
     half = dim // 2
-    columns = min(tile.columns // 2, triton.next_power_of_2(half))
+    columns = min(tile.columns // 2, max(16, triton.next_power_of_2(half)))
     parts = (q_heads + 2 * kv_heads) * triton.cdiv(half, columns)
     _rotated_linear[(triton.cdiv(rows, tile.rows) * parts,)](
         x,

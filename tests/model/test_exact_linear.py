@@ -104,7 +104,6 @@ def test_find_row_variance_names_rotated_products(monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(0)
     weight = torch.randn(48, 16, dtype=torch.float16, device=DEVICE)
     monkeypatch.setattr(exact_linear, "_MOST_SAMPLED", 70 * 48)
-    monkeypatch.setattr(exact_linear, "_is_proved", lambda *shape: False)
     assert find_row_variance([], rotated=[(weight, 8, 1, None)]) == []
 
     def other(x: torch.Tensor, *more: object) -> torch.Tensor:
