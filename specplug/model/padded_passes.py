@@ -6,7 +6,9 @@ second is recorded, and those that follow are replayed: a form that is seen once
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Hashable
+from itertools import accumulate
 from typing import TypeVar
 
 import attrs
@@ -148,6 +150,9 @@ class _PartInputs:
         form: of the part.
         tokens: [R] int64 of the pass's.
         flat_index, padded_rows: [R] and [B * Q] int64, as ``Padding`` has them.
+
+    Attributes:
+        widths: of the requests of the pass.
     """
 
     def __init__(
@@ -157,6 +162,7 @@ class _PartInputs:
         self._tokens = tokens
         self._flat_index = flat_index
         self._padded_rows = padded_rows
+        self.widths: tuple[int, ...] = ()
         device = tokens.device
         self._req_indices, self._starts = torch.zeros(2, form.bs, dtype=torch.int64, device=device)
         self._masked: tuple[Tensor, Tensor] | None = None
@@ -165,39 +171,34 @@ class _PartInputs:
                 torch.zeros(form.bs, form.width, dtype=torch.int64, device=device),
                 torch.zeros(form.bs, form.width, form.width, dtype=torch.bool, device=device),
             )
-        self._filled = 0, 0, 0  # requests, rows, width
-        self._widths: tuple[int, ...] = ()
+        self._filled = 0, 0  # requests and rows
+        self._width = 0
 
-    def fill(self, part: PassPart | None) -> tuple[Tensor, Tensor]:
-        """Copy a part's tensors; what follows is nobody's: request row 0, token 0.
-
-        Returns:
-            what ``flat_index`` and ``padded_rows`` are to be, on the CPU.
-        """
+    def fill(self, part: PassPart | None) -> None:
+        """Copy a part's tensors; what follows is nobody's: request row 0, token 0."""
         plan = None if part is None else part.plan
-        widths = () if plan is None else plan.widths
-        size = len(widths), sum(widths), 0 if plan is None else plan.width
-        old, self._filled, self._widths = self._filled, size, widths
-        self._tokens[size[1] : old[1]].zero_()
-        for tensor in (self._req_indices, self._starts):
-            tensor[size[0] : old[0]].zero_()
-        masked = () if self._masked is None else self._masked
-        if size[0] < old[0] or size[2] < old[2]:
-            for tensor in masked:
-                tensor.zero_()
+        self.widths = () if plan is None else plan.widths
+        old, self._filled = self._filled, (len(self.widths), sum(self.widths))
         if part is not None and plan is not None:
-            self._tokens[: size[1]].copy_(part.tokens)
+            self._tokens[: len(part.tokens)].copy_(part.tokens)
             self._req_indices[: plan.bs].copy_(plan.req_indices)
             self._starts[: plan.bs].copy_(plan.starts)
-        if plan is not None and masked:
+        if old[0] > self._filled[0]:
+            for tensor in (self._req_indices, self._starts):
+                tensor[self._filled[0] : old[0]].zero_()
+        if old[1] > self._filled[1]:
+            self._tokens[self._filled[1] : old[1]].zero_()
+        if plan is not None and self._masked is not None:
+            if plan.width < self._width:
+                self._masked[1].zero_()  # of wider requests
+            self._width = plan.width
             positions, mask = _positions_and_mask(plan)
-            masked[0][: plan.bs, : plan.width].copy_(positions)
-            masked[1][: plan.bs, : plan.width, : plan.width].copy_(mask)
-        return self._form.places(widths)
+            self._masked[0][: plan.bs, : plan.width].copy_(positions)
+            self._masked[1][: plan.bs, : plan.width, : plan.width].copy_(mask)
 
     def plan(self, requests: RequestSlots, length: int) -> PagedPlan:
         """Return a plan of these tensors."""
-        widths = self._form.widths(self._widths)
+        widths = self._form.widths(self.widths)
         positions, mask = self._masked or (None, None)
         return PagedPlan(
             requests=requests,
@@ -227,9 +228,8 @@ class _Inputs:
         self.tokens = torch.zeros(form.rows, dtype=torch.int64, device=device)
         self.logits_rows: Tensor | int = 0
         sizes = [size for part in form.parts for size in (part.rows, part.bs * part.width)]
-        self._num_nodes = form.decode.rows if form.decode is not None else 0
         if form.prefill is not None:
-            sizes.append(form.prefill.bs + self._num_nodes)
+            sizes.append(form.prefill.bs + form.rows - form.prefill.rows)
         # One tensor: what the host knows comes in one copy.
         self._index = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         places = list(torch.split(self._index, sizes))
@@ -242,6 +242,7 @@ class _Inputs:
         ]
         self._form = form
         self._slots: tuple[RequestSlots, int]
+        self._widths: tuple[tuple[int, ...], ...] | None = None
 
     def fill(self, parts: Parts, like: PagedPlan) -> None:
         """Copy the tensors of the parts, for a pass in the step of the plan ``like``."""
@@ -252,19 +253,25 @@ class _Inputs:
             for part, padded in zip(parts, (form.prefill, form.decode), strict=True)
             if padded is not None
         ]
-        index = [
-            each
-            for inputs, part in zip(self._parts, there, strict=True)
-            for each in inputs.fill(part)
-        ]
+        for inputs, part in zip(self._parts, there, strict=True):
+            inputs.fill(part)
+        widths = tuple(inputs.widths for inputs in self._parts)
+        if widths != self._widths:
+            self._widths = widths
+            index = torch.frombuffer(self._indices(), dtype=torch.int64)
+            self._index.copy_(index, non_blocking=True)
+
+    def _indices(self) -> array[int]:
+        """Return what follows from the widths alone."""
+        form, index = self._form, array("q")
+        for part, inputs in zip(form.parts, self._parts, strict=True):
+            for places in part.places(inputs.widths):
+                index += places
         if form.prefill is not None:
-            ends = torch.zeros(form.prefill.bs, dtype=torch.int64)
-            if parts[0] is not None:
-                widths = torch.tensor(parts[0].plan.widths)
-                ends[: len(widths)] = widths.cumsum(0) - 1
-            nodes = torch.arange(form.prefill.rows, form.prefill.rows + self._num_nodes)
-            index += [ends, nodes]
-        self._index.copy_(torch.cat(index), non_blocking=True)
+            ends = [end - 1 for end in accumulate(self._parts[0].widths)]
+            index.extend(ends + [0] * (form.prefill.bs - len(ends)))
+            index.extend(range(form.prefill.rows, form.rows))
+        return index
 
     def plan(self) -> PagedPlan | JoinedPlan:
         """Return the plan of a pass of these tensors."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Self
 
 import attrs
-import torch
-from torch import Tensor
 
 from specplug.model.graph_runner import bucket_of
 
@@ -102,18 +101,16 @@ class PartForm:
         bs = max(size.bs + max(spare, -((size.rows - rows) // width)) for size in sizes)
         return cls(bucket_of(bs), rows, width, any(size.masked for size in sizes))
 
-    def places(self, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return ``flat_index`` [R] and ``padded_rows`` [B * Q] of a ``Padding``, int64 on the CPU,
-        for real requests of these widths."""
-        counts = torch.tensor(widths, dtype=torch.int64)
-        request = torch.repeat_interleave(counts)
-        first = counts.cumsum(0) - counts
-        order = torch.arange(self.rows)
-        real = request * self.width + order[: len(request)] - first[request]
-        spare = len(widths) * self.width + order[: self.rows - len(request)]
-        flat_index = torch.cat((real, spare))
-        padded_rows = torch.zeros(self.bs * self.width, dtype=torch.int64)
-        padded_rows[flat_index] = order
+    def places(self, widths: Sequence[int]) -> tuple[array[int], array[int]]:
+        """Return ``flat_index`` [R] and ``padded_rows`` [B * Q] of a ``Padding``, int64, for real
+        requests of these widths."""
+        flat_index, padded_rows = array("q"), array("q", bytes(8 * self.bs * self.width))
+        nobody = len(widths) * self.width
+        counts = *widths, self.rows - sum(widths)
+        for count, place in zip(counts, range(0, nobody + 1, self.width), strict=True):
+            row = len(flat_index)
+            flat_index.extend(range(place, place + count))
+            padded_rows[place : place + count] = array("q", range(row, row + count))
         return flat_index, padded_rows
 
     def widths(self, widths: Sequence[int]) -> tuple[int, ...]:

@@ -1,0 +1,150 @@
+"""What it gains to record chunks, mixed steps and drafts of differing widths, pass by pass.
+
+    python benchmarks/gpu/padded_passes.py --models FOLDER --shape llama-8b
+
+Prints a line for each pass of the target: its rows, those of the form that it is padded to, and the
+milliseconds of the pass as it is and replayed, the quickest of three rounds of 20 in turns. A draft
+of differing widths is beside the same draft padded to one width, which is replayed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from shapes import SHAPES, write_shape
+
+from specplug import LLM
+from specplug.model.attention import JoinedPlan
+from specplug.model.padded_passes import PassPart
+from specplug.speculative.padding import Padding
+
+ROUNDS, PASSES = 3, 20
+CHUNKS = (16, 32, 64, 128, 192, 256, 384, 504)
+NODES = 8
+RAGGED = (16, 1, 1, 1, 4, 1, 1, 2)
+
+
+class Passes:
+    """Passes of a target over requests that have slots, and no engine's state.
+
+    Args:
+        llm: with the target.
+        context: committed tokens of each request.
+    """
+
+    def __init__(self, llm: LLM, context: int) -> None:
+        self._runtime = llm.engine.runtime
+        self._context = context
+        self.runner = llm.engine.steps.runner
+        table = self._runtime.table.slots
+        length = context + 1024
+        for row in range(1, len(table)):
+            first = 1 + (row - 1) * length
+            table[row, :length] = torch.arange(first, first + length, device=table.device)
+        self._runtime.max_slots = length
+
+    def part(self, rows: Sequence[int], widths: Sequence[int], *, ends_only: bool) -> PassPart:
+        """Make a part of these rows of the request table."""
+        device, width = self._runtime.device, max(widths)
+        plan = self._runtime.make_plan(
+            torch.tensor(rows, device=device),
+            torch.full((len(rows),), self._context, device=device),
+            width,
+            padding=Padding.of(widths, width, device),
+        )
+        tokens = torch.randint(10, self._runtime.vocab_size, (sum(widths),), device=device)
+        return PassPart(tokens, plan, ends_only)
+
+    def plain(self, prefill: PassPart | None, decode: PassPart | None) -> Callable[[], Any]:
+        """Return the pass as it is."""
+        if prefill is None:
+            assert decode is not None
+            return lambda: self.runner.prefill(decode.tokens, decode.plan, 0)
+        ends = torch.tensor([*accumulate(prefill.plan.widths)], device=prefill.tokens.device) - 1
+        if decode is None:
+            return lambda: self.runner.prefill(prefill.tokens, prefill.plan, ends)
+        first, second = len(prefill.tokens), len(decode.tokens)
+        nodes = torch.arange(first, first + second, device=ends.device)
+        tokens, rows = torch.cat((prefill.tokens, decode.tokens)), torch.cat((ends, nodes))
+        plans = prefill.plan, decode.plan
+        return lambda: self.runner.prefill(tokens, JoinedPlan(plans), rows)
+
+    def padded(
+        self, prefill: PassPart | None, decode: PassPart | None
+    ) -> tuple[int, Callable[[], Any]]:
+        """Return the rows of the form, and the pass padded to it."""
+        form = self.runner.begin_pass(prefill, decode)
+        part = prefill or decode
+        assert form is not None
+        assert part is not None
+        return form.rows, lambda: self.runner.run_padded(form, prefill, decode, part.plan)
+
+
+def time_both(calls: Sequence[Callable[[], Any]], device: str) -> list[float]:
+    """Return milliseconds a call of each, taken in turns."""
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    found: list[list[float]] = [[] for _ in calls]
+    for _ in range(ROUNDS + 1):
+        for call, times in zip(calls, found, strict=True):
+            wait()
+            start = time.perf_counter()
+            for _ in range(PASSES):
+                call()
+            wait()
+            times.append((time.perf_counter() - start) / PASSES * 1e3)
+    return [min(times[1:]) for times in found]
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--device", default="cuda")
+    given = parser.parse_args()
+    base = write_shape(given.models, given.shape, (), given.device)
+    with LLM(
+        base / "target",
+        device=given.device,
+        max_running_requests=NODES + 1,
+        max_total_tokens=(NODES + 2) * (given.context + 1024),
+        warm_up="off",
+    ) as llm:
+        passes = Passes(llm, given.context)
+        decode = passes.part(range(1, NODES + 1), [1] * NODES, ends_only=False)
+        ragged = passes.part(range(1, NODES + 1), RAGGED, ends_only=False)
+        cases: dict[str, tuple[PassPart | None, PassPart | None]] = {}
+        for width in CHUNKS:
+            chunk = passes.part([NODES + 1], [width], ends_only=True)
+            cases[f"a chunk of {width}"] = chunk, None
+            cases[f"a chunk of {width}, {NODES} nodes"] = chunk, decode
+        cases[f"nodes {', '.join(map(str, RAGGED))}"] = None, ragged
+        if given.device == "cpu":  # to try the script
+            passes.runner.pad_passes(lambda run: run)
+        print(f"{given.shape}, context {given.context:,}, {llm.engine.runtime.dtype}")
+        print(f"{'pass':32} {'rows':>5} {'form':>5} {'plain ms':>9} {'replayed':>9} {'ratio':>6}")
+        for name, parts in cases.items():
+            rows, padded = passes.padded(*parts)
+            plain, replayed = time_both([passes.plain(*parts), padded], given.device)
+            real = sum(len(part.tokens) for part in parts if part is not None)
+            ratio = replayed / plain
+            print(f"{name:32} {real:5} {rows:5} {plain:9.2f} {replayed:9.2f} {ratio:6.2f}")
+        wide = passes.part(range(1, NODES + 1), [max(RAGGED)] * NODES, ends_only=False)
+        (dense,) = time_both([lambda: passes.runner.verify(wide.tokens, wide.plan)], given.device)
+        print(f"{'the same, all of one width':32} {len(wide.tokens):5} {'':5} {'':9} {dense:9.2f}")
+
+
+if __name__ == "__main__":
+    main()
