@@ -10,6 +10,7 @@ of differing widths is beside the same draft padded to one width, which is repla
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engines import add_arguments, settings_of
 from shapes import SHAPES, write_shape
 
 from specplug import LLM
@@ -105,45 +107,58 @@ def time_both(calls: Sequence[Callable[[], Any]], device: str) -> list[float]:
     return [min(times[1:]) for times in found]
 
 
+def cases_of(passes: Passes) -> dict[str, tuple[PassPart | None, PassPart | None]]:
+    """Return the passes to time, by name."""
+    cases: dict[str, tuple[PassPart | None, PassPart | None]] = {}
+    decode = passes.part(range(1, NODES + 1), [1] * NODES, ends_only=False)
+    for width in CHUNKS:
+        chunk = passes.part([NODES + 1], [width], ends_only=True)
+        cases[f"a chunk of {width}"] = chunk, None
+        cases[f"a chunk of {width}, {NODES} nodes"] = chunk, decode
+    ragged = passes.part(range(1, NODES + 1), RAGGED, ends_only=False)
+    cases[f"nodes {', '.join(map(str, RAGGED))}"] = None, ragged
+    return cases
+
+
+def measure(passes: Passes, device: str) -> None:
+    """Time all passes and print a line for each."""
+    print(f"{'pass':32} {'rows':>5} {'form':>5} {'plain ms':>9} {'replayed':>9} {'ratio':>6}")
+    for name, parts in cases_of(passes).items():
+        rows, padded = passes.padded(*parts)
+        plain, replayed = time_both([passes.plain(*parts), padded], device)
+        real = sum(len(part.tokens) for part in parts if part is not None)
+        ratio = replayed / plain
+        print(f"{name:32} {real:5} {rows:5} {plain:9.2f} {replayed:9.2f} {ratio:6.2f}")
+    wide = passes.part(range(1, NODES + 1), [max(RAGGED)] * NODES, ends_only=False)
+    (dense,) = time_both([lambda: passes.runner.verify(wide.tokens, wide.plan)], device)
+    print(f"{'the same, all of one width':32} {len(wide.tokens):5} {'':15} {dense:9.2f}")
+
+
 @torch.inference_mode()
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--models", type=Path, required=True)
+    add_arguments(parser)
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--device", default="cuda")
-    given = parser.parse_args()
-    base = write_shape(given.models, given.shape, (), given.device)
-    with LLM(
-        base / "target",
-        device=given.device,
-        max_running_requests=NODES + 1,
-        max_total_tokens=(NODES + 2) * (given.context + 1024),
-        warm_up="off",
-    ) as llm:
-        passes = Passes(llm, given.context)
-        decode = passes.part(range(1, NODES + 1), [1] * NODES, ends_only=False)
-        ragged = passes.part(range(1, NODES + 1), RAGGED, ends_only=False)
-        cases: dict[str, tuple[PassPart | None, PassPart | None]] = {}
-        for width in CHUNKS:
-            chunk = passes.part([NODES + 1], [width], ends_only=True)
-            cases[f"a chunk of {width}"] = chunk, None
-            cases[f"a chunk of {width}, {NODES} nodes"] = chunk, decode
-        cases[f"nodes {', '.join(map(str, RAGGED))}"] = None, ragged
-        if given.device == "cpu":  # to try the script
-            passes.runner.pad_passes(lambda run: run)
-        print(f"{given.shape}, context {given.context:,}, {llm.engine.runtime.dtype}")
-        print(f"{'pass':32} {'rows':>5} {'form':>5} {'plain ms':>9} {'replayed':>9} {'ratio':>6}")
-        for name, parts in cases.items():
-            rows, padded = passes.padded(*parts)
-            plain, replayed = time_both([passes.plain(*parts), padded], given.device)
-            real = sum(len(part.tokens) for part in parts if part is not None)
-            ratio = replayed / plain
-            print(f"{name:32} {real:5} {rows:5} {plain:9.2f} {replayed:9.2f} {ratio:6.2f}")
-        wide = passes.part(range(1, NODES + 1), [max(RAGGED)] * NODES, ends_only=False)
-        (dense,) = time_both([lambda: passes.runner.verify(wide.tokens, wide.plan)], given.device)
-        print(f"{'the same, all of one width':32} {len(wide.tokens):5} {'':5} {'':9} {dense:9.2f}")
+    arguments = parser.parse_args()
+    shape = "llama-tiny" if arguments.tiny else arguments.shape
+    context = 64 if arguments.tiny else arguments.context
+    settings = settings_of(arguments)
+    settings |= {
+        "max_running_requests": NODES + 1,
+        "max_total_tokens": (NODES + 2) * (context + 1024),
+        "warm_up": "off",
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        models = arguments.models or Path(scratch)
+        base = write_shape(models, shape, (), settings["device"])
+        with LLM(base / "target", **settings) as llm:
+            passes = Passes(llm, context)
+            if arguments.tiny:  # there is nothing to record
+                passes.runner.pad_passes(lambda run: run)
+            print(f"{shape}, context {context:,}, {llm.engine.runtime.dtype}")
+            measure(passes, settings["device"])
 
 
 if __name__ == "__main__":
