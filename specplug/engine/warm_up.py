@@ -167,7 +167,8 @@ class WarmUp:
         vocab_size, most = self._runtime.vocab_size, max(1, self._runtime.context_len - 1)
         return tuple(
             Request(
-                request_id=f"warm-up-{row}",
+                request_id=str(-row),  # a number, as others have, and nobody else's
+                number=-row,
                 prompt=None,
                 # Scattered, so that a mixture's experts all have something to do.
                 prompt_token_ids=tuple(i * 7919 % vocab_size for i in range(min(length, most))),

@@ -94,7 +94,7 @@ class Hostile:
             width = min(width, STEPS + 1)
         tokens = self._some(bs, width)
         for b, request in enumerate(batch.requests):  # else hardly a node is ever accepted
-            known = self.known[tuple(request.prompt_token_ids)]
+            known = () if batch.is_warm_up else self.known[tuple(request.prompt_token_ids)]
             ahead = known[len(request.token_ids) + self.random.randint(0, 2) :][:STEPS]
             for i in range(1, width) if ahead else ():
                 tokens[b, i] = self.random.choice([ahead[min(i, len(ahead)) - 1], *ahead])

@@ -103,7 +103,8 @@ def test_a_draft_pass_is_recorded_if_the_hook_says_so(
             return drafted
 
     algorithm = Recorded(reference.tokens(["greedy"] * 7))
-    with LLM(tiny_model, device="cuda", dtype="float64", speculative_algorithm=algorithm) as llm:
+    settings: dict[str, Any] = {"dtype": "float64", "warm_up": "off"}
+    with LLM(tiny_model, device="cuda", speculative_algorithm=algorithm, **settings) as llm:
         outputs = llm.generate(reference.prompts[:2], reference.params["greedy"][:2])
     assert len(outputs) == 2
     assert algorithm.calls <= 4, "a warm-up and a recording for each of two batch sizes"
