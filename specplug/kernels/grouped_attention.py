@@ -87,8 +87,6 @@ class GroupedAttention:
         widths: query rows of each request; R is their sum.
         table: [bs, L] int64 slots of each request's keys.
         page_size: slots that stand together; the lengths of the groups and L are multiples of it.
-        visible: returns which keys each query sees, [bs, Q, L] bool, for a sliding window's length
-            or None.
     """
 
     def __init__(
@@ -97,11 +95,9 @@ class GroupedAttention:
         widths: Sequence[int],
         table: Tensor,
         page_size: int,
-        visible: Callable[[int | None], Tensor],
     ) -> None:
         self._groups = groups
         self._page_size = page_size
-        self._visible = visible
         self._biases: dict[tuple[int | None, int], list[Tensor]] = {}
         self._order = torch.tensor([i for group in groups for i in group.requests])
         pages = table[self._order, ::page_size] // page_size
@@ -117,14 +113,21 @@ class GroupedAttention:
         q: Tensor,
         keys: Tensor,
         values: Tensor,
+        visible: Callable[[int | None], Tensor],
         window: int | None,
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend as ``paged_attention_reference`` does: q [R, H, D] to [R, H * D]."""
+        """Attend as ``paged_attention_reference`` does: q [R, H, D] to [R, H * D].
+
+        Args:
+            visible: returns which keys each query sees, [bs, Q, L] bool, for a sliding window's
+                length or None. The same each time. It is not kept: the plan, whose method it is,
+                keeps this object, and the two would wait for the garbage collector.
+        """
         heads, head_dim = q.shape[1:]
-        biases = self._biases_for(window, heads // keys.shape[1], q.dtype)
+        biases = self._biases_for(visible, window, heads // keys.shape[1], q.dtype)
         if self._rows is not None:
             q = q.index_select(0, self._rows)
         # Whole pages are copied: fewer and longer stretches of memory.
@@ -149,11 +152,17 @@ class GroupedAttention:
         out = torch.cat(parts)
         return out if self._places is None else out.index_select(0, self._places)
 
-    def _biases_for(self, window: int | None, fold: int, dtype: torch.dtype) -> list[Tensor]:
+    def _biases_for(
+        self,
+        visible: Callable[[int | None], Tensor],
+        window: int | None,
+        fold: int,
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
         """Return each group's additive mask, made once per pass and kind of layer."""
         biases = self._biases.get((window, fold))
         if biases is None:
-            hidden = self._visible(window).logical_not()[self._order].unsqueeze(1)
+            hidden = visible(window).logical_not()[self._order].unsqueeze(1)
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             sizes = [len(group.requests) for group in self._groups]
             biases = self._biases[window, fold] = [

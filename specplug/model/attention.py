@@ -255,7 +255,8 @@ class PagedPlan:
         grouped = self._grouped(keys.shape[1] * keys.shape[2], keys.element_size())
         if grouped is not None:
             scale = head_dim**-0.5 if scale is None else scale
-            return grouped.attend(q, keys, values, window, scale, softcap, sinks)
+            how = window, scale, softcap, sinks
+            return grouped.attend(q, keys, values, self.visible, *how)
         if self.padding is not None:
             q = q[self.padding.padded_rows]
         q = q.view(self.bs, self.width, heads, head_dim).transpose(1, 2)
@@ -293,7 +294,7 @@ class PagedPlan:
         lengths = [min(round_up(each, page_size), self.length) for each in used]
         groups = group_requests(widths, lengths, elements, row_bytes)
         table = self.table.view(self.bs, -1)
-        return GroupedAttention(groups, widths, table, page_size, self.visible)
+        return GroupedAttention(groups, widths, table, page_size)
 
     def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the rows' keys and values, as ``AttentionPlan.write`` says."""

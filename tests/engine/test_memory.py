@@ -20,6 +20,7 @@ SLACK = 1 << 20
 WAYS: dict[str, dict[str, Any]] = {
     **{name: {"speculative_algorithm": name} for name in Registry().names()},
     "plain loop": {"disable_overlap_schedule": True},
+    "warmed up": {"warm_up": "on", "max_running_requests": 2},
     "disaggregated": {"disaggregation": "both", "speculative_algorithm": "EAGLE3"},
 }
 
@@ -56,6 +57,14 @@ def test_close_frees_weights_and_caches_at_once(way: str) -> None:
     assert _tensor_bytes() - before > 30 * SLACK
     llm.close()
     assert _tensor_bytes() - before < SLACK
+
+
+def test_steps_of_many_requests_free_their_plans() -> None:
+    with LLM(max_total_tokens=2048) as llm:
+        before = _tensor_bytes()
+        prompts = [[7] * length for length in (300, 40, 350, 60, 320, 10)]
+        llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
+        assert _tensor_bytes() - before < SLACK
 
 
 def test_an_llm_that_is_forgotten_leaves_no_memory() -> None:
