@@ -10,6 +10,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from specplug.algorithm import SpecConfig
 from specplug.config import EngineConfig, config_of, one_way
 from specplug.disagg.instances import identity_of, make_decode_instance
@@ -20,6 +22,7 @@ from specplug.engine.assembly import (
     make_engine,
     plan_steps,
     startup_lines,
+    times_of_start,
     warm_up_state,
 )
 from specplug.engine.core_outputs import core_outputs
@@ -35,6 +38,7 @@ from specplug.engine.stepper import Stepper, take_all
 from specplug.engine.turns import Turns
 from specplug.engine.warm_up import WarmUp
 from specplug.errors import RankError, UsageError, shown, warn_fallback
+from specplug.kernels.compilations import compilations_counted
 from specplug.model.loading import (
     backend_of,
     choose_device,
@@ -49,6 +53,7 @@ from specplug.registry import Registry, build_plugin_manager
 from specplug.sampling_params import SamplingParams
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
+from specplug.startup import Startup
 
 if TYPE_CHECKING:
     from specplug.disagg.decode_instance import DecodeInstance
@@ -128,9 +133,12 @@ class LLM:
         self.config = config
         self._inbox: list[Request] = []
         self._turns = Turns()
+        self._startup = Startup()
         began = time.perf_counter()
         try:
-            self._make(config)
+            device = choose_device(config.device)
+            with compilations_counted(device) as compiled:
+                self._make(config, device)
         except BaseException as error:
             try:
                 self._free()
@@ -142,24 +150,28 @@ class LLM:
         slots = self._engine.scheduler.cache.pool.num_tokens
         for line in startup_lines(config, self._runtime, self._runner, slots):
             _log.info(line)
+        for line in times_of_start(self._startup, self._runtime, compiled):
+            _log.info(line)
         _log.info("ready in %.1f s", time.perf_counter() - began)
 
-    def _make(self, config: EngineConfig) -> None:
+    def _make(self, config: EngineConfig, device: torch.device) -> None:
         """Make the parts of the run, each from those before it."""
+        startup = self._startup
         registry = Registry()
         selected = registry.select(config.speculative_algorithm)
         extensions = registry.extensions(config.disable_extensions)
         manager = build_plugin_manager(selected, extensions, CoreDefaults())
         self._hooks = hooks = HookCalls(manager, selected, extensions)
 
-        device = choose_device(config.device)
-        typed = resolve_speculation(config, selected.info)
+        with startup.part("reading the configuration"):
+            typed = resolve_speculation(config, selected.info)
         self._ranks = ranks = join_ranks(config, device, typed.target_config)
         self.spec_config = spec = hooks.validate_config(typed)
         _tell_adjustments(spec)
 
-        self._runner = runner = load_target(config, device, ranks)
-        self.tokenizer = load_tokenizer(config)
+        self._runner = runner = load_target(config, device, ranks, startup)
+        with startup.part("loading the tokenizer"):
+            self.tokenizer = load_tokenizer(config)
         self._features = features = Features.of_run(config, selected.info)
         self._runtime = runtime = EngineRuntime(
             config,
@@ -169,12 +181,16 @@ class LLM:
             draft_verifies=hooks.supports_target_verify_for_draft(),
             outputs=core_outputs(runner, backend_of(self.tokenizer)),
         )
-        runtime.worker = hooks.create_worker(runtime)
+        with startup.part("loading the draft"):
+            runtime.worker = hooks.create_worker(runtime)
         runtime.seal()
 
         limits = plan_steps(config, spec, overlap=runtime.overlap)
         cached = features.is_on("prefix_cache")
-        cache, table = allocate_kv(runtime, limits, config.max_total_tokens, prefix_cache=cached)
+        with startup.part("allocating the KV pool"):
+            cache, table = allocate_kv(
+                runtime, limits, config.max_total_tokens, prefix_cache=cached
+            )
         scheduler = Scheduler(limits, cache, table)
         self._decode_instance = remote = make_decode_instance(config, runtime, runner, cache)
         self._engine = make_engine(
@@ -184,9 +200,9 @@ class LLM:
         self._input_processor = InputProcessor(config, runtime, runner, self.tokenizer, cache.pool)
         if warm_up_state(config, runtime) == "on":
             decodes = config.disaggregation != "prefill"
-            WarmUp(runtime, self._engine.steps, limits, decodes=decodes, ranks=ranks).run(
-                lambda done, total: None
-            )
+            warm_up = WarmUp(runtime, self._engine.steps, limits, decodes=decodes, ranks=ranks)
+            with startup.part("warming up"):
+                warm_up.run(startup.advance)
         self._take_role(config)
 
     def _take_role(self, config: EngineConfig) -> None:
@@ -494,6 +510,11 @@ class LLM:
                 self._decode_instance.reset_transfers()
             if self._partner is not None:
                 self._partner.reset_stats()
+
+    @property
+    def startup_seconds(self) -> dict[str, float]:
+        """How long each part of the start took, in the order in which they began."""
+        return dict(self._startup.seconds)
 
     @property
     def effective_config(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ LAYERS = (
     {"config", "sampling_params", "outputs"},
     {"algorithm", "settings"},
     {"bounds", "text_file"},
-    {"errors", "debug"},
+    {"errors", "debug", "startup"},
 )
 """From above to below. A module imports from its own package, or from layers below it."""
 

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 
 def load(config: EngineConfig) -> LLM:
     """Make an ``LLM``, with a progress bar on standard error meanwhile, if that is a terminal."""
-    with _bar(f"loading {config.model}") as report:
+    with loading_bars(f"loading {config.model}") as report:
         from specplug.llm import LLM
-        from specplug.model.loading import silence_libraries, weights_progress
+        from specplug.model.loading import silence_libraries
+        from specplug.startup import startup_reported
 
         silence_libraries()
-        with weights_progress(report):
+        with startup_reported(partial(report, "")):
             return LLM(config)
 
 
@@ -53,35 +55,59 @@ def told(*, verbose: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
+BarReport = Callable[[str, str, int, int], None]
+"""``(name, part, done, total)``: of what starts by that name, how far its part is."""
+
+
 @contextmanager
-def _bar(message: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on standard error, if that is a terminal, and what tells it (done, of how
-    many). It pulses before and after."""
+def loading_bars(message: str, *, lines: bool = False) -> Iterator[BarReport]:
+    """Show on standard error how far starts are, and yield whom to tell: a bar each on a terminal,
+    which pulses while a part's size is not known.
+
+    Args:
+        message: stands before the name of a part.
+        lines: where there is no terminal, write a line for each part.
+    """
     if not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield _line_of_parts(message) if lines else _nothing
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     text = TextColumn("{task.description}", markup=False)
     columns = text, BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(printable(message), total=None)
+        first = progress.add_task(printable(message), total=None)
+        tasks: dict[str, TaskID] = {}
 
-        def report(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total if done < total else None)
+        def report(name: str, part: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task("", total=None) if tasks else first
+            progress.update(
+                tasks[name],
+                description=printable(_described(message, name, part)),
+                completed=done,
+                total=total if done < total else None,
+            )
 
         yield report
 
 
-@contextmanager
-def status(message: str) -> Iterator[None]:
-    """A spinner on standard error, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-    from rich.text import Text
+def _described(message: str, name: str, part: str) -> str:
+    return f"{message}, {name}: {part}" if name else f"{message}: {part}"
 
-    with Console(stderr=True).status(Text(message)):
-        yield
+
+def _line_of_parts(message: str) -> BarReport:
+    """Return what writes a line when a part begins for the first time."""
+    begun: set[tuple[str, str]] = set()
+
+    def report(name: str, part: str, done: int, total: int) -> None:
+        if (name, part) not in begun:
+            begun.add((name, part))
+            click.echo(printable(_described(message, name, part)), err=True)
+
+    return report
+
+
+def _nothing(name: str, part: str, done: int, total: int) -> None:
+    """Show nothing."""

@@ -22,7 +22,7 @@ from specplug.cli.options import (
     chosen,
     options_of,
 )
-from specplug.cli.progress import status
+from specplug.cli.progress import loading_bars
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.config import EngineConfig
 from specplug.errors import SpecplugError
@@ -184,9 +184,10 @@ def serve(**options: Any) -> None:
         verbose=options["verbose"],
     )
     with ExitStack() as loading:
-        loading.enter_context(status(f"loading {config.model}"))
+        bars = loading_bars(f"loading {config.model}", lines=options["verbose"])
         server = Server(
             settings,
+            on_loading=loading.enter_context(bars),
             on_loaded=loading.close,
             on_listening=_announce,
             on_warning=lambda message: say("warning", message),

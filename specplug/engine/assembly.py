@@ -17,9 +17,12 @@ from specplug.engine.kv_transfer import KVTransfer
 from specplug.engine.remote_prefill import RemotePrefill
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.step import StepRunner
+from specplug.kernels.compilations import Compilations, cache_folder
+from specplug.kernels.dispatch import runs_kernels
 from specplug.model.device_memory import in_mib
 from specplug.model.model_runner import ModelRunner
 from specplug.speculative.hook_calls import HookCalls
+from specplug.startup import Startup
 
 _REST, _INSTANCE_REST = 0.01, 0.002
 """Seconds that a rank without work waits for another to call; less where an instance may ask."""
@@ -124,6 +127,22 @@ def startup_lines(
         f"context {runtime.context_len:,} tokens, at most {runtime.max_running_requests:,} "
         "requests at a time"
     )
+
+
+def times_of_start(
+    startup: Startup, runtime: EngineRuntime, compiled: Compilations
+) -> Iterator[str]:
+    """Yield what the start of a run took, in lines for a log."""
+    parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in startup.seconds.items())
+    yield f"start: {parts}"
+    if runs_kernels(runtime.device):
+        yield (
+            f"kernels: {compiled.compiled} compiled in {compiled.seconds:.2f} s, {compiled.cached} "
+            f"read from {cache_folder()}"
+        )
+    if runtime.cuda_graph == "on":
+        recorded, seconds = runtime.recordings
+        yield f"CUDA graphs: {recorded} recorded in {seconds:.2f} s"
 
 
 def effective_config(

@@ -244,6 +244,12 @@ class EngineRuntime:
         return "on" if failed is None else f"off: {failed}"
 
     @property
+    def recordings(self) -> tuple[int, float]:
+        """How many forms of passes are recorded, and the seconds that took."""
+        recorders = [*self._runner.recorders, *self._draft_runners]
+        return sum(r.num_recordings for r in recorders), sum(r.recording_seconds for r in recorders)
+
+    @property
     def compiles(self) -> bool:
         """Whether kernels are compiled, or passes recorded, when they are first needed."""
         return self._graphs or runs_kernels(self.device)

@@ -9,8 +9,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -35,6 +36,30 @@ _NAMED = 5
 """The most tensors that a message names."""
 _SAMPLES = 32
 """Values of each parameter that a fingerprint hashes."""
+
+
+@contextmanager
+def weights_progress(report: Callable[[int, int], None]) -> Iterator[None]:
+    """Call ``report`` while weights are loaded, with how many tensors are there and of how many."""
+    logging: Any = import_module("transformers.utils.logging")
+
+    def hook(factory: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if named.get("desc") == "Loading weights":
+            return _reported(args[0], report)
+        return factory(*args, **named)
+
+    before = logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
+
+
+def _reported(tensors: Collection[Any], report: Callable[[int, int], None]) -> Iterator[Any]:
+    for count, tensor in enumerate(tensors):
+        report(count, len(tensors))
+        yield tensor
+    report(len(tensors), len(tensors))
 
 
 def load_checkpoint(path: str, dtype: torch.dtype | None, device: torch.device = CPU) -> Any:

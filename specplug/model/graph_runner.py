@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -36,9 +37,16 @@ class PassRunner:
 
     Args:
         forward: the pass.
+
+    Attributes:
+        failure: why it could not be recorded; None if nobody tried, or it could.
+        num_recordings: the forms that are recorded.
+        recording_seconds: that their recording took, without the run before it.
     """
 
     failure: str | None = None
+    num_recordings = 0
+    recording_seconds = 0.0
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
@@ -100,11 +108,6 @@ class GraphRunner(PassRunner):
         self._recordings: dict[Any, _Recording] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    @property
-    def num_recordings(self) -> int:
-        """The forms that are recorded."""
-        return len(self._recordings)
-
     def close(self) -> None:
         """Free the graphs too."""
         self._recordings.clear()
@@ -131,6 +134,7 @@ class GraphRunner(PassRunner):
             if recording is None:
                 return self._forward(*arguments)
             self._recordings[form] = recording
+            self.num_recordings = len(self._recordings)
         for kept, tensor in zip(recording.inputs, tensors, strict=True):
             _fill(kept, tensor, clear=recording.bs != bs)
         recording.bs = bs or 0
@@ -153,13 +157,14 @@ class GraphRunner(PassRunner):
             for tensor, own in zip(tensors, batched, strict=True)
         )
         try:
-            graph, output = _record(
+            graph, output, seconds = _record(
                 lambda: self._forward(*_with_tensors(arguments, inputs)), self._pool, warms_up=True
             )
         except RuntimeError as error:
             self.failure = failure_of(error)
             warn_fallback(f"cuda_graph is off: {self.failure}")
             return None
+        self.recording_seconds += seconds
         return _Recording(graph, inputs, output, bs or 0)
 
 
@@ -184,7 +189,7 @@ class GraphRecorder:
         Raises:
             RuntimeError: it cannot be recorded.
         """
-        graph, output = _record(run, self._pool, warms_up=False, mode=self._mode)
+        graph, output, _ = _record(run, self._pool, warms_up=False, mode=self._mode)
 
         def replay() -> Any:
             graph.replay()
@@ -201,8 +206,9 @@ def failure_of(error: RuntimeError) -> str:
 
 def _record(
     run: Callable[[], Any], pool: Any, *, warms_up: bool, mode: str = "global"
-) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Record what ``run`` launches, in a pool of memory, and return its result too.
+) -> tuple[torch.cuda.CUDAGraph, Any, float]:
+    """Record what ``run`` launches, in a pool of memory, and return its result too, and the seconds
+    of the recording.
 
     Args:
         warms_up: run it once before.
@@ -218,10 +224,10 @@ def _record(
             with torch.cuda.stream(side):
                 run()
             stream.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
+        graph, began = torch.cuda.CUDAGraph(), time.perf_counter()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             output = run()
-        return graph, output
+        return graph, output, time.perf_counter() - began
     finally:
         torch.cuda.set_stream(stream)  # a failed recording leaves its own stream current
         if debug:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from specplug.distributed.rank_group import RankGroup
 from specplug.errors import CheckpointError, UsageError, shown, warn_fallback
 from specplug.model.checkpoint import DATA_ONLY, check_model_path, needs_code, refuse_code
 from specplug.model.model_runner import ModelRunner
+from specplug.startup import Startup
 
 ASSETS = Path(__file__).parent.parent / "assets"
 _SMALL_MODEL = 50_000_000
@@ -29,30 +28,6 @@ def silence_libraries() -> None:
     for library in ("transformers", "huggingface_hub"):
         import_module(f"{library}.utils.logging").set_verbosity_error()
     import_module("transformers.utils.logging").disable_progress_bar()
-
-
-@contextmanager
-def weights_progress(report: Callable[[int, int], None]) -> Iterator[None]:
-    """Call ``report`` while weights are loaded, with how many tensors are there and of how many."""
-    logging: Any = import_module("transformers.utils.logging")
-
-    def hook(factory: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if named.get("desc") == "Loading weights":
-            return _reported(args[0], report)
-        return factory(*args, **named)
-
-    before = logging.set_tqdm_hook(hook)
-    try:
-        yield
-    finally:
-        logging.set_tqdm_hook(before)
-
-
-def _reported(tensors: Collection[Any], report: Callable[[int, int], None]) -> Iterator[Any]:
-    for count, tensor in enumerate(tensors):
-        report(count, len(tensors))
-        yield tensor
-    report(len(tensors), len(tensors))
 
 
 def choose_device(device: str | None) -> torch.device:
@@ -103,7 +78,9 @@ def resolve_speculation(config: EngineConfig, algorithm: AlgorithmInfo) -> SpecC
     )
 
 
-def load_target(config: EngineConfig, device: torch.device, ranks: RankGroup | None) -> ModelRunner:
+def load_target(
+    config: EngineConfig, device: torch.device, ranks: RankGroup | None, startup: Startup
+) -> ModelRunner:
     """Load the target of a run to its device; on the CPU set torch's threads, too.
 
     Raises:
@@ -117,6 +94,7 @@ def load_target(config: EngineConfig, device: torch.device, ranks: RankGroup | N
         identified=config.disaggregation is not None,
         skip_check=config.skip_model_check,
         row_invariant=not config.disable_row_invariance,
+        startup=startup,
     )
     if device.type == "cpu":
         set_threads(config.num_threads, runner.num_parameters)

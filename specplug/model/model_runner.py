@@ -15,7 +15,12 @@ from specplug.errors import warn_fallback
 from specplug.kernels.dispatch import HALF, runs_pass_kernels
 from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
-from specplug.model.checkpoint import CPU, load_checkpoint, weights_fingerprint
+from specplug.model.checkpoint import (
+    CPU,
+    load_checkpoint,
+    weights_fingerprint,
+    weights_progress,
+)
 from specplug.model.cpu_layer import CPULayer, fuse_layers
 from specplug.model.direct_calls import shorten_calls
 from specplug.model.fused_norms import fuse_norms
@@ -28,6 +33,7 @@ from specplug.model.quantization import count_parameters, drop_weights, stored_t
 from specplug.model.rotary import RotaryByLength
 from specplug.model.sharded_mlp import shard_mlps
 from specplug.speculative.runtime import KVCache
+from specplug.startup import Startup
 
 if TYPE_CHECKING:
     from specplug.kernels.paged_attention_kernels import PagedAttention
@@ -38,6 +44,8 @@ Key = TypeVar("Key", bound=Hashable)
 _LOGITS = "logits"
 _DENSE_ROWS = 16
 """A product of fewer rows costs as much: drafts of differing widths are not packed then."""
+_CHECK = "checking the model"
+"""The part of a start that has two halves: before and after the layers are fused."""
 
 
 class ModelRunner:
@@ -51,6 +59,7 @@ class ModelRunner:
         identified: whether ``fingerprint`` is wanted.
         skip_check: do not check that it gives its own logits here.
         row_invariant: on a GPU in half precision each row's bits depend on nothing but the row.
+        startup: of the run, which takes the times; None: nobody wants them.
 
     Attributes:
         fingerprint: of its weights as they were loaded; None if it was not wanted.
@@ -74,10 +83,13 @@ class ModelRunner:
         identified: bool = False,
         skip_check: bool = False,
         row_invariant: bool = True,
+        startup: Startup | None = None,
     ) -> None:
         self.device = device
+        self._startup = startup = startup or Startup()
         # Sharded weights are cut on the host, whose copy is the mapped file.
-        self.model = load_checkpoint(path, dtype, device if ranks is None else CPU).eval()
+        with startup.part("loading weights"), _progress_of(startup):
+            self.model = load_checkpoint(path, dtype, device if ranks is None else CPU).eval()
         if self.model.dtype is torch.float64 and _has_experts(self.model.config):
             self.model.set_experts_implementation("eager")  # grouped products lack float64
         self.fingerprint = weights_fingerprint(self.model) if identified else None
@@ -98,15 +110,10 @@ class ModelRunner:
         check = None if skip_check else self._begin_check(path)
         self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
         self.num_layers = len(self.capture.layers)
-        fuse_norms(self.model)
         self._fused_layers: list[FusedLayer] | list[CPULayer] = []
         self.row_invariance = _without_kernels(self.dtype, device)
-        if self.kernels is not None:
-            self._use_kernels(row_invariant)
-        elif device.type == "cpu":
-            self.rotary.begin(None)
-            self._fused_layers = fuse_layers(self.model, self.capture.layers)
-        shorten_calls(self.model, keep=self.capture.hooked)
+        with startup.part("fusing layers"):
+            self._fuse(row_invariant)
         if check is not None:
             self._end_check(check)
             if check.row_variance is not None and self.row_invariance == "on":
@@ -153,6 +160,16 @@ class ModelRunner:
         """Bytes of the target's weights, tied ones once."""
         return sum(tensor.nbytes for _, tensor in stored_tensors(self.model))
 
+    def _fuse(self, row_invariant: bool) -> None:
+        """Replace modules by faster ones that give the same."""
+        fuse_norms(self.model)
+        if self.kernels is not None:
+            self._use_kernels(row_invariant)
+        elif self.device.type == "cpu":
+            self.rotary.begin(None)
+            self._fused_layers = fuse_layers(self.model, self.capture.layers)
+        shorten_calls(self.model, keep=self.capture.hooked)
+
     def _use_kernels(self, row_invariant: bool) -> None:
         """Have the modules compute by our kernels. They need Triton, which is not everywhere."""
         from specplug.model.half_precision import replace_modules
@@ -169,7 +186,7 @@ class ModelRunner:
 
     def _begin_check(self, path: str) -> ModelCheck:
         """Run the model before anything in it is changed."""
-        with self._stepping():
+        with self._startup.part(_CHECK), self._stepping():
             return ModelCheck(
                 path,
                 self.model,
@@ -183,7 +200,7 @@ class ModelRunner:
         def run(token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | int) -> Tensor:
             return self.prefill(token_ids, plan, logits_rows)[0]
 
-        with self._stepping():
+        with self._startup.part(_CHECK), self._stepping():
             check.compare(run, self.cache)
 
     def _stepping(self) -> AbstractContextManager[None]:
@@ -286,10 +303,20 @@ class ModelRunner:
         return {kinds: graph.num_recordings for kinds, graph in self._graphs.items()}
 
     @property
+    def recorders(self) -> list[GraphRunner | PaddedPasses]:
+        """What records passes: of ``verify`` for each choice of points that has occurred, and
+        padded ones."""
+        return [*self._graphs.values(), *((self._padded,) if self._padded else ())]
+
+    @property
+    def pads(self) -> bool:
+        """Whether passes are padded, and recorded when their form comes for the second time."""
+        return self._padded is not None
+
+    @property
     def graph_failure(self) -> str | None:
         """Why recording failed; None if it did not."""
-        runners = *self._graphs.values(), *((self._padded,) if self._padded else ())
-        return next((each.failure for each in runners if each.failure is not None), None)
+        return next((each.failure for each in self.recorders if each.failure is not None), None)
 
     def prefill(
         self,
@@ -393,6 +420,11 @@ def _is_dense(decode: PassPart) -> bool:
     widths: they are, or they are few enough to be padded to that."""
     plan = decode.plan
     return plan.padding is None or bucket_of(plan.bs) * plan.width <= _DENSE_ROWS
+
+
+def _progress_of(startup: Startup) -> AbstractContextManager[None]:
+    """Have the start told how many tensors are loaded, if somebody wants to know."""
+    return weights_progress(startup.advance) if startup.is_reported else nullcontext()
 
 
 def _kv_shape_of(config: Any) -> KVShape:

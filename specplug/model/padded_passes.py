@@ -7,6 +7,7 @@ second is recorded, and those that follow are replayed: a form that is seen once
 from __future__ import annotations
 
 from array import array
+import time
 from collections.abc import Callable, Hashable
 from itertools import accumulate
 from typing import TypeVar
@@ -76,9 +77,11 @@ class PaddedPasses:
 
     Attributes:
         failure: why recording has failed; None if it has not.
+        recording_seconds: that the recordings took.
     """
 
     failure: str | None = None
+    recording_seconds = 0.0
 
     def __init__(self, forward: Forward, record: Record | None, *, waits: bool = False) -> None:
         self._forward = forward
@@ -128,10 +131,12 @@ class PaddedPasses:
 
         replay = self._replays.get(form)
         if replay is None and self._record is not None and is_known:
+            began = time.perf_counter()
             try:
                 replay = self._replays[form] = self._record(run)
             except RuntimeError as error:
                 self.give_up(failure_of(error))
+            self.recording_seconds += time.perf_counter() - began
             if self._waits:
                 replay = None
         return run() if replay is None else replay()

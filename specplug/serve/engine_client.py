@@ -29,6 +29,7 @@ from specplug.serve.messages import (
     Command,
     End,
     Failed,
+    Loading,
     Ready,
     Refused,
     Stats,
@@ -38,9 +39,14 @@ from specplug.serve.messages import (
     decode,
     encode,
 )
+from specplug.startup import Report
 
 _END_SECONDS = 10.0
 """How long an engine may take to end when it is told to."""
+
+
+def _unseen(part: str, done: int, total: int) -> None:
+    """Let a report of a start go."""
 
 
 class RequestStream:
@@ -130,6 +136,7 @@ class EngineClient:
         chat_template: text of a template; None: the tokenizer's own.
         max_prompt_tokens: most of one prompt; None: what the context holds.
         verbose: have the engine tell on standard error what it loads.
+        on_loading: called with how far its start is: the part, what is done, of how much.
         on_warning: called with each warning of the engine.
         on_end: called with the reason when the engine ends and was not told to.
     """
@@ -142,6 +149,7 @@ class EngineClient:
         chat_template: str | None,
         max_prompt_tokens: int | None,
         verbose: bool = False,
+        on_loading: Report = _unseen,
         on_warning: Callable[[str], None],
         on_end: Callable[[str], None],
     ) -> None:
@@ -152,6 +160,7 @@ class EngineClient:
             "verbose": verbose,
         }
         self._name = name
+        self._on_loading = on_loading
         self._on_warning = on_warning
         self._on_end = on_end
         self._numbers = count()
@@ -308,6 +317,8 @@ class EngineClient:
                 for future in asked:
                     if not future.done():
                         future.set_result(report)
+            case Loading():
+                self._on_loading(report.part, report.done, report.total)
             case Ready():
                 self._ready.set_result(report)
             case Warned():

@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Iterable
@@ -46,6 +47,7 @@ from specplug.serve.messages import (
     AskStats,
     End,
     Failed,
+    Loading,
     Ready,
     Refused,
     Report,
@@ -58,6 +60,7 @@ from specplug.serve.messages import (
     encode,
 )
 from specplug.serve.text_limit import TextLimit
+from specplug.startup import startup_reported
 
 _PREPARATION_THREADS = 2
 _GRAMMAR_THREADS = 4
@@ -66,6 +69,9 @@ _SWITCH_SECONDS = 0.0005
 """Longest that preparation holds Python's lock when a step waits for it. Python's own 5 ms would
 slow steps down, since a step gives up the lock hundreds of times."""
 
+
+_LOADING_SECONDS = 0.1
+"""The least time between two reports of how far a part of the start is."""
 
 _FAREWELL_SECONDS = 10.0
 """How long an engine that fails waits for the server to have read why."""
@@ -401,10 +407,29 @@ def _end_with_the_server() -> None:
     os._exit(1)
 
 
+class _LoadingReports:
+    """Tells the server how far a start is: of each part its begin and its end, and between them
+    what is new since a moment ago."""
+
+    def __init__(self, reports: zmq.Socket[bytes]) -> None:
+        self._reports = reports
+        self._told = 0.0
+
+    def __call__(self, part: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if 0 < done < total and now - self._told < _LOADING_SECONDS:
+            return
+        self._told = now
+        self._reports.send(encode(Loading(part=part, done=done, total=total)))
+
+
 def _load(settings: dict[str, Any], reports: zmq.Socket[bytes]) -> LLM:
     """The model; what is said on the way goes to the server."""
     silence_libraries()
-    with warnings.catch_warnings(record=True) as told:
+    with (
+        warnings.catch_warnings(record=True) as told,
+        startup_reported(_LoadingReports(reports)),
+    ):
         warnings.simplefilter("always")
         llm = LLM(EngineConfig.from_json(settings["engine"]))
     for each in told:

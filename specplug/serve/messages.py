@@ -49,6 +49,15 @@ class End:
 
 
 @attrs.frozen(kw_only=True)
+class Loading:
+    """From the engine: how far its start is, as ``specplug.startup.Report`` has it."""
+
+    part: str
+    done: int
+    total: int
+
+
+@attrs.frozen(kw_only=True)
 class Ready:
     """From the engine: the model is loaded.
 
@@ -181,7 +190,7 @@ class Stats:
 
 
 Command = Add | Abort | AskStats | End
-Report = Ready | Failed | Warned | Accepted | Refused | Stepped | Stats
+Report = Loading | Ready | Failed | Warned | Accepted | Refused | Stepped | Stats
 
 _KINDS = {kind.__name__: kind for kind in (*Command.__args__, *Report.__args__)}
 

@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import attrs
 import uvicorn
@@ -81,6 +82,8 @@ class Server:
 
     Args:
         settings: what it serves, and how.
+        on_loading: called with how far the start of an engine is: its name, "" where there is but
+            one; the part of the start; what of it is done, and of how much.
         on_loaded: called when the model is loaded.
         on_listening: called with the address then.
         on_warning: called with what is off or other than asked for.
@@ -90,6 +93,7 @@ class Server:
         self,
         settings: Settings,
         *,
+        on_loading: Callable[[str, str, int, int], None],
         on_loaded: Callable[[], None],
         on_listening: Callable[[str], None],
         on_warning: Callable[[str], None],
@@ -111,6 +115,7 @@ class Server:
                 chat_template=settings.chat_template,
                 max_prompt_tokens=settings.max_prompt_tokens,
                 verbose=settings.verbose,
+                on_loading=partial(on_loading, "" if len(ranks) == 1 else f"rank {rank}"),
                 on_warning=on_warning,
                 on_end=self._fail,
             )

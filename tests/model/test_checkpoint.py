@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specplug import LLM, CheckpointError, FallbackWarning
-from specplug.model.checkpoint import load_checkpoint
-from specplug.model.loading import choose_dtype, weights_progress
+from specplug.model.checkpoint import load_checkpoint, weights_progress
+from specplug.model.loading import choose_dtype
 
 UP = "model.layers.1.mlp.up_proj.weight"
 

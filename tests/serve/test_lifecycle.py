@@ -217,3 +217,16 @@ def test_a_server_that_is_told_to_end_while_it_loads() -> None:
     assert process.communicate(timeout=DEADLINE) == ("", "")
     assert process.returncode == 0
     assert not is_alive(child)
+
+
+def test_verbose_server_tells_how_its_engine_starts(serve: Any) -> None:
+    server: ServerProcess = serve("--verbose", "--warm-up", "on", "--max-running-requests", "1")
+    server.signal()
+    assert server.wait() == 0
+    parts = [
+        line.partition(": ")[2].strip() for line in server.errors if line.startswith("loading")
+    ]
+    assert parts[:2] == ["reading the configuration", "loading weights"]
+    assert parts[-2:] == ["allocating the KV pool", "warming up"]
+    (times,) = [line for line in server.errors if "start: " in line]
+    assert all(f"{part} " in times for part in parts)
