@@ -1,7 +1,8 @@
 """Runs the steps of a run once before its first request, so that no request waits for a compiler.
 
 A kernel is compiled when it is first launched, for some shapes anew, and a pass is recorded when
-its shape first occurs. Here every shape occurs that requests commonly bring.
+its shape occurs for the first or the second time. Here every shape occurs that requests commonly
+bring.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from specplug.engine.scheduler import SchedulerConfig
 from specplug.engine.step import StepRunner
 from specplug.engine.step_plan import Decode, Prefill, PrefillChunk, Step
 from specplug.model.graph_runner import bucket_of
+from specplug.model.pass_form import MOST_ROWS, row_buckets
 from specplug.sampling_params import SamplingParams
 
 _MOST_ROWS = 2048
@@ -76,7 +78,9 @@ class WarmUp:
             PluginError: a hook has failed.
             RankError: another rank has failed.
         """
-        steps = list(self.steps())
+        # A padded pass is recorded when its form comes for the second time.
+        times = 2 if self._runner.runner.pads else 1
+        steps = [step for step in self.steps() for _ in range(times)]
         for done, step in enumerate(steps):
             advance(done, len(steps))
             self._run(step)
@@ -106,7 +110,7 @@ class WarmUp:
     def steps(self) -> Iterator[Step]:
         """Yield the steps: prompts of all lengths at which a kernel has another form, then decode
         steps at every batch size that is recorded, greedy and sampled."""
-        for width in _doubled(self._most_rows):
+        for width in _lengths(self._most_rows):
             yield _prefill(self._requests([width]))
         if self._limits.max_running_requests > 1 and self._most_rows > 2:
             first = self._most_rows * 2 // 3
@@ -115,49 +119,45 @@ class WarmUp:
         for size in sizes:
             kinds = [_GREEDY, _SAMPLED] + [_TRUNCATED] * (size in (sizes[0], sizes[-1]))
             for params in kinds:
-                # Requests with prompts of one length, and others.
-                yield from self._decode(size, params, longer=params is _GREEDY and size > 1)
+                yield from self._decode(size, params)
         if self._limits.mixed_chunk:
             yield from self._mixed()
 
-    def _decode(self, size: int, params: SamplingParams, *, longer: bool) -> Iterator[Step]:
-        """Yield steps in which ``size`` requests are prefilled, and steps in which they decode.
-
-        Args:
-            longer: whether the first prompt is longer than the others.
-        """
-        rooms = self._rooms() if self._decodes else [0]
-        for room in rooms:
-            # Prefilled each time anew: how much a step accepts is not known on the host.
-            requests = self._requests([_PROMPT + longer] + [_PROMPT] * (size - 1), params)
+    def _decode(self, size: int, params: SamplingParams) -> Iterator[Step]:
+        """Yield steps in which ``size`` requests are prefilled, and steps in which they decode."""
+        requests = self._requests([_PROMPT] * size, params)
+        if not self._decodes:
             yield _prefill(requests)
-            if self._decodes:
-                yield _step(decode=self._decode_half(requests, room))
+            return
+        for rooms in self._rooms(size):
+            # Prefilled each time anew, or they would grow by what a step accepts.
+            yield _prefill(requests)
+            yield _step(decode=_decode_half(requests, rooms, self._limits.num_lookahead_slots))
 
     def _mixed(self) -> Iterator[Step]:
         """Yield steps with both halves, if there is room for two requests."""
         size = self._limits.max_running_requests
         if size < 2 or not self._decodes:
             return
-        for width in {min(self._most_rows, 16), self._most_rows}:
+        for width in sorted({min(self._most_rows, 16), self._most_rows}):
             *requests, prompt = self._requests([_PROMPT] * (size - 1) + [width])
             yield _prefill(requests)
-            decode = self._decode_half(requests, self._limits.num_lookahead_slots)
+            whole = self._limits.num_lookahead_slots
+            decode = _decode_half(requests, (whole,) * len(requests), whole)
             yield _step(prefill=_chunks([prompt]), decode=decode, admitted=(prompt,))
 
-    def _rooms(self) -> list[int]:
-        """Return the numbers of nodes that drafts are to have. A draft model fills the room that
-        there is. What drafts without one is as wide as there is something to propose."""
-        whole = self._limits.num_lookahead_slots
-        if self._runtime.has_draft_cache:
-            return [whole]
-        return [*_doubled(self._limits.num_draft_tokens)[:-1], whole]
-
-    def _decode_half(self, requests: Sequence[Request], room: int) -> Decode:
-        end = max(len(request.token_ids) for request in requests)
-        end += self._limits.num_lookahead_slots
-        size = len(requests)
-        return Decode(requests=tuple(requests), max_draft_nodes=(room,) * size, slots=(end,) * size)
+    def _rooms(self, size: int) -> Iterator[tuple[int, ...]]:
+        """Yield the nodes that the drafts of a batch may have. A draft model fills the room that
+        there is. What drafts without one is as wide as there is something to propose, each request
+        for itself."""
+        whole, most = self._limits.num_lookahead_slots, self._limits.num_draft_tokens
+        yield (whole,) * size
+        if self._runtime.has_draft_cache or most == 1:
+            return
+        for nodes in _doubled(most)[:-1]:
+            yield (nodes,) * size
+        if size > 1:
+            yield tuple(1 if number % 2 else whole for number in range(size))
 
     def _requests(
         self, lengths: Sequence[int], params: SamplingParams = _GREEDY
@@ -180,6 +180,14 @@ class WarmUp:
             )
             for row, length in enumerate(lengths, 1)
         )
+
+
+def _decode_half(
+    requests: Sequence[Request], rooms: tuple[int, ...], num_lookahead_slots: int
+) -> Decode:
+    end = max(len(request.token_ids) for request in requests) + num_lookahead_slots
+    slots = (end,) * len(requests)
+    return Decode(requests=tuple(requests), max_draft_nodes=rooms, slots=slots)
 
 
 def _prefill(requests: Sequence[Request], *, is_last: bool = True) -> Step:
@@ -224,6 +232,11 @@ def _step(
         cached_pages=0,
         is_warm_up=True,
     )
+
+
+def _lengths(most: int) -> list[int]:
+    """Return the lengths of prompts, up to ``most``, at which a pass has another form."""
+    return [*row_buckets(most), *(rows for rows in _doubled(most) if rows > MOST_ROWS)]
 
 
 def _doubled(most: int) -> list[int]:

@@ -24,6 +24,12 @@ def row_bucket(rows: int) -> int:
     return _ROWS[bisect_left(_ROWS, rows)]
 
 
+def row_buckets(most: int) -> list[int]:
+    """Return the most rows of each form that passes of at most ``most`` rows are padded to."""
+    most = min(most, MOST_ROWS)
+    return [*(rows for rows in _ROWS if rows < most), most]
+
+
 @attrs.frozen
 class PartSize:
     """A part of a pass: its prefill's chunks, or its decode step's nodes.

@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specplug.model.pass_form import MOST_ROWS, NOTHING, PartForm, PartSize, PassForm, PassSize
+from specplug.model.pass_form import (
+    MOST_ROWS,
+    NOTHING,
+    PartForm,
+    PartSize,
+    PassForm,
+    PassSize,
+    row_buckets,
+)
 
 WIDTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
@@ -76,3 +84,12 @@ def test_forms_of_mixed_steps_are_few() -> None:
         for chunk in range(1, 505)
     }
     assert len(forms) <= 64
+
+
+def test_row_buckets_have_the_forms_of_all_prompts() -> None:
+    for most in (1, 2, 31, 100, MOST_ROWS, MOST_ROWS + 1):
+        buckets = row_buckets(most)
+        assert buckets == sorted(set(buckets))
+        forms = {PartForm.of([size_of([width])]) for width in buckets}
+        lengths = range(1, min(most, MOST_ROWS) + 1)
+        assert {PartForm.of([size_of([width])]) for width in lengths} == forms

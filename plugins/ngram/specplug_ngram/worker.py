@@ -81,7 +81,7 @@ class NgramWorker:
         drafts together would not pay.
         """
         if batch.is_warm_up:
-            return self._widest(draft_input.bonus_tokens, min(batch.max_draft_nodes))
+            return self._widest(draft_input.bonus_tokens, batch.max_draft_nodes)
         cost = StepCost(batch.size)
         trees = [
             self._draft(view.request_id, cost.least, room)
@@ -100,21 +100,23 @@ class NgramWorker:
         depth = max(node.depth for tree in trees for node in tree.nodes)
         return Draft.tree(tokens, parents, depth, widths)
 
-    def _widest(self, roots: Tensor, room: int) -> Draft:
-        """Return the widest draft within ``room``, of arbitrary tokens: each level of a tree is
+    def _widest(self, roots: Tensor, rooms: Sequence[int]) -> Draft:
+        """Return the widest draft within ``rooms``, of arbitrary tokens: each level of a tree is
         full before the next."""
-        width, topk = min(self._shape.num_draft_tokens, room), self._shape.topk
+        topk = self._shape.topk
+        widths = [min(self._shape.num_draft_tokens, room) for room in rooms]
+        width = max(widths)
         nodes = torch.arange(width, device=roots.device)
         tokens = nodes.expand(len(roots), -1).clone()
         tokens[:, 0] = roots
         if topk == 1 or width == 1:
-            return Draft.chain(tokens)
+            return Draft.chain(tokens, widths)
         parents = torch.div(nodes - 1, topk, rounding_mode="floor")
         depth, level = 0, 0
         while level < width - 1:
             depth += 1
             level += topk**depth
-        return Draft.tree(tokens, parents.expand_as(tokens).clone(), depth)
+        return Draft.tree(tokens, parents.expand_as(tokens).clone(), depth, widths)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended; its tokens stay in the history."""

@@ -242,3 +242,5 @@ def test_worker_drafts_its_widest_to_warm_up(topk: int, depth: int) -> None:
     narrow = attrs.evolve(batch, max_draft_nodes=(3,))
     assert worker.propose(narrow, _input(25)).width == 3
     assert not worker.requests
+    pair = attrs.evolve(_batch(KNOWS_NOTHING, BRANCHES), is_warm_up=True, max_draft_nodes=(3, 7))
+    assert worker.propose(pair, _input(25, 26)).widths == (3, 7)
