@@ -6,8 +6,8 @@ second is recorded, and those that follow are replayed: a form that is seen once
 
 from __future__ import annotations
 
-from array import array
 import time
+from array import array
 from collections.abc import Callable, Hashable
 from itertools import accumulate
 from typing import TypeVar
