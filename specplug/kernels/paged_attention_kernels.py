@@ -42,9 +42,12 @@ _PARTS = {
     32: {"STAGES": 5, "num_warps": 2},
     64: {"STAGES": 5, "num_warps": 4},
 }  # by the rows of a tile
-_FEW_TAILS = {"STAGES": 3, "num_warps": 4}
-_MANY_TAILS = {"STAGES": 5, "num_warps": 1}
-_MANY = 128  # tails that keep a card's processors busy without more warps
+_TAILS = (
+    (512, {"STAGES": 2, "num_warps": 1}),
+    (128, {"STAGES": 2, "num_warps": 2}),
+    (0, {"STAGES": 3, "num_warps": 4}),
+)  # from so many of them on: many keep a card's processors busy without more warps
+_LEAST_BATCH = 32  # a warp's lanes: smaller batches share a compiled kernel
 _TILES = {"STAGES": 5, "num_warps": 4}
 _DOT_ROWS = 16  # the fewest rows of a tensor core's product
 _TILE_ROWS = 64
@@ -554,7 +557,7 @@ class _Call:
         tops, totals, mixed = workspace.split_with_sizes(
             [capacity * tile, capacity * tile, len(workspace) - 2 * capacity * tile]
         )
-        batch = triton.next_power_of_2(bs)
+        batch = max(_LEAST_BATCH, triton.next_power_of_2(bs))
         _committed_parts[(programs,)](
             self.q, self.keys, self.values, rows.table, rows.req_indices, rows.starts,
             rows.positions, _given(rows.padded_rows, out), tops, totals, mixed,
@@ -564,7 +567,8 @@ class _Call:
         order = rows.order
         span = 1 if order is None else order.shape[2]
         order_stride = 0 if order is None or order.shape[0] == 1 else order.stride(0)
-        tails = _MANY_TAILS if len(self.q) * kv_heads >= _MANY else _FEW_TAILS
+        num_tails = len(self.q) * kv_heads
+        tails = next(options for least, options in _TAILS if num_tails >= least)
         _row_tails[len(self.q), kv_heads](
             self.q, self.keys, self.values, out, rows.table, rows.req_indices, rows.starts,
             rows.positions, _given(rows.flat_index, out), _given(order, out),
