@@ -229,6 +229,13 @@ class EngineConfig:
         group="Engine",
         agree=(RANKS,),
     )
+    disable_cpu_kernels: bool = setting(
+        False,
+        Flag(),
+        "On the CPU, do not compile kernels with the machine's C compiler. torch computes then, as "
+        "it does where there is no compiler, more than one thread or another dtype than float32.",
+        group="Engine",
+    )
     disable_extensions: Sequence[str] = setting(
         (),
         Texts(),

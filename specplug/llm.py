@@ -114,6 +114,7 @@ class LLM:
         disable_cuda_graph: bool = False,
         disable_row_invariance: bool = False,
         warm_up: str = "auto",
+        disable_cpu_kernels: bool = False,
         disable_extensions: Sequence[str] = (),
         skip_model_check: bool = False,
         disaggregation: str | None = None,

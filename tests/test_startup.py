@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specplug import LLM
 from specplug.startup import Startup, startup_reported
@@ -13,6 +14,7 @@ from specplug.startup import Startup, startup_reported
 PARTS = [
     "reading the configuration",
     "loading weights",
+    *([] if torch.cuda.is_available() else ["compiling kernels"]),
     "checking the model",
     "fusing layers",
     "loading the tokenizer",

@@ -110,6 +110,8 @@ def startup_lines(
             f"kernels: {runner.num_fused_layers} of {runner.num_layers} layers are fused; row "
             f"invariance {runner.row_invariance}"
         )
+    if runtime.device.type == "cpu":
+        yield f"the CPU's kernels: {runner.cpu_kernels_state}"
     draft = ""
     if spec.draft_model_path is not None:
         size = sum(file.stat().st_size for file in spec.draft_model_path.glob("*.safetensors"))
@@ -173,6 +175,7 @@ def effective_config(
         "cuda_graph": engine.cuda_graph,
         "row_invariance": runtime.row_invariance,
         "warm_up": warm_up_state(config, runtime),
+        "cpu_kernels": runtime.cpu_kernels,
         "dp_attention": "on" if config.dp_size > 1 else "off: not enabled",
         "mixed_chunk": "on" if config.enable_mixed_chunk else "off: not enabled",
         "disaggregation": config.disaggregation or "off",

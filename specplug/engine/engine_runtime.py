@@ -255,6 +255,11 @@ class EngineRuntime:
         return self._graphs or runs_kernels(self.device)
 
     @property
+    def cpu_kernels(self) -> str:
+        """Whether passes compute with the CPU's kernels: "on", or "off: " and why."""
+        return self._runner.cpu_kernels_state
+
+    @property
     def row_invariance(self) -> str:
         """Whether each row's bits depend on nothing but the row: "on", or "off: " and why."""
         return self._runner.row_invariance
@@ -291,6 +296,7 @@ class EngineRuntime:
             floors=table.floors,
             lengths=None if self._runner.rotary.rule is FIXED else table.lengths,
             kernels=self._runner.kernels,
+            cpu_kernels=self._runner.cpu_kernels,
             page_size=table.page_size,
         )
         caches = [(self._runner.cache, self._runner.kv_shape), *self._draft_caches]

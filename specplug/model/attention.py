@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specplug.kernels import grouped_attention
+from specplug.kernels.cpu_kernels import CPUKernels, CPURows
 from specplug.kernels.dispatch import HALF
 from specplug.kernels.grouped_attention import GroupedAttention, group_requests
 from specplug.kernels.paged_attention import paged_attention_reference
@@ -47,6 +49,7 @@ class RequestSlots:
         lengths: [rows] int64, by request row the least length that sets its rotary frequencies;
             None: they follow from each row's position.
         kernels: attends on a GPU; None: torch does.
+        cpu_kernels: attend on the CPU in float32; None: torch does.
         page_size: consecutive positions from a multiple of it on have consecutive slots.
     """
 
@@ -55,6 +58,7 @@ class RequestSlots:
     floors: Tensor | None = None
     lengths: Tensor | None = None
     kernels: PagedAttention | None = None
+    cpu_kernels: CPUKernels | None = None
     page_size: int = 1
 
 
@@ -213,6 +217,25 @@ class PagedPlan:
             padded_rows=None if padding is None else padding.padded_rows,
         )
 
+    @cached_property
+    def _cpu_rows(self) -> CPURows:
+        """What the CPU's kernels read."""
+        if self.padding is None:
+            first_rows = torch.arange(0, (self.bs + 1) * self.width, self.width)
+            count = self.bs * self.width
+        else:
+            first_rows = torch.tensor([0, *accumulate(self.padding.widths)])
+            count = sum(self.padding.widths)
+        return CPURows(
+            table=self.requests.slots,
+            req_indices=self.req_indices.contiguous(),
+            starts=self.starts.contiguous(),
+            first_rows=first_rows,
+            count=count,
+            offset=self.offset,
+            mask=None if self.mask is None else self.mask.contiguous(),
+        )
+
     def attend(
         self,
         cache: KVCache,
@@ -252,6 +275,12 @@ class PagedPlan:
             return self.requests.kernels(
                 q, keys, values, self.rows, scale, window=window, softcap=softcap, sinks=sinks
             )
+        on_cpu = self.requests.cpu_kernels
+        if on_cpu is not None and on_cpu.serves(
+            q, keys, values, self._cpu_rows, window, softcap, sinks
+        ):
+            scale = head_dim**-0.5 if scale is None else scale
+            return on_cpu.attend(q, keys, values, self._cpu_rows, scale, window)
         grouped = self._grouped(keys.shape[1] * keys.shape[2], keys.element_size())
         if grouped is not None:
             scale = head_dim**-0.5 if scale is None else scale
@@ -266,6 +295,8 @@ class PagedPlan:
 
     def is_transformers_layout(self, query: Tensor) -> bool:
         """Return whether torch attends with queries as they come, [1, H, R, D]."""
+        if self.requests.cpu_kernels is not None:
+            return False
         by_torch = self.requests.kernels is None or query.dtype not in HALF
         return by_torch and self.bs == 1 and self.padding is None
 
@@ -298,7 +329,7 @@ class PagedPlan:
 
     def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the rows' keys and values, as ``AttentionPlan.write`` says."""
-        _write(cache, layer, self.slots, k, v, self.requests.kernels is not None)
+        _write(cache, layer, self.slots, k, v, self.requests)
 
     def attend_padded(
         self,
@@ -363,11 +394,11 @@ class PagedPlan:
 
 
 def _write(
-    cache: KVCache, layer: int, slots: Tensor, k: Tensor, v: Tensor, by_kernel: bool
+    cache: KVCache, layer: int, slots: Tensor, k: Tensor, v: Tensor, requests: RequestSlots
 ) -> None:
     """Write keys and values [R, Hkv, D] to the slots [R] of a layer."""
     keys, values = cache.keys[layer], cache.values[layer]
-    if by_kernel and k.stride(2) == v.stride(2) == 1:
+    if requests.kernels is not None and k.stride(2) == v.stride(2) == 1:
         from specplug.kernels.kv_write import kv_write
 
         kv_write(k, v, slots, keys, values)
@@ -448,8 +479,7 @@ class JoinedPlan:
         self, cache: KVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any
     ) -> Tensor:
         """Write and attend in both halves, as ``PagedPlan.attend`` does."""
-        by_kernel = self.parts[0].requests.kernels is not None
-        _write(cache, layer, self.slots, k, v, by_kernel)
+        _write(cache, layer, self.slots, k, v, self.parts[0].requests)
         return self.attend_written(cache, layer, q, *how)
 
     def attend_written(self, cache: KVCache, layer: int, q: Tensor, *how: Any) -> Tensor:

@@ -19,7 +19,6 @@ from specplug.model.model_runner import ModelRunner
 from specplug.startup import Startup
 
 ASSETS = Path(__file__).parent.parent / "assets"
-_SMALL_MODEL = 50_000_000
 
 
 def silence_libraries() -> None:
@@ -86,7 +85,7 @@ def load_target(
     Raises:
         CheckpointError: there is no such model, it cannot be loaded, or not be run rightly here.
     """
-    runner = ModelRunner(
+    return ModelRunner(
         find_model(config.model),
         choose_dtype(config.dtype, device),
         device,
@@ -95,18 +94,9 @@ def load_target(
         skip_check=config.skip_model_check,
         row_invariant=not config.disable_row_invariance,
         startup=startup,
+        compiled=not config.disable_cpu_kernels,
+        num_threads=config.num_threads,
     )
-    if device.type == "cpu":
-        set_threads(config.num_threads, runner.num_parameters)
-    return runner
-
-
-def set_threads(num_threads: int | None, num_parameters: int) -> None:
-    """Set torch's threads: one for a small model unless told otherwise."""
-    if num_threads is None and num_parameters < _SMALL_MODEL:
-        num_threads = 1
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
 
 
 def find_model(model: str | Path | None) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specplug.errors import CheckpointError, SpecplugError
+from specplug.kernels.cpu_kernels import CPUKernels
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
 from specplug.model.attention import (
     IMPLEMENTATION,
@@ -71,6 +72,7 @@ class ModelCheck:
         begin_pass: called before each pass with the number of its rows and the lengths [T] that
             set the rotary frequencies of a sequence.
         kernels: with which our passes attend on a GPU; None: torch.
+        cpu_kernels: with which they attend on the CPU; None: torch.
 
     Attributes:
         kv_shape: of the cache, as observed in the attention calls.
@@ -89,6 +91,7 @@ class ModelCheck:
         context_len: int,
         begin_pass: Callable[[int, Tensor], None],
         kernels: PagedAttention | None = None,
+        cpu_kernels: CPUKernels | None = None,
     ) -> None:
         self._name = f"model {path!r} ({type(model).__name__})"
         self._device: torch.device = model.device
@@ -111,6 +114,7 @@ class ModelCheck:
             last_position=context_len - 1,
             lengths=table.new_full((len(table),), self._length),
             kernels=kernels,
+            cpu_kernels=cpu_kernels,
         )
         self._kept = _windows_of_cache(model.config.get_text_config())
         self._lengths = torch.full((self._length,), self._length, device=self._device)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.errors import warn_fallback
+from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
 from specplug.kernels.dispatch import HALF, runs_pass_kernels
 from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
@@ -32,6 +33,7 @@ from specplug.model.pass_form import PassForm, PassSize
 from specplug.model.quantization import count_parameters, drop_weights, stored_tensors
 from specplug.model.rotary import RotaryByLength
 from specplug.model.sharded_mlp import shard_mlps
+from specplug.model.threads import set_threads
 from specplug.speculative.runtime import KVCache
 from specplug.startup import Startup
 
@@ -58,6 +60,8 @@ class ModelRunner:
         ranks: over which its MLPs are sharded; None: it is not sharded.
         identified: whether ``fingerprint`` is wanted.
         skip_check: do not check that it gives its own logits here.
+        compiled: have the CPU's kernels compiled, where one thread computes in float32.
+        num_threads: torch's on the CPU; None: one for a small model.
         row_invariant: on a GPU in half precision each row's bits depend on nothing but the row.
         startup: of the run, which takes the times; None: nobody wants them.
 
@@ -67,6 +71,8 @@ class ModelRunner:
         row_invariance: whether each row's bits depend on nothing but the row: "on", or "off: " and
             why; "not needed" in float32 and float64, whose rounding changes no token short of a
             tie.
+        cpu_kernels: with which passes compute on the CPU; None: torch.
+        cpu_kernels_state: "on", or "off: " and why.
         kernels: with which passes attend on this device in this dtype; None: torch.
 
     Raises:
@@ -83,6 +89,8 @@ class ModelRunner:
         identified: bool = False,
         skip_check: bool = False,
         row_invariant: bool = True,
+        compiled: bool = True,
+        num_threads: int | None = None,
         startup: Startup | None = None,
     ) -> None:
         self.device = device
@@ -107,6 +115,13 @@ class ModelRunner:
         self.context_len: int = self.rotary.context_len
         self.cache = KVCache([], [])
         self.kernels = _attention_kernels(device, self.dtype)
+        if device.type == "cpu":
+            set_threads(num_threads, self.num_parameters)
+        found: CPUKernels | str = "disable_cpu_kernels"
+        if compiled:
+            found = _find_cpu_kernels(device, self.dtype, startup)
+        self.cpu_kernels = None if isinstance(found, str) else found
+        self.cpu_kernels_state = f"off: {found}" if isinstance(found, str) else "on"
         check = None if skip_check else self._begin_check(path)
         self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
         self.num_layers = len(self.capture.layers)
@@ -167,7 +182,7 @@ class ModelRunner:
             self._use_kernels(row_invariant)
         elif self.device.type == "cpu":
             self.rotary.begin(None)
-            self._fused_layers = fuse_layers(self.model, self.capture.layers)
+            self._fused_layers = fuse_layers(self.model, self.capture.layers, self.cpu_kernels)
         shorten_calls(self.model, keep=self.capture.hooked)
 
     def _use_kernels(self, row_invariant: bool) -> None:
@@ -194,6 +209,7 @@ class ModelRunner:
                 self.context_len,
                 self._begin_checked_pass,
                 self.kernels,
+                self.cpu_kernels,
             )
 
     def _end_check(self, check: ModelCheck) -> None:
@@ -454,6 +470,20 @@ def _attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttenti
     from specplug.kernels.paged_attention_kernels import PagedAttention
 
     return PagedAttention(device)
+
+
+def _find_cpu_kernels(
+    device: torch.device, dtype: torch.dtype, startup: Startup
+) -> CPUKernels | str:
+    """Return the kernels of the CPU, or why there are none."""
+    if device.type != "cpu":
+        return f"they are not for {device.type}"
+    if dtype != torch.float32:
+        return f"they are not for {str(dtype).removeprefix('torch.')}"
+    if torch.get_num_threads() > 1:
+        return "they run on one thread, torch on several"
+    with startup.part("compiling kernels"):
+        return load_cpu_kernels()
 
 
 def _has_experts(config: Any) -> bool:

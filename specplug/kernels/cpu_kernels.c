@@ -1,0 +1,382 @@
+/* What a decoder layer does around its products on a CPU, in float32, on the calling thread.
+
+   A row's bits depend on nothing but the row: every sum runs in an order that follows from the row's
+   own keys, whatever rows stand beside it. Compiled by cpu_kernels.py, which says what the
+   arguments are. Vectors are the compiler's own, so this is C for any processor. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16   /* keys of a block, and floats of a vector */
+#define ROWS 16    /* queries that share one reading of a request's keys */
+#define CACHED 65536 /* floats of scores that stay in a cache */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef float oct __attribute__((vector_size(32)));
+typedef int32_t ioct __attribute__((vector_size(32)));
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ioct){__VA_ARGS__})
+#endif
+
+INLINE vec load(const float *from) { vec v; memcpy(&v, from, sizeof v); return v; }
+INLINE void store(float *to, vec v) { memcpy(to, &v, sizeof v); }
+INLINE vec all(float x) { return (vec){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+INLINE vec choose(ivec where, vec a, vec b)
+{
+    return (vec)(((ivec)a & where) | ((ivec)b & ~where));
+}
+
+INLINE float sum_of(vec v)
+{
+    float f[LANES];
+    store(f, v);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) f[i] += f[i + half];
+    return f[0];
+}
+
+INLINE float max_of(vec v)
+{
+    float most = v[0];
+    for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
+
+/* e to the power of x <= 88, within 2 units in the last place; 0 below -87. */
+INLINE vec exp_of(vec x)
+{
+    const vec round = all(12582912.0f);
+    ivec tiny = x < all(-87.0f);
+    vec y = choose(tiny, all(-87.0f), x);
+    vec shifted = y * all(1.44269504f) + round;
+    vec n = shifted - round;
+    vec r = y - n * all(0.693145752f);
+    r = r - n * all(1.42860677e-6f);
+    vec p = all(1.9875691500e-4f);
+    p = p * r + all(1.3981999507e-3f);
+    p = p * r + all(8.3334519073e-3f);
+    p = p * r + all(4.1665795894e-2f);
+    p = p * r + all(1.6666665459e-1f);
+    p = p * r + all(5.0000001201e-1f);
+    p = p * r * r + r + all(1.0f);
+    ivec power = ((ivec)shifted << 23) + (ivec)all(1.0f);
+    return choose(tiny, all(0.0f), p * (vec)power);
+}
+
+/* Write 8 floats of each of 8 keys to columns of `to`, whose rows are LANES apart. */
+INLINE void transpose_8(const float *const *from, int64_t at, float *to)
+{
+    oct a[8], b[8];
+    for (int i = 0; i < 8; i++) memcpy(&a[i], from[i] + at, sizeof a[i]);
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = SHUFFLE(a[i], a[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+        b[i + 1] = SHUFFLE(a[i], a[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    for (int k = 0; k < 8; k += 4)
+        for (int i = k; i < k + 2; i++) {
+            a[i] = SHUFFLE(b[i], b[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            a[i + 2] = SHUFFLE(b[i], b[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    for (int i = 0; i < 4; i++) {
+        b[i] = SHUFFLE(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        b[i + 4] = SHUFFLE(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+    for (int i = 0; i < 8; i++) memcpy(to + i * LANES, &b[i], sizeof b[i]);
+}
+
+/* Scores of N queries with a block of keys [D][LANES]. */
+#define SCORE(N)                                                                       \
+    INLINE void score_##N(const float *const *q, const float *k, int64_t size,         \
+                          float *const *scores, int64_t at, vec scale)                 \
+    {                                                                                  \
+        vec even[N], odd[N];                                                           \
+        for (int i = 0; i < N; i++) even[i] = odd[i] = all(0.0f);                      \
+        for (int64_t d = 0; d < size; d += 2) {                                        \
+            vec k0 = load(k + d * LANES), k1 = load(k + (d + 1) * LANES);              \
+            for (int i = 0; i < N; i++) {                                              \
+                even[i] += k0 * q[i][d];                                               \
+                odd[i] += k1 * q[i][d + 1];                                            \
+            }                                                                          \
+        }                                                                              \
+        for (int i = 0; i < N; i++) store(scores[i] + at, (even[i] + odd[i]) * scale); \
+    }
+SCORE(1)
+SCORE(2)
+SCORE(3)
+SCORE(4)
+
+/* Add a block's values, weighted by N rows' weights, to sums of WIDTH vectors in `out`. */
+#define MIX(N, WIDTH)                                                                        \
+    INLINE void mix_##N##_##WIDTH(float *const *weights, const float *const *values,         \
+                                  int64_t first, int keys, float *const *out, int64_t d)     \
+    {                                                                                        \
+        vec sums[N][WIDTH];                                                                  \
+        for (int i = 0; i < N; i++)                                                          \
+            for (int w = 0; w < WIDTH; w++) sums[i][w] = load(out[i] + d + w * LANES);       \
+        for (int j = 0; j < keys; j++) {                                                     \
+            vec v[WIDTH];                                                                    \
+            for (int w = 0; w < WIDTH; w++) v[w] = load(values[j] + d + w * LANES);          \
+            for (int i = 0; i < N; i++)                                                      \
+                for (int w = 0; w < WIDTH; w++) sums[i][w] += v[w] * weights[i][first + j];  \
+        }                                                                                    \
+        for (int i = 0; i < N; i++)                                                          \
+            for (int w = 0; w < WIDTH; w++) store(out[i] + d + w * LANES, sums[i][w]);       \
+    }                                                                                        \
+    INLINE void mix_rows_##N##_##WIDTH(float *const *weights, const float *const *values,    \
+                                       int64_t first, int keys, float *const *out, int64_t size) \
+    {                                                                                        \
+        for (int64_t d = 0; d < size; d += WIDTH * LANES)                                    \
+            mix_##N##_##WIDTH(weights, values, first, keys, out, d);                         \
+    }
+MIX(1, 1) MIX(2, 1) MIX(3, 1) MIX(4, 1)
+MIX(1, 2) MIX(2, 2) MIX(3, 2) MIX(4, 2)
+
+INLINE void mix(int n, float *const *weights, const float *const *values, int64_t first, int keys,
+                float *const *out, int64_t size)
+{
+    int wide = size % (2 * LANES) == 0;
+#define MIX_N(N)                                                              \
+    if (n == N) {                                                             \
+        if (wide) mix_rows_##N##_2(weights, values, first, keys, out, size);  \
+        else mix_rows_##N##_1(weights, values, first, keys, out, size);       \
+    }
+    MIX_N(1) MIX_N(2) MIX_N(3) MIX_N(4)
+}
+
+INLINE void score(int n, const float *const *q, const float *k, int64_t size, float *const *scores,
+                  int64_t at, vec scale)
+{
+    if (n == 1) score_1(q, k, size, scores, at, scale);
+    if (n == 2) score_2(q, k, size, scores, at, scale);
+    if (n == 3) score_3(q, k, size, scores, at, scale);
+    if (n == 4) score_4(q, k, size, scores, at, scale);
+}
+
+/* Turn scores into weights, from `first` to `end`, 0 outside of the row's own; return 1 / sum. */
+INLINE float weigh(float *scores, int64_t first, int64_t own_first, int64_t own_end, int64_t end)
+{
+    const float hidden = -INFINITY;
+    for (int64_t j = first; j < own_first; j++) scores[j] = hidden;
+    for (int64_t j = own_end; j < end; j++) scores[j] = hidden;
+    vec most = all(hidden);
+    for (int64_t j = first; j < end; j += LANES) {
+        vec s = load(scores + j);
+        most = choose(s > most, s, most);
+    }
+    float top = max_of(most);
+    vec total = all(0.0f);
+    if (top == hidden) top = 0.0f; /* sees nothing: its weights are 0 */
+    for (int64_t j = first; j < end; j += LANES) {
+        vec p = exp_of(load(scores + j) - all(top));
+        store(scores + j, p);
+        total += p;
+    }
+    float sum = sum_of(total);
+    return sum > 0.0f ? 1.0f / sum : 0.0f;
+}
+
+/* A request's queries that are attended together, and what each of them sees. */
+struct rows {
+    int n;
+    const float *q[ROWS];
+    float *out[ROWS];
+    const uint8_t *masks[ROWS];
+    int64_t firsts[ROWS], ends[ROWS];
+};
+
+/* Ask for the rows of a block ahead of its turn: all heads' floats, from its first head's on. */
+INLINE void fetch(const float *rows, const int64_t *slots, int64_t row, int64_t floats,
+                  int64_t first, int64_t end)
+{
+    for (int64_t j = first; j < first + LANES && j < end; j++)
+        for (int64_t i = 0; i < floats; i += LANES)
+            __builtin_prefetch(rows + slots[j] * row + i, 0, 2);
+}
+
+/* Attend with the queries of `heads` heads of keys; `rows` are those of the first of them.
+
+   slots: of the request. start: where the masks begin, -1 if there are none. row: floats of a
+   token's keys. step: floats from the queries of one head of keys to those of the next.
+   scratch: heads * ROWS * room floats. block: LANES * size. */
+static void attend_rows(const struct rows *rows, int64_t heads, int64_t step, const float *keys,
+                        const float *values, const int64_t *slots, int64_t row, int64_t size,
+                        int64_t start, float scale, float *scratch, int64_t room, float *block)
+{
+    int n = rows->n;
+    int64_t first = rows->firsts[0], end = rows->ends[0];
+    for (int i = 1; i < n; i++) {
+        if (rows->firsts[i] < first) first = rows->firsts[i];
+        if (rows->ends[i] > end) end = rows->ends[i];
+    }
+    first = first / LANES * LANES;
+    const float *from[LANES], *q[ROWS];
+    float *scores[ROWS], *out[ROWS];
+    for (int64_t j = first; j < end; j += LANES) {
+        fetch(keys, slots, row, heads * size, j + LANES, end);
+        for (int64_t h = 0; h < heads; h++) {
+            for (int k = 0; k < LANES; k++)
+                from[k] = keys + slots[j + k < end ? j + k : j] * row + h * size;
+            for (int64_t d = 0; d < size; d += 8) {
+                transpose_8(from, d, block + d * LANES);
+                transpose_8(from + 8, d, block + d * LANES + 8);
+            }
+            for (int i = 0; i < n; i++) {
+                q[i] = rows->q[i] + h * step;
+                scores[i] = scratch + (h * n + i) * room;
+            }
+            for (int i = 0; i < n; i += 4)
+                score(n - i < 4 ? n - i : 4, q + i, block, size, scores + i, j, all(scale));
+        }
+    }
+    int64_t padded = first + (end - first + LANES - 1) / LANES * LANES;
+    float *shares = scratch + heads * n * room;
+    for (int64_t h = 0; h < heads; h++)
+        for (int i = 0; i < n; i++) {
+            float *own = scratch + (h * n + i) * room, *sums = rows->out[i] + h * step;
+            if (start >= 0)
+                for (int64_t j = start; j < rows->ends[i]; j++)
+                    if (!rows->masks[i][j - start] || !slots[j]) own[j] = -INFINITY;
+            shares[h * n + i] = weigh(own, first, rows->firsts[i], rows->ends[i], padded);
+            memset(sums, 0, (size_t)size * sizeof(float));
+        }
+    for (int64_t j = first; j < end; j += LANES) {
+        fetch(values, slots, row, heads * size, j + LANES, end);
+        for (int64_t h = 0; h < heads; h++) {
+            int count = end - j < LANES ? (int)(end - j) : LANES;
+            for (int k = 0; k < count; k++) from[k] = values + slots[j + k] * row + h * size;
+            for (int i = 0; i < n; i++) {
+                scores[i] = scratch + (h * n + i) * room;
+                out[i] = rows->out[i] + h * step;
+            }
+            for (int i = 0; i < n; i += 4)
+                mix(n - i < 4 ? n - i : 4, scores + i, from, j, count, out + i, size);
+        }
+    }
+    for (int64_t h = 0; h < heads; h++)
+        for (int i = 0; i < n; i++) {
+            float *sums = rows->out[i] + h * step;
+            for (int64_t d = 0; d < size; d += LANES)
+                store(sums + d, load(sums + d) * shares[h * n + i]);
+        }
+}
+
+/* Returns 0, or 1 if there is no memory. */
+int paged_attention(const float *q, int64_t q_stride, const float *keys, const float *values,
+                    const int64_t *table, int64_t table_stride, const int64_t *req_indices,
+                    const int64_t *starts, const int64_t *first_rows, int64_t bs, int64_t offset,
+                    int64_t window, const uint8_t *mask, int64_t mask_batch, int64_t mask_query,
+                    int64_t span, int64_t heads, int64_t kv_heads, int64_t size, float scale,
+                    float *out)
+{
+    int64_t fold = heads / kv_heads, row = kv_heads * size, longest = 0, most_rows = 1;
+    for (int64_t b = 0; b < bs; b++) {
+        int64_t width = first_rows[b + 1] - first_rows[b];
+        int64_t reach = starts[b] + (mask ? span : offset + width);
+        if (reach > longest) longest = reach;
+        if (width * fold > most_rows) most_rows = width * fold;
+    }
+    if (longest > table_stride) longest = table_stride;
+    if (most_rows > ROWS) most_rows = ROWS;
+    int64_t room = (longest / LANES + 2) * LANES;
+    /* Several heads at once read memory in its order, while their scores stay in the cache. */
+    int64_t together = CACHED / (most_rows * room);
+    together = together < 1 ? 1 : together > kv_heads ? kv_heads : together;
+    size_t floats = (size_t)(together * most_rows * (room + 1) + LANES * (size + 1));
+    float *block = aligned_alloc(64, floats / LANES * LANES * sizeof(float));
+    if (!block) return 1;
+    for (int64_t b = 0; b < bs; b++) {
+        const int64_t *slots = table + req_indices[b] * table_stride;
+        int64_t width = first_rows[b + 1] - first_rows[b], start = starts[b];
+        for (int64_t r = 0; r < width * fold; r += most_rows) {
+            struct rows rows;
+            rows.n = (int)(width * fold - r < most_rows ? width * fold - r : most_rows);
+            for (int64_t h = 0; h < kv_heads; h += together) {
+                for (int i = 0; i < rows.n; i++) {
+                    int64_t node = (r + i) / fold, head = h * fold + (r + i) % fold;
+                    int64_t end = start + (mask ? span : offset + node + 1);
+                    rows.ends[i] = end < 0 ? 0 : end > table_stride ? table_stride : end;
+                    rows.firsts[i] = window > 0 && end > window ? end - window : 0;
+                    rows.q[i] = q + (first_rows[b] + node) * q_stride + head * size;
+                    rows.out[i] = out + ((first_rows[b] + node) * heads + head) * size;
+                    if (mask) rows.masks[i] = mask + b * mask_batch + node * mask_query;
+                }
+                attend_rows(&rows, kv_heads - h < together ? kv_heads - h : together, fold * size,
+                            keys + h * size, values + h * size, slots, row, size,
+                            mask ? start : -1, scale, block + LANES * size, room, block);
+            }
+        }
+    }
+    free(block);
+    return 0;
+}
+
+INLINE float inverse_root(const float *x, int64_t size, float eps)
+{
+    vec total = all(0.0f);
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        vec v = load(x + i);
+        total += v * v;
+    }
+    float sum = sum_of(total);
+    for (; i < size; i++) sum += x[i] * x[i];
+    return 1.0f / sqrtf(sum / (float)size + eps);
+}
+
+void rms_norm(const float *x, int64_t stride, const float *weight, float eps, int64_t rows,
+              int64_t size, float *out, int64_t out_stride)
+{
+    for (int64_t r = 0; r < rows; r++, x += stride, out += out_stride) {
+        float factor = inverse_root(x, size, eps);
+        for (int64_t i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];
+    }
+}
+
+/* Norm the heads of queries and keys if there are weights, turn them in place, and write keys and
+   values to their slots. */
+void rotate_and_write(float *qkv, const float *cos, const float *sin, const float *weights,
+                      const float *eps, const int64_t *slots, int64_t rows, int64_t heads,
+                      int64_t kv_heads, int64_t size, float *keys, float *values)
+{
+    int64_t half = size / 2, turned = heads + kv_heads;
+    for (int64_t r = 0; r < rows; r++, cos += size, sin += size) {
+        float *row = qkv + r * (turned + kv_heads) * size;
+        for (int64_t h = 0; h < turned; h++) {
+            float *x = row + h * size;
+            if (weights) {
+                float factor = inverse_root(x, size, eps[h]);
+                for (int64_t i = 0; i < size; i++) x[i] = x[i] * factor * weights[h * size + i];
+            }
+            for (int64_t i = 0; i < half; i++) {
+                float a = x[i], b = x[i + half];
+                x[i] = a * cos[i] + b * sin[i];
+                x[i + half] = b * cos[i + half] + a * sin[i + half];
+            }
+        }
+        size_t bytes = (size_t)(kv_heads * size) * sizeof(float);
+        memcpy(keys + slots[r] * kv_heads * size, row + heads * size, bytes);
+        memcpy(values + slots[r] * kv_heads * size, row + turned * size, bytes);
+    }
+}
+
+/* silu(gate) * up of rows that hold both, [rows, 2 * size]. */
+void silu_and_mul(const float *both, int64_t rows, int64_t size, float *out)
+{
+    for (int64_t r = 0; r < rows; r++, both += 2 * size, out += size) {
+        int64_t i = 0;
+        for (; i + LANES <= size; i += LANES) {
+            vec g = load(both + i);
+            vec low = choose(g < all(-87.0f), all(-87.0f), g); /* exp would overflow */
+            store(out + i, g / (all(1.0f) + exp_of(-low)) * load(both + size + i));
+        }
+        for (; i < size; i++) out[i] = both[i] / (1.0f + expf(-both[i])) * both[size + i];
+    }
+}

@@ -1,0 +1,291 @@
+"""Kernels in C for the CPU, compiled at first use by the machine's own compiler.
+
+torch attends to paged keys in copies, and calls an operation for each small thing that a layer
+does. ``cpu_kernels.c`` reads the pages where they stand and does each of them in one call. It is
+compiled once per processor and kept in the user's cache folder. Where there is no C compiler, or
+the result fails its test, torch computes as before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_SOURCE = Path(__file__).with_suffix(".c")
+_FLAGS = ("-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+_TUNED = ("-march=native",), ("-mcpu=native",), ()
+"""The first of these that the compiler takes."""
+_SECONDS = 60
+_HEAD_STEP = 16
+"""Head sizes are multiples of this."""
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "paged_attention": [
+        _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT,
+        _INT, _INT, _POINTER, _INT, _INT, _INT, _INT, _INT, _INT, _FLOAT, _POINTER,
+    ],
+    "rms_norm": [_POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER, _INT],
+    "rotate_and_write": [
+        _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT,
+        _POINTER, _POINTER,
+    ],
+    "silu_and_mul": [_POINTER, _INT, _INT, _POINTER],
+}  # fmt: skip
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class CPURows:
+    """The rows of a pass as the kernels read them.
+
+    Attributes:
+        table: [rows, context] int64 slots by request row and position.
+        req_indices: [bs] int64, each request's row there.
+        starts: [bs] int64 committed lengths.
+        first_rows: [bs + 1] int64, each request's first row of the pass; R at the end.
+        count: R.
+        offset: of a request's first row after its committed length.
+        mask: [bs or 1, Q, W] bool over the slots from ``starts`` on; None: causal.
+    """
+
+    table: Tensor
+    req_indices: Tensor
+    starts: Tensor
+    first_rows: Tensor
+    count: int
+    offset: int = 0
+    mask: Tensor | None = None
+
+
+class CPUKernels:
+    """The compiled kernels. All tensors are float32 on the CPU; a row is contiguous.
+
+    A row's bits depend on nothing but the row. The kernels run on the calling thread alone.
+
+    Args:
+        path: of the shared library.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        for name, types in _SIGNATURES.items():
+            getattr(library, name).argtypes = types
+        self._attend = library.paged_attention
+        self._norm = library.rms_norm
+        self._rotate = library.rotate_and_write
+        self._silu = library.silu_and_mul
+
+    def serves(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: CPURows,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> bool:
+        """Return whether ``attend`` knows this attention. What it is not made for it must not
+        read: a plugin may hand over anything."""
+        count, heads, size = q.shape
+        return (
+            q.dtype == keys.dtype == values.dtype == torch.float32
+            and count == rows.count
+            and size % _HEAD_STEP == 0
+            and q.stride()[1:] == (size, 1)
+            and keys.shape[2] == size
+            and heads % keys.shape[1] == 0
+            and values.shape == keys.shape
+            and keys.is_contiguous()
+            and values.is_contiguous()
+            and softcap is None
+            and sinks is None
+            and (window is None or (window > 0 and rows.mask is None))
+        )
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: CPURows,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """Attend to the pages of each row's request: q [R, H, D] and a layer's keys and values
+        [slots, Hkv, D] to [R, H * D]."""
+        count, heads, size = q.shape
+        out = q.new_empty(count, heads * size)
+        mask = rows.mask
+        failed = self._attend(
+            q.data_ptr(),
+            q.stride(0),
+            keys.data_ptr(),
+            values.data_ptr(),
+            rows.table.data_ptr(),
+            rows.table.shape[1],
+            rows.req_indices.data_ptr(),
+            rows.starts.data_ptr(),
+            rows.first_rows.data_ptr(),
+            len(rows.starts),
+            rows.offset,
+            window or 0,
+            None if mask is None else mask.data_ptr(),
+            0 if mask is None or len(mask) == 1 else mask.stride(0),
+            0 if mask is None else mask.stride(1),
+            0 if mask is None else mask.shape[2],
+            heads,
+            keys.shape[1],
+            size,
+            scale,
+            out.data_ptr(),
+        )
+        if failed:
+            raise MemoryError("no memory for the scores of an attention")
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Compute ``x / sqrt(mean(x * x) + eps) * weight``, [R, size] to [R, size]."""
+        rows, size = x.shape
+        out = x.new_empty(rows, size)
+        self._norm(
+            x.data_ptr(), x.stride(0), weight.data_ptr(), eps, rows, size, out.data_ptr(), size
+        )
+        return out
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norm: tuple[Tensor, Tensor] | None,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
+        """Norm the heads of queries and keys if there is a norm, turn them, both in place, and
+        write keys and values to their slots.
+
+        Args:
+            qkv: [R, H + 2 Hkv, D], contiguous.
+            cos, sin: [R, 1, D] each; the sines of the first half are negative.
+            norm: weight [H + Hkv, D] and eps [H + Hkv, 1]; None: there is none.
+            slots: [R] int64.
+            keys, values: of the layer, [slots, Hkv, D].
+        """
+        rows, heads, size = qkv.shape
+        kv_heads = keys.shape[1]
+        weight, eps = (None, None) if norm is None else (norm[0].data_ptr(), norm[1].data_ptr())
+        self._rotate(
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            weight,
+            eps,
+            slots.data_ptr(),
+            rows,
+            heads - 2 * kv_heads,
+            kv_heads,
+            size,
+            keys.data_ptr(),
+            values.data_ptr(),
+        )
+
+    def silu_and_mul(self, both: Tensor) -> Tensor:
+        """Compute ``silu(gate) * up`` of rows that hold both, [R, 2 * size] to [R, size]."""
+        rows, size = both.shape[0], both.shape[1] // 2
+        out = both.new_empty(rows, size)
+        self._silu(both.data_ptr(), rows, size, out.data_ptr())
+        return out
+
+
+@cache
+def load_cpu_kernels() -> CPUKernels | str:
+    """Return the kernels, compiled if they are not yet; or why there are none.
+
+    A fresh compilation takes about a second.
+    """
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if compiler is None:
+        return "there is no C compiler"
+    try:
+        kernels = CPUKernels(_library(compiler))
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        return f"{compiler} did not compile them: {error}"
+    return kernels if _is_right(kernels) else f"what {compiler} compiled fails its test"
+
+
+def _library(compiler: str) -> Path:
+    """Return the shared library of this source, processor and compiler."""
+    flags = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+        flags += "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
+    key = (_SOURCE.read_bytes(), compiler, platform.machine(), flags, _FLAGS, _TUNED)
+    name = f"cpu_kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.so"
+    folder = _cache_folder()
+    if folder is not None and (folder / name).exists():
+        return folder / name
+    with tempfile.TemporaryDirectory(dir=folder) as build:
+        made = Path(build) / name
+        _compile(compiler, made)
+        if folder is None:
+            keep = Path(tempfile.mkdtemp(prefix="specplug-"))
+            return Path(shutil.move(made, keep / name))
+        return made.replace(folder / name)  # at once, whoever else does so
+
+
+def _cache_folder() -> Path | None:
+    """Return the folder that keeps what is compiled; None if others could write to it."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(base).expanduser() / "specplug"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+    except (OSError, RuntimeError):
+        return None
+    safe = state.st_uid == os.getuid() and not state.st_mode & 0o022
+    return folder if safe and os.access(folder, os.W_OK) else None
+
+
+def _compile(compiler: str, to: Path) -> None:
+    for tuned in _TUNED:
+        command = [*compiler.split(), *_FLAGS, *tuned, "-o", str(to), str(_SOURCE), "-lm"]
+        done = subprocess.run(command, capture_output=True, timeout=_SECONDS, text=True)
+        if done.returncode == 0:
+            return
+    raise OSError(done.stderr.strip()[-200:] or f"it ended with {done.returncode}")
+
+
+@torch.inference_mode()
+def _is_right(kernels: CPUKernels) -> bool:
+    """Return whether an attention and a gate give torch's results."""
+    generator = torch.Generator().manual_seed(0)
+    length, size = 37, 32
+    q, keys, values = torch.randn(3, length, 2, size, generator=generator)
+    rows = CPURows(
+        table=torch.arange(length).unsqueeze(0),
+        req_indices=torch.tensor([0]),
+        starts=torch.tensor([0]),
+        first_rows=torch.tensor([0, length]),
+        count=length,
+    )
+    found = kernels.attend(q, keys, values, rows, size**-0.5)
+    by_head = [each.transpose(0, 1) for each in (q, keys, values)]
+    own = F.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], is_causal=True)
+    gated = kernels.silu_and_mul(q.flatten(1))
+    pairs = (found, own.transpose(0, 1).flatten(1)), (gated, F.silu(q[:, 0]) * q[:, 1])
+    return all(bool((a - b).abs().max() < 1e-4) for a, b in pairs)
