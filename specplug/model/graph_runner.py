@@ -179,6 +179,7 @@ class GraphRecorder:
     def __init__(self, *, beside_threads: bool = False) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._mode = "thread_local" if beside_threads else "global"
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
         """Record what ``run`` launches, which reads and writes the same tensors each time.
@@ -190,12 +191,19 @@ class GraphRecorder:
             RuntimeError: it cannot be recorded.
         """
         graph, output, _ = _record(run, self._pool, warms_up=False, mode=self._mode)
+        self._graphs.append(graph)
 
         def replay() -> Any:
             graph.replay()
             return output
 
         return replay
+
+    def close(self) -> None:
+        """Free the graphs, whoever still holds what replays them: NCCL cannot end before that."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
 
 def failure_of(error: RuntimeError) -> str:

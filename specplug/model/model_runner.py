@@ -140,6 +140,7 @@ class ModelRunner:
         self.records = False
         self._graphs: dict[frozenset[str], GraphRunner] = {}
         self._padded: PaddedPasses | None = None
+        self._recorder: GraphRecorder | None = None
         self._buffers: dict[Hashable, Tensor] = {}
 
     @property
@@ -239,7 +240,8 @@ class ModelRunner:
             self.records = True
             self._recorded(frozenset())
         if self.kernels is not None:
-            self.pad_passes(GraphRecorder(beside_threads=self._ranks is not None))
+            self._recorder = GraphRecorder(beside_threads=self._ranks is not None)
+            self.pad_passes(self._recorder)
 
     def pad_passes(self, record: Record | None) -> None:
         """Pad passes to few forms from now on; alone, those of differing rows.
@@ -368,7 +370,9 @@ class ModelRunner:
         self._graphs.clear()
         if self._padded is not None:
             self._padded.close()
-        self._padded = None
+        if self._recorder is not None:
+            self._recorder.close()
+        self._padded = self._recorder = None
         self._buffers.clear()
         drop_tensors(self.cache)
         for layer in self._fused_layers:
