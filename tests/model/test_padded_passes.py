@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from specplug import LLM, KVCache
+from specplug import LLM, KVCache, SamplingParams
 from specplug.kernels import paged_attention_kernels as kernels
 from specplug.kernels.paged_attention_kernels import PagedAttention
 from specplug.model.attention import JoinedPlan, PagedPlan, RequestSlots
 from specplug.model.padded_passes import PaddedPasses, PassPart, size_of
-from specplug.model.pass_form import PassForm
+from specplug.model.pass_form import PassForm, row_buckets
 from specplug.speculative.draft import ancestor_mask
 from specplug.speculative.padding import Padding
 
@@ -291,3 +291,12 @@ def test_recorded_mixed_steps_give_the_same_tokens(
                 assert found == expected
             assert llm.effective_config["cuda_graph"] == "on"
             assert llm.engine.steps.runner.num_padded_recordings > 0
+
+
+@needs_cuda
+def test_warm_up_records_the_forms_of_prompts(tiny_model: Path) -> None:
+    with LLM(tiny_model, device="cuda", dtype="bfloat16", chunked_prefill_size=64) as llm:
+        recorded = llm.engine.steps.runner.num_padded_recordings
+        assert recorded >= len(row_buckets(64))
+        llm.generate([[7] * 50], SamplingParams(max_tokens=2))
+        assert llm.engine.steps.runner.num_padded_recordings == recorded
