@@ -22,6 +22,8 @@ from specplug.sampling_params import SamplingParams
 
 _MOST_ROWS = 2048
 """Prompt tokens from which on no kernel is compiled anew for more."""
+_MOST_PROMPTS = 8
+"""Prompts that fill a step together; more are rare."""
 _PROMPT = 2
 """Tokens of a request that is to decode."""
 _REST = 0.01
@@ -112,16 +114,23 @@ class WarmUp:
         steps at every batch size that is recorded, greedy and sampled."""
         for width in _lengths(self._most_rows):
             yield _prefill(self._requests([width]))
-        if self._limits.max_running_requests > 1 and self._most_rows > 2:
-            first = self._most_rows * 2 // 3
-            yield _prefill(self._requests([first, self._most_rows - first]), is_last=False)
         sizes = _batch_sizes(self._limits.max_running_requests)
         for size in sizes:
+            if 1 < size <= min(_MOST_PROMPTS, self._most_rows // 2):
+                yield from self._together(size)
             kinds = [_GREEDY, _SAMPLED] + [_TRUNCATED] * (size in (sizes[0], sizes[-1]))
             for params in kinds:
                 yield from self._decode(size, params)
         if self._limits.mixed_chunk:
             yield from self._mixed()
+
+    def _together(self, size: int) -> Iterator[Step]:
+        """Yield steps that prompts fill together: of one length, and one of them far longer."""
+        share = self._most_rows // size
+        short = max(1, share // 4)
+        for length in (share, short):
+            first = self._most_rows - (size - 1) * length
+            yield _prefill(self._requests([first] + [length] * (size - 1)), is_last=False)
 
     def _decode(self, size: int, params: SamplingParams) -> Iterator[Step]:
         """Yield steps in which ``size`` requests are prefilled, and steps in which they decode."""
@@ -135,15 +144,15 @@ class WarmUp:
             yield _step(decode=_decode_half(requests, rooms, self._limits.num_lookahead_slots))
 
     def _mixed(self) -> Iterator[Step]:
-        """Yield steps with both halves, if there is room for two requests."""
-        size = self._limits.max_running_requests
-        if size < 2 or not self._decodes:
+        """Yield steps that decode at every batch size, and that a prompt fills."""
+        running, whole = self._limits.max_running_requests, self._limits.num_lookahead_slots
+        if running < 2 or not self._decodes:
             return
-        for width in sorted({min(self._most_rows, 16), self._most_rows}):
-            *requests, prompt = self._requests([_PROMPT] * (size - 1) + [width])
+        for size in _batch_sizes(running - 1):
+            width = max(1, self._most_rows - size * self._limits.num_draft_tokens)
+            *requests, prompt = self._requests([_PROMPT] * size + [width])
             yield _prefill(requests)
-            whole = self._limits.num_lookahead_slots
-            decode = _decode_half(requests, (whole,) * len(requests), whole)
+            decode = _decode_half(requests, (whole,) * size, whole)
             yield _step(prefill=_chunks([prompt]), decode=decode, admitted=(prompt,))
 
     def _rooms(self, size: int) -> Iterator[tuple[int, ...]]:
