@@ -85,7 +85,7 @@ def make_engine(
 def warm_up_state(config: EngineConfig, runtime: EngineRuntime) -> str:
     """Return whether a run is warmed up: "on", or "off: " and why."""
     if config.warm_up == "auto":
-        return "on" if runtime.compiles else "off: nothing is compiled or recorded here"
+        return "on" if runtime.compiles else "off: no step compiles or records here"
     return "on" if config.warm_up == "on" else "off: warm_up='off'"
 
 

@@ -130,7 +130,7 @@ def test_warm_up_is_off_where_nothing_is_compiled(tiny_model: Path) -> None:
     plugin = Watched()
     with LLM(tiny_model, device="cpu", speculative_algorithm=plugin) as llm:
         assert not plugin.warmed
-        assert llm.effective_config["warm_up"] == "off: nothing is compiled or recorded here"
+        assert llm.effective_config["warm_up"] == "off: no step compiles or records here"
 
 
 def test_warm_up_with_another_value_is_refused(tiny_model: Path) -> None:
