@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specplug.grammar.masks import mask_scores
+from specplug.kernels.argmax import argmax_rows
 from specplug.kernels.dispatch import runs_kernels
 from specplug.sampling_params import BannedTokens, Needs, SamplingParams
 from specplug.speculative.draft import Draft
@@ -168,7 +169,7 @@ class Sampler:
                 truncated=bool(needs & Needs.TRUNCATION),
             )
         if not needs & ~Needs.OUTPUTS:
-            return logits.argmax(-1)
+            return argmax_rows(logits)
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if masks is not None:
             scores = mask_scores(scores, masks)
@@ -187,7 +188,7 @@ class Sampler:
                 scores = truncate(scores, column["min_p"], column["top_k"], column["top_p"])
             noise = gumbel(self._seeds[req_indices], positions, self._vocab)
             scores = scores + noise.masked_fill_(~random.unsqueeze(1), 0.0)
-        return scores.argmax(-1)
+        return argmax_rows(scores)
 
     def count(self, req_indices: Tensor, tokens: Tensor, valid: Tensor) -> None:
         """Count committed output tokens [bs, C] of the requests [bs], where ``valid`` [bs, C]."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specplug.errors import UsageError
+from specplug.kernels.argmax import argmax_rows
 from specplug.speculative.batch import Batch
 from specplug.speculative.coupling import couple
 from specplug.speculative.draft import Draft, DraftInput
@@ -325,7 +326,7 @@ class FeatureDrafter(ABC):
         # Scores add up over the depth and are compared: half precision would round them away.
         precise = torch.promote_types(logits.dtype, torch.float32)
         if self._topk == 1:
-            best = logits.argmax(-1, keepdim=True)
+            best = argmax_rows(logits).unsqueeze(1)
             return torch.zeros_like(best, dtype=precise), ids[best]
         scores, best = logits.log_softmax(-1, dtype=precise).topk(self._topk, dim=-1)
         return scores, ids[best]
