@@ -39,6 +39,8 @@ def linear(
         from specplug.kernels import linear as kernels
 
         return kernels.linear(x.contiguous(), weight, bias, residual)
+    if residual is not None and bias is None:
+        return torch.addmm(residual, x, weight.t())
     product = F.linear(x, weight, bias)
     return product if residual is None else residual + product
 
@@ -147,12 +149,18 @@ class QKVProjection(nn.Module):
 
 def _joined(parts: Sequence[nn.Linear]) -> Tensor:
     """Join the weights of several projections; theirs become views of the whole, not copies."""
-    whole = torch.cat([part.weight for part in parts]).detach()
+    whole = _for_few_rows(torch.cat([part.weight for part in parts]).detach())
     start = 0
     for part in parts:
         part.weight.data = whole[start : start + len(part.weight)]
         start += len(part.weight)
     return whole
+
+
+def _for_few_rows(weight: Tensor) -> Tensor:
+    """Return a weight [N, K] as it is read fastest: on the CPU it is stored [K, N], which makes a
+    product of a dozen rows a third faster."""
+    return weight.t().contiguous().t() if weight.device.type == "cpu" else weight
 
 
 class GatedMLP(nn.Module):
@@ -348,10 +356,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def pack(network: nn.Module) -> None:
-    """Join those matrices of a network's layers that read the same input, for serving.
+    """Join those matrices of a network's layers that read the same input, for serving; on the CPU
+    transpose all.
 
     Call it when the weights are loaded and on their device: the joined ones do not move later.
     """
     for module in network.modules():
         if isinstance(module, QKVProjection | GatedMLP):
             module.pack()
+    looked_up = {m.weight for m in network.modules() if isinstance(m, nn.Embedding)}
+    linears = (m for m in network.modules() if isinstance(m, nn.Linear))
+    for each in linears:
+        weight = each.weight
+        if weight not in looked_up and weight.is_contiguous():  # the joined ones are not any more
+            weight.data = _for_few_rows(weight.data)

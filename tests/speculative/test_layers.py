@@ -130,3 +130,22 @@ def test_packed_weights_are_not_kept_twice() -> None:
     ):
         storages = {getattr(module, part).weight.untyped_storage().data_ptr() for part in parts}
         assert storages == {module._packed[0].untyped_storage().data_ptr()}
+
+
+def test_packed_weights_are_transposed_on_the_cpu() -> None:
+    layer = layers.DecoderLayer(H, 48, HEADS, KV_HEADS, D, 1e-6)
+    fill(layer)
+    before = {name: parameter.clone() for name, parameter in layer.named_parameters()}
+    layers.pack(layer)
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.dim() == 1 or parameter.stride(0) == 1
+    joint = layer.self_attn.q_proj.weight.untyped_storage().data_ptr()
+    assert joint == layer.self_attn.v_proj.weight.untyped_storage().data_ptr()
+
+
+def test_head_that_shares_an_embedding_stays() -> None:
+    network = nn.ModuleDict({"embed": nn.Embedding(20, H), "head": nn.Linear(H, 20, bias=False)})
+    network["head"].weight = network["embed"].weight
+    layers.pack(network)
+    assert network["embed"].weight.is_contiguous()
