@@ -62,6 +62,7 @@ class CPULayer:
         kernels: compute what stands around the products; None: torch does.
         gate_up: both weights in one, for the kernels; None: there are none.
         how: what the module gives its attention: scale, window, softcap, sinks.
+        eps: of both norms, for the kernels: a step reads no tensor.
     """
 
     layer: int
@@ -81,6 +82,11 @@ class CPULayer:
     kernels: CPUKernels | None = None
     gate_up: Tensor | None = None
     how: tuple[Any, ...] = ()
+    eps: tuple[float, float] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        first, second = (float(eps) for _, eps in (self.input_norm, self.mlp_norm))
+        self.eps = first, second
 
     def __call__(
         self,
@@ -130,8 +136,8 @@ class CPULayer:
         self, kernels: CPUKernels, running: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """Run the layer with all but its products by kernels: hidden [R, hidden]."""
-        (weight, eps), (mlp_weight, mlp_eps) = self.input_norm, self.mlp_norm
-        x = kernels.rms_norm(hidden, weight, eps.item())
+        eps, mlp_eps = self.eps
+        x = kernels.rms_norm(hidden, self.input_norm[0], eps)
         qkv = x.mm(self.qkv) if self.qkv_bias is None else self.qkv_bias.addmm(x, self.qkv)
         qkv = qkv.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         plan, cache = running.plan, running.cache
@@ -139,7 +145,7 @@ class CPULayer:
         kernels.rotate_and_write(qkv, cos, sin, self.head_norm, plan.slots, keys, values)
         mixed = plan.attend_written(cache, self.layer, qkv[:, : self.heads], *self.how)
         hidden = torch.addmm(hidden, mixed, self.o)
-        x = kernels.rms_norm(hidden, mlp_weight, mlp_eps.item())
+        x = kernels.rms_norm(hidden, self.mlp_norm[0], mlp_eps)
         assert self.gate_up is not None
         return torch.addmm(hidden, kernels.silu_and_mul(x.mm(self.gate_up)), self.down)
 
