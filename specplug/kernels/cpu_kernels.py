@@ -157,7 +157,8 @@ class CPUKernels:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Compute ``x / sqrt(mean(x * x) + eps) * weight``, [R, size] to [R, size]."""
+        """Compute ``x / sqrt(mean(x * x) + eps) * weight``, [R, size] to [R, size]; the weight is
+        contiguous."""
         rows, size = x.shape
         out = x.new_empty(rows, size)
         self._norm(
@@ -209,6 +210,21 @@ class CPUKernels:
         out = both.new_empty(rows, size)
         self._silu(both.data_ptr(), rows, size, out.data_ptr())
         return out
+
+
+_in_use: CPUKernels | None = None
+
+
+def use_cpu_kernels(kernels: CPUKernels | None) -> None:
+    """Set what the draft of the run that is being made computes with: what its target does."""
+    global _in_use
+    _in_use = kernels
+
+
+def cpu_kernels_for(weight: Tensor) -> CPUKernels | None:
+    """Return what layers with such weights compute with, by the run that was made last."""
+    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return _in_use if fits else None
 
 
 @cache

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_for
 from specplug.kernels.dispatch import runs_pass_kernels
 
 FEW_ROWS = 64
@@ -52,9 +53,16 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self._kernels: CPUKernels | None = None
+
+    def pack(self) -> None:
+        """Have the CPU's kernels compute, for serving, if the run has them."""
+        self._kernels = cpu_kernels_for(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, size] -> […, size]."""
+        if self._kernels is not None and x.dim() == 2 and x.stride(1) == 1:
+            return self._kernels.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -172,6 +180,7 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self._packed: tuple[Tensor, Tensor | None] | None = None
+        self._kernels: CPUKernels | None = None
 
     def pack(self) -> None:
         """Join gate and up into one matrix, for serving (no gradient flows to it)."""
@@ -179,6 +188,7 @@ class GatedMLP(nn.Module):
         biased = self.gate_proj.bias is not None
         bias = torch.cat([part.bias for part in parts]).detach() if biased else None
         self._packed = _joined(parts), bias
+        self._kernels = cpu_kernels_for(self.gate_proj.weight)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[R, hidden_size] -> [R, hidden_size], added to the residual if there is one."""
@@ -192,7 +202,10 @@ class GatedMLP(nn.Module):
 
             return gated_linear(x.contiguous(), self.gate_proj.weight, self.up_proj.weight)
         if self._packed is not None:
-            gate, up = F.linear(x, *self._packed).chunk(2, dim=-1)
+            both = F.linear(x, *self._packed)
+            if self._kernels is not None:
+                return self._kernels.silu_and_mul(both)
+            gate, up = both.chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
         return F.silu(gate) * up
@@ -362,7 +375,7 @@ def pack(network: nn.Module) -> None:
     Call it when the weights are loaded and on their device: the joined ones do not move later.
     """
     for module in network.modules():
-        if isinstance(module, QKVProjection | GatedMLP):
+        if isinstance(module, QKVProjection | GatedMLP | RMSNorm):
             module.pack()
     looked_up = {m.weight for m in network.modules() if isinstance(m, nn.Embedding)}
     linears = (m for m in network.modules() if isinstance(m, nn.Linear))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from specplug import layers
+from specplug.kernels import cpu_kernels
+from specplug.kernels.cpu_kernels import load_cpu_kernels
 
 H, HEADS, KV_HEADS, D, ROWS = 32, 4, 2, 8, 7
 
@@ -149,3 +151,21 @@ def test_head_that_shares_an_embedding_stays() -> None:
     network["head"].weight = network["embed"].weight
     layers.pack(network)
     assert network["embed"].weight.is_contiguous()
+
+
+def test_layer_of_the_cpus_kernels_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = load_cpu_kernels()
+    if isinstance(kernels, str):
+        pytest.skip(kernels)
+    results = []
+    for used in (None, kernels):
+        monkeypatch.setattr(cpu_kernels, "_in_use", used)
+        layer = layers.DecoderLayer(H, 48, HEADS, KV_HEADS, D, 1e-6)
+        fill(layer)
+        layers.pack(layer)
+        assert layer.mlp._kernels is used
+        torch.manual_seed(1)
+        x, turn = torch.randn(ROWS, H), torch.randn(2, ROWS, 1, D)
+        with torch.inference_mode():
+            results.append(layer(x, (turn[0], turn[1]), 0, lambda _, q, k, v: q.flatten(1)))
+    torch.testing.assert_close(*results)
