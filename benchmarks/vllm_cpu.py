@@ -44,6 +44,7 @@ def start_ours(settings: dict[str, Any]) -> Generate:
         num_threads=settings["threads"],
         max_running_requests=16,
         speculative_algorithm=settings["algorithm"],
+        disable_cpu_kernels=settings["disable_cpu_kernels"],
         **(speculation if settings["algorithm"] != "NONE" else {}),
     )
     params = SamplingParams(max_tokens=settings["max_tokens"], ignore_eos=True)
@@ -164,6 +165,7 @@ def compare(
         "max_tokens": arguments.max_tokens,
         "model": str(ASSETS / "tiny_code"),
         "vllm_compiles": arguments.vllm_compiles,
+        "disable_cpu_kernels": arguments.disable_cpu_kernels,
     }
     if algorithm == "EAGLE3":
         weights = Path(specplug_eagle3.__file__).parent / "weights" / "tiny_code"
@@ -207,6 +209,9 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--vllm-compiles", action="store_true", help="vLLM without enforce_eager, as it comes"
+    )
+    parser.add_argument(
+        "--disable-cpu-kernels", action="store_true", help="ours as without a C compiler"
     )
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

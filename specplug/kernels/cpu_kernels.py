@@ -280,7 +280,9 @@ def _cache_folder() -> Path | None:
 def _compile(compiler: str, to: Path) -> None:
     for tuned in _TUNED:
         command = [*compiler.split(), *_FLAGS, *tuned, "-o", str(to), str(_SOURCE), "-lm"]
-        done = subprocess.run(command, capture_output=True, timeout=_SECONDS, text=True)
+        done = subprocess.run(
+            command, capture_output=True, timeout=_SECONDS, text=True, stdin=subprocess.DEVNULL
+        )
         if done.returncode == 0:
             return
     raise OSError(done.stderr.strip()[-200:] or f"it ended with {done.returncode}")
