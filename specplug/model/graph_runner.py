@@ -236,10 +236,19 @@ def _record(
         with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             output = run()
         return graph, output, time.perf_counter() - began
+    except RuntimeError:
+        _end_recording_of_noise()
+        raise
     finally:
         torch.cuda.set_stream(stream)  # a failed recording leaves its own stream current
         if debug:
             torch.cuda.set_sync_debug_mode(debug)
+
+
+def _end_recording_of_noise() -> None:
+    """Let torch's generator draw again. A failed recording leaves its state as if that went on."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 # Arguments: plans and batches are made of tensors, and of plain values that are part of the form.

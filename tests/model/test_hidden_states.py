@@ -63,6 +63,7 @@ def test_layer_inputs_and_what_the_head_reads(
         tiny_model,
         dtype="float64",
         speculative_algorithm=watcher,
+        warm_up="off",
         chunked_prefill_size=chunk,
         disable_overlap_schedule=True,
     ) as llm:

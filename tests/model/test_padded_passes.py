@@ -290,8 +290,9 @@ def test_recorded_mixed_steps_give_the_same_tokens(
     with LLM(tiny_model, **settings, disable_cuda_graph=True) as llm:
         expected = [output.token_ids for output in llm.generate(prompts, params)]
     known = dict(zip(prompts, expected, strict=True))
-    algorithms = ["NONE", *(scripted(known, tree=tree, right=0.7, ragged=r) for r in (True, False))]
-    for algorithm in algorithms:
+    shape: dict[str, Any] = {"tree": tree, "right": 0.7, "tolerance": 0.5}
+    algorithms = [scripted(known, ragged=ragged, **shape) for ragged in (True, False)]
+    for algorithm in ["NONE", *algorithms]:
         with LLM(tiny_model, **settings, speculative_algorithm=algorithm) as llm:
             for _ in range(2):
                 found = [output.token_ids for output in llm.generate(prompts, params)]
