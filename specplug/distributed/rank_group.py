@@ -167,6 +167,7 @@ class RankGroup:
             RuntimeError: it cannot be recorded.
         """
         is_recorded = not self._on_cpu and torch.cuda.is_current_stream_capturing()
+        self.check()  # what is begun after a failure would wait until NCCL has ended its abort
         try:
             work = begin()
             while not self._arrived(work):
