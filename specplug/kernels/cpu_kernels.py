@@ -8,13 +8,6 @@ the result fails its test, torch computes as before.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -23,27 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specplug.kernels.cpu_compiler import CompilerError, compiled, find_compiler
+from specplug.kernels.cpu_library import open_library
+
 _SOURCE = Path(__file__).with_suffix(".c")
-_FLAGS = ("-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
-_TUNED = ("-march=native",), ("-mcpu=native",), ()
-"""The first of these that the compiler takes."""
-_SECONDS = 60
 _HEAD_STEP = 16
 """Head sizes are multiples of this."""
-
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES = {
-    "paged_attention": [
-        _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT,
-        _INT, _INT, _POINTER, _INT, _INT, _INT, _INT, _INT, _INT, _FLOAT, _POINTER,
-    ],
-    "rms_norm": [_POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER, _INT],
-    "rotate_and_write": [
-        _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT,
-        _POINTER, _POINTER,
-    ],
-    "silu_and_mul": [_POINTER, _INT, _INT, _POINTER],
-}  # fmt: skip
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -79,9 +57,7 @@ class CPUKernels:
     """
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
-        for name, types in _SIGNATURES.items():
-            getattr(library, name).argtypes = types
+        library = open_library(str(path))
         self._attend = library.paged_attention
         self._norm = library.rms_norm
         self._rotate = library.rotate_and_write
@@ -233,69 +209,35 @@ def load_cpu_kernels() -> CPUKernels | str:
 
     A fresh compilation takes about a second.
     """
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    compiler = find_compiler()
     if compiler is None:
-        return "there is no C compiler"
+        return "there is no C compiler; install one, or set CC to one"
     try:
-        kernels = CPUKernels(_library(compiler))
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        return f"{compiler} did not compile them: {error}"
-    return kernels if _is_right(kernels) else f"what {compiler} compiled fails its test"
+        return compiled(_SOURCE, compiler, _opened)
+    except CompilerError as error:
+        return f"{error}; set CC to a C compiler that makes libraries for this machine"
 
 
-def _library(compiler: str) -> Path:
-    """Return the shared library of this source, processor and compiler."""
-    flags = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-        flags += "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
-    key = (_SOURCE.read_bytes(), compiler, platform.machine(), flags, _FLAGS, _TUNED)
-    name = f"cpu_kernels-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.so"
-    folder = _cache_folder()
-    if folder is not None and (folder / name).exists():
-        return folder / name
-    with tempfile.TemporaryDirectory(dir=folder) as build:
-        made = Path(build) / name
-        _compile(compiler, made)
-        if folder is None:
-            keep = Path(tempfile.mkdtemp(prefix="specplug-"))
-            return Path(shutil.move(made, keep / name))
-        return made.replace(folder / name)  # at once, whoever else does so
-
-
-def _cache_folder() -> Path | None:
-    """Return the folder that keeps what is compiled; None if others could write to it."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(base).expanduser() / "specplug"
+def _opened(path: Path) -> CPUKernels:
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state = folder.stat()
-    except (OSError, RuntimeError):
-        return None
-    safe = state.st_uid == os.getuid() and not state.st_mode & 0o022
-    return folder if safe and os.access(folder, os.W_OK) else None
-
-
-def _compile(compiler: str, to: Path) -> None:
-    for tuned in _TUNED:
-        command = [*compiler.split(), *_FLAGS, *tuned, "-o", str(to), str(_SOURCE), "-lm"]
-        done = subprocess.run(
-            command, capture_output=True, timeout=_SECONDS, text=True, stdin=subprocess.DEVNULL
-        )
-        if done.returncode == 0:
-            return
-    raise OSError(done.stderr.strip()[-200:] or f"it ended with {done.returncode}")
+        kernels = CPUKernels(path)
+    except (OSError, AttributeError) as error:
+        raise CompilerError(f"what was compiled cannot be loaded: {error}") from error
+    if not _is_right(kernels):
+        raise CompilerError("what was compiled gives other results than torch")
+    return kernels
 
 
 @torch.inference_mode()
 def _is_right(kernels: CPUKernels) -> bool:
-    """Return whether an attention and a gate give torch's results."""
+    """Return whether each kernel gives torch's results."""
     generator = torch.Generator().manual_seed(0)
     length, size = 37, 32
-    q, keys, values = torch.randn(3, length, 2, size, generator=generator)
+    qkv = torch.randn(length, 6, size, generator=generator)
+    q, keys, values = (part.contiguous() for part in qkv.split(2, 1))
+    slots = torch.arange(length)
     rows = CPURows(
-        table=torch.arange(length).unsqueeze(0),
+        table=slots.unsqueeze(0),
         req_indices=torch.tensor([0]),
         starts=torch.tensor([0]),
         first_rows=torch.tensor([0, length]),
@@ -305,5 +247,19 @@ def _is_right(kernels: CPUKernels) -> bool:
     by_head = [each.transpose(0, 1) for each in (q, keys, values)]
     own = F.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], is_causal=True)
     gated = kernels.silu_and_mul(q.flatten(1))
-    pairs = (found, own.transpose(0, 1).flatten(1)), (gated, F.silu(q[:, 0]) * q[:, 1])
+    weight, eps = torch.rand(4, size, generator=generator), torch.full((4, 1), 1e-5)
+    normed = torch.stack([kernels.rms_norm(qkv[:, h], weight[h], 1e-5) for h in range(4)], 1)
+    cos, sin = torch.rand(2, length, 1, size, generator=generator)
+    own_normed = F.rms_norm(qkv[:, :4], (size,), eps=1e-5) * weight
+    turned = own_normed * cos + own_normed.roll(size // 2, -1) * sin
+    new_keys, new_values = torch.empty(2, length, 2, size)
+    kernels.rotate_and_write(qkv, cos, sin, (weight, eps), slots, new_keys, new_values)
+    pairs = (
+        (found, own.transpose(0, 1).flatten(1)),
+        (gated, F.silu(q[:, 0]) * q[:, 1]),
+        (normed, own_normed),
+        (qkv[:, :4], turned),
+        (new_keys, turned[:, 2:]),
+        (new_values, values),
+    )
     return all(bool((a - b).abs().max() < 1e-4) for a, b in pairs)

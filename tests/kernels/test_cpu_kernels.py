@@ -3,9 +3,7 @@ where they cannot be had."""
 
 from __future__ import annotations
 
-import os
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specplug import LLM
-from specplug.kernels import cpu_kernels
 from specplug.kernels.cpu_kernels import CPUKernels, CPURows, load_cpu_kernels
 from specplug.model.fused_norms import rms_norm
 
@@ -179,39 +176,6 @@ def test_gate_is_torchs(kernels: CPUKernels, size: int) -> None:
     both[0, :4] = torch.tensor([-200.0, -88.0, 0.0, 200.0])
     expected = F.silu(both[:, :size]) * both[:, size:]
     torch.testing.assert_close(kernels.silu_and_mul(both), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_without_a_compiler_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    assert load_cpu_kernels.__wrapped__() == "there is no C compiler"
-
-
-def test_compiler_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiler = tmp_path / "broken"
-    compiler.write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert load_cpu_kernels.__wrapped__() == f"{compiler} did not compile them: no such option"
-
-
-def test_compiled_library_is_kept(
-    kernels: CPUKernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert isinstance(load_cpu_kernels.__wrapped__(), CPUKernels)
-    (kept,) = (tmp_path / "specplug").iterdir()
-    assert kept.suffix == ".so"
-    monkeypatch.setattr(cpu_kernels, "_compile", None)  # not called again
-    assert isinstance(load_cpu_kernels.__wrapped__(), CPUKernels)
-
-
-def test_folder_of_others_keeps_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "specplug").mkdir()
-    os.chmod(tmp_path / "specplug", 0o777)
-    assert cpu_kernels._cache_folder() is None
 
 
 def test_run_without_kernels_says_why() -> None:

@@ -1,0 +1,66 @@
+"""The library of the CPU's kernels: its functions, and a trial of them in a process of its own.
+
+``python cpu_library.py PATH`` calls each function once. What was compiled for another processor, or
+wrongly, ends that process and no other. torch is not imported here, so that a trial is quick.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "paged_attention": [
+        _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT,
+        _INT, _INT, _POINTER, _INT, _INT, _INT, _INT, _INT, _INT, _FLOAT, _POINTER,
+    ],
+    "rms_norm": [_POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER, _INT],
+    "rotate_and_write": [
+        _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT,
+        _POINTER, _POINTER,
+    ],
+    "silu_and_mul": [_POINTER, _INT, _INT, _POINTER],
+}  # fmt: skip
+
+
+def open_library(path: str) -> ctypes.CDLL:
+    """Open a shared library and say what its functions take.
+
+    Raises:
+        OSError: it cannot be loaded.
+        AttributeError: it lacks a function.
+    """
+    library = ctypes.CDLL(path)
+    for name, types in _SIGNATURES.items():
+        getattr(library, name).argtypes = types
+    return library
+
+
+def _try_all(library: ctypes.CDLL) -> None:
+    """Call each function, over more rows than share a reading and more floats than a vector."""
+    length, heads, size = 37, 2, 32
+
+    def floats(count: int) -> ctypes.Array[ctypes.c_float]:
+        return (ctypes.c_float * count)(*(1.0 + i % 7 for i in range(count)))
+
+    def ints(*values: int) -> ctypes.Array[ctypes.c_int64]:
+        return (ctypes.c_int64 * len(values))(*values)
+
+    width = heads * size
+    keys, values, out = (floats(length * width) for _ in range(3))
+    slots = ints(*range(length))
+    library.paged_attention(
+        *(floats(length * width), width, keys, values, slots, length, ints(0), ints(0)),
+        *(ints(0, length), 1, 0, 0, None, 0, 0, 0, heads, heads, size, 0.1, out),
+    )
+    library.rms_norm(keys, width, floats(width), 1e-5, length, width, out, width)
+    library.rotate_and_write(
+        *(floats(length * 3 * width), floats(length * size), floats(length * size)),
+        *(floats(2 * width), floats(2 * heads), slots, length, heads, heads, size, keys, values),
+    )
+    library.silu_and_mul(floats(length * width), length, width // 2, out)
+
+
+if __name__ == "__main__":
+    _try_all(open_library(sys.argv[1]))
