@@ -9,6 +9,7 @@ faster. Where there are ``CPUKernels``, they do all that stands around the produ
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -17,12 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specplug.kernels.cpu_kernels import CPUKernels
-from specplug.model.attention import TARGET_PASS, TargetPass
+from specplug.model.attention import TargetPass
 from specplug.model.fused_norms import FusedRMSNorm, rms_norm
-from specplug.model.layer_proof import HEAD_NORMS, NORMS, PROJECTIONS, find_parts, is_proved
+from specplug.model.layer_fusion import (
+    HEAD_NORMS,
+    NORMS,
+    PROJECTIONS,
+    FusedLayer,
+    fuse_layers,
+    number_and_head_dim,
+)
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
-"""Of what a layer adds, relative to its size. Attention is computed in float32 in the proof."""
+"""The proof computes attention in float32."""
 
 _Norm = tuple[Tensor, Tensor]
 """Weight, and eps without axes."""
@@ -47,25 +55,22 @@ class Turns:
         return self._turns
 
 
-@attrs.define(eq=False)
-class CPULayer:
+@attrs.define(eq=False, kw_only=True)
+class CPULayer(FusedLayer):
     """The forward of a decoder layer, in place of its module's own.
 
     Attributes:
-        layer: its number, by which its cache is found.
         input_norm, mlp_norm: before the attention, and before the MLP.
         qkv, o, gate, up, down: weights, transposed: [inputs, outputs].
         qkv_bias: None: there is none.
-        heads, kv_heads, head_dim: H, Hkv, D.
+        heads: those of the queries.
         head_norm: of each head of queries and keys, [H + Hkv, D]; None: there is none.
         turns: of the model.
         kernels: compute what stands around the products; None: torch does.
         gate_up: both weights in one, for the kernels; None: there are none.
-        how: what the module gives its attention: scale, window, softcap, sinks.
         eps: of both norms, for the kernels: a step reads no tensor.
     """
 
-    layer: int
     input_norm: _Norm
     mlp_norm: _Norm
     qkv: Tensor
@@ -75,43 +80,21 @@ class CPULayer:
     up: Tensor
     down: Tensor
     heads: int
-    kv_heads: int
-    head_dim: int
     head_norm: _Norm | None
     turns: Turns
     kernels: CPUKernels | None = None
     gate_up: Tensor | None = None
-    how: tuple[Any, ...] = ()
     eps: tuple[float, float] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         first, second = (float(eps) for _, eps in (self.input_norm, self.mlp_norm))
         self.eps = first, second
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        *more: Any,
-        position_embeddings: tuple[Tensor, Tensor],
-        **named: Any,
-    ) -> Tensor:
-        """Run the layer in the running target pass.
-
-        Args:
-            hidden_states: [1, R, hidden].
-            position_embeddings: cos and sin, [1, R, D] each.
-            more, named: what transformers gives its layers too; the plan of the pass says it all.
-
-        Returns:
-            [1, R, hidden].
-        """
-        running = TARGET_PASS.get()
-        hidden = hidden_states.view(-1, hidden_states.shape[-1])
-        cos, sin = self.turns(*position_embeddings)
+    def run(self, running: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[R, H] -> [R, H], with cos and sin [1, R, D]."""
+        cos, sin = self.turns(cos, sin)
         if self.kernels is not None:
-            return self._by_kernels(self.kernels, running, hidden, cos, sin).view(
-                hidden_states.shape
-            )
+            return self._run_kernels(self.kernels, running, hidden, cos, sin)
         x = rms_norm(hidden, *self.input_norm)
         qkv = x.mm(self.qkv) if self.qkv_bias is None else self.qkv_bias.addmm(x, self.qkv)
         qkv = qkv.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
@@ -130,12 +113,12 @@ class CPULayer:
         hidden = torch.addmm(hidden, mixed, self.o)
         x = rms_norm(hidden, *self.mlp_norm)
         inner = F.silu(x.mm(self.gate), inplace=True).mul_(x.mm(self.up))
-        return torch.addmm(hidden, inner, self.down).view(hidden_states.shape)
+        return torch.addmm(hidden, inner, self.down)
 
-    def _by_kernels(
+    def _run_kernels(
         self, kernels: CPUKernels, running: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        """Run the layer with all but its products by kernels: hidden [R, hidden]."""
+        """Run the layer with all but its products by kernels, with cos and sin [R, 1, D]."""
         eps, mlp_eps = self.eps
         x = kernels.rms_norm(hidden, self.input_norm[0], eps)
         qkv = x.mm(self.qkv) if self.qkv_bias is None else self.qkv_bias.addmm(x, self.qkv)
@@ -155,49 +138,32 @@ class CPULayer:
         self.gate_up = None
 
 
-def fuse_layers(
+def fuse_cpu_layers(
     model: Any, layers: Iterable[nn.Module], kernels: CPUKernels | None = None
 ) -> list[CPULayer]:
-    """Give the decoder layers of a model on the CPU other forwards, in place, and return those.
+    """Give the decoder layers of a model these forwards, as ``fuse_layers`` says.
 
-    A layer stays as it is unless its parts have the names and shapes of Llama's, and the other
-    forward gives its result on random rows. Its module stays too, with its hooks: only the forward
-    is another, and the parameters of its products become views of transposed weights.
+    The parameters of the products become views of transposed weights.
 
     Args:
-        model: a causal LM of transformers in float32 or float64, loaded with our attention, its
-            norms fused.
+        model: in float32 or float64, its norms fused.
         layers: its decoder layers.
         kernels: for what stands around the products of a model in float32.
     """
-    rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    if rotary is None:
-        return []
-    turns, found = Turns(), []
-    context_len = model.config.get_text_config().max_position_embeddings
-    for layer in layers:
-        parts = find_parts(layer, _TOLERANCE)
-        fused = None if parts is None else _assemble(layer, parts, turns, kernels)
-        if parts is not None and fused is not None:
-            weight: Tensor = parts[PROJECTIONS[-1]].weight  # type: ignore[assignment]
-            if is_proved(fused, layer, rotary, weight, _TOLERANCE[weight.dtype], context_len):
-                layer.__dict__["forward"] = fused  # the instance's own hides the class's
-                found.append(fused)
-    return found
+    make = partial(_make, turns=Turns(), kernels=kernels)
+    return fuse_layers(model, layers, make, _TOLERANCE)
 
 
-@torch.no_grad()
-def _assemble(
+def _make(
     layer: Any, parts: dict[str, Any], turns: Turns, kernels: CPUKernels | None
 ) -> CPULayer | None:
     """Return the forward of a layer with these parts, before its proof."""
     linears = q, k, v, o, gate, up, down = [parts[path] for path in PROJECTIONS]
     norms = [parts[path] for path in (*NORMS, *HEAD_NORMS) if path in parts]
-    head_dim, number = (getattr(layer.self_attn, name, None) for name in ("head_dim", "layer_idx"))
-    if any(type(norm) is not FusedRMSNorm for norm in norms):
+    found = number_and_head_dim(layer)
+    if found is None or any(type(norm) is not FusedRMSNorm for norm in norms):
         return None
-    if not isinstance(number, int) or not isinstance(head_dim, int) or head_dim % 2:
-        return None
+    number, head_dim = found
     biases = [each.bias for each in linears if each.bias is not None]
     if biases and [q.bias, k.bias, v.bias] != biases:
         return None

@@ -22,12 +22,12 @@ from specplug.model.exact_linear import (
     make_linears_exact,
 )
 from specplug.model.exact_norms import make_norms_exact
-from specplug.model.fused_layer import FusedLayer, fuse_layers
+from specplug.model.gpu_layer import GPULayer, fuse_gpu_layers
 
 
 def replace_modules(
     model: Any, layers: Iterable[nn.Module], *, row_invariant: bool
-) -> list[FusedLayer]:
+) -> list[GPULayer]:
     """Have a target's modules compute by our kernels, in place, and return the fused layers.
 
     Layers of the Llama kind get a fused forward. The linears, norms, experts and routers of all
@@ -42,7 +42,7 @@ def replace_modules(
             as is fastest.
     """
     layers = list(layers)
-    fused = fuse_layers(model, layers, Products(exact=row_invariant))
+    fused = fuse_gpu_layers(model, layers, Products(exact=row_invariant))
     if row_invariant:
         done = [layer for layer in layers if "forward" in layer.__dict__]
         make_linears_exact(model, keep=done)
@@ -55,7 +55,7 @@ def replace_modules(
 
 
 @torch.inference_mode()
-def _tell_row_variance(model: nn.Module, fused: list[FusedLayer], experts: list[nn.Module]) -> None:
+def _tell_row_variance(model: nn.Module, fused: list[GPULayer], experts: list[nn.Module]) -> None:
     """Warn if the products that the model uses are not row-invariant on this card."""
     weights = [part[0] for each in fused for part in (each.o, each.down)]
     for module in model.modules():

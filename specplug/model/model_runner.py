@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,11 +22,12 @@ from specplug.model.checkpoint import (
     weights_fingerprint,
     weights_progress,
 )
-from specplug.model.cpu_layer import CPULayer, fuse_layers
+from specplug.model.cpu_layer import fuse_cpu_layers
 from specplug.model.direct_calls import shorten_calls
 from specplug.model.fused_norms import fuse_norms
 from specplug.model.graph_runner import GraphRecorder, GraphRunner, bucket_of
 from specplug.model.hidden_states import HiddenStateCapture, Point
+from specplug.model.layer_fusion import FusedLayer
 from specplug.model.model_check import ModelCheck
 from specplug.model.padded_passes import PaddedPasses, PassOutput, PassPart, Record, size_of
 from specplug.model.pass_form import PassForm, PassSize
@@ -39,7 +40,6 @@ from specplug.startup import Startup
 
 if TYPE_CHECKING:
     from specplug.kernels.paged_attention_kernels import PagedAttention
-    from specplug.model.fused_layer import FusedLayer
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -126,7 +126,7 @@ class ModelRunner:
         check = None if skip_check else self._begin_check(path)
         self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
         self.num_layers = len(self.capture.layers)
-        self._fused_layers: list[FusedLayer] | list[CPULayer] = []
+        self._fused_layers: Sequence[FusedLayer] = []
         self.row_invariance = _without_kernels(self.dtype, device)
         with startup.part("fusing layers"):
             self._fuse(row_invariant)
@@ -184,7 +184,7 @@ class ModelRunner:
             self._use_kernels(row_invariant)
         elif self.device.type == "cpu":
             self.rotary.begin(None)
-            self._fused_layers = fuse_layers(self.model, self.capture.layers, self.cpu_kernels)
+            self._fused_layers = fuse_cpu_layers(self.model, self.capture.layers, self.cpu_kernels)
         shorten_calls(self.model, keep=self.capture.hooked)
 
     def _use_kernels(self, row_invariant: bool) -> None:

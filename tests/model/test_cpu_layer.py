@@ -11,9 +11,9 @@ from torch import Tensor
 
 from specplug.kernels.cpu_kernels import load_cpu_kernels
 from specplug.model.attention import IMPLEMENTATION, register
-from specplug.model.cpu_layer import fuse_layers
+from specplug.model.cpu_layer import fuse_cpu_layers
 from specplug.model.fused_norms import fuse_norms
-from specplug.model.layer_proof import SequencePlan
+from specplug.model.layer_fusion import SequencePlan
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
@@ -85,7 +85,7 @@ def run(model: Any) -> tuple[Tensor, Tensor]:
 def test_fused_layers_give_the_models_logits(config: str, dtype: torch.dtype) -> None:
     model = build(config, dtype, **FUSED[config])
     expected = run(model)
-    fused = fuse_layers(model, model.model.layers)
+    fused = fuse_cpu_layers(model, model.model.layers)
     assert len(fused) == 2
     for found, own in zip(run(model), expected, strict=True):
         torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
@@ -100,7 +100,7 @@ def test_fused_layers_of_kernels_give_the_logits(config: str) -> None:
         pytest.skip(kernels)
     model = build(config, torch.float32, **FUSED[config])
     expected = run(model)
-    fused = fuse_layers(model, model.model.layers, kernels)
+    fused = fuse_cpu_layers(model, model.model.layers, kernels)
     assert [layer.kernels for layer in fused] == [kernels, kernels]
     for found, own in zip(run(model), expected, strict=True):
         torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
@@ -116,20 +116,20 @@ def test_fused_layers_of_kernels_give_the_logits(config: str) -> None:
 def test_layers_of_other_kinds_stay(config: str) -> None:
     model = build(config, torch.float32, **OTHERS[config])
     expected = run(model)
-    assert fuse_layers(model, model.model.layers) == []
+    assert fuse_cpu_layers(model, model.model.layers) == []
     for found, own in zip(run(model), expected, strict=True):
         torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
 
 
 def test_layers_in_half_precision_stay() -> None:
     model = build("LlamaConfig", torch.bfloat16)
-    assert fuse_layers(model, model.model.layers) == []
+    assert fuse_cpu_layers(model, model.model.layers) == []
 
 
 def test_fused_layers_keep_one_copy_of_the_weights() -> None:
     model = build("Qwen2Config", torch.float32)
     names = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    (first, _) = fuse_layers(model, model.model.layers)
+    (first, _) = fuse_cpu_layers(model, model.model.layers)
     attention = model.model.layers[0].self_attn
     assert first.qkv.data_ptr() == attention.q_proj.weight.data_ptr()
     assert torch.equal(first.qkv[:, -20:].t(), attention.v_proj.weight)
@@ -151,7 +151,7 @@ def test_hooks_on_a_fused_layer_run() -> None:
 
     model.model.layers[1].register_forward_pre_hook(before, with_kwargs=True)
     model.model.layers[0].register_forward_hook(after)
-    assert len(fuse_layers(model, model.model.layers)) == 2
+    assert len(fuse_cpu_layers(model, model.model.layers)) == 2
     assert seen == {}, "the proof calls no hook"
     run(model)
     assert seen["input"].shape == (1, len(TOKENS), SHAPE["hidden_size"])

@@ -18,7 +18,7 @@ from specplug.model.exact_experts import EXPERTS
 from specplug.model.exact_linear import ExactConv1D, ExactLinear
 from specplug.model.exact_norms import ExactLayerNorm, ExactRMSNorm
 from specplug.model.half_precision import replace_modules
-from specplug.model.layer_proof import SequencePlan
+from specplug.model.layer_fusion import SequencePlan
 from specplug.model.model_runner import ModelRunner
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Decoder layers of the Llama kind as a few kernels each, where they prove themselves.
+"""Decoder layers of the Llama kind on a GPU in half precision, as a few kernels each.
 
 Norm; joint product of queries, keys and values, with their rotation and writing; attention; product
 with the residual added; norm; gated product; product with the residual added. Of few rows each is
@@ -8,38 +8,41 @@ one kernel, attention two.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from specplug.model.attention import TARGET_PASS
+from specplug.model.attention import TargetPass
 from specplug.model.exact_linear import HeadNorms, Products
 from specplug.model.exact_norms import RMSNormKind, find_rms_norm
-from specplug.model.layer_proof import HEAD_NORMS, NORMS, PROJECTIONS, find_parts, is_proved
+from specplug.model.layer_fusion import (
+    HEAD_NORMS,
+    NORMS,
+    PROJECTIONS,
+    FusedLayer,
+    fuse_layers,
+    number_and_head_dim,
+)
 
 _TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3}
-"""Of what a layer adds, relative to its size. A wrong operation is off by far more."""
 _Product = tuple[Tensor, Tensor | None]
 """Weight and bias, or None."""
 
 
-@attrs.define(eq=False)
-class FusedLayer:
+@attrs.define(eq=False, kw_only=True)
+class GPULayer(FusedLayer):
     """The forward of a decoder layer, in place of its module's own.
 
     Attributes:
-        layer: its number, by which its cache is found.
         input_norm, mlp_norm: before the attention, and before the MLP.
         qkv, o, gate, up, down: weights and biases.
-        head_dim, kv_heads: D, and how many heads the keys have.
         head_norms: those of queries and keys.
         products: computes the products.
-        how: what the module gives its attention: scale, window, softcap, sinks.
     """
 
-    layer: int
     input_norm: RMSNormKind
     mlp_norm: RMSNormKind
     qkv: _Product
@@ -47,35 +50,14 @@ class FusedLayer:
     gate: _Product
     up: _Product
     down: _Product
-    head_dim: int
-    kv_heads: int
     head_norms: HeadNorms
     products: Products
-    how: tuple[Any, ...] = ()
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        *more: Any,
-        position_embeddings: tuple[Tensor, Tensor],
-        **named: Any,
-    ) -> Tensor:
-        """Run the layer in the running target pass.
-
-        Args:
-            hidden_states: [1, R, H].
-            position_embeddings: cos and sin, [1, R, D] each.
-            more, named: what transformers gives its layers too; the plan of the pass says it all.
-
-        Returns:
-            [1, R, H].
-        """
-        running = TARGET_PASS.get()
+    def run(self, running: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[R, H] -> [R, H], with cos and sin [1, R, D]."""
         plan: Any = running.plan
         cache = running.cache
-        cos, sin = position_embeddings
         products = self.products
-        hidden = hidden_states.view(-1, hidden_states.shape[-1])
         q = products.rotated_linear(
             self.input_norm(hidden),
             *self.qkv,
@@ -89,7 +71,7 @@ class FusedLayer:
         mixed = plan.attend_written(cache, self.layer, q, *self.how)
         hidden = products.linear(mixed, *self.o, hidden)
         inner = products.gated_linear(self.mlp_norm(hidden), self.gate, self.up)
-        return products.linear(inner, *self.down, hidden).view(hidden_states.shape)
+        return products.linear(inner, *self.down, hidden)
 
     def close(self) -> None:
         """Free the weights."""
@@ -97,63 +79,29 @@ class FusedLayer:
         self.qkv = self.o = self.gate = self.up = self.down = nothing, None
 
 
-def fuse_layers(model: Any, layers: Iterable[nn.Module], products: Products) -> list[FusedLayer]:
-    """Give the decoder layers of a model fused forwards, in place, and return those.
+def fuse_gpu_layers(model: Any, layers: Iterable[nn.Module], products: Products) -> list[GPULayer]:
+    """Give the decoder layers of a model these forwards, as ``fuse_layers`` says.
 
-    A layer stays as it is unless its parts have the names and shapes of Llama's, and the fused
-    forward gives its result on random rows. Its module stays too, with its hooks: only the forward
-    is another. The parameters of joint products become views of the joint weight.
+    The parameters of joint products become views of the joint weight.
 
     Args:
-        model: a causal LM of transformers in half precision, on its device, loaded with our
-            attention.
+        model: in half precision.
         layers: its decoder layers.
         products: computes the products.
     """
-    rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    if rotary is None:
-        return []
-    context_len = model.config.get_text_config().max_position_embeddings
-    found = []
-    for layer in layers:
-        fused = _fused(layer, rotary, products, context_len)
-        if fused is not None:
-            layer.__dict__["forward"] = fused  # the instance's own hides the class's
-            found.append(fused)
-    return found
+    return fuse_layers(model, layers, partial(_make, products=products), _TOLERANCE)
 
 
-@torch.no_grad()
-def _fused(
-    layer: nn.Module, rotary: nn.Module, products: Products, context_len: int
-) -> FusedLayer | None:
-    """Return the forward that gives a layer's results; None if there is none."""
-    parts = find_parts(layer, _TOLERANCE)
-    if parts is None:
-        return None
-    weight: Tensor = parts[PROJECTIONS[-1]].weight  # type: ignore[assignment]
-    fused = _assemble(layer, parts, weight.dtype, products)
-    if fused is None:
-        return None
-    return (
-        fused
-        if is_proved(fused, layer, rotary, weight, _TOLERANCE[weight.dtype], context_len)
-        else None
-    )
-
-
-def _assemble(
-    layer: Any, parts: dict[str, Any], dtype: torch.dtype, products: Products
-) -> FusedLayer | None:
+def _make(layer: Any, parts: dict[str, Any], products: Products) -> GPULayer | None:
     """Return the forward of a layer with these parts, before its proof."""
     q, k, v, o, gate, up, down = (parts[path] for path in PROJECTIONS)
     paths = [*NORMS, *(path for path in HEAD_NORMS if path in parts)]
-    norms = [kind for path in paths if (kind := find_rms_norm(parts[path], dtype)) is not None]
-    head_dim, number = (getattr(layer.self_attn, name, None) for name in ("head_dim", "layer_idx"))
-    if len(norms) < len(paths) or not isinstance(number, int):
+    kinds = (find_rms_norm(parts[path], q.weight.dtype) for path in paths)
+    norms = [kind for kind in kinds if kind is not None]
+    found = number_and_head_dim(layer)
+    if len(norms) < len(paths) or found is None:
         return None
-    if not isinstance(head_dim, int) or head_dim % 2:
-        return None
+    number, head_dim = found
     heads = norms[2:]
     if len({each.eps for each in heads}) > 1:
         return None
@@ -165,7 +113,7 @@ def _assemble(
     # A loader allocates a layer's weights one after the other. Moved away too, this one leaves
     # those of the joint product as one free block, which the next layer's can have.
     o.weight.data = o.weight.data.clone()
-    return FusedLayer(
+    return GPULayer(
         layer=number,
         input_norm=norms[0],
         mlp_norm=norms[1],

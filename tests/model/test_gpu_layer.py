@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specplug.model.attention import IMPLEMENTATION, register
 from specplug.model.exact_linear import Products
-from specplug.model.fused_layer import fuse_layers
-from specplug.model.layer_proof import SequencePlan
+from specplug.model.gpu_layer import fuse_gpu_layers
+from specplug.model.layer_fusion import SequencePlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE: dict[str, Any] = {
@@ -77,7 +77,7 @@ def run(model: Any) -> tuple[Tensor, Tensor]:
 def test_fused_layers_give_the_models_logits(config: str) -> None:
     model = build(config, **FUSED[config])
     expected = run(model)
-    fused = fuse_layers(model, model.model.layers, Products(exact=True))
+    fused = fuse_gpu_layers(model, model.model.layers, Products(exact=True))
     assert len(fused) == 2
     for found, own in zip(run(model), expected, strict=True):
         assert (found.float() - own.float()).norm() < 1e-2 * own.float().norm()
@@ -89,7 +89,7 @@ def test_fused_layers_give_the_models_logits(config: str) -> None:
 def test_layers_of_other_kinds_stay(config: str) -> None:
     model = build(config, **OTHERS[config])
     expected = run(model)
-    assert fuse_layers(model, model.model.layers, Products(exact=True)) == []
+    assert fuse_gpu_layers(model, model.model.layers, Products(exact=True)) == []
     for found, own in zip(run(model), expected, strict=True):
         assert torch.equal(found, own)
 
@@ -97,7 +97,7 @@ def test_layers_of_other_kinds_stay(config: str) -> None:
 def test_fused_layers_keep_one_copy_of_the_weights() -> None:
     model = build("Qwen2Config")
     names = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    (first, _) = fuse_layers(model, model.model.layers, Products(exact=True))
+    (first, _) = fuse_gpu_layers(model, model.model.layers, Products(exact=True))
     attention = model.model.layers[0].self_attn
     assert first.qkv[0].data_ptr() == attention.q_proj.weight.data_ptr()
     assert first.qkv[1].data_ptr() == attention.q_proj.bias.data_ptr()
@@ -120,7 +120,7 @@ def test_hooks_on_a_fused_layer_run() -> None:
 
     model.model.layers[1].register_forward_pre_hook(before, with_kwargs=True)
     model.model.layers[0].register_forward_hook(after)
-    assert len(fuse_layers(model, model.model.layers, Products(exact=True))) == 2
+    assert len(fuse_gpu_layers(model, model.model.layers, Products(exact=True))) == 2
     assert seen == {}, "the proof calls no hook"
     run(model)
     assert seen["input"].shape == (1, len(TOKENS), SHAPE["hidden_size"])

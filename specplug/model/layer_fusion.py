@@ -1,10 +1,15 @@
-"""The proof that another forward gives a decoder layer's results, for layers of the Llama kind."""
+"""Decoder layers of the Llama kind get another forward, where that gives the layer's results.
+
+What the forward is, is the device's: ``gpu_layer`` and ``cpu_layer``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, TypeVar
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,19 +29,20 @@ _SCALE = 2.0**-5
 """Of the proof's hidden states: so small that what a layer adds to them is most of its result."""
 
 
-class LayerForward(Protocol):
-    """A forward in place of a decoder layer's own.
+@attrs.define(eq=False, kw_only=True)
+class FusedLayer(ABC):
+    """The forward of a decoder layer, in place of its module's own.
 
     Attributes:
         layer: its number, by which its cache is found.
         head_dim, kv_heads: D, and how many heads the keys have.
-        how: what the module gives its attention: scale, window, softcap, sinks.
+        how: what the module gives its attention: scale, window, softcap, sinks. The proof finds it.
     """
 
     layer: int
     head_dim: int
     kv_heads: int
-    how: tuple[Any, ...]
+    how: tuple[Any, ...] = attrs.field(default=(), init=False)
 
     def __call__(
         self,
@@ -45,10 +51,77 @@ class LayerForward(Protocol):
         position_embeddings: tuple[Tensor, Tensor],
         **named: Any,
     ) -> Tensor:
-        """[1, R, H] -> [1, R, H], in the running target pass."""
+        """Run the layer in the running target pass.
+
+        Args:
+            hidden_states: [1, R, H].
+            position_embeddings: cos and sin, [1, R, D] each.
+            more, named: what transformers gives its layers too; the plan of the pass says it all.
+
+        Returns:
+            [1, R, H].
+        """
+        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        return self.run(TARGET_PASS.get(), rows, *position_embeddings).view(hidden_states.shape)
+
+    @abstractmethod
+    def run(self, running: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[R, H] -> [R, H], with cos and sin [1, R, D]."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the weights."""
 
 
-def find_parts(layer: nn.Module, dtypes: Container[torch.dtype]) -> dict[str, nn.Module] | None:
+Layer = TypeVar("Layer", bound=FusedLayer)
+
+
+@torch.no_grad()
+def fuse_layers(
+    model: Any,
+    layers: Iterable[nn.Module],
+    make: Callable[[Any, dict[str, Any]], Layer | None],
+    tolerances: Mapping[torch.dtype, float],
+) -> list[Layer]:
+    """Give the decoder layers of a model fused forwards, in place, and return those.
+
+    A layer stays as it is unless its parts have the names and shapes of Llama's, and the fused
+    forward gives its result on random rows. Its module stays too, with its hooks: only the forward
+    is another.
+
+    Args:
+        model: a causal LM of transformers, on its device, loaded with our attention.
+        layers: its decoder layers.
+        make: returns the forward of a layer with these parts, by their paths; None if it has none.
+        tolerances: by dtype of the products' weights, of what a layer adds, relative to its size;
+            layers of other dtypes stay. A wrong operation is off by far more.
+    """
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    if rotary is None:
+        return []
+    context_len = model.config.get_text_config().max_position_embeddings
+    found = []
+    for layer in layers:
+        parts = _find_parts(layer, tolerances)
+        fused = None if parts is None else make(layer, parts)
+        if parts is None or fused is None:
+            continue
+        weight: Tensor = parts[PROJECTIONS[-1]].weight
+        if _is_proved(fused, layer, rotary, weight, tolerances[weight.dtype], context_len):
+            layer.__dict__["forward"] = fused  # the instance's own hides the class's
+            found.append(fused)
+    return found
+
+
+def number_and_head_dim(layer: Any) -> tuple[int, int] | None:
+    """Return a layer's number and the size of its heads; None if they cannot be rotated."""
+    number, size = (getattr(layer.self_attn, name, None) for name in ("layer_idx", "head_dim"))
+    if not isinstance(number, int) or not isinstance(size, int) or size % 2:
+        return None
+    return number, size
+
+
+def _find_parts(layer: nn.Module, dtypes: Container[torch.dtype]) -> dict[str, Any] | None:
     """Return the modules with parameters by their paths, if they are Llama's or Qwen 3's, and the
     products' weights are of one of these dtypes."""
     parts = {
@@ -67,9 +140,8 @@ def find_parts(layer: nn.Module, dtypes: Container[torch.dtype]) -> dict[str, nn
     return parts if len(kinds) == 1 and kinds.pop()[0] in dtypes else None
 
 
-@torch.no_grad()
-def is_proved(
-    fused: LayerForward,
+def _is_proved(
+    fused: FusedLayer,
     layer: nn.Module,
     rotary: nn.Module,
     weight: Tensor,
