@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specplug.kernels.rms_norm import layer_norm, rms_norm
+from specplug.model.fused_norms import weight_and_eps
 
 _SAME = 0.9
 """The share of a proof's numbers that must be equal; the others may be neighbours."""
@@ -99,11 +100,11 @@ def make_norms_exact(model: nn.Module, keep: Iterable[nn.Module] = ()) -> int:
 @torch.inference_mode()
 def find_rms_norm(module: nn.Module, dtype: torch.dtype) -> RMSNormKind | None:
     """Return how an RMS norm computes rows of a dtype in half precision; None if it is none."""
-    weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
+    found = weight_and_eps(module)
+    if found is None:
         return None
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or not weight.is_contiguous():
+    weight, eps = found
+    if weight.dim() != 1 or not weight.is_contiguous():
         return None
     kinds = [RMSNormKind(weight, eps, *flags) for flags in product((False, True), repeat=2)]
     shares = [_same_share(kind, module, len(weight), weight.device, dtype) for kind in kinds]

@@ -1,4 +1,7 @@
-"""RMS norms of a model as one operation each, where that gives the model's own results."""
+"""RMS norms of a model in float32 or float64 as one operation each.
+
+Those of half precision are ``exact_norms``: they need Triton, and round as their modules do.
+"""
 
 from __future__ import annotations
 
@@ -66,12 +69,10 @@ def fuse_norms(model: nn.Module) -> int:
 
 def _fused(module: nn.Module) -> FusedRMSNorm | None:
     """Return the fused norm that gives the module's results; None if there is none."""
-    weight = getattr(module, "weight", None)
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float):
+    found = weight_and_eps(module)
+    if found is None:
         return None
-    if not isinstance(weight, Tensor):
-        return None
+    weight, eps = found
     generator = torch.Generator(weight.device).manual_seed(0)
     sample = torch.randn(
         4, *weight.shape, dtype=weight.dtype, device=weight.device, generator=generator
@@ -82,3 +83,12 @@ def _fused(module: nn.Module) -> FusedRMSNorm | None:
         if torch.allclose(fused(sample), expected, rtol=1e-5, atol=1e-6):
             return fused
     return None
+
+
+def weight_and_eps(module: nn.Module) -> tuple[Tensor, float] | None:
+    """Return the weight and the eps of an RMS norm, by its name; None if a module is none."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm"):
+        return None
+    return (weight, eps) if isinstance(weight, Tensor) and isinstance(eps, float) else None
