@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from specplug.errors import warn_fallback
 from specplug.model.exact_experts import (
     find_experts_variance,
     make_experts_exact,
@@ -27,12 +26,12 @@ from specplug.model.gpu_layer import GPULayer, fuse_gpu_layers
 
 def replace_modules(
     model: Any, layers: Iterable[nn.Module], *, row_invariant: bool
-) -> list[GPULayer]:
-    """Have a target's modules compute by our kernels, in place, and return the fused layers.
+) -> tuple[list[GPULayer], list[str]]:
+    """Have a target's modules compute by our kernels, in place.
 
     Layers of the Llama kind get a fused forward. The linears, norms, experts and routers of all
     other modules are made row-invariant if that is wanted, and so the rows' bits depend on nothing
-    but the row; that is tried out on this card, with a warning if it does not hold.
+    but the row; that is tried out on this card.
 
     Args:
         model: a causal LM of transformers in half precision, on its device, loaded with our
@@ -40,23 +39,28 @@ def replace_modules(
         layers: its decoder layers.
         row_invariant: else products of many rows, and all modules outside of fused layers, round
             as is fastest.
+
+    Returns:
+        The fused layers; and the shapes of the weights whose products are not row-invariant here,
+        though that is wanted.
     """
     layers = list(layers)
+    variant: list[str] = []
     fused = fuse_gpu_layers(model, layers, Products(exact=row_invariant))
     if row_invariant:
         done = [layer for layer in layers if "forward" in layer.__dict__]
         make_linears_exact(model, keep=done)
         make_norms_exact(model, keep=done)
         make_routers_exact(model, keep=done)
-        _tell_row_variance(model, fused, make_experts_exact(model))
+        variant = _find_variance(model, fused, make_experts_exact(model))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # of weights that were joined, and of what was tried out
-    return fused
+    return fused, variant
 
 
 @torch.inference_mode()
-def _tell_row_variance(model: nn.Module, fused: list[GPULayer], experts: list[nn.Module]) -> None:
-    """Warn if the products that the model uses are not row-invariant on this card."""
+def _find_variance(model: nn.Module, fused: list[GPULayer], experts: list[nn.Module]) -> list[str]:
+    """Return the shapes of the weights whose products are not row-invariant on this card."""
     weights = [part[0] for each in fused for part in (each.o, each.down)]
     for module in model.modules():
         if isinstance(module, ExactLinear):
@@ -68,9 +72,4 @@ def _tell_row_variance(model: nn.Module, fused: list[GPULayer], experts: list[nn
         gated=[(each.gate[0], each.up[0]) for each in fused],
         rotated=[(each.qkv[0], each.head_dim, each.kv_heads, each.head_norms) for each in fused],
     )
-    variant += find_experts_variance(experts)
-    if variant:
-        warn_fallback(
-            f"row invariance does not hold on {torch.cuda.get_device_name()} for products of shape "
-            f"{', '.join(variant)}: tokens may depend on what else is in a batch"
-        )
+    return variant + find_experts_variance(experts)

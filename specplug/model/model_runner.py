@@ -133,11 +133,7 @@ class ModelRunner:
         if check is not None:
             self._end_check(check)
             if check.row_variance is not None and self.row_invariance == "on":
-                self.row_invariance = f"off: {check.row_variance}"
-                warn_fallback(
-                    f"row invariance does not hold for {type(self.model).__name__}, "
-                    f"{check.row_variance}: tokens may depend on what else is in a batch"
-                )
+                self._tell_row_variance(check.row_variance)
         self.records = False
         self._graphs: dict[frozenset[str], GraphRunner] = {}
         self._padded: PaddedPasses | None = None
@@ -193,8 +189,20 @@ class ModelRunner:
 
         self.rotary.begin(None)
         layers = self.capture.layers
-        self._fused_layers = replace_modules(self.model, layers, row_invariant=row_invariant)
+        self._fused_layers, variant = replace_modules(
+            self.model, layers, row_invariant=row_invariant
+        )
         self.row_invariance = "on" if row_invariant else "off: disable_row_invariance"
+        if variant:
+            self._tell_row_variance(f"products of shape {', '.join(variant)} on this card")
+
+    def _tell_row_variance(self, where: str) -> None:
+        """Turn row invariance off, in words, for where it does not hold, and warn of it."""
+        self.row_invariance = f"off: {where}"
+        warn_fallback(
+            f"row invariance does not hold for {type(self.model).__name__}, {where}: "
+            "tokens may depend on what else is in a batch"
+        )
 
     @property
     def num_fused_layers(self) -> int:

@@ -11,6 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 from specplug import LLM
+from specplug.errors import FallbackWarning
+from specplug.kernels.linear import linear
 from specplug.kernels.paged_attention_kernels import PagedAttention
 from specplug.model import exact_experts, exact_linear, model_runner
 from specplug.model.attention import IMPLEMENTATION, register
@@ -66,8 +68,8 @@ def test_replaced_modules_give_the_models_logits(
     model = build(config)
     layers = getattr(model.base_model, "layers", None) or model.base_model.h
     expected = logits_of(model)
-    fused = replace_modules(model, layers, row_invariant=True)
-    assert len(fused) == num_fused
+    fused, variant = replace_modules(model, layers, row_invariant=True)
+    assert (len(fused), variant) == (num_fused, [])
     modules = list(model.modules())
     assert sum(isinstance(each, ExactLinear | ExactConv1D) for each in modules) == num_linears
     assert sum(isinstance(each, ExactRMSNorm | ExactLayerNorm) for each in modules) == num_norms
@@ -77,7 +79,7 @@ def test_replaced_modules_give_the_models_logits(
 
 def test_declined_row_invariance_replaces_fused_layers_alone() -> None:
     model = build("LlamaConfig")
-    (first, _) = replace_modules(model, model.model.layers, row_invariant=False)
+    (first, _), _ = replace_modules(model, model.model.layers, row_invariant=False)
     assert not first.products.exact
     assert type(model.lm_head) is nn.Linear
     assert not isinstance(model.model.norm, ExactRMSNorm)
@@ -103,6 +105,31 @@ def test_all_passes_of_a_target_give_a_row_the_same_bits(
     assert storage.data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
     runner.close()
     assert sum(parameter.numel() for parameter in runner.model.parameters()) == 0
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there the targets of other tests show it")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+def test_variant_products_turn_row_invariance_off(
+    build_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact_linear, "_MOST_SAMPLED", 0)
+    monkeypatch.setattr(
+        model_runner, "_attention_kernels", lambda device, dtype: PagedAttention(device)
+    )
+
+    def by_count(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
+        return linear(x, weight, *more) * (1 + len(x) / 1024)
+
+    changes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    folder = build_model(transformers.Gemma2Config(**{**SHAPE, **changes}))
+    monkeypatch.setattr(exact_linear, "linear", by_count)
+    monkeypatch.setattr(exact_linear, "FEW_ROWS", 2)
+    with pytest.warns(FallbackWarning, match="row invariance") as told:
+        runner = ModelRunner(str(folder), torch.float16, DEVICE)
+    warned = [each for each in told if each.category is FallbackWarning]
+    assert len(warned) == 1, "the check of whole passes finds it too"
+    assert runner.row_invariance.startswith("off: products of shape 16 x 32, 8 x 32, ")
+    runner.close()
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there the targets of other tests show it")
