@@ -238,6 +238,18 @@ def _tail_block(
     )  # fmt: skip
 
 
+@triton.jit
+def _result(top, total, summed, sinks, query_head, is_row, HAS_SINKS: tl.constexpr):
+    """Divide the sums of rows [M, D] by their totals [M], to which the heads' sinks add."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + query_head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
+        sink_top = tl.ceil(sink)
+        top, total, summed = _fold(
+            top, total, summed, sink_top, tl.exp2(sink - sink_top), tl.zeros_like(summed)
+        )
+    return summed / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
 @triton.jit(do_not_specialize=[*_NUMBERS, "span", "order_stride"])
 def _row_tails(
     q, keys, values, out, table, req_indices, starts, positions, flat_index, order, counts, sinks,
@@ -340,13 +352,7 @@ def _row_tails(
         )
     top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
 
-    if HAS_SINKS:
-        sink = tl.load(sinks + query_head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
-        sink_top = tl.ceil(sink)
-        top, total, summed = _fold(
-            top, total, summed, sink_top, tl.exp2(sink - sink_top), tl.zeros_like(summed)
-        )
-    result = summed / tl.where(total == 0.0, 1.0, total)[:, None]
+    result = _result(top, total, summed, sinks, query_head, is_row, HAS_SINKS)
     to = out + (flat * HEADS + query_head[:, None]) * D + dim[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=there)
 
@@ -428,13 +434,7 @@ def _causal_tiles(
                 part_summed = tl.zeros((ROWS, DIM), tl.float32)
         top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
 
-        if HAS_SINKS:
-            sink = tl.load(sinks + query_head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
-            sink_top = tl.ceil(sink)
-            top, total, summed = _fold(
-                top, total, summed, sink_top, tl.exp2(sink - sink_top), tl.zeros_like(summed)
-            )
-        result = summed / tl.where(total == 0.0, 1.0, total)[:, None]
+        result = _result(top, total, summed, sinks, query_head, is_row, HAS_SINKS)
         to = out + (flat[:, None] * HEADS + query_head[:, None]) * D + dim[None, :]
         tl.store(to, result.to(out.dtype.element_ty), mask=there)
 
