@@ -22,8 +22,8 @@ from engines import add_arguments, settings_of
 from shapes import SHAPES, write_shape
 
 from specplug import LLM
-from specplug.model.attention import JoinedPlan
 from specplug.model.padded_passes import PassPart
+from specplug.model.paged_plan import JoinedPlan
 from specplug.speculative.padding import Padding
 
 ROUNDS, PASSES = 3, 20

@@ -17,7 +17,7 @@ from specplug.engine.step_result import DecodeResult, PrefillResult
 from specplug.grammar.state import HostTree
 from specplug.kernels.dispatch import runs_tree_kernels
 from specplug.kv.tensors import move_slots
-from specplug.model.attention import LentPlan, PagedPlan
+from specplug.model.paged_plan import LentPlan, PagedPlan
 from specplug.sampling_params import Needs
 from specplug.speculative.draft import Draft
 from specplug.speculative.hook_order import Half

@@ -22,9 +22,9 @@ from specplug.engine.step_plan import Decode, PlacedPrefill, Prefill, Step
 from specplug.engine.step_result import StepResult
 from specplug.grammar.masks import allocate_masks
 from specplug.grammar.state import HostTree
-from specplug.model.attention import JoinedPlan
 from specplug.model.model_runner import ModelRunner
 from specplug.model.padded_passes import PassOutput, PassPart
+from specplug.model.paged_plan import JoinedPlan
 from specplug.sampling_params import Needs
 from specplug.speculative.batch import Batch, ForwardMode
 from specplug.speculative.future_map import FutureMap

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specplug.errors import warn_fallback
-from specplug.model.attention import LentPlan, plan_of
+from specplug.model.paged_plan import LentPlan, plan_of
 from specplug.speculative.batch import Batch
 from specplug.speculative.target_output import CommittedOutput
 

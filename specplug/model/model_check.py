@@ -18,14 +18,8 @@ from torch import Tensor, nn
 from specplug.errors import CheckpointError, SpecplugError
 from specplug.kernels.cpu_kernels import CPUKernels
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
-from specplug.model.attention import (
-    IMPLEMENTATION,
-    TARGET_PASS,
-    PagedPlan,
-    RequestSlots,
-    TargetPass,
-    attention,
-)
+from specplug.model.attention import IMPLEMENTATION, TARGET_PASS, TargetPass, attention
+from specplug.model.paged_plan import PagedPlan, RequestSlots
 from specplug.speculative.draft import Draft
 from specplug.speculative.padding import Padding
 from specplug.speculative.runtime import KVCache

@@ -15,7 +15,7 @@ from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels, use_cpu_kernels
 from specplug.kernels.dispatch import HALF, runs_pass_kernels
 from specplug.kv.tensors import KVShape, drop_tensors
-from specplug.model.attention import TARGET_PASS, JoinedPlan, PagedPlan, TargetPass
+from specplug.model.attention import TARGET_PASS, TargetPass
 from specplug.model.checkpoint import (
     CPU,
     load_checkpoint,
@@ -30,6 +30,7 @@ from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.layer_fusion import FusedLayer
 from specplug.model.model_check import ModelCheck
 from specplug.model.padded_passes import PaddedPasses, PassOutput, PassPart, Record, size_of
+from specplug.model.paged_plan import JoinedPlan, PagedPlan
 from specplug.model.pass_form import PassForm, PassSize
 from specplug.model.quantization import count_parameters, drop_weights, stored_tensors
 from specplug.model.rotary import RotaryByLength

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from specplug.errors import warn_fallback
-from specplug.model.attention import JoinedPlan, PagedPlan, RequestSlots
 from specplug.model.graph_runner import failure_of
+from specplug.model.paged_plan import JoinedPlan, PagedPlan, RequestSlots
 from specplug.model.pass_form import NOTHING, PartForm, PartSize, PassForm, PassSize
 from specplug.speculative.padding import Padding
 

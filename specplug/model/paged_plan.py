@@ -1,17 +1,15 @@
-"""Paged, tree-masked attention: the plan of a pass, and its registration with transformers."""
+"""The plan of a pass: where its rows stand, what they see, and who attends."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from specplug.kernels import grouped_attention
 from specplug.kernels.cpu_kernels import CPUKernels, CPURows
@@ -23,9 +21,6 @@ from specplug.speculative.runtime import KVCache
 
 if TYPE_CHECKING:
     from specplug.kernels.paged_attention_kernels import PagedAttention, PagedRows
-
-IMPLEMENTATION = "specplug"
-"""The name under which transformers' ``AttentionInterface`` knows our attention."""
 
 LENGTH_STEP = 32
 """Key lengths are rounded up to this, so that shapes repeat from step to step."""
@@ -268,37 +263,21 @@ class PagedPlan:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend, as ``attend`` does, after the rows' keys and values have been written."""
-        heads, head_dim = q.shape[1:]
         keys, values = cache.keys[layer], cache.values[layer]
-        if self.requests.kernels is not None and q.dtype in HALF:
-            scale = head_dim**-0.5 if scale is None else scale
-            return self.requests.kernels(
+        scale = q.shape[2] ** -0.5 if scale is None else scale
+        kernels, on_cpu = self.requests.kernels, self.requests.cpu_kernels
+        if kernels is not None and q.dtype in HALF:
+            return kernels(
                 q, keys, values, self.rows, scale, window=window, softcap=softcap, sinks=sinks
             )
-        on_cpu = self.requests.cpu_kernels
         if on_cpu is not None and on_cpu.serves(
             q, keys, values, self._cpu_rows, window, softcap, sinks
         ):
-            scale = head_dim**-0.5 if scale is None else scale
             return on_cpu.attend(q, keys, values, self._cpu_rows, scale, window)
         grouped = self._grouped(keys.shape[1] * keys.shape[2], keys.element_size())
         if grouped is not None:
-            scale = head_dim**-0.5 if scale is None else scale
-            how = window, scale, softcap, sinks
-            return grouped.attend(q, keys, values, self.visible, *how)
-        if self.padding is not None:
-            q = q[self.padding.padded_rows]
-        q = q.view(self.bs, self.width, heads, head_dim).transpose(1, 2)
-        out = self.attend_padded(cache, layer, q, scale, window, softcap, sinks)
-        flat = out.transpose(1, 2).reshape(self.bs * self.width, heads * head_dim)
-        return flat if self.padding is None else flat[self.padding.flat_index]
-
-    def is_transformers_layout(self, query: Tensor) -> bool:
-        """Return whether torch attends with queries as they come, [1, H, R, D]."""
-        if self.requests.cpu_kernels is not None:
-            return False
-        by_torch = self.requests.kernels is None or query.dtype not in HALF
-        return by_torch and self.bs == 1 and self.padding is None
+            return grouped.attend(q, keys, values, self.visible, window, scale, softcap, sinks)
+        return self._attend_together(q, keys, values, scale, window, softcap, sinks)
 
     def _grouped(self, elements: int, item_bytes: int) -> GroupedAttention | None:
         """Return what attends in groups of requests, made once per pass for the keys of one size;
@@ -331,28 +310,32 @@ class PagedPlan:
         """Write the rows' keys and values, as ``AttentionPlan.write`` says."""
         _write(cache, layer, self.slots, k, v, self.requests)
 
-    def attend_padded(
+    def _attend_together(
         self,
-        cache: KVCache,
-        layer: int,
         q: Tensor,
-        scale: float | None,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
         window: int | None,
         softcap: float | None,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """Attend by torch, as ``attend_written``, with queries and result [bs, H, Q, D]."""
-        keys, values = cache.keys[layer], cache.values[layer]
-        return paged_attention_reference(
-            q,
+        """Attend by torch, all requests in one call: [R, H, D] -> [R, H * D]."""
+        heads, head_dim = q.shape[1:]
+        if self.padding is not None:
+            q = q[self.padding.padded_rows]
+        out = paged_attention_reference(
+            q.view(self.bs, self.width, heads, head_dim).transpose(1, 2),
             keys,
             values,
             self.table,
-            self._bias_for(window, q.shape[1] // keys.shape[1], q.dtype),
-            q.shape[3] ** -0.5 if scale is None else scale,
+            self._bias_for(window, heads // keys.shape[1], q.dtype),
+            scale,
             softcap,
             sinks,
         )
+        flat = out.transpose(1, 2).reshape(self.bs * self.width, heads * head_dim)
+        return flat if self.padding is None else flat[self.padding.flat_index]
 
     def _bias_for(self, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
         """Return the additive mask [bs, 1, group * Q, L], made once per pass and kind of layer."""
@@ -488,54 +471,3 @@ class JoinedPlan:
         rows = len(first.positions)
         first_out = first.attend_written(cache, layer, q[:rows], *how)
         return torch.cat((first_out, second.attend_written(cache, layer, q[rows:], *how)))
-
-
-@attrs.frozen(eq=False)
-class TargetPass:
-    """The running pass, as our attention needs it: the plan and the target's cache."""
-
-    plan: PagedPlan | JoinedPlan
-    cache: KVCache
-
-
-TARGET_PASS: ContextVar[TargetPass] = ContextVar("target_pass")
-"""The pass that runs in this thread. Not a keyword: some models drop keywords."""
-
-
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attend as transformers' attention functions do: [1, H, T, D] in, [1, T, H, D] out."""
-    target_pass = TARGET_PASS.get()
-    plan, cache = target_pass.plan, target_pass.cache
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    width = value.shape[3]
-    if width < key.shape[3]:  # latent attention: the cache has one width for both
-        value = F.pad(value, (0, key.shape[3] - width))
-    k, v = key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
-    how = scaling, sliding_window, softcap, s_aux
-    if isinstance(plan, PagedPlan) and plan.is_transformers_layout(query):
-        # transformers' layout is already ours
-        plan.write(cache, layer, k, v)
-        out = plan.attend_padded(cache, layer, query, *how).transpose(1, 2)
-    else:
-        q = query.squeeze(0).transpose(0, 1)
-        flat = plan.attend(cache, layer, q, k, v, *how)
-        out = flat.view(1, flat.shape[0], query.shape[1], -1)
-    return out[..., :width].contiguous(), None  # some models call view() on it
-
-
-def register() -> None:
-    """Make ``attn_implementation="specplug"`` known to transformers. May be called again."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(IMPLEMENTATION, attention)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specplug.kernels.kv_write import kv_write
 from specplug.kernels.row_places import row_places
-from specplug.model.attention import PagedPlan, RequestSlots
+from specplug.model.paged_plan import PagedPlan, RequestSlots
 from specplug.speculative.padding import Padding
 
 ON_GPU = torch.cuda.is_available()

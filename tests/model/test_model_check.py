@@ -14,9 +14,9 @@ from torch import nn
 
 from specplug import LLM, CheckpointError, SamplingParams
 from specplug.model import model_runner
-from specplug.model.attention import PagedPlan
 from specplug.model.model_check import ModelCheck
 from specplug.model.model_runner import ModelRunner
+from specplug.model.paged_plan import PagedPlan
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {

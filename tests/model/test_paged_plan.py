@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specplug import Draft, KVCache
 from specplug.kernels import grouped_attention
-from specplug.model.attention import PagedPlan, RequestSlots
+from specplug.model.paged_plan import PagedPlan, RequestSlots
 from specplug.speculative.padding import Padding
 
 CPU = torch.device("cpu")

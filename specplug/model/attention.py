@@ -1,0 +1,62 @@
+"""Our attention as transformers' models call it: that of the plan of the running pass."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import attrs
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specplug.model.paged_plan import JoinedPlan, PagedPlan
+from specplug.speculative.runtime import KVCache
+
+IMPLEMENTATION = "specplug"
+"""The name under which transformers' ``AttentionInterface`` knows our attention."""
+
+
+@attrs.frozen(eq=False)
+class TargetPass:
+    """The running pass, as our attention needs it: the plan and the target's cache."""
+
+    plan: PagedPlan | JoinedPlan
+    cache: KVCache
+
+
+TARGET_PASS: ContextVar[TargetPass] = ContextVar("target_pass")
+"""The pass that runs in this thread. Not a keyword: some models drop keywords."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' attention functions do: [1, H, T, D] in, [1, T, H, D] out."""
+    target_pass = TARGET_PASS.get()
+    plan, cache = target_pass.plan, target_pass.cache
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    width = value.shape[3]
+    if width < key.shape[3]:  # latent attention: the cache has one width for both
+        value = F.pad(value, (0, key.shape[3] - width))
+    k, v = key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
+    how = scaling, sliding_window, softcap, s_aux
+    q = query.squeeze(0).transpose(0, 1)
+    flat = plan.attend(cache, layer, q, k, v, *how)
+    out = flat.view(1, flat.shape[0], query.shape[1], -1)
+    return out[..., :width].contiguous(), None  # some models call view() on it
+
+
+def register() -> None:
+    """Make ``attn_implementation="specplug"`` known to transformers. May be called again."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, attention)
