@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specplug.algorithm import SpecConfig
@@ -184,15 +185,16 @@ class EngineRuntime:
                 f"the offset, at most {most} slots from starts on; plan less, or raise "
                 "num_draft_slots in validate_config()"
             )
-        for name, found, shapes in (
-            ("starts", starts, [(bs,)]),
-            ("positions", positions, [(bs, width), (1, width)]),
-            ("mask", mask, [(bs, width, offset + width), (1, width, offset + width)]),
+        span = offset + width
+        for name, found, dtype, shapes in (
+            ("starts", starts, torch.int64, [(bs,)]),
+            ("positions", positions, torch.int64, [(bs, width), (1, width)]),
+            ("mask", mask, torch.bool, [(bs, width, span), (1, width, span)]),
         ):
-            if found is not None and found.shape not in shapes:
+            if found is not None and (found.shape not in shapes or found.dtype != dtype):
                 raise PluginError(
-                    f"plan_attention: {name} {described(found)}; expected {list(shapes[0])}, for "
-                    f"{bs} requests of {width} rows at offset {offset}"
+                    f"plan_attention: {name} {described(found)}; expected {list(shapes[0])} of "
+                    f"{dtype}, for {bs} requests of {width} rows at offset {offset}"
                 )
 
     def make_plan(

@@ -317,7 +317,19 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     (
         "propose",
         lambda runtime, batch, roots: runtime.plan_attention(batch, roots.repeat(2), 1),
-        ": plan_attention: starts [2] of torch.int64 on cpu; expected [1], for 1 requests of 1",
+        ": plan_attention: starts [2] of torch.int64 on cpu; expected [1] of torch.int64, for 1 ",
+    ),
+    (
+        "propose",
+        lambda runtime, batch, roots: runtime.plan_attention(batch, roots.int(), 1),
+        ": plan_attention: starts [1] of torch.int32 on cpu; expected [1] of torch.int64, for 1 ",
+    ),
+    (
+        "propose",
+        lambda runtime, batch, roots: runtime.plan_attention(
+            batch, batch.seq_lens, 1, mask=torch.ones(1, 1, 1)
+        ),
+        ": plan_attention: mask [1, 1, 1] of torch.float32 on cpu; expected [1, 1, 1] of torch.boo",
     ),
 ]
 
