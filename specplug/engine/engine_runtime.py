@@ -300,6 +300,7 @@ class EngineRuntime:
             kernels=self._runner.kernels,
             cpu_kernels=self._runner.cpu_kernels,
             page_size=table.page_size,
+            num_slots=num_slots,
         )
         caches = [(self._runner.cache, self._runner.kv_shape), *self._draft_caches]
         self.pools = [

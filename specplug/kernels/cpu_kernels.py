@@ -36,6 +36,7 @@ class CPURows:
         count: R.
         offset: of a request's first row after its committed length.
         mask: [bs or 1, Q, W] bool over the slots from ``starts`` on; None: causal.
+        num_slots: more than any slot in the table.
     """
 
     table: Tensor
@@ -45,6 +46,7 @@ class CPURows:
     count: int
     offset: int = 0
     mask: Tensor | None = None
+    num_slots: int = 0
 
 
 class CPUKernels:
@@ -82,6 +84,7 @@ class CPUKernels:
             and size % _HEAD_STEP == 0
             and q.stride()[1:] == (size, 1)
             and keys.shape[2] == size
+            and len(keys) >= rows.num_slots
             and heads % keys.shape[1] == 0
             and values.shape == keys.shape
             and keys.is_contiguous()

@@ -46,6 +46,7 @@ class RequestSlots:
         kernels: attends on a GPU; None: torch does.
         cpu_kernels: attend on the CPU in float32; None: torch does.
         page_size: consecutive positions from a multiple of it on have consecutive slots.
+        num_slots: of the pool, the padding page's included; 0: nobody asks.
     """
 
     slots: Tensor
@@ -55,6 +56,7 @@ class RequestSlots:
     kernels: PagedAttention | None = None
     cpu_kernels: CPUKernels | None = None
     page_size: int = 1
+    num_slots: int = 0
 
 
 @attrs.define(eq=False, kw_only=True, slots=False)
@@ -229,6 +231,7 @@ class PagedPlan:
             count=count,
             offset=self.offset,
             mask=None if self.mask is None else self.mask.contiguous(),
+            num_slots=self.requests.num_slots,
         )
 
     def attend(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -144,6 +145,9 @@ def test_what_attention_does_not_know_is_torchs(kernels: CPUKernels) -> None:
     assert not kernels.serves(q, keys.transpose(1, 2), values, rows, None, None, None)
     tree = batch.rows(torch.ones(1, 2, 2, dtype=torch.bool))
     assert not kernels.serves(q, keys, values, tree, 4, None, None)
+    rows = attrs.evolve(rows, num_slots=len(keys))
+    assert kernels.serves(q, keys, values, rows, None, None, None)
+    assert not kernels.serves(q, keys[1:], values[1:], rows, None, None, None)
 
 
 @pytest.mark.parametrize("size", [10, 160])
