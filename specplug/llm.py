@@ -39,6 +39,7 @@ from specplug.engine.turns import Turns
 from specplug.engine.warm_up import WarmUp
 from specplug.errors import RankError, UsageError, shown, warn_fallback
 from specplug.kernels.compilations import compilations_counted
+from specplug.kernels.cpu_kernels import cpu_kernels_of_draft
 from specplug.model.loading import (
     backend_of,
     choose_device,
@@ -182,7 +183,7 @@ class LLM:
             draft_verifies=hooks.supports_target_verify_for_draft(),
             outputs=core_outputs(runner, backend_of(self.tokenizer)),
         )
-        with startup.part("loading the draft"):
+        with startup.part("loading the draft"), cpu_kernels_of_draft(runner.cpu_kernels):
             runtime.worker = hooks.create_worker(runtime)
         runtime.seal()
 

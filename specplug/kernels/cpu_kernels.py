@@ -8,6 +8,9 @@ the result fails its test, torch computes as before.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 
@@ -135,6 +138,15 @@ class CPUKernels:
             raise MemoryError("no memory for the scores of an attention")
         return out
 
+    def norms(self, x: Tensor, weight: Tensor) -> bool:
+        """Return whether ``rms_norm`` knows these rows and this weight."""
+        return (
+            x.dtype == weight.dtype == torch.float32
+            and x.dim() == 2
+            and x.stride(1) == 1
+            and x.shape[1] == len(weight)
+        )
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Compute ``x / sqrt(mean(x * x) + eps) * weight``, [R, size] to [R, size]; the weight is
         contiguous."""
@@ -191,19 +203,24 @@ class CPUKernels:
         return out
 
 
-_in_use: CPUKernels | None = None
+_of_draft: ContextVar[CPUKernels | None] = ContextVar("cpu_kernels_of_draft", default=None)
 
 
-def use_cpu_kernels(kernels: CPUKernels | None) -> None:
-    """Set what the draft of the run that is being made computes with: what its target does."""
-    global _in_use
-    _in_use = kernels
+@contextmanager
+def cpu_kernels_of_draft(kernels: CPUKernels | None) -> Iterator[None]:
+    """Have the drafts that this thread loads meanwhile compute with ``kernels``, as the target of
+    their run does; None: with torch."""
+    before = _of_draft.set(kernels)
+    try:
+        yield
+    finally:
+        _of_draft.reset(before)
 
 
 def cpu_kernels_for(weight: Tensor) -> CPUKernels | None:
-    """Return what layers with such weights compute with, by the run that was made last."""
+    """Return what a draft's layers with such a weight compute with, while it is loaded."""
     fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return _in_use if fits else None
+    return _of_draft.get() if fits else None
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.errors import warn_fallback
-from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels, use_cpu_kernels
+from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
 from specplug.kernels.dispatch import HALF, runs_pass_kernels
 from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import TARGET_PASS, TargetPass
@@ -122,7 +122,6 @@ class ModelRunner:
         if compiled:
             found = _find_cpu_kernels(device, self.dtype, startup)
         self.cpu_kernels = None if isinstance(found, str) else found
-        use_cpu_kernels(self.cpu_kernels)
         self.cpu_kernels_state = f"off: {found}" if isinstance(found, str) else "on"
         check = None if skip_check else self._begin_check(path)
         self.kv_shape = check.kv_shape if check else _kv_shape_of(config)

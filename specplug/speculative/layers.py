@@ -56,12 +56,13 @@ class RMSNorm(nn.Module):
         self._kernels: CPUKernels | None = None
 
     def pack(self) -> None:
-        """Have the CPU's kernels compute, for serving, if the run has them."""
+        """Have the CPU's kernels compute, for serving, if the run whose draft is being loaded has
+        them."""
         self._kernels = cpu_kernels_for(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, size] -> […, size]."""
-        if self._kernels is not None and x.dim() == 2 and x.stride(1) == 1:
+        if self._kernels is not None and self._kernels.norms(x, self.weight):
             return self._kernels.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
@@ -203,7 +204,7 @@ class GatedMLP(nn.Module):
             return gated_linear(x.contiguous(), self.gate_proj.weight, self.up_proj.weight)
         if self._packed is not None:
             both = F.linear(x, *self._packed)
-            if self._kernels is not None:
+            if self._kernels is not None and both.dim() == 2:
                 return self._kernels.silu_and_mul(both)
             gate, up = both.chunk(2, dim=-1)
         else:
