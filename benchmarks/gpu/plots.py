@@ -25,6 +25,10 @@ BEGIN, END = "<!-- measured: plots.py writes from here -->", "<!-- measured: to 
 Row = dict[str, Any]
 
 
+_OF_STARTS = "warm_up="
+"""Settings that change nothing of what is measured."""
+
+
 def collect(folders: Iterable[Path]) -> list[Row]:
     """Read all rows. Each gets what its run says of itself: its settings, its date."""
     rows: list[Row] = []
@@ -35,7 +39,11 @@ def collect(folders: Iterable[Path]) -> list[Row]:
                 if row["kind"] == "run":
                     about = row
                 else:
-                    row["settings_given"] = about.get("settings", [])
+                    row["settings_given"] = [
+                        each
+                        for each in about.get("settings", [])
+                        if not each.startswith(_OF_STARTS)
+                    ]
                     row["without"] = about.get("without", [])
                 rows.append(row)
     return rows
