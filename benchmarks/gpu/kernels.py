@@ -398,8 +398,8 @@ def tiles_for(rows: int, gated: bool) -> list[Any]:
         columns_of = (16, 32) if gated else (16, 32, 64)
         sizes = product((bucket,), columns_of, (128, 256), (4, 8), (3, 4, 5, 7))
     tiles = [Tile(*each) for each in sizes][: 2 if DEVICE == "cpu" else None]
-    columns = 2 if gated else 1
-    return [t for t in tiles if t.stages * t.stage_bytes(columns * t.columns) <= 227 << 10]
+    num_weights = 2 if gated else 1
+    return [t for t in tiles if t.stages * t.stage_bytes(num_weights) <= 227 << 10]
 
 
 def tune(shape: Shape, all_rows: Sequence[int], names: Iterable[str], gated: bool) -> None:

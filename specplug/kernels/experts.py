@@ -11,8 +11,6 @@ as those of ``specplug.kernels.linear`` do.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import attrs
 import torch
 import triton
@@ -20,11 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
-from specplug.kernels.linear import Tile, fitting_stages
+from specplug.kernels.linear import Tile, compile_options
 from specplug.kernels.silu_mul import gated, silu_mul_reference
 
-_GROUP = 8
-"""Tiles of pairs that run side by side: those of one expert find its weights in the cache."""
 _BLOCK = 1024
 
 
@@ -311,29 +307,12 @@ def _product(
         *weight.stride(),
         0 if bias is None else bias.stride(0),
         SHARED=num_pairs // len(x),
-        **_options(tile, outputs, inputs, is_gated, bias is not None, x.device),
+        IS_GATED=is_gated,
+        HAS_BIAS=bias is not None,
+        **compile_options(tile, outputs, inputs, 1 + is_gated, x.device),
         **launch_options(x),
     )
     return out
-
-
-@lru_cache(4096)
-def _options(
-    tile: Tile, outputs: int, inputs: int, is_gated: bool, has_bias: bool, device: torch.device
-) -> dict[str, int | bool]:
-    """Return what a product is compiled for."""
-    return {
-        "IS_GATED": is_gated,
-        "HAS_BIAS": has_bias,
-        "BM": tile.rows,
-        "BN": tile.columns,
-        "BK": tile.depth,
-        "GROUP": _GROUP,
-        "EVEN_N": outputs % tile.columns == 0,
-        "EVEN_K": inputs % tile.depth == 0,
-        "num_warps": tile.warps,
-        "num_stages": fitting_stages(tile, (1 + is_gated) * tile.columns, device),
-    }
 
 
 def sum_choices(x: Tensor, weights: Tensor, experts: Tensor, num_experts: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 from specplug.kernels.silu_mul import gated, silu_mul_reference
 
-GROUP = 8
+_GROUP = 8
 """Tiles of rows that run side by side, so that they find the weights in the cache."""
 _FEWEST_PROGRAMS = 100
 """A product of many rows has tiles so small that there are at least so many."""
@@ -42,9 +42,9 @@ class Tile:
     warps: int
     stages: int
 
-    def stage_bytes(self, columns: int) -> int:
-        """Return the shared memory of a stage, with so many columns."""
-        return 2 * self.depth * (self.rows + columns)
+    def stage_bytes(self, num_weights: int) -> int:
+        """Return the shared memory of a stage, with a tile of each of so many weights."""
+        return 2 * self.depth * (self.rows + num_weights * self.columns)
 
 
 def rows_bucket(num_rows: int) -> int:
@@ -268,7 +268,7 @@ def linear(
         0 if residual is None else row_stride(residual),
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
-        **_shape_options(tile, outputs, inputs, tile.columns, x.device),
+        **compile_options(tile, outputs, inputs, 1, x.device),
         **launch_options(x),
     )
     return out
@@ -304,7 +304,7 @@ def gated_linear(
         row_stride(x),
         gate_weight.stride(0),
         up_weight.stride(0),
-        **_shape_options(tile, outputs, inputs, 2 * tile.columns, x.device),
+        **compile_options(tile, outputs, inputs, 2, x.device),
         **launch_options(x),
     )
     return out
@@ -320,33 +320,26 @@ def row_stride(x: Tensor) -> int:
 
 
 @lru_cache(4096)
-def _shape_options(
-    tile: Tile, outputs: int, inputs: int, columns: int, device: torch.device
+def compile_options(
+    tile: Tile, outputs: int, inputs: int, num_weights: int, device: torch.device
 ) -> dict[str, int | bool]:
-    """Return what a kernel is compiled for. A tile that is too large gets fewer stages.
+    """Return what a product is compiled for. A tile that is too large gets fewer stages.
 
     Args:
-        columns: whose weights a stage holds.
+        outputs: that tiles are cut from.
+        num_weights: how many weights have a tile in each stage.
     """
+    most_stages = _shared_bytes(device) // tile.stage_bytes(num_weights)
     return {
         "BM": tile.rows,
         "BN": tile.columns,
         "BK": tile.depth,
-        "GROUP": GROUP,
+        "GROUP": _GROUP,
         "EVEN_N": outputs % tile.columns == 0,
         "EVEN_K": inputs % tile.depth == 0,
         "num_warps": tile.warps,
-        "num_stages": fitting_stages(tile, columns, device),
+        "num_stages": max(2, min(tile.stages, most_stages)),
     }
-
-
-def fitting_stages(tile: Tile, columns: int, device: torch.device) -> int:
-    """Return the stages of a tile for which a program has the memory, at least 2.
-
-    Args:
-        columns: whose weights a stage holds.
-    """
-    return max(2, min(tile.stages, _shared_bytes(device) // tile.stage_bytes(columns)))
 
 
 @cache

@@ -11,17 +11,19 @@ weights are then read by a third of the card.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import attrs
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 from specplug.kernels.linear import (
-    GROUP,
     Tile,
     added,
     choose_tile,
-    fitting_stages,
+    compile_options,
     linear_reference,
     row_stride,
     tile_of_program,
@@ -131,10 +133,9 @@ def rotated_linear(
     out = x.new_empty(rows, q_heads, dim)
     if not rows:
         return out
-    tile = tile or choose_tile(outputs, inputs, rows)
     half = dim // 2
-    columns = min(tile.columns // 2, max(16, triton.next_power_of_2(half)))
-    parts = (q_heads + 2 * kv_heads) * triton.cdiv(half, columns)
+    tile = _tile_of_halves(tile or choose_tile(outputs, inputs, rows), half)
+    parts = (q_heads + 2 * kv_heads) * triton.cdiv(half, tile.columns)
     _rotated_linear[(triton.cdiv(rows, tile.rows) * parts,)](
         x,
         weight,
@@ -158,18 +159,18 @@ def rotated_linear(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         HALF=half,
-        BM=tile.rows,
-        BN=columns,
-        BK=tile.depth,
-        GROUP=GROUP,
         HAS_BIAS=bias is not None,
-        EVEN_N=half % columns == 0,
-        EVEN_K=inputs % tile.depth == 0,
-        num_warps=tile.warps,
-        num_stages=fitting_stages(tile, 2 * columns, x.device),
+        **compile_options(tile, half, inputs, 2, x.device),
         **launch_options(x),
     )
     return out
+
+
+@lru_cache(4096)
+def _tile_of_halves(tile: Tile, half: int) -> Tile:
+    """Return the tile of each half of a head, of half the columns."""
+    columns = min(tile.columns // 2, max(16, triton.next_power_of_2(half)))
+    return attrs.evolve(tile, columns=columns)
 
 
 def rotated_linear_reference(

@@ -74,9 +74,9 @@ def test_no_rows_are_a_product_too(normal: Normal) -> None:
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 33, 65, 4096])
 @pytest.mark.parametrize("shape", [(192, 576), (4096, 14336), (6144, 4096), (128256, 4096)])
 def test_tiles_fit_the_rows_and_the_memory(num_rows: int, shape: tuple[int, int]) -> None:
-    for tile, columns in (
+    for tile, num_weights in (
         (choose_tile(*shape, num_rows), 1),
         (choose_gated_tile(*shape, num_rows), 2),
     ):
         assert tile.rows >= 64 or num_rows <= tile.rows
-        assert tile.stages * tile.stage_bytes(columns * tile.columns) <= 227 << 10
+        assert tile.stages * tile.stage_bytes(num_weights) <= 227 << 10
