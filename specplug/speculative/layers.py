@@ -19,7 +19,9 @@ from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_for
 from specplug.kernels.dispatch import runs_pass_kernels
 
 FEW_ROWS = 64
-"""Up to so many rows the kernels' products are as fast as cuBLAS, and do more in one launch."""
+"""Up to so many rows the kernels' products are as fast as cuBLAS at every shape, and do more in one
+launch. From there to 128 wide ones are some 8 % slower: a target pays that for its bits
+(``exact_linear``), a draft has no need to."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``(layer, q [R, H, D], k [R, Hkv, D], v [R, Hkv, D]) -> [R, H * D]``: keeps the keys and values
