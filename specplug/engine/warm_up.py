@@ -16,8 +16,7 @@ from specplug.engine.request import Request
 from specplug.engine.scheduler import SchedulerConfig
 from specplug.engine.step import StepRunner
 from specplug.engine.step_plan import Decode, Prefill, PrefillChunk, Step
-from specplug.model.graph_runner import bucket_of
-from specplug.model.pass_form import MOST_ROWS, row_buckets
+from specplug.model.pass_form import MOST_ROWS, batch_bucket, row_buckets
 from specplug.sampling_params import SamplingParams
 
 _MOST_ROWS = 2048
@@ -255,7 +254,7 @@ def _doubled(most: int) -> list[int]:
 
 def _batch_sizes(most: int) -> list[int]:
     """Return the batch sizes that passes are recorded for; the last is ``most``, as padded."""
-    sizes = [min(bucket_of(1), most)]
+    sizes = [min(batch_bucket(1), most)]
     while sizes[-1] < most:
-        sizes.append(min(bucket_of(sizes[-1] + 1), most))
+        sizes.append(min(batch_bucket(sizes[-1] + 1), most))
     return sizes

@@ -1,9 +1,7 @@
-"""Record passes as CUDA graphs and replay them: one launch instead of hundreds."""
+"""Passes of requests of one width, recorded for a few sizes of batches, then replayed."""
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -13,23 +11,16 @@ import torch
 from torch import Tensor
 
 from specplug.errors import warn_fallback
+from specplug.model.graph_recorder import failure_of, record_graph
 from specplug.model.paged_plan import LentPlan, plan_of
+from specplug.model.pass_form import batch_bucket
 from specplug.speculative.batch import Batch
 from specplug.speculative.target_output import CommittedOutput
 
 _MOST_GRAPHS = 128
 """The most shapes that one pass is recorded for; others run eagerly."""
-_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Batch sizes that passes are recorded for; a smaller batch is padded."""
-
 
 _COMMITTED = "next_tokens", "own_tokens", "last_rows", "accept_lens", "bonus_tokens"
-
-
-def bucket_of(bs: int) -> int:
-    """Return the batch size that a batch of ``bs`` is padded to."""
-    place = bisect_left(_BUCKETS, bs)
-    return _BUCKETS[place] if place < len(_BUCKETS) else -(-bs // 64) * 64
 
 
 class PassRunner:
@@ -121,7 +112,7 @@ class GraphRunner(PassRunner):
         ragged = any(plan.padding is not None for plan in plans)
         if ragged or bs == 0 or self.failure is not None:
             return self._forward(*arguments)
-        bucket = bucket_of(bs) if bs is not None and self._pads else bs
+        bucket = batch_bucket(bs) if bs is not None and self._pads else bs
         tensors = list(_tensors(arguments))
         batched = [bs is not None and len(t) % bs == 0 and len(t) > 0 for t in tensors]
         length = None if self._length is None else self._length()
@@ -157,7 +148,7 @@ class GraphRunner(PassRunner):
             for tensor, own in zip(tensors, batched, strict=True)
         )
         try:
-            graph, output, seconds = _record(
+            graph, output, seconds = record_graph(
                 lambda: self._forward(*_with_tensors(arguments, inputs)), self._pool, warms_up=True
             )
         except RuntimeError as error:
@@ -166,89 +157,6 @@ class GraphRunner(PassRunner):
             return None
         self.recording_seconds += seconds
         return _Recording(graph, inputs, output, bs or 0)
-
-
-class GraphRecorder:
-    """Records passes in one memory pool. What they have compiled must be there already.
-
-    Args:
-        beside_threads: other threads of the process may use the device meanwhile, as those of NCCL
-            do. Else what they do ends the recording.
-    """
-
-    def __init__(self, *, beside_threads: bool = False) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._mode = "thread_local" if beside_threads else "global"
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-
-    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """Record what ``run`` launches, which reads and writes the same tensors each time.
-
-        Returns:
-            replays it and returns what ``run`` has.
-
-        Raises:
-            RuntimeError: it cannot be recorded.
-        """
-        graph, output, _ = _record(run, self._pool, warms_up=False, mode=self._mode)
-        self._graphs.append(graph)
-
-        def replay() -> Any:
-            graph.replay()
-            return output
-
-        return replay
-
-    def close(self) -> None:
-        """Free the graphs, whoever still holds what replays them: NCCL cannot end before that."""
-        for graph in self._graphs:
-            graph.reset()
-        self._graphs.clear()
-
-
-def failure_of(error: RuntimeError) -> str:
-    """Return why a recording has failed, in a line."""
-    cause = error.__context__ or error  # the cause, not the end of the recording
-    return (str(cause).strip() or type(cause).__name__).splitlines()[0]
-
-
-def _record(
-    run: Callable[[], Any], pool: Any, *, warms_up: bool, mode: str = "global"
-) -> tuple[torch.cuda.CUDAGraph, Any, float]:
-    """Record what ``run`` launches, in a pool of memory, and return its result too, and the seconds
-    of the recording.
-
-    Args:
-        warms_up: run it once before.
-        mode: what CUDA forbids meanwhile, its ``cudaStreamCaptureMode``.
-    """
-    stream, debug = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
-    if debug:  # recording synchronizes, once per form; each call of this warns
-        torch.cuda.set_sync_debug_mode("default")
-    try:
-        if warms_up:
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(stream)
-            with torch.cuda.stream(side):
-                run()
-            stream.wait_stream(side)
-        graph, began = torch.cuda.CUDAGraph(), time.perf_counter()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
-            output = run()
-        return graph, output, time.perf_counter() - began
-    except RuntimeError:
-        _end_recording_of_noise()
-        raise
-    finally:
-        torch.cuda.set_stream(stream)  # a failed recording leaves its own stream current
-        if debug:
-            torch.cuda.set_sync_debug_mode(debug)
-
-
-def _end_recording_of_noise() -> None:
-    """Let torch's generator draw again. A failed recording leaves its state as if that went on."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    generator.graphsafe_set_state(generator.clone_state())
 
 
 # Arguments: plans and batches are made of tensors, and of plain values that are part of the form.

@@ -25,13 +25,14 @@ from specplug.model.checkpoint import (
 from specplug.model.cpu_layer import fuse_cpu_layers
 from specplug.model.direct_calls import shorten_calls
 from specplug.model.fused_norms import fuse_norms
-from specplug.model.graph_runner import GraphRecorder, GraphRunner, bucket_of
+from specplug.model.graph_recorder import GraphRecorder
+from specplug.model.graph_runner import GraphRunner
 from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.layer_fusion import FusedLayer
 from specplug.model.model_check import ModelCheck
 from specplug.model.padded_passes import PaddedPasses, PassOutput, PassPart, Record, size_of
 from specplug.model.paged_plan import JoinedPlan, PagedPlan
-from specplug.model.pass_form import PassForm, PassSize
+from specplug.model.pass_form import PassForm, PassSize, batch_bucket
 from specplug.model.quantization import count_parameters, drop_weights, stored_tensors
 from specplug.model.rotary import RotaryByLength
 from specplug.model.sharded_mlp import shard_mlps
@@ -448,7 +449,7 @@ def _is_dense(decode: PassPart) -> bool:
     """Return whether a decode step is left to ``verify``, which is recorded for requests of equal
     widths: they are, or they are few enough to be padded to that."""
     plan = decode.plan
-    return plan.padding is None or bucket_of(plan.bs) * plan.width <= _DENSE_ROWS
+    return plan.padding is None or batch_bucket(plan.bs) * plan.width <= _DENSE_ROWS
 
 
 def _progress_of(startup: Startup) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specplug.errors import warn_fallback
-from specplug.model.graph_runner import failure_of
+from specplug.model.graph_recorder import failure_of
 from specplug.model.paged_plan import JoinedPlan, PagedPlan, RequestSlots
 from specplug.model.pass_form import NOTHING, PartForm, PartSize, PassForm, PassSize
 from specplug.speculative.padding import Padding

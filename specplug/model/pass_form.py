@@ -1,4 +1,4 @@
-"""The few forms that passes of differing rows are padded to, so that each is recorded once."""
+"""The few sizes of batches, and forms of passes, that are padded to: each is recorded once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import Self
 
 import attrs
 
-from specplug.model.graph_runner import bucket_of
-
 MOST_ROWS = 512
 """Rows of the largest pass that is padded to a form, the default of ``chunked_prefill_size``. A
 larger one keeps a GPU busy for longer than the host takes to launch its kernels one by one."""
 
+_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+
+
+def batch_bucket(bs: int) -> int:
+    """Return the batch size that a batch of ``bs`` is padded to."""
+    place = bisect_left(_BATCHES, bs)
+    return _BATCHES[place] if place < len(_BATCHES) else -(-bs // 64) * 64
 
 
 def row_bucket(rows: int) -> int:
@@ -105,7 +110,7 @@ class PartForm:
         width = 1 << (max(size.width for size in sizes) - 1).bit_length()
         spare = int(width > 1)  # or full rows would be a form of their own
         bs = max(size.bs + max(spare, -((size.rows - rows) // width)) for size in sizes)
-        return cls(bucket_of(bs), rows, width, any(size.masked for size in sizes))
+        return cls(batch_bucket(bs), rows, width, any(size.masked for size in sizes))
 
     def places(self, widths: Sequence[int]) -> tuple[array[int], array[int]]:
         """Return ``flat_index`` [R] and ``padded_rows`` [B * Q] of a ``Padding``, int64, for real

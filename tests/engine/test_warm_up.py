@@ -21,7 +21,7 @@ from specplug import (
     UsageError,
     hookimpl,
 )
-from specplug.model.graph_runner import bucket_of
+from specplug.model.pass_form import batch_bucket
 from specplug.speculative.report import RequestReport, StepReport
 
 PROMPTS = ["def add(a, b):\n", "import os\nimport os\nimport os\n", [3, 1, 4, 1, 5] * 9]
@@ -71,7 +71,7 @@ class Watched:
 
     def _note(self, hook: str, batch: Batch, width: int) -> None:
         seen = self.warmed if batch.is_warm_up else self.served
-        seen.add((hook, bucket_of(batch.size), width, batch.greedy))
+        seen.add((hook, batch_bucket(batch.size), width, batch.greedy))
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:

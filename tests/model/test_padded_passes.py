@@ -15,7 +15,7 @@ from torch import Tensor
 from specplug import LLM, KVCache, SamplingParams
 from specplug.kernels import paged_attention_kernels as kernels
 from specplug.kernels.paged_attention_kernels import PagedAttention
-from specplug.model.graph_runner import GraphRecorder
+from specplug.model.graph_recorder import GraphRecorder
 from specplug.model.padded_passes import PaddedPasses, PassPart, size_of
 from specplug.model.paged_plan import JoinedPlan, PagedPlan, RequestSlots
 from specplug.model.pass_form import PassForm, row_buckets
