@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from timing import replay_us
 from torch import Tensor
 
 from specplug.kernels.experts import (
@@ -85,21 +86,12 @@ class Mixture:
 
 def microseconds(call: Callable[[int], object]) -> float:
     """Return the time of a call, the least of several replays of ``CALLS`` of them."""
-    for number in range(CALLS):
-        call(number)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         for number in range(CALLS):
             call(number)
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return min(times)
+
+    return replay_us(run, CALLS, REPLAYS)
 
 
 @torch.inference_mode()

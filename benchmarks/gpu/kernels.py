@@ -30,6 +30,7 @@ from typing import Any
 import attrs
 import torch
 import torch.nn.functional as F
+from timing import replay_us
 from torch import Tensor
 
 L2_BYTES = 256 << 20
@@ -89,26 +90,12 @@ def time_us(call: Callable[..., Any], inputs: Sequence[Sequence[Any]], repeats: 
         began = time.perf_counter()
         call(*inputs[0])
         return (time.perf_counter() - began) * 1e6
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+
+    def run() -> None:
         for each in inputs:
             call(*each)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for each in inputs:
-            call(*each)
-    graph.replay()
-    torch.cuda.synchronize()
-    least = float("inf")
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        least = min(least, start.elapsed_time(end) / len(inputs) * 1e3)
-    return least
+
+    return replay_us(run, len(inputs), repeats)
 
 
 def randn(*shape: int, scale: float = 1.0) -> Tensor:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from timing import replay_us
 from torch import Tensor
 
 CALLS = 10
@@ -41,22 +42,12 @@ def microseconds(call: Callable[[int], Tensor], device: torch.device) -> float:
         start = time.perf_counter()
         call(0)
         return (time.perf_counter() - start) * 1e6
-    for i in range(CALLS):
-        call(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         for i in range(CALLS):
             call(i)
-    times = []
-    for _ in range(6):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return min(times[1:])
+
+    return replay_us(run, CALLS, repeats=5)
 
 
 def bandwidth(device: torch.device) -> float:
