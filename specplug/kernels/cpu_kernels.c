@@ -302,7 +302,8 @@ int paged_attention(const float *q, int64_t q_stride, const float *keys, const f
                 for (int i = 0; i < rows.n; i++) {
                     int64_t node = (r + i) / fold, head = h * fold + (r + i) % fold;
                     int64_t end = start + (mask ? span : offset + node + 1);
-                    rows.ends[i] = end < 0 ? 0 : end > table_stride ? table_stride : end;
+                    end = end < 0 ? 0 : end > table_stride ? table_stride : end;
+                    rows.ends[i] = end;
                     rows.firsts[i] = window > 0 && end > window ? end - window : 0;
                     rows.q[i] = q + (first_rows[b] + node) * q_stride + head * size;
                     rows.out[i] = out + ((first_rows[b] + node) * heads + head) * size;

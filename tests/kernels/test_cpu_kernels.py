@@ -150,6 +150,16 @@ def test_what_attention_does_not_know_is_torchs(kernels: CPUKernels) -> None:
     assert not kernels.serves(q, keys[1:], values[1:], rows, None, None, None)
 
 
+@pytest.mark.parametrize("start", [15, 1 << 40, -(1 << 40)])
+def test_rows_past_the_table_write_nothing_there(kernels: CPUKernels, start: int) -> None:
+    """Of a sliding window; a plugin's committed lengths may be anything."""
+    batch = Batch([0], [40], 5, 1, 80)
+    rows = attrs.evolve(batch.rows(), table=batch.table[:, :17].contiguous())
+    rows.starts.fill_(start)
+    found = kernels.attend(batch.q, batch.keys, batch.values, rows, 0.2, window=6)
+    assert found.isfinite().all()
+
+
 @pytest.mark.parametrize("size", [10, 160])
 def test_norm_is_torchs(kernels: CPUKernels, size: int) -> None:
     x, weight = torch.randn(5, 2 * size)[:, :size], torch.rand(size)
