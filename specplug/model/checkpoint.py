@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -36,6 +37,9 @@ _NAMED = 5
 """The most tensors that a message names."""
 _SAMPLES = 32
 """Values of each parameter that a fingerprint hashes."""
+_LOADING = threading.RLock()
+"""Held while a model is loaded. Meanwhile transformers changes what is the whole process's: how
+weights are tied and initialized, the default dtype, its logging."""
 
 
 @contextmanager
@@ -48,11 +52,12 @@ def weights_progress(report: Callable[[int, int], None]) -> Iterator[None]:
             return _reported(args[0], report)
         return factory(*args, **named)
 
-    before = logging.set_tqdm_hook(hook)
-    try:
-        yield
-    finally:
-        logging.set_tqdm_hook(before)
+    with _LOADING:
+        before = logging.set_tqdm_hook(hook)
+        try:
+            yield
+        finally:
+            logging.set_tqdm_hook(before)
 
 
 def _reported(tensors: Collection[Any], report: Callable[[int, int], None]) -> Iterator[Any]:
@@ -87,7 +92,7 @@ def load_checkpoint(path: str, dtype: torch.dtype | None, device: torch.device =
     for file in _weight_files(Path(path)):
         _check_file(path, file)
     try:
-        with _no_progress_bars(), _reading_for(device):
+        with _LOADING, _no_progress_bars(), _reading_for(device):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,

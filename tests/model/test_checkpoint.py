@@ -6,13 +6,16 @@ import json
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from specplug import LLM, CheckpointError, FallbackWarning
 from specplug.model.checkpoint import load_checkpoint, weights_progress
@@ -201,3 +204,31 @@ def test_load_in_the_files_dtype_copies_nothing(
     size = sum(weight.nbytes for weight in model.parameters())
     assert size > 50_000_000
     assert anonymous() - before < size / 4
+
+
+def test_models_of_several_threads_load_in_turn(
+    build_model: Callable[..., Path],
+    tiny_config: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While transformers makes a model, none of the process's models ties its weights."""
+    path = str(build_model(tiny_config(tie_word_embeddings=True)))
+    made, together, second = LlamaForCausalLM.__init__, [], threading.Event()
+    makes = threading.Lock()
+
+    def make(self: Any, *args: Any, **named: Any) -> None:
+        is_first = makes.acquire(blocking=False)
+        if is_first:
+            together.append(second.wait(0.3))
+        else:
+            second.set()
+        made(self, *args, **named)
+        if is_first:
+            makes.release()
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", make)
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(load_checkpoint, path, None) for _ in range(2)]:
+            model = each.result()
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert together == [False, False]
