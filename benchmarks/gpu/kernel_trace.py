@@ -32,7 +32,7 @@ from specplug import LLM, SamplingParams
 
 STEPS, WARM = 20, 24
 GAP_BAR = 50.0
-"""Microseconds: the longest gap that the issue allows."""
+"""Microseconds: the longest gap between two steps that is wanted."""
 
 KINDS = (
     ("copies", r"memcpy|memset|copy_kernel|direct_copy"),

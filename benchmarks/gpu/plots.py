@@ -307,14 +307,7 @@ def plot_maps(rows: Sequence[Row], stem: Path) -> list[Path]:
         width = 3.2 * len(variants) + 1
         figure, panes = pyplot.subplots(1, len(variants), figsize=(width, 3.6), squeeze=False)
         for axes, variant in zip(panes[0], variants, strict=True):
-            nan = float("nan")
-            grid = [
-                [
-                    steps.get((variant, b, c), nan) / steps.get(("plain", b, c), nan)
-                    for c in contexts
-                ]
-                for b in batches
-            ]
+            grid = [[_ratio(steps, variant, b, c) for c in contexts] for b in batches]
             axes.imshow(grid, origin="lower", aspect="auto", cmap="RdYlGn_r", vmin=1, vmax=4)
             for y, line in enumerate(grid):
                 for x, value in enumerate(line):
@@ -330,9 +323,10 @@ def plot_maps(rows: Sequence[Row], stem: Path) -> list[Path]:
     return files
 
 
-def _ratio(steps: dict[tuple[str, int, int], float], variant: str, *point: int) -> float:
+def _ratio(
+    steps: dict[tuple[str, int, int], float], variant: str, batch: int, context: int
+) -> float:
     """A variant's step over the plain one; not a number where one was not measured."""
-    batch, context = point
     nan = float("nan")
     return steps.get((variant, batch, context), nan) / steps.get(("plain", batch, context), nan)
 
