@@ -93,6 +93,16 @@ def _power_of_two(exponent):
 
 
 @triton.jit
+def _no_sums(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """The sums of no keys: (top [ROWS], total [ROWS], mixed [ROWS, DIM])."""
+    return (
+        tl.full((ROWS,), float("-inf"), tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+        tl.zeros((ROWS, DIM), tl.float32),
+    )
+
+
+@triton.jit
 def _fold(top, total, mixed, next_top, next_total, next_mixed):
     """Add the sums of the keys that follow. Tops are integers or -inf: the scales are exact."""
     new = tl.maximum(top, next_top)
@@ -191,9 +201,7 @@ def _committed_parts(
             at = flat[:, None] * row_stride + query_head[:, None] * head_stride + dim[None, :]
             queries = tl.load(q + at, mask=is_row[:, None] & is_dim[None, :], other=0.0)
             own = table + tl.load(req_indices + b) * table_stride
-            top = tl.full((ROWS,), float("-inf"), tl.float32)
-            total = tl.zeros((ROWS,), tl.float32)
-            summed = tl.zeros((ROWS, DIM), tl.float32)
+            top, total, summed = _no_sums(ROWS, DIM)
             end = tl.minimum(begin + PART, committed)
             for at_block in tl.range(begin, end, BLOCK, num_stages=STAGES):
                 key = at_block + tl.arange(0, BLOCK)
@@ -212,6 +220,15 @@ def _committed_parts(
             tl.store(tops + kept, top)
             tl.store(totals + kept, total)
             tl.store(mixed + kept[:, None] * DIM + dim[None, :], summed)
+
+
+@triton.jit
+def _kept_sums(tops, totals, mixed, kept, dim, is_kept, DIM: tl.constexpr):
+    """The sums that ``_committed_parts`` left at the places ``kept``; else those of no keys."""
+    top = tl.load(tops + kept, mask=is_kept, other=float("-inf"))
+    total = tl.load(totals + kept, mask=is_kept, other=0.0)
+    places = mixed + kept[:, None] * DIM + dim[None, :]
+    return top, total, tl.load(places, mask=is_kept[:, None], other=0.0)
 
 
 @triton.jit
@@ -313,35 +330,23 @@ def _row_tails(
     )  # fmt: skip
     wait_for_last(PDL)
 
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    summed = tl.zeros((ROWS, DIM), tl.float32)
+    top, total, summed = _no_sums(ROWS, DIM)
     for part in tl.range(first_part, num_whole, num_stages=4):
         kept = part * part_stride + place
-        next_top = tl.load(tops + kept, mask=is_row, other=float("-inf"))
-        next_total = tl.load(totals + kept, mask=is_row, other=0.0)
-        next_summed = tl.load(
-            mixed + kept[:, None] * DIM + dim[None, :], mask=is_row[:, None], other=0.0
-        )
-        top, total, summed = _fold(top, total, summed, next_top, next_total, next_summed)
+        whole = _kept_sums(tops, totals, mixed, kept, dim, is_row, DIM)
+        top, total, summed = _fold(top, total, summed, whole[0], whole[1], whole[2])
 
     # The part that is committed in part goes on from the sums of its first blocks.
     has_begun = is_row & (num_whole < num_parts) & (num_whole >= first_part)
     kept = num_whole * part_stride + place
-    part_top = tl.load(tops + kept, mask=has_begun, other=float("-inf"))
-    part_total = tl.load(totals + kept, mask=has_begun, other=0.0)
-    part_summed = tl.load(
-        mixed + kept[:, None] * DIM + dim[None, :], mask=has_begun[:, None], other=0.0
-    )
+    part_top, part_total, part_summed = _kept_sums(tops, totals, mixed, kept, dim, has_begun, DIM)
     part_top, part_total, part_summed = _fold(
         part_top, part_total, part_summed, found[0], found[1], found[2]
     )
     for next_key in tl.range(first_key + BLOCK, limit, BLOCK, num_stages=STAGES):
         if next_key % PART == 0:
             top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
-            part_top = tl.full((ROWS,), float("-inf"), tl.float32)
-            part_total = tl.zeros((ROWS,), tl.float32)
-            part_summed = tl.zeros((ROWS, DIM), tl.float32)
+            part_top, part_total, part_summed = _no_sums(ROWS, DIM)
         found = _tail_block(
             queries, keys + head * key_head_stride, values + head * key_head_stride, own, path,
             next_key, start, low, limit, is_row, dim, is_dim, slot_stride, scale, softcap,
@@ -406,12 +411,8 @@ def _causal_tiles(
             lowest = start + offset + tile * ROWS // GROUP - window + 1
             begin = tl.maximum(lowest, 0) // PART * PART
 
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        summed = tl.zeros((ROWS, DIM), tl.float32)
-        part_top = tl.full((ROWS,), float("-inf"), tl.float32)
-        part_total = tl.zeros((ROWS,), tl.float32)
-        part_summed = tl.zeros((ROWS, DIM), tl.float32)
+        top, total, summed = _no_sums(ROWS, DIM)
+        part_top, part_total, part_summed = _no_sums(ROWS, DIM)
         for first_key in tl.range(begin, last, BLOCK, num_stages=STAGES):
             key = first_key + tl.arange(0, BLOCK)
             exists = key < last
@@ -429,9 +430,7 @@ def _causal_tiles(
             )
             if (first_key + BLOCK) % PART == 0:
                 top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
-                part_top = tl.full((ROWS,), float("-inf"), tl.float32)
-                part_total = tl.zeros((ROWS,), tl.float32)
-                part_summed = tl.zeros((ROWS, DIM), tl.float32)
+                part_top, part_total, part_summed = _no_sums(ROWS, DIM)
         top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
 
         result = _result(top, total, summed, sinks, query_head, is_row, HAS_SINKS)
