@@ -19,7 +19,7 @@ from specplug.engine.step_plan import Decode, Prefill, PrefillChunk, Step
 from specplug.model.pass_form import MOST_ROWS, batch_bucket, row_buckets
 from specplug.sampling_params import SamplingParams
 
-_MOST_ROWS = 2048
+_LONGEST_PROMPT = 2048
 """Prompt tokens from which on no kernel is compiled anew for more."""
 _MOST_PROMPTS = 8
 """Prompts that fill a step together; more are rare."""
@@ -66,7 +66,11 @@ class WarmUp:
         self._limits = limits
         self._decodes = decodes
         self._ranks = ranks
-        most = min(limits.chunked_prefill_size or _MOST_ROWS, _MOST_ROWS, runtime.context_len - 1)
+        most = min(
+            limits.chunked_prefill_size or _LONGEST_PROMPT,
+            _LONGEST_PROMPT,
+            runtime.context_len - 1,
+        )
         self._most_rows = max(1, most)
 
     def run(self, advance: Callable[[int, int], None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,6 +28,16 @@ class TargetPass:
 
 TARGET_PASS: ContextVar[TargetPass] = ContextVar("target_pass")
 """The pass that runs in this thread. Not a keyword: some models drop keywords."""
+
+
+@contextmanager
+def running(plan: PagedPlan | JoinedPlan, cache: KVCache) -> Iterator[None]:
+    """Enclose the forward of a model, or of layers of it, whose attention is to read these."""
+    before = TARGET_PASS.set(TargetPass(plan, cache))
+    try:
+        yield
+    finally:
+        TARGET_PASS.reset(before)
 
 
 def attention(

@@ -90,11 +90,11 @@ class CPULayer(FusedLayer):
         first, second = (float(eps) for _, eps in (self.input_norm, self.mlp_norm))
         self.eps = first, second
 
-    def run(self, running: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def run(self, target_pass: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[R, H] -> [R, H], with cos and sin [1, R, D]."""
         cos, sin = self.turns(cos, sin)
         if self.kernels is not None:
-            return self._run_kernels(self.kernels, running, hidden, cos, sin)
+            return self._run_kernels(self.kernels, target_pass, hidden, cos, sin)
         x = rms_norm(hidden, *self.input_norm)
         qkv = x.mm(self.qkv) if self.qkv_bias is None else self.qkv_bias.addmm(x, self.qkv)
         qkv = qkv.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
@@ -102,8 +102,8 @@ class CPULayer(FusedLayer):
         if self.head_norm is not None:
             turned = rms_norm(turned, *self.head_norm)
         turned = torch.addcmul(turned * cos, turned.roll(self.head_dim // 2, -1), sin)
-        mixed = running.plan.attend(
-            running.cache,
+        mixed = target_pass.plan.attend(
+            target_pass.cache,
             self.layer,
             turned[:, : self.heads],
             turned[:, self.heads :],
@@ -116,14 +116,14 @@ class CPULayer(FusedLayer):
         return torch.addmm(hidden, inner, self.down)
 
     def _run_kernels(
-        self, kernels: CPUKernels, running: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor
+        self, kernels: CPUKernels, target_pass: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """Run the layer with all but its products by kernels, with cos and sin [R, 1, D]."""
         eps, mlp_eps = self.eps
         x = kernels.rms_norm(hidden, self.input_norm[0], eps)
         qkv = x.mm(self.qkv) if self.qkv_bias is None else self.qkv_bias.addmm(x, self.qkv)
         qkv = qkv.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        plan, cache = running.plan, running.cache
+        plan, cache = target_pass.plan, target_pass.cache
         keys, values = cache.keys[self.layer], cache.values[self.layer]
         kernels.rotate_and_write(qkv, cos, sin, self.head_norm, plan.slots, keys, values)
         mixed = plan.attend_written(cache, self.layer, qkv[:, : self.heads], *self.how)

@@ -53,10 +53,10 @@ class GPULayer(FusedLayer):
     head_norms: HeadNorms
     products: Products
 
-    def run(self, running: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def run(self, target_pass: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[R, H] -> [R, H], with cos and sin [1, R, D]."""
-        plan: Any = running.plan
-        cache = running.cache
+        plan: Any = target_pass.plan
+        cache = target_pass.cache
         products = self.products
         q = products.rotated_linear(
             self.input_norm(hidden),

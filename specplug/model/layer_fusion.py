@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specplug.model.attention import TARGET_PASS, TargetPass
+from specplug.model.attention import TARGET_PASS, TargetPass, running
 from specplug.model.quantization import is_plain_linear
 from specplug.speculative.runtime import KVCache
 
@@ -65,7 +65,7 @@ class FusedLayer(ABC):
         return self.run(TARGET_PASS.get(), rows, *position_embeddings).view(hidden_states.shape)
 
     @abstractmethod
-    def run(self, running: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def run(self, target_pass: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[R, H] -> [R, H], with cos and sin [1, R, D]."""
 
     @abstractmethod
@@ -225,8 +225,7 @@ class SequencePlan:
         keys, values = self.pool
         cache = KVCache([keys] * (number + 1), [values] * (number + 1))
         plan: Any = self
-        running = TARGET_PASS.set(TargetPass(plan, cache))
-        try:
+        with running(plan, cache):
             result = forward(
                 hidden,
                 attention_mask=None,
@@ -235,8 +234,6 @@ class SequencePlan:
                 past_key_values=None,
                 use_cache=False,
             )
-        finally:
-            TARGET_PASS.reset(running)
         if not isinstance(result, Tensor):
             raise TypeError("a layer of the Llama kind gives a tensor")
         return result

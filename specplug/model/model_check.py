@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from specplug.errors import CheckpointError, SpecplugError
 from specplug.kernels.cpu_kernels import CPUKernels
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
-from specplug.model.attention import IMPLEMENTATION, TARGET_PASS, TargetPass, attention
+from specplug.model.attention import IMPLEMENTATION, attention, running
 from specplug.model.paged_plan import PagedPlan, RequestSlots
 from specplug.speculative.draft import Draft
 from specplug.speculative.padding import Padding
@@ -133,7 +133,7 @@ class ModelCheck:
         """Run the model's own forward; return its scores [2 * T, V]."""
         _register()
         model.set_attn_implementation(_WATCHED)
-        running = _CHECK.set(self)
+        before = _CHECK.set(self)
         try:
             self._begin_pass(2 * self._length, self._lengths)
             logits: Tensor = model(input_ids=self._tokens, use_cache=False).logits
@@ -142,7 +142,7 @@ class ModelCheck:
         except Exception as error:
             raise self._refusal(f"its own forward fails: {_told(error)}") from error
         finally:
-            _CHECK.reset(running)
+            _CHECK.reset(before)
             model.set_attn_implementation(IMPLEMENTATION)
         if logits.isnan().any():
             raise CheckpointError(
@@ -207,12 +207,9 @@ class ModelCheck:
         one = KVCache([], [])
         fill_cache(one, shape, self._num_slots, key.dtype, self._device)
         cache = KVCache(one.keys * (layer + 1), one.values * (layer + 1))
-        running = TARGET_PASS.set(TargetPass(self._plan((0, 0), (self._length,) * 2), cache))
-        try:
+        with running(self._plan((0, 0), (self._length,) * 2), cache):
             q, k, v = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (query, key, value))
             found, _ = attention(module, q, k, v, None, **arguments)
-        finally:
-            TARGET_PASS.reset(running)
         return found.view(2, self._length, *found.shape[2:])
 
     def _check_mask(self, what: str, mask: Tensor | None, window: int | None) -> None:

@@ -15,7 +15,7 @@ from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
 from specplug.kernels.dispatch import HALF, runs_pass_kernels
 from specplug.kv.tensors import KVShape, drop_tensors
-from specplug.model.attention import TARGET_PASS, TargetPass
+from specplug.model.attention import running
 from specplug.model.checkpoint import (
     CPU,
     load_checkpoint,
@@ -400,16 +400,13 @@ class ModelRunner:
         self.rotary.begin(plan.lengths)
         if self._ranks is not None:
             self.capture.routed_rows = self._ranks.own
-        running = TARGET_PASS.set(TargetPass(plan, self.cache))
-        try:
+        with running(plan, self.cache):
             out = self.model(
                 input_ids=token_ids.unsqueeze(0),
                 position_ids=plan.positions.unsqueeze(0),
                 use_cache=False,
                 logits_to_keep=logits_rows,
             )
-        finally:
-            TARGET_PASS.reset(running)
         kept = self.capture.collect_points() if points else {}
         return out.logits.squeeze(0), self.capture.collect(), kept
 
