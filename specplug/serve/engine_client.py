@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -166,6 +167,8 @@ class EngineClient:
         self._numbers = count()
         self._streams: dict[str, RequestStream] = {}
         self._asked: list[asyncio.Future[Stats]] = []
+        self._part = ""
+        """Of its start, what it does."""
         self._failed: Failed | None = None
         self._ending = False
         self.process: Process | None = None
@@ -318,8 +321,10 @@ class EngineClient:
                     if not future.done():
                         future.set_result(report)
             case Loading():
+                self._part = report.part
                 self._on_loading(report.part, report.done, report.total)
             case Ready():
+                self._part = ""
                 self._ready.set_result(report)
             case Warned():
                 self._on_warning(report.message)
@@ -328,6 +333,17 @@ class EngineClient:
                 assert self.process is not None
                 assert self.process.stdin is not None
                 self.process.stdin.close()  # it waits for that
+
+    def _end_of(self, code: int) -> str:
+        """Say how a process ended that has not said why."""
+        told = f"its process ended with exit code {code}"
+        if code < 0:
+            told += f" ({signal.strsignal(-code)})"
+        if self._part:
+            told += f" at {self._part}"
+        if code == -signal.SIGKILL:
+            return f"{told}; the system's log says whether it did that because memory was short"
+        return f"{told}; expected it to go on; what it wrote to standard error may say why"
 
     def _put(self, stream_id: str, event: Accepted | Update | APIError) -> None:
         stream = self._streams.get(stream_id)
@@ -338,10 +354,11 @@ class EngineClient:
         """Wait until the process ends, and tell all who wait for it."""
         assert self.process is not None
         code = await self.process.wait()
-        why = self._failed.message if self._failed else f"its process ended with exit code {code}"
-        self.ended = f"{self._name} has ended: {why}"
+        failed = self._failed
+        self.ended = f"{self._name} has ended: {failed.message if failed else self._end_of(code)}"
         if not self._ready.done():
-            usage = self._failed is not None and self._failed.usage
+            usage = failed is not None and failed.usage
+            why = failed.message if failed else self.ended
             self._ready.set_exception((UsageError if usage else SpecplugError)(why))
         self.fail_all(engine_error(self.ended))
         for future in self._asked:

@@ -230,3 +230,20 @@ def test_verbose_server_tells_how_its_engine_starts(serve: Any) -> None:
     assert parts[-2:] == ["allocating the KV pool", "warming up"]
     (times,) = [line for line in server.errors if "start: " in line]
     assert all(f"{part} " in times for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("_exit(7)", "7 at loading the draft; expected it to go on; what it wrote to standard"),
+        ("kill(os.getpid(), 9)", "-9 (Killed) at loading the draft; the system's log says whether"),
+    ],
+)
+def test_engine_that_dies_as_it_loads_is_told(plugin_folder: Any, end: str, told: str) -> None:
+    code = f"import os\n{FAILS}".replace("return self", f"os.{end}")
+    plugin_folder.write("DIES", code=code)
+    arguments = "serve", "--port", "0", "--speculative-algorithm", "DIES"
+    environment = {**os.environ, **plugin_folder.environment(), "SPECPLUG_DEBUG": ""}
+    status, output, errors = run_command(arguments, environment, run=serve_here)
+    assert (status, output) == (1, "")
+    assert f"error: the engine has ended: its process ended with exit code {told}" in errors
