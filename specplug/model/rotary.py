@@ -171,7 +171,7 @@ class RotaryByLength:
     def _prove(self, rowwise: RowwiseRotary, scaled: Mapping[str | None, str]) -> None:
         """Compare with the module's own results for one sequence a pass."""
         device = next(rowwise.buffers()).device
-        limit, x = self.rule.limit, torch.empty(0, device=device)
+        limit, x = self.rule.limit, torch.empty(0, dtype=torch.float32, device=device)
         lengths = sorted({1, limit, limit + 1, self.context_len})
         positions = [torch.tensor([[n // 3, n - 1]], device=device) for n in lengths]
         for part in scaled:

@@ -58,10 +58,12 @@ class Sampler:
             fused = runs_kernels(device)
         self._fused = fused
         self._vocab = torch.arange(vocab_size, device=device)
-        self._settings = torch.zeros(req_table_size, len(_COLUMNS), device=device)
+        self._settings = torch.zeros(
+            req_table_size, len(_COLUMNS), dtype=torch.float32, device=device
+        )
         self._seeds = torch.zeros(req_table_size, dtype=torch.int64, device=device)
         self._random = torch.zeros(req_table_size, dtype=torch.bool, device=device)
-        self._log_min_p = torch.full((req_table_size,), float("-inf"), device=device)
+        self._log_min_p = self._settings.new_full((req_table_size,), float("-inf"))
         self._size = req_table_size, vocab_size
         # These three have rows x vocabulary elements, so they are allocated when first needed.
         self._bias: Tensor | None = None
@@ -95,7 +97,8 @@ class Sampler:
             temperature, max(p.top_p, _LEAST_TOP_P), min(max(p.top_k, 0), self._size[1]), p.min_p,
             p.repetition_penalty, p.presence_penalty, p.frequency_penalty,
         )  # fmt: skip
-        self._settings[row] = torch.tensor(settings).to(self._device, non_blocking=True)
+        values = torch.tensor(settings, dtype=torch.float32)  # whatever the process's default is
+        self._settings[row] = values.to(self._device, non_blocking=True)
         self._log_min_p[row] = self._settings[row, _COLUMNS.index("min_p")].log()
         self._seeds[row] = seed
         self._random[row] = not p.greedy
@@ -270,8 +273,8 @@ class Sampler:
 
     def _admit_bias(self, row: int, bias: Mapping[int, float]) -> None:
         if self._bias is None:
-            self._bias = torch.zeros(self._size, device=self._device)
-        values = torch.zeros(self._size[1])
+            self._bias = torch.zeros(self._size, dtype=torch.float32, device=self._device)
+        values = torch.zeros(self._size[1], dtype=torch.float32)
         values[list(bias)] = torch.tensor(list(bias.values()), dtype=torch.float32)
         self._bias[row] = values.to(self._device, non_blocking=True)
 

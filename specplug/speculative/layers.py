@@ -343,7 +343,7 @@ def tabulate_rotary(rotary: Any, num_positions: int) -> tuple[Tensor, Tensor]:
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    positions, nothing = torch.arange(num_positions), torch.empty(0)
+    positions, nothing = torch.arange(num_positions), torch.empty(0, dtype=torch.float32)
     limit = num_positions
     if "dynamic" in rotary.rope_type:
         limit = rotary.config.max_position_embeddings

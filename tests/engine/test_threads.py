@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specplug import LLM, SamplingParams
 from specplug.engine.turns import Turns
@@ -47,6 +48,20 @@ def _together(*works: Callable[[], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(len(works)) as pool:
         return [future.result(timeout=120) for future in [pool.submit(run, w) for w in works]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_default_dtype_of_the_process_changes_no_token(
+    llm: LLM, reference: Any, dtype: torch.dtype
+) -> None:
+    """Another thread that makes an LLM changes it for a while."""
+    torch.set_default_dtype(dtype)
+    try:
+        outputs = llm.generate(reference.prompts, reference.params["penalized and sampled"])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = reference.outputs["penalized and sampled"]
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
 
 
 def test_threads_that_generate_get_their_own_tokens(llm: LLM, reference: Any) -> None:
