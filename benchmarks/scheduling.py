@@ -132,9 +132,7 @@ class ReadySteps(StepRunner):
             )
         for part in ("propose", "target", "verify", "extend"):
             clock.lap(part)
-        number = next(self._numbers)
         return StepResult(
-            number=number,
             step=step,
             prefill=prefill,
             decode=decode,
