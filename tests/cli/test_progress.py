@@ -5,24 +5,36 @@ from __future__ import annotations
 import os
 import pty
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
 from specplug.cli.progress import loading_bars
 
 
+def _read_to_the_end(terminal: int) -> bytes:
+    """Read what is written to a terminal until its other side is closed: a read gets some 4 KiB."""
+    read = bytearray()
+    with suppress(OSError):
+        while piece := os.read(terminal, 1 << 16):
+            read += piece
+    return bytes(read)
+
+
 def test_loading_bars_on_a_terminal_tell_every_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
     ours, its = pty.openpty()
-    with os.fdopen(its, "w") as terminal, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", terminal)
-        with loading_bars("loading m") as report:
-            for done in range(3):
-                report("rank 0", "warming up", done, 2)
-            report("rank 1", "loading weights", 1, 2)
-        terminal.flush()
-        shown = os.read(ours, 1 << 16).decode()
+    with ThreadPoolExecutor() as readers:
+        reading = readers.submit(_read_to_the_end, ours)
+        with os.fdopen(its, "w") as terminal, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", terminal)
+            with loading_bars("loading m") as report:
+                for done in range(3):
+                    report("rank 0", "warming up", done, 2)
+                report("rank 1", "loading weights", 1, 2)
+        shown = reading.result().decode()
     os.close(ours)
     assert "loading m, rank 0: warming up" in shown
     assert "loading m, rank 1: loading weights" in shown
