@@ -17,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded by a test
 MOST_MIB = 2560
 
 pytest_plugins = [
+    "compiled_kernels",
     "default_completion",
     "shallow_target",
     "tiny_targets",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
@@ -11,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from terminal import read_terminal
 
 HEAVY = {"torch", "transformers", "triton", "numpy"}
 EXTENSION = '''
@@ -129,11 +129,7 @@ def test_on_a_terminal_long_cells_wrap(plugin_folder):
     environment = plugin_folder.environment(COLUMNS="70", TERM="xterm")
     process = subprocess.Popen(command, env=environment, stdout=its, stdin=its)
     os.close(its)
-    said = ""
-    with contextlib.suppress(OSError):  # Linux says so at the end
-        while chunk := os.read(ours, 4096):
-            said += chunk.decode()
-    os.close(ours)
+    said = read_terminal(ours)
     assert process.wait() == 0
     plain = re.sub(r"\x1b\[[0-9;]*m", "", said)
     assert "\x1b[1" in said

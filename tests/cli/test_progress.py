@@ -6,20 +6,11 @@ import os
 import pty
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import pytest
+from terminal import read_terminal
 
 from specplug.cli.progress import loading_bars
-
-
-def _read_to_the_end(terminal: int) -> bytes:
-    """Read what is written to a terminal until its other side is closed: a read gets some 4 KiB."""
-    read = bytearray()
-    with suppress(OSError):
-        while piece := os.read(terminal, 1 << 16):
-            read += piece
-    return bytes(read)
 
 
 def test_loading_bars_on_a_terminal_tell_every_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,15 +18,14 @@ def test_loading_bars_on_a_terminal_tell_every_start(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TERM", "xterm")
     ours, its = pty.openpty()
     with ThreadPoolExecutor() as readers:
-        reading = readers.submit(_read_to_the_end, ours)
+        reading = readers.submit(read_terminal, ours)
         with os.fdopen(its, "w") as terminal, monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", terminal)
             with loading_bars("loading m") as report:
                 for done in range(3):
                     report("rank 0", "warming up", done, 2)
                 report("rank 1", "loading weights", 1, 2)
-        shown = reading.result().decode()
-    os.close(ours)
+        shown = reading.result()
     assert "loading m, rank 0: warming up" in shown
     assert "loading m, rank 1: loading weights" in shown
 

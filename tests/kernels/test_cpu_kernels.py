@@ -12,18 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specplug import LLM
-from specplug.kernels.cpu_kernels import CPUKernels, CPURows, load_cpu_kernels
+from specplug.kernels.cpu_kernels import CPUKernels, CPURows
 from specplug.model.fused_norms import rms_norm
 
 CONTEXT = 96
-
-
-@pytest.fixture(scope="module")
-def kernels() -> CPUKernels:
-    found = load_cpu_kernels()
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
 
 
 class Batch:
@@ -81,28 +73,28 @@ class Batch:
 @pytest.mark.parametrize("shape", [(4, 4, 32), (6, 2, 16), (2, 1, 48), (8, 1, 64)])
 @pytest.mark.parametrize("window", [None, 1, 20])
 def test_attention_is_torchs(
-    kernels: CPUKernels, shape: tuple[int, int, int], window: int | None
+    cpu_kernels: CPUKernels, shape: tuple[int, int, int], window: int | None
 ) -> None:
     batch = Batch([0, 15, 16, 50, 3], [1, 1, 3, 5, 40], *shape)
     rows = batch.rows()
-    assert kernels.serves(batch.q, batch.keys, batch.values, rows, window, None, None)
-    found = kernels.attend(batch.q, batch.keys, batch.values, rows, 0.2, window)
+    assert cpu_kernels.serves(batch.q, batch.keys, batch.values, rows, window, None, None)
+    found = cpu_kernels.attend(batch.q, batch.keys, batch.values, rows, 0.2, window)
     expected = batch.expected(window).float()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
 
-def test_attention_of_trees_is_torchs(kernels: CPUKernels) -> None:
+def test_attention_of_trees_is_torchs(cpu_kernels: CPUKernels) -> None:
     batch = Batch([0, 13, 31], [7, 7, 7], 4, 2, 32)
     mask = torch.rand(3, 7, 7, generator=batch.generator) < 0.5
     mask |= torch.eye(7, dtype=torch.bool)
-    found = kernels.attend(batch.q, batch.keys, batch.values, batch.rows(mask), 0.2)
+    found = cpu_kernels.attend(batch.q, batch.keys, batch.values, batch.rows(mask), 0.2)
     expected = batch.expected(mask=mask).float()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
 
-def test_bits_of_a_row_are_its_own(kernels: CPUKernels) -> None:
+def test_bits_of_a_row_are_its_own(cpu_kernels: CPUKernels) -> None:
     batch = Batch([5, 0, 40, 17], [6, 33, 1, 6], 4, 2, 32)
-    together = kernels.attend(batch.q, batch.keys, batch.values, batch.rows(), 0.2)
+    together = cpu_kernels.attend(batch.q, batch.keys, batch.values, batch.rows(), 0.2)
     chains = torch.ones(1, 6, 6, dtype=torch.bool).tril()
     row = 0
     for b, (start, width) in enumerate(zip(batch.starts, batch.widths, strict=True)):
@@ -116,7 +108,7 @@ def test_bits_of_a_row_are_its_own(kernels: CPUKernels) -> None:
                 count=width,
                 mask=chains,
             )
-            found = kernels.attend(q, batch.keys, batch.values, tree, 0.2)
+            found = cpu_kernels.attend(q, batch.keys, batch.values, tree, 0.2)
             assert torch.equal(found, together[row : row + width])
         for i in range(width):
             alone = CPURows(
@@ -127,49 +119,49 @@ def test_bits_of_a_row_are_its_own(kernels: CPUKernels) -> None:
                 count=1,
                 offset=i,
             )
-            found = kernels.attend(q[i : i + 1], batch.keys, batch.values, alone, 0.2)
+            found = cpu_kernels.attend(q[i : i + 1], batch.keys, batch.values, alone, 0.2)
             assert torch.equal(found[0], together[row + i])
         row += width
 
 
-def test_what_attention_does_not_know_is_torchs(kernels: CPUKernels) -> None:
+def test_what_attention_does_not_know_is_torchs(cpu_kernels: CPUKernels) -> None:
     batch = Batch([3], [2], 4, 2, 32)
     q, keys, values, rows = batch.q, batch.keys, batch.values, batch.rows()
-    assert kernels.serves(q, keys, values, rows, None, None, None)
-    assert not kernels.serves(q, keys, values, rows, None, 5.0, None)
-    assert not kernels.serves(q, keys, values, rows, None, None, torch.zeros(4))
-    assert not kernels.serves(q.double(), keys, values, rows, None, None, None)
-    assert not kernels.serves(q[:1], keys, values, rows, None, None, None)
-    assert not kernels.serves(q, keys.double(), values, rows, None, None, None)
-    assert not kernels.serves(q, keys[:, :, ::2], values, rows, None, None, None)
-    assert not kernels.serves(q, keys.transpose(1, 2), values, rows, None, None, None)
+    assert cpu_kernels.serves(q, keys, values, rows, None, None, None)
+    assert not cpu_kernels.serves(q, keys, values, rows, None, 5.0, None)
+    assert not cpu_kernels.serves(q, keys, values, rows, None, None, torch.zeros(4))
+    assert not cpu_kernels.serves(q.double(), keys, values, rows, None, None, None)
+    assert not cpu_kernels.serves(q[:1], keys, values, rows, None, None, None)
+    assert not cpu_kernels.serves(q, keys.double(), values, rows, None, None, None)
+    assert not cpu_kernels.serves(q, keys[:, :, ::2], values, rows, None, None, None)
+    assert not cpu_kernels.serves(q, keys.transpose(1, 2), values, rows, None, None, None)
     tree = batch.rows(torch.ones(1, 2, 2, dtype=torch.bool))
-    assert not kernels.serves(q, keys, values, tree, 4, None, None)
+    assert not cpu_kernels.serves(q, keys, values, tree, 4, None, None)
     rows = attrs.evolve(rows, num_slots=len(keys))
-    assert kernels.serves(q, keys, values, rows, None, None, None)
-    assert not kernels.serves(q, keys[1:], values[1:], rows, None, None, None)
+    assert cpu_kernels.serves(q, keys, values, rows, None, None, None)
+    assert not cpu_kernels.serves(q, keys[1:], values[1:], rows, None, None, None)
 
 
 @pytest.mark.parametrize("start", [15, 1 << 40, -(1 << 40)])
-def test_rows_past_the_table_write_nothing_there(kernels: CPUKernels, start: int) -> None:
+def test_rows_past_the_table_write_nothing_there(cpu_kernels: CPUKernels, start: int) -> None:
     """Of a sliding window; a plugin's committed lengths may be anything."""
     batch = Batch([0], [40], 5, 1, 80)
     rows = attrs.evolve(batch.rows(), table=batch.table[:, :17].contiguous())
     rows.starts.fill_(start)
-    found = kernels.attend(batch.q, batch.keys, batch.values, rows, 0.2, window=6)
+    found = cpu_kernels.attend(batch.q, batch.keys, batch.values, rows, 0.2, window=6)
     assert found.isfinite().all()
 
 
 @pytest.mark.parametrize("size", [10, 160])
-def test_norm_is_torchs(kernels: CPUKernels, size: int) -> None:
+def test_norm_is_torchs(cpu_kernels: CPUKernels, size: int) -> None:
     x, weight = torch.randn(5, 2 * size)[:, :size], torch.rand(size)
     expected = rms_norm(x, weight, torch.tensor(1e-5))
-    found = kernels.rms_norm(x, weight, 1e-5)
+    found = cpu_kernels.rms_norm(x, weight, 1e-5)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotated_rows_are_torchs(kernels: CPUKernels, normed: bool) -> None:
+def test_rotated_rows_are_torchs(cpu_kernels: CPUKernels, normed: bool) -> None:
     heads, kv_heads, size = 4, 2, 10
     qkv, cos, sin = torch.randn(3, 8, size), torch.randn(3, 1, size), torch.randn(3, 1, size)
     norm = (torch.rand(6, size), torch.full((6, 1), 1e-5)) if normed else None
@@ -177,7 +169,7 @@ def test_rotated_rows_are_torchs(kernels: CPUKernels, normed: bool) -> None:
     turned = turned * cos + turned.roll(size // 2, -1) * sin
     slots, v = torch.tensor([7, 2, 5]), qkv[:, 6:].clone()
     keys, values = torch.zeros(2, 9, kv_heads, size)
-    kernels.rotate_and_write(qkv, cos, sin, norm, slots, keys, values)
+    cpu_kernels.rotate_and_write(qkv, cos, sin, norm, slots, keys, values)
     torch.testing.assert_close(qkv[:, :heads], turned[:, :heads])
     torch.testing.assert_close(keys[slots], turned[:, heads:])
     assert torch.equal(values[slots], v)
@@ -185,11 +177,11 @@ def test_rotated_rows_are_torchs(kernels: CPUKernels, normed: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [10, 416])
-def test_gate_is_torchs(kernels: CPUKernels, size: int) -> None:
+def test_gate_is_torchs(cpu_kernels: CPUKernels, size: int) -> None:
     both = torch.randn(3, 2 * size) * 30
     both[0, :4] = torch.tensor([-200.0, -88.0, 0.0, 200.0])
     expected = F.silu(both[:, :size]) * both[:, size:]
-    torch.testing.assert_close(kernels.silu_and_mul(both), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(cpu_kernels.silu_and_mul(both), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_run_without_kernels_says_why() -> None:

@@ -6,27 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
+from two_layer_models import NUM_TOKENS, SHAPE, make_model, run_model
 
-from specplug.kernels.cpu_kernels import load_cpu_kernels
-from specplug.model.attention import IMPLEMENTATION, register
+from specplug.kernels.cpu_kernels import CPUKernels
 from specplug.model.cpu_layer import fuse_cpu_layers
 from specplug.model.fused_norms import fuse_norms
-from specplug.model.layer_fusion import SequencePlan
 
 CPU = torch.device("cpu")
-SHAPE: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 36,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "max_position_embeddings": 32,
-    "pad_token_id": None,
-}
 FUSED = {
     "LlamaConfig": {},
     "Qwen2Config": {},  # queries, keys and values have biases
@@ -49,60 +36,34 @@ OTHERS = {
         },
     },
 }
-TOKENS = torch.arange(9) * 5 % 48
 
 
 def build(config: str, dtype: torch.dtype, **changes: Any) -> Any:
-    register()
-    torch.manual_seed(0)
-    settings = getattr(transformers, config)(**{**SHAPE, **changes})
-    settings._attn_implementation = IMPLEMENTATION
-    model = transformers.AutoModelForCausalLM.from_config(settings).eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
-    model = model.to(dtype)
+    model = make_model(config, dtype, CPU, **changes)
     fuse_norms(model)
     return model
-
-
-@torch.inference_mode()
-def run(model: Any) -> tuple[Tensor, Tensor]:
-    """The logits of a pass, and the keys and values of its last layer."""
-    plan = SequencePlan(len(TOKENS), 2, SHAPE["head_dim"], model.dtype, CPU)
-    logits = plan.run(
-        lambda ids, **named: (
-            model(input_ids=ids, position_ids=named["position_ids"], use_cache=False).logits
-        ),
-        1,
-        TOKENS.unsqueeze(0),
-        None,
-    )
-    return logits, plan.pool
 
 
 @pytest.mark.parametrize("config", FUSED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_fused_layers_give_the_models_logits(config: str, dtype: torch.dtype) -> None:
     model = build(config, dtype, **FUSED[config])
-    expected = run(model)
+    expected = run_model(model)
     fused = fuse_cpu_layers(model, model.model.layers)
     assert len(fused) == 2
-    for found, own in zip(run(model), expected, strict=True):
+    for found, own in zip(run_model(model), expected, strict=True):
         torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
     window = FUSED[config].get("sliding_window")
     assert [layer.how[1] for layer in fused] == [window, window]
 
 
 @pytest.mark.parametrize("config", FUSED)
-def test_fused_layers_of_kernels_give_the_logits(config: str) -> None:
-    kernels = load_cpu_kernels()
-    if isinstance(kernels, str):
-        pytest.skip(kernels)
+def test_fused_layers_of_kernels_give_the_logits(config: str, cpu_kernels: CPUKernels) -> None:
     model = build(config, torch.float32, **FUSED[config])
-    expected = run(model)
-    fused = fuse_cpu_layers(model, model.model.layers, kernels)
-    assert [layer.kernels for layer in fused] == [kernels, kernels]
-    for found, own in zip(run(model), expected, strict=True):
+    expected = run_model(model)
+    fused = fuse_cpu_layers(model, model.model.layers, cpu_kernels)
+    assert [layer.kernels for layer in fused] == [cpu_kernels, cpu_kernels]
+    for found, own in zip(run_model(model), expected, strict=True):
         torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
     gate_up = fused[0].gate_up
@@ -115,9 +76,9 @@ def test_fused_layers_of_kernels_give_the_logits(config: str) -> None:
 @pytest.mark.parametrize("config", OTHERS)
 def test_layers_of_other_kinds_stay(config: str) -> None:
     model = build(config, torch.float32, **OTHERS[config])
-    expected = run(model)
+    expected = run_model(model)
     assert fuse_cpu_layers(model, model.model.layers) == []
-    for found, own in zip(run(model), expected, strict=True):
+    for found, own in zip(run_model(model), expected, strict=True):
         torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
 
 
@@ -153,6 +114,6 @@ def test_hooks_on_a_fused_layer_run() -> None:
     model.model.layers[0].register_forward_hook(after)
     assert len(fuse_cpu_layers(model, model.model.layers)) == 2
     assert seen == {}, "the proof calls no hook"
-    run(model)
-    assert seen["input"].shape == (1, len(TOKENS), SHAPE["hidden_size"])
+    run_model(model)
+    assert seen["input"].shape == (1, NUM_TOKENS, SHAPE["hidden_size"])
     assert torch.equal(seen["input"], seen["output"])

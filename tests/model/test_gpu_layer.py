@@ -6,26 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
+from two_layer_models import NUM_TOKENS, SHAPE, make_model, run_model
 
-from specplug.model.attention import IMPLEMENTATION, register
 from specplug.model.exact_linear import Products
 from specplug.model.gpu_layer import fuse_gpu_layers
-from specplug.model.layer_fusion import SequencePlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SHAPE: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 36,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "max_position_embeddings": 32,
-    "pad_token_id": None,
-}
 FUSED = {
     "LlamaConfig": {"attention_bias": True, "mlp_bias": True},
     "Qwen2Config": {},
@@ -44,42 +31,19 @@ OTHERS = {
         "moe_intermediate_size": 16,
     },
 }
-TOKENS = torch.arange(9, device=DEVICE) * 5 % 48
 
 
 def build(config: str, **changes: Any) -> Any:
-    register()
-    torch.manual_seed(0)
-    settings = getattr(transformers, config)(**{**SHAPE, **changes})
-    settings._attn_implementation = IMPLEMENTATION
-    model = transformers.AutoModelForCausalLM.from_config(settings).eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
-    return model.to(DEVICE, torch.float16)
-
-
-@torch.inference_mode()
-def run(model: Any) -> tuple[Tensor, Tensor]:
-    """The logits of a pass, and the keys and values of its last layer."""
-    plan = SequencePlan(len(TOKENS), 2, SHAPE["head_dim"], torch.float16, DEVICE)
-    logits = plan.run(
-        lambda ids, **named: (
-            model(input_ids=ids, position_ids=named["position_ids"], use_cache=False).logits
-        ),
-        1,
-        TOKENS.unsqueeze(0),
-        None,
-    )
-    return logits, plan.pool
+    return make_model(config, torch.float16, DEVICE, **changes)
 
 
 @pytest.mark.parametrize("config", FUSED)
 def test_fused_layers_give_the_models_logits(config: str) -> None:
     model = build(config, **FUSED[config])
-    expected = run(model)
+    expected = run_model(model)
     fused = fuse_gpu_layers(model, model.model.layers, Products(exact=True))
     assert len(fused) == 2
-    for found, own in zip(run(model), expected, strict=True):
+    for found, own in zip(run_model(model), expected, strict=True):
         assert (found.float() - own.float()).norm() < 1e-2 * own.float().norm()
     window = FUSED[config].get("sliding_window")
     assert [layer.how[1] for layer in fused] == [window, window]
@@ -88,9 +52,9 @@ def test_fused_layers_give_the_models_logits(config: str) -> None:
 @pytest.mark.parametrize("config", OTHERS)
 def test_layers_of_other_kinds_stay(config: str) -> None:
     model = build(config, **OTHERS[config])
-    expected = run(model)
+    expected = run_model(model)
     assert fuse_gpu_layers(model, model.model.layers, Products(exact=True)) == []
-    for found, own in zip(run(model), expected, strict=True):
+    for found, own in zip(run_model(model), expected, strict=True):
         assert torch.equal(found, own)
 
 
@@ -122,6 +86,6 @@ def test_hooks_on_a_fused_layer_run() -> None:
     model.model.layers[0].register_forward_hook(after)
     assert len(fuse_gpu_layers(model, model.model.layers, Products(exact=True))) == 2
     assert seen == {}, "the proof calls no hook"
-    run(model)
-    assert seen["input"].shape == (1, len(TOKENS), SHAPE["hidden_size"])
+    run_model(model)
+    assert seen["input"].shape == (1, NUM_TOKENS, SHAPE["hidden_size"])
     assert torch.equal(seen["input"], seen["output"])

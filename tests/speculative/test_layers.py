@@ -20,7 +20,7 @@ from specplug import (
     hookimpl,
     layers,
 )
-from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, load_cpu_kernels
+from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft
 
 H, HEADS, KV_HEADS, D, ROWS = 32, 4, 2, 8, 7
 
@@ -163,14 +163,6 @@ def test_head_that_shares_an_embedding_stays() -> None:
     assert network["embed"].weight.is_contiguous()
 
 
-@pytest.fixture(scope="module")
-def kernels() -> CPUKernels:
-    found = load_cpu_kernels()
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
-
-
 def packed_layer(kernels: CPUKernels | None) -> layers.DecoderLayer:
     layer = layers.DecoderLayer(H, 48, HEADS, KV_HEADS, D, 1e-6)
     fill(layer)
@@ -180,9 +172,9 @@ def packed_layer(kernels: CPUKernels | None) -> layers.DecoderLayer:
     return layer
 
 
-def test_layer_of_the_cpus_kernels_is_torchs(kernels: CPUKernels) -> None:
+def test_layer_of_the_cpus_kernels_is_torchs(cpu_kernels: CPUKernels) -> None:
     results = []
-    for used in (None, kernels):
+    for used in (None, cpu_kernels):
         layer = packed_layer(used)
         torch.manual_seed(1)
         x, turn = torch.randn(ROWS, H), torch.randn(2, ROWS, 1, D)
@@ -191,9 +183,9 @@ def test_layer_of_the_cpus_kernels_is_torchs(kernels: CPUKernels) -> None:
     torch.testing.assert_close(*results)
 
 
-def test_rows_that_the_cpus_kernels_know_not_are_torchs(kernels: CPUKernels) -> None:
+def test_rows_that_the_cpus_kernels_know_not_are_torchs(cpu_kernels: CPUKernels) -> None:
     """Of more axes, and of a layer that was cast after it was packed."""
-    plain, layer = packed_layer(None), packed_layer(kernels)
+    plain, layer = packed_layer(None), packed_layer(cpu_kernels)
     rows = torch.randn(2, ROWS, H)
     torch.testing.assert_close(layer.mlp(rows), plain.mlp(rows))
     norm, own = layer.post_attention_layernorm, plain.post_attention_layernorm
@@ -229,7 +221,7 @@ class Loading:
         return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
 
 
-def test_draft_has_the_kernels_of_its_run(kernels: CPUKernels, tiny_model: Path) -> None:
+def test_draft_has_the_kernels_of_its_run(cpu_kernels: CPUKernels, tiny_model: Path) -> None:
     """Whatever else runs in the process: another run is made in the midst of each."""
     made = {}
     for off in (True, False):
@@ -240,7 +232,7 @@ def test_draft_has_the_kernels_of_its_run(kernels: CPUKernels, tiny_model: Path)
         draft = Loading(make_another)
         LLM(tiny_model, device="cpu", disable_cpu_kernels=off, speculative_algorithm=draft).close()
         made[off] = draft.layer.mlp._kernels
-    assert made == {True: None, False: kernels}
+    assert made == {True: None, False: cpu_kernels}
     later = layers.DecoderLayer(H, 48, HEADS, KV_HEADS, D, 1e-6)
     layers.pack(later)
     assert later.mlp._kernels is None
