@@ -8,6 +8,7 @@ import plots
 import points
 import pytest
 import shapes
+from engines import VARIANTS, Engine, drafts_of
 from known_drafts import KnownDrafts, accept_length, share_of
 
 from specplug import LLM, SamplingParams
@@ -61,6 +62,26 @@ def test_known_drafts_all_right_are_all_accepted(
 def test_known_drafts_none_right_are_all_refused(base: Path, plain: list[tuple[int, ...]]) -> None:
     drafts = KnownDrafts({}, 0.0, num_steps=3, topk=2)
     assert _complete(base, drafts) == (plain, 1.0)
+
+
+def test_ngram_variant_known_text_is_drafted_and_refused(
+    base: Path, plain: list[tuple[int, ...]]
+) -> None:
+    engine = Engine(base, VARIANTS["ngram"], 2048, device="cpu")
+    engine.generate(PROMPTS, PARAMS.max_tokens)
+    assert engine.drafting < 0.5  # nothing is known before the first generation
+    _, steps, tokens = engine.generate(PROMPTS, PARAMS.max_tokens)
+    assert engine.outputs == plain
+    assert (steps, tokens) == (24, 75)
+    assert engine.drafting > 0.95
+    assert engine.drafted > 5
+    engine.close()
+
+
+def test_drafts_of_variants_names_each_draft_once() -> None:
+    wanted = ["plain", "eagle3-chain-5", "eagle3-tree-32", "multi-layer-eagle", "ngram"]
+    assert drafts_of(wanted) == ["eagle3", "multi_layer_eagle"]
+    assert set(drafts_of(VARIANTS)) == set(shapes.DRAFTS)
 
 
 @pytest.mark.parametrize("length", [1.0, 2.0, 3.5, 6.0])

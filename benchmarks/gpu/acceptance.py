@@ -10,7 +10,8 @@ turns.
 
 ``map``: the time of a decode step at batch 1 to 64 and contexts of 1 k to 16 k, where they fit the
 KV pool. A step's time over that of a plain step is the accept length from which the algorithm pays.
-Each variant can be a run of its own; ``plots.py`` puts them together.
+Each variant can be a run of its own; ``plots.py`` puts them together. All drafts are wrong, so a
+step makes one token; how many requests drafted, and how many tokens, is measured too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from engines import VARIANTS, Engine, Variant, add_arguments, settings_of
+from engines import VARIANTS, Engine, Variant, add_arguments, add_run, drafts_of, settings_of
 from known_drafts import KnownDrafts, share_of
 from points import LONG, SHORT, Point, Results, time_steps
 from shapes import SHAPES, write_shape
@@ -85,9 +86,12 @@ def measure_map(arguments: argparse.Namespace, base: Path, results: Results) -> 
                     short=8,
                     long=40,
                 )[name]
-                print(f"{name}, {point}: {found.ms:.3f} ms", flush=True)
+                drafting = f", {engine.drafting:.1%} of steps drafted {engine.drafted:.1f} tokens"
+                print(f"{name}, {point}: {found.ms:.3f} ms{drafting if engine.drafting else ''}",
+                      flush=True)  # fmt: skip
                 results.add("map", shape=base.name, variant=name, batch=batch, context=context,
-                            ms=found.ms, accept_length=found.accept_length)  # fmt: skip
+                            ms=found.ms, accept_length=found.accept_length,
+                            drafting=engine.drafting, drafted=engine.drafted)  # fmt: skip
         engine.close()
 
 
@@ -101,16 +105,16 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--slots", type=int, help="of the map's KV pool; default: what fits")
-    parser.add_argument("--seconds", type=float, default=1e9, help="for each variant of the map")
+    parser.add_argument("--seconds", type=float, default=40, help="for each variant of the map")
     arguments = parser.parse_args()
     device = settings_of(arguments)["device"]
     shape = "llama-tiny" if arguments.tiny else arguments.shape
     with tempfile.TemporaryDirectory() as scratch:
         models = arguments.models or Path(scratch)
-        base = write_shape(models, shape, ("eagle3", "dflash"), device)
+        drafts = drafts_of(arguments.variants) if arguments.what == "map" else ()
+        base = write_shape(models, shape, drafts, device)
         results = Results(arguments.output)
-        results.add("run", shape=shape, settings=arguments.settings,
-                    date=time.strftime("%Y-%m-%d"))  # fmt: skip
+        add_run(results, arguments, shape=shape)
         {"known": known, "map": measure_map}[arguments.what](arguments, base, results)
 
 

@@ -18,15 +18,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines import VARIANTS, Engine, add_arguments, bandwidth, settings_of
+from engines import (
+    VARIANTS,
+    Engine,
+    add_arguments,
+    add_run,
+    bandwidth,
+    drafts_of,
+    settings_of,
+)
 from peer_vllm import Peer
 from points import DRAFTED, LONG, PLAIN, SHORT, TINY, Generate, Point, Results, StepTime, time_steps
 from shapes import SHAPES, write_shape
 
-from specplug.bench.machine import describe_machine, versions
-
 PLAIN_BAR = 0.85
 """The least share of the memory's limit that a plain step at batch 1 is to reach."""
+
+WITH_BARS = ["plain", *(name for name, variant in VARIANTS.items() if variant.bar)]
 
 PEERS = {"plain": "none", "eagle3-chain-5": "eagle3"}
 """Which of vLLM's algorithms stands beside which of our variants."""
@@ -55,12 +63,14 @@ class Table:
         ratio = own.ms / plain.ms
         bar: float | None = engine.variant.bar
         text = f"{ratio:.3f} x plain" + (f" (bar {bar})" if bar else "")
+        text += f", {engine.drafting:.1%} of steps drafted {engine.drafted:.1f} tokens"
         if name == "plain":
             bar = PLAIN_BAR if point.batch == 1 else None
             text = f"bar {bar:.0%} of the limit" if bar else ""
         self._add(
             "specplug", name, point, own, text, limit=limit, bar=bar, ratio=ratio,
             parts=engine.parts, other=_other(engine.parts, own.ms), ready_s=engine.ready_s,
+            drafting=engine.drafting, drafted=engine.drafted,
         )  # fmt: skip
 
     def add_peer(self, name: str, point: Point, own: StepTime, ours: StepTime) -> None:
@@ -161,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--shape", default="llama-8b", choices=SHAPES)
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS)[:-1], choices=VARIANTS)
+    parser.add_argument("--variants", nargs="+", default=WITH_BARS, choices=VARIANTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no variant after that")
     parser.add_argument("--peer", action="store_true", help="vLLM beside plain and EAGLE-3's chain")
@@ -175,14 +185,11 @@ def main() -> None:
         shape = "llama-tiny" if arguments.tiny else arguments.shape
         start = time.perf_counter()
         models = arguments.models or Path(scratch)
-        base = write_shape(models, shape, ("eagle3", "dflash"), device)
+        base = write_shape(models, shape, drafts_of(arguments.variants), device)
         print(f"{base}: there in {time.perf_counter() - start:.1f} s", flush=True)
         results = Results(arguments.output)
         rate = bandwidth(device)
-        machine = describe_machine(device)
-        found = versions(("specplug", "torch", "triton", "transformers"))
-        results.add("run", machine=machine, versions=found, bandwidth=rate, shape=shape,
-                    settings=arguments.settings, date=time.strftime("%Y-%m-%d"))  # fmt: skip
+        machine = add_run(results, arguments, bandwidth=rate, shape=shape)
         print(f"{machine['gpu'] or machine['cpu']}: reads {rate / 1e12:.3f} TB/s", flush=True)
         measure(arguments, base, Table(results, rate, shape))
 

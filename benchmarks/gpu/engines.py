@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 from known_drafts import KnownDrafts
-from points import Generation
-from shapes import SHAPES, kv_bytes, weight_bytes
+from points import Generation, Results
+from refused_ngram import RefusedNgram
+from shapes import MTP_LAYERS, SHAPES, kv_bytes, weight_bytes
 
 from specplug import LLM, SamplingParams
+from specplug.bench.machine import describe_machine, versions
 
 
 @attrs.frozen(kw_only=True)
@@ -27,7 +29,7 @@ class Variant:
         draft: the folder of its draft model under a shape's; None: it has none.
         settings: of ``EngineConfig``.
         passes: how often a step reads the draft's weights.
-        reads_head: its draft has no LM head of its own and reads the target's once.
+        heads: how often its draft, which has no LM head of its own, reads the target's.
         bar: the most that a step may take, in plain steps; None: nothing is asked.
     """
 
@@ -35,7 +37,7 @@ class Variant:
     draft: str | None = None
     settings: Mapping[str, Any] = {}
     passes: int = 0
-    reads_head: bool = False
+    heads: int = 0
     bar: float | None = None
 
 
@@ -66,12 +68,28 @@ VARIANTS: Mapping[str, Variant] = {
         draft="dflash",
         settings=_shape(15, 1, 16),
         passes=1,
-        reads_head=True,
+        heads=1,
         bar=1.25,
     ),
-    "ngram": Variant(algorithm="NGRAM"),
+    "eagle-chain-5": Variant(
+        algorithm="EAGLE", draft="eagle", settings=_shape(5, 1, 6), passes=5, heads=5
+    ),
+    "multi-layer-eagle": Variant(
+        algorithm="MULTI_LAYER_EAGLE",
+        draft="multi_layer_eagle",
+        settings=_shape(MTP_LAYERS, 1, MTP_LAYERS + 1),
+        passes=1,
+        heads=MTP_LAYERS,
+    ),
+    "ngram": Variant(algorithm=RefusedNgram()),
 }
-"""By name. ``verify-…`` are drafts that cost nothing and are wrong."""
+"""By name. ``verify-…`` are drafts that cost nothing. All drafts are wrong."""
+
+
+def drafts_of(names: Iterable[str]) -> list[str]:
+    """Return the draft models that these variants need, as ``shapes.write_shape`` takes them."""
+    found = (VARIANTS[name].draft for name in names)
+    return list(dict.fromkeys(draft for draft in found if draft is not None))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,6 +114,20 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**on, **{name: json.loads(value) for name, _, value in given}}
 
 
+def add_run(results: Results, arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """Add the row that says of those after it where, when and with what they were measured.
+
+    Returns:
+        The machine.
+    """
+    machine = describe_machine(settings_of(arguments)["device"])
+    found = versions(("specplug", "torch", "triton", "transformers"))
+    date = time.strftime("%Y-%m-%d")
+    given = arguments.settings
+    results.add("run", machine=machine, versions=found, settings=given, date=date, **more)
+    return machine
+
+
 class Engine:
     """An ``LLM`` that is timed.
 
@@ -116,11 +148,16 @@ class Engine:
         self.llm = LLM(base / "target", speculative_algorithm=variant.algorithm, **given)
         self.ready_s = time.perf_counter() - start
         self.parts: dict[str, float] = {}
+        self.drafting = self.drafted = 0.0
         self.outputs: list[Sequence[int]] = []
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> Generation:
-        """Generate greedily; see ``points.Generate``. ``parts`` then has the milliseconds of each
-        part of a decode step, as the device's clock has them, and ``outputs`` the tokens."""
+        """Generate greedily; see ``points.Generate``.
+
+        Then ``parts`` has the milliseconds of each part of a decode step, as the device's clock has
+        them, ``outputs`` the tokens, ``drafting`` the share of the requests' steps that drafted,
+        and ``drafted`` the tokens that such a step drafted.
+        """
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
         self.llm.reset_stats()
         start = time.perf_counter()
@@ -129,6 +166,9 @@ class Engine:
         stats = self.llm.stats()
         steps = stats["decode_steps"]
         self.parts = {name: s / steps * 1e3 for name, s in stats["seconds"].items()}
+        drafting = sum(count for width, count in stats["widths"].items() if int(width) > 1)
+        self.drafting = drafting / max(stats["verifications"], 1)
+        self.drafted = stats["drafted"] / max(drafting, 1)
         self.outputs = [output.token_ids for output in outputs]
         return seconds, steps, sum(map(len, self.outputs))
 
@@ -144,11 +184,9 @@ class Engine:
         size = weight_bytes(self.base / "target")
         if self.variant.draft is not None:
             size += self.variant.passes * weight_bytes(self.base / self.variant.draft)
-        if self.variant.reads_head:
-            shape = SHAPES[self.base.name]
-            size += 2 * shape["vocab_size"] * shape["hidden_size"]
-        per_token = kv_bytes(SHAPES[self.base.name])
-        return size + int(batch * context * per_token)
+        shape = SHAPES[self.base.name]
+        size += self.variant.heads * 2 * shape["vocab_size"] * shape["hidden_size"]
+        return size + int(batch * context * kv_bytes(shape))
 
 
 def bandwidth(device: str) -> float:

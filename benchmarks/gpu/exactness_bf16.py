@@ -28,14 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from engines import add_arguments, settings_of
+from engines import add_arguments, add_run, settings_of
 from known_drafts import KnownDrafts
 from points import Results
 from shapes import DRAFTS, SHAPES, write_shape
 
 from specplug import LLM, FallbackWarning, SamplingParams
 from specplug.bench.dataset import HELD_OUT, read_prompts
-from specplug.bench.machine import describe_machine, versions
 from specplug.registry import Registry
 
 Tokens = list[tuple[int, ...]]
@@ -276,10 +275,7 @@ def main() -> int:
     began, settings = time.monotonic(), settings_of(arguments)
     registry, results = Registry(), Results(arguments.output)
     installed = registry.names()
-    device = settings["device"]
-    results.add("run", machine=describe_machine(device), settings=arguments.settings,
-                versions=versions(("specplug", "torch", "triton", "transformers")),
-                date=time.strftime("%Y-%m-%d"))  # fmt: skip
+    add_run(results, arguments)
     tallies: defaultdict[str, Tally] = defaultdict(Tally)
     with tempfile.TemporaryDirectory() as scratch:
         targets = workloads(arguments, arguments.models or Path(scratch), installed)

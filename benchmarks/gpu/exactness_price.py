@@ -13,10 +13,9 @@ import argparse
 import json
 import random
 import tempfile
-import time
 from pathlib import Path
 
-from engines import VARIANTS, Engine, add_arguments, settings_of
+from engines import VARIANTS, Engine, add_arguments, add_run, settings_of
 from points import PLAIN, TINY, Generate, Results, time_steps
 from shapes import SHAPES, write_shape
 
@@ -57,8 +56,7 @@ def main() -> None:
             ("exact", Engine(base, VARIANTS["plain"], slots, **settings)),
             ("without", Engine(base, VARIANTS["plain"], slots, **without)),
         ]
-        results.add("run", shape=shape, settings=arguments.settings, without=arguments.without,
-                    date=time.strftime("%Y-%m-%d"))  # fmt: skip
+        add_run(results, arguments, shape=shape, without=arguments.without)
         print(f"{shape}: milliseconds exact, without, ratio")
         for point in TINY if arguments.tiny else PLAIN:
             timed: list[tuple[str, Generate]] = [(name, e.generate) for name, e in engines]

@@ -15,7 +15,6 @@ import gzip
 import json
 import re
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 import attrs
 import torch
-from engines import VARIANTS, Engine, add_arguments, settings_of
+from engines import VARIANTS, Engine, add_arguments, add_run, drafts_of, settings_of
 from points import Point, Results
 from shapes import SHAPES, write_shape
 from torch.profiler import ProfilerActivity, profile
@@ -215,10 +214,12 @@ def main() -> None:
         folder: Path = arguments.output or Path(scratch)
         results = Results(folder)
         base = write_shape(
-            arguments.models or Path(scratch), shape, ("eagle3", "dflash"), settings["device"]
+            arguments.models or Path(scratch),
+            shape,
+            drafts_of(arguments.variants),
+            settings["device"],
         )
-        results.add("run", shape=shape, settings=arguments.settings,
-                    date=time.strftime("%Y-%m-%d"))  # fmt: skip
+        add_run(results, arguments, shape=shape)
         for name in arguments.variants:
             slots = 8192 if arguments.tiny else 48 * 1024
             engine = Engine(base, VARIANTS[name], slots, **settings)

@@ -23,6 +23,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+MTP_LAYERS = 4
+"""Of MULTI_LAYER_EAGLE's draft."""
 SHARD_BYTES = 1 << 29
 WRITERS = 8
 
@@ -176,8 +178,8 @@ def _eagle3(target: Mapping[str, Any]) -> Draft:
 
 
 def _multi_layer_eagle(target: Mapping[str, Any]) -> Draft:
-    """Four layers, in DeepSeek-V3's layout."""
-    hidden, depth, count = target["hidden_size"], target["num_hidden_layers"], 4
+    """A layer for each drafted token, in DeepSeek-V3's layout."""
+    hidden, depth, count = target["hidden_size"], target["num_hidden_layers"], MTP_LAYERS
     tensors: dict[str, tuple[int, ...]] = {}
     for index in range(depth, depth + count):
         prefix = f"model.layers.{index}."

@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from engines import add_arguments, settings_of
+from engines import add_arguments, add_run, settings_of
 from points import Results
 
 from specplug import LLM, SamplingParams
 from specplug.bench.dataset import HELD_OUT, read_prompts
-from specplug.bench.machine import describe_machine, versions
 from specplug.model.loading import ASSETS
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_code"
@@ -209,9 +208,7 @@ def main() -> None:
         if arguments.train_only:
             return
         results = Results(arguments.output)
-        results.add("run", machine=describe_machine(settings["device"]),
-                    versions=versions(("specplug", "torch", "triton", "transformers")),
-                    settings=arguments.settings, date=time.strftime("%Y-%m-%d"))  # fmt: skip
+        add_run(results, arguments)
         texts = [prompt.content for prompt in read_prompts(HELD_OUT)]
         most = 8 if tiny else arguments.max_tokens
         print(f"{'':22}{'batch':>6}{'temp':>6}{'tokens/s':>10}{'x NONE':>8}{'accept':>8}  same")
