@@ -31,6 +31,9 @@ _P = ParamSpec("_P")
 _LONGEST_PATH = 4096
 """Characters, as on Linux. Messages that say what is wrong with a file give the whole path."""
 
+_LEAST = "for a prompt's token and one after it"
+"""Why one token of context, or one slot, is too little for any request."""
+
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 WARM_UPS = ("auto", "on", "off")
 DISAGGREGATION_MODES = ("prefill", "decode", "both")
@@ -180,8 +183,8 @@ class EngineConfig:
     )
     max_model_len: int | None = setting(
         None,
-        Integer(),
-        "Most tokens of a request, prompt and output.",
+        Integer(least=2, expected=f"an integer of at least 2, {_LEAST}"),
+        "Most tokens of a request, prompt and output; at least 2.",
         group="Limits",
         unit="tokens",
         unset="the model's context",
@@ -342,8 +345,16 @@ class EngineConfig:
     )
 
     def __attrs_post_init__(self) -> None:
+        self._check_pool()
         self._check_disaggregation()
         self._check_ranks()
+
+    def _check_pool(self) -> None:
+        if self.max_total_tokens == self.page_size == 1:  # a larger page has room for two
+            raise UsageError(
+                f"max_total_tokens=1 with page_size=1: expected at least 2 slots, {_LEAST}: raise "
+                "max_total_tokens"
+            )
 
     def _check_disaggregation(self) -> None:
         mode, address = self.disaggregation, self.disaggregation_address

@@ -152,6 +152,12 @@ def test_a_bad_setting_is_refused(changes: dict[str, Any], message: str) -> None
         ({"max_running_requests": -3}, UsageError, "max_running_requests=-3: expected an integer"),
         ({"max_total_tokens": 0.5}, UsageError, "max_total_tokens=0.5: expected an integer of at"),
         ({"max_model_len": True}, UsageError, "max_model_len=True: expected an integer of at"),
+        ({"max_model_len": 1}, UsageError, "max_model_len=1: expected an integer of at least 2"),
+        (
+            {"max_total_tokens": 1, "page_size": 1},
+            UsageError,
+            "max_total_tokens=1 with page_size=1: expected at least 2 slots, for a prompt's token",
+        ),
         ({"dtype": "int8"}, UsageError, "dtype='int8': expected auto, float32, bfloat16"),
         ({"device": "abacus"}, UsageError, "device='abacus': expected cpu, cuda or cuda:N"),
         ({"seed": "x"}, UsageError, "seed='x': expected an integer"),

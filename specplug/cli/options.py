@@ -163,8 +163,8 @@ def _kind(about: Setting) -> dict[str, Any]:
             return {"type": float}
         case Integer(bound=bound) if bound:
             return {"type": Bounded(bound)}
-        case Integer(least=1) if not about.unlimited:
-            return {"type": COUNT}
+        case Integer(least=int(least)) if least > 0 and not about.unlimited:
+            return {"type": click.IntRange(min=least)}
         case Integer():
             return {"type": int}
         case _:

@@ -48,6 +48,7 @@ def test_every_engine_option_is_an_argument_of_llm() -> None:
         (("--port", "70000"), "70000 is not in the range"),
         (("--max-queue", "-1"), "-1 is not in the range"),
         (("--request-timeout", "0"), "0 is not in the range"),
+        (("--max-model-len", "1"), "1 is not in the range"),
         (("--chat-template", "nowhere.jinja"), "'nowhere.jinja' does not exist"),
         (("--speculative-algorithm", "MAGIC"), "MAGIC"),
         (("--speculative-algorithm", "DFLASH", "--speculative-eagle-topk", "2"), "chains only"),
