@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import all as all_stages
 import plots
 import points
 import pytest
@@ -12,6 +14,7 @@ from engines import VARIANTS, Engine, drafts_of
 from known_drafts import KnownDrafts, accept_length, share_of
 
 from specplug import LLM, SamplingParams
+from specplug.registry import Registry
 
 PROMPTS = [[5, 6, 7, 8], [9, 8, 7, 6, 5, 4], [11]]
 PARAMS = SamplingParams(max_tokens=25, temperature=0, ignore_eos=True)
@@ -128,3 +131,26 @@ def test_plots_say_by_how_much_a_bar_is_missed(tmp_path: Path) -> None:
     bars = plots.bars_table(plots.collect([tmp_path]))
     assert "| exactness, step | 1.000 | held |" in bars
     assert "| exactness, prefill | 1.500 | missed by 20.0% |" in bars
+
+
+def test_all_maps_every_algorithm_that_ships() -> None:
+    found = (VARIANTS[name].algorithm for name in all_stages.MAPPED)
+    names = {name if isinstance(name, str) else "NGRAM" for name in found}
+    assert names == set(Registry().names())
+
+
+def test_all_runs_as_many_stages_at_a_time_as_gpus(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES']); sys.exit({})"
+    jobs = [
+        all_stages.Job(str(number), [sys.executable, "-c", code.format(number)], [0, 2])
+        for number in range(3)
+    ]
+    assert all_stages.run_all(jobs, tmp_path, ["5", "7"]) == [True, False, True]
+    told = capfd.readouterr().out
+    for number in range(3):
+        gpu = (tmp_path / f"{number}.txt").read_text().strip()
+        assert f"GPU {gpu}  {number}" in told
+    assert {(tmp_path / f"{number}.txt").read_text() for number in (0, 1)} == {"5\n", "7\n"}
+    assert "failed with exit code 1" in told

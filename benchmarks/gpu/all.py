@@ -2,83 +2,207 @@
 
     python benchmarks/gpu/all.py --models FOLDER --output DIR --peer-packages SITE
     python benchmarks/gpu/all.py --models FOLDER --output DIR --stages exactness trained
+    python benchmarks/gpu/all.py --models FOLDER --output DIR --gpus 0,1,2,3
 
-Results go to ``DIR/results.jsonl``, where each stage adds its own, and what it prints to
-``DIR/STAGE.txt``; so a run may be cut into several. A stage that fails does not end the run.
+The models that the stages need are written first. Results go to ``DIR/STAGE/results.jsonl``, to
+which a later run adds, and what a stage prints to ``DIR/STAGE.txt``; so a run may be cut into
+several. With ``--gpus`` the stages run beside one another, one on each GPU, in the order given: the
+next one starts when a GPU is free. A stage that fails does not end the run.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
-from engines import add_arguments
+import attrs
+from decode_step import WITH_BARS
+from engines import add_arguments, drafts_of
+from exactness_bf16 import DIFFERENT
+from shapes import DRAFTS
 
 HERE = Path(__file__).parent
 AT_ONCE = 'warm_up="off"'
 """For stages that make many engines, and time none of their starts."""
-
-STAGES: dict[str, list[str]] = {
-    "llama-steps": ["decode_step.py", "--shape", "llama-8b"],
-    "llama-trace": ["kernel_trace.py", "--shape", "llama-8b", "--variants", "plain"],
-    "llama-known": ["acceptance.py", "known", "--shape", "llama-8b"],
-    "llama-map": ["acceptance.py", "map", "--shape", "llama-8b", "--seconds", "40"],
-    "llama-price": [
-        "exactness_price.py", "--shape", "llama-8b", "--without", "disable_row_invariance=true",
-    ],
-    "qwen-steps": ["decode_step.py", "--shape", "qwen3-8b"],
-    "exactness": ["exactness_bf16.py", "--seconds", "250", "--requests", "20", "--set", AT_ONCE],
-    "cublas": [
-        "exactness_bf16.py", "--seconds", "50", "--requests", "20",
-        "--set", AT_ONCE, "disable_row_invariance=true",
-    ],
-    "trained": ["train_target.py", "--minutes", "6"],
-}  # fmt: skip
-"""The arguments of each stage, by its name."""
-WITH_PEER = "llama-steps", "qwen-steps"
-EXPECTED = {"cublas": (0, 1)}
-"""The exit codes of stages that have done their work; else 0. With cuBLAS tokens differ."""
+SMALL = "llama-small", "qwen3-small"
+"""The targets of ``exactness_bf16.py``."""
 
 
-def run(stage: str, more: list[str], output: Path) -> bool:
+@attrs.frozen
+class Stage:
+    """A script and what it is told.
+
+    Attributes:
+        arguments: the script's name and its arguments.
+        shape: the target that is measured; None: it has others.
+        variants: of that target; None: the script takes none.
+        settings: of ``EngineConfig``.
+        tiny: arguments that make a try on the CPU short.
+        with_peer: vLLM is measured beside it, if there is one.
+        codes: the exit codes that say that the work is done.
+    """
+
+    arguments: Sequence[str]
+    shape: str | None = None
+    variants: Sequence[str] | None = None
+    settings: Sequence[str] = ()
+    tiny: Sequence[str] = ()
+    with_peer: bool = False
+    codes: Sequence[int] = (0,)
+
+    def command(self, settings: Iterable[str]) -> list[str]:
+        """Return the command, with more settings, but for where models and results are."""
+        script, *more = self.arguments
+        parts = [sys.executable, str(HERE / script), *more]
+        if self.shape is not None:
+            parts += ["--shape", self.shape]
+        if self.variants is not None:
+            parts += ["--variants", *self.variants]
+        both = [*self.settings, *settings]
+        return [*parts, "--set", *both] if both else parts
+
+
+EXACTNESS = ["exactness_bf16.py", "--requests", "20"]
+FEW, ONCE = ["--requests", "3", "--count", "3"], ["--rounds", "1"]
+"""Arguments that make a try short."""
+MAPPED = [
+    "plain", "eagle3-chain-5", "eagle3-tree-32", "eagle-chain-5", "multi-layer-eagle", "dflash-16",
+    "ngram",
+]  # fmt: skip
+"""Plain decoding and each algorithm that ships."""
+
+STAGES: dict[str, Stage] = {
+    "llama-steps": Stage(["decode_step.py"], "llama-8b", WITH_BARS, tiny=ONCE, with_peer=True),
+    "llama-trace": Stage(["kernel_trace.py"], "llama-8b", ["plain"]),
+    "llama-known": Stage(["acceptance.py", "known"], "llama-8b", tiny=ONCE),
+    **{f"llama-map-{name}": Stage(["acceptance.py", "map"], "llama-8b", [name]) for name in MAPPED},
+    "llama-price": Stage(
+        ["exactness_price.py", "--without", "disable_row_invariance=true"], "llama-8b", tiny=ONCE
+    ),
+    "qwen-steps": Stage(["decode_step.py"], "qwen3-8b", WITH_BARS, tiny=ONCE, with_peer=True),
+    "exactness": Stage([*EXACTNESS, "--seconds", "250"], settings=[AT_ONCE], tiny=FEW),
+    "cublas": Stage(
+        [*EXACTNESS, "--seconds", "50"],
+        settings=[AT_ONCE, "disable_row_invariance=true"],
+        tiny=FEW,
+        codes=(0, DIFFERENT),
+    ),
+    "trained": Stage(["train_target.py", "--minutes", "6"], tiny=["--minutes", "1"]),
+}
+
+
+@attrs.frozen
+class Job:
+    """A stage as it is run: its command, and the exit codes that say that its work is done."""
+
+    name: str
+    command: Sequence[str]
+    codes: Sequence[int]
+
+
+def write_models(stages: Sequence[Stage], models: Path, gpu: str | None, *, tiny: bool) -> bool:
+    """Write the models of these stages that are not there, and return whether that went well.
+
+    Stages that run beside one another then find them whole.
+    """
+    device = "cpu" if tiny else "cuda"
+    needed: dict[str, set[str]] = {}
+    for stage in stages:
+        if stage.shape is not None:
+            shape = "llama-tiny" if tiny else stage.shape
+            needed.setdefault(shape, set()).update(drafts_of(stage.variants or ()))
+    jobs = [
+        [str(models), "--shapes", shape, "--drafts", *sorted(drafts)]
+        for shape, drafts in needed.items()
+    ]
+    if any(EXACTNESS[0] in stage.arguments for stage in stages):
+        small = [name.replace("small", "tiny") if tiny else name for name in SMALL]
+        deep = ["--shapes", *small, "--drafts", *DRAFTS, "--context", "1.0"]
+        jobs.append([str(models / "deep"), *deep])
+    script = [sys.executable, str(HERE / "shapes.py")]
+    return all(
+        subprocess.run([*script, *job, "--device", device], env=_on(gpu)).returncode == 0
+        for job in jobs
+    )
+
+
+def run(job: Job, told: Path, gpu: str | None) -> bool:
     """Run a stage, say how long it took, and return whether it has done its work."""
-    script, *arguments = STAGES[stage]
+    place = "" if gpu is None else f"GPU {gpu}  "
+    if place:
+        print(f"{place}{job.name:28}begins", flush=True)
     start = time.perf_counter()
-    with (output / f"{stage}.txt").open("w") as told:
-        command = [sys.executable, str(HERE / script), *arguments, *more]
-        code = subprocess.run(command, stdout=told, stderr=subprocess.STDOUT).returncode
-    works = code in EXPECTED.get(stage, (0,))
-    state = "done" if works else f"failed with exit code {code}: see {told.name}"
-    print(f"{stage:12}{time.perf_counter() - start:8.0f} s  {state}", flush=True)
+    with told.open("w") as file:
+        done = subprocess.run(job.command, stdout=file, stderr=subprocess.STDOUT, env=_on(gpu))
+    works = done.returncode in job.codes
+    state = "done" if works else f"failed with exit code {done.returncode}: see {told}"
+    print(f"{place}{job.name:28}{time.perf_counter() - start:8.0f} s  {state}", flush=True)
     return works
+
+
+def _on(gpu: str | None) -> dict[str, str]:
+    """The environment of a process that sees this GPU alone; None: all that this one sees."""
+    return {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
+
+
+def run_all(jobs: Iterable[Job], output: Path, gpus: Sequence[str | None]) -> list[bool]:
+    """Run the stages in order, as many at a time as there are GPUs."""
+    free: SimpleQueue[str | None] = SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+
+    def on_a_free_one(job: Job) -> bool:
+        gpu = free.get()
+        try:
+            return run(job, output / f"{job.name}.txt", gpu)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        return list(pool.map(on_a_free_one, jobs))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
+    parser.add_argument("--gpus", help="run stages beside one another on these, such as 0,1,2,3")
     parser.add_argument("--peer-packages", type=Path, help="a folder with vLLM, to measure beside")
     arguments = parser.parse_args()
     if arguments.output is None:
         parser.error("--output is missing: a folder for the results")
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    common = ["--output", str(arguments.output)]
-    if arguments.models is not None:
-        common += ["--models", str(arguments.models)]
-    if arguments.tiny:
-        common.append("--tiny")
-    ended = []
-    for stage in arguments.stages:
-        more = list(common)
-        if arguments.settings and "--set" not in STAGES[stage]:
-            more += ["--set", *arguments.settings]
-        if arguments.peer_packages is not None and stage in WITH_PEER:
-            more += ["--peer", "--peer-packages", str(arguments.peer_packages)]
-        ended.append(run(stage, more, arguments.output))
-    print("python benchmarks/gpu/plots.py", arguments.output, "--readme")
+    output: Path = arguments.output
+    gpus = arguments.gpus.split(",") if arguments.gpus else [None]
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        models = arguments.models or Path(scratch)
+        chosen = [STAGES[name] for name in arguments.stages]
+        if not write_models(chosen, models, gpus[0], tiny=arguments.tiny):
+            sys.exit("the models were not written")
+        print(f"{'models':28}{time.perf_counter() - start:8.0f} s", flush=True)
+        jobs = []
+        for name, stage in zip(arguments.stages, chosen, strict=True):
+            (output / name).mkdir(parents=True, exist_ok=True)
+            command = stage.command(arguments.settings)
+            command += ["--output", str(output / name), "--models", str(models)]
+            if arguments.tiny:
+                command += ["--tiny", *stage.tiny]
+            if arguments.peer_packages is not None and stage.with_peer:
+                command += ["--peer", "--peer-packages", str(arguments.peer_packages)]
+            # A try is on the CPU, whose products in bf16 are not row-invariant.
+            codes = (*stage.codes, DIFFERENT) if arguments.tiny else stage.codes
+            jobs.append(Job(name, command, codes))
+        ended = run_all(jobs, output, gpus)
+    print(f"{'all':28}{time.perf_counter() - start:8.0f} s", flush=True)
+    print("python benchmarks/gpu/plots.py", output, "--readme")
     sys.exit(not all(ended))
 
 

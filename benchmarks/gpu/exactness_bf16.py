@@ -37,6 +37,8 @@ from specplug import LLM, FallbackWarning, SamplingParams
 from specplug.bench.dataset import HELD_OUT, read_prompts
 from specplug.registry import Registry
 
+DIFFERENT = 3
+"""The exit code that says that tokens differ; 1 is an error's."""
 Tokens = list[tuple[int, ...]]
 
 
@@ -288,7 +290,7 @@ def main() -> int:
             run(number, workload, truths, settings, registry, tallies, results)
             number += 1
     _print(tallies, number)
-    return 1 if any(tally.different_requests for tally in tallies.values()) else 0
+    return DIFFERENT if any(tally.different_requests for tally in tallies.values()) else 0
 
 
 def run(

@@ -314,11 +314,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shapes", nargs="+", default=["llama-8b"], choices=SHAPES)
     parser.add_argument("--drafts", nargs="*", default=["eagle3", "dflash"], choices=DRAFTS)
+    parser.add_argument("--context", type=float, default=0.02, help="how much a layer adds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     for name in arguments.shapes:
         start = time.monotonic()
-        base = write_shape(arguments.folder, name, arguments.drafts, arguments.device)
+        base = write_shape(
+            arguments.folder, name, arguments.drafts, arguments.device, context=arguments.context
+        )
         size = sum(file.stat().st_size for file in base.rglob("*.safetensors"))
         print(f"{base}: {size / 1e9:.2f} GB in {time.monotonic() - start:.1f} s")
 
