@@ -28,8 +28,14 @@ from shapes import SHAPES, write_shape
 
 STEPS = 5
 LENGTHS = (2, 3, 4)
-BATCHES = (64, 32, 16, 8, 4, 2, 1)
-CONTEXTS = (1024, 2048, 4096, 8192, 16384)
+MAP = [
+    *(Point(batch, context) for context in (1024, 4096, 16384) for batch in (64, 16, 4, 1)),
+    *(Point(batch, context) for context in (1024, 4096, 16384) for batch in (32, 8, 2)),
+    *(Point(batch, context) for context in (2048, 8192) for batch in (64, 16, 4, 1)),
+    *(Point(batch, context) for context in (2048, 8192) for batch in (32, 8, 2)),
+]
+"""Of the map, widely spread ones first, so that a short run shows all of it."""
+TINY_MAP = [Point(batch, context) for context in (32, 64) for batch in (2, 1)]
 KNOWN_POINTS = (Point(1, 1024), Point(8, 1024), Point(32, 1024))
 
 
@@ -66,32 +72,28 @@ def known(arguments: argparse.Namespace, base: Path, results: Results) -> None:
 def measure_map(arguments: argparse.Namespace, base: Path, results: Results) -> None:
     """Time a decode step of each variant at each point, one variant after the other."""
     settings = settings_of(arguments)
-    settings["max_running_requests"] = 2 if arguments.tiny else max(BATCHES)
+    points = TINY_MAP if arguments.tiny else MAP
+    settings["max_running_requests"] = max(point.batch for point in points)
     for name in arguments.variants:
         engine = Engine(base, VARIANTS[name], arguments.slots, **settings)
         room = engine.llm.occupancy["total"] * engine.llm.config.page_size
         print(f"{name}: ready in {engine.ready_s:.1f} s, {room:,} slots", flush=True)
         spare = LONG + 2 * engine.llm.spec_config.num_lookahead_slots
         began = time.monotonic()
-        for context in (32, 64) if arguments.tiny else CONTEXTS:
-            for batch in (2, 1) if arguments.tiny else BATCHES:
-                point = Point(batch, context)
-                if batch * (context + spare) > room or time.monotonic() - began > arguments.seconds:
-                    print(f"{name}, {point}: left out", flush=True)
-                    continue
-                found = time_steps(
-                    [(name, engine.generate)],
-                    point.prompts(SHAPES[base.name]["vocab_size"]),
-                    rounds=arguments.rounds,
-                    short=8,
-                    long=40,
-                )[name]
-                drafting = f", {engine.drafting:.1%} of steps drafted {engine.drafted:.1f} tokens"
-                print(f"{name}, {point}: {found.ms:.3f} ms{drafting if engine.drafting else ''}",
-                      flush=True)  # fmt: skip
-                results.add("map", shape=base.name, variant=name, batch=batch, context=context,
-                            ms=found.ms, accept_length=found.accept_length,
-                            drafting=engine.drafting, drafted=engine.drafted)  # fmt: skip
+        for point in points:
+            late = time.monotonic() - began > arguments.seconds
+            if late or point.batch * (point.context + spare) > room:
+                print(f"{name}, {point}: left out", flush=True)
+                continue
+            prompts = point.prompts(SHAPES[base.name]["vocab_size"])
+            timed = [(name, engine.generate)]
+            found = time_steps(timed, prompts, rounds=arguments.rounds, short=8, long=40)[name]
+            drafting = f", {engine.drafting:.1%} of steps drafted {engine.drafted:.1f} tokens"
+            print(f"{name}, {point}: {found.ms:.3f} ms{drafting if engine.drafting else ''}",
+                  flush=True)  # fmt: skip
+            results.add("map", shape=base.name, variant=name, batch=point.batch,
+                        context=point.context, ms=found.ms, accept_length=found.accept_length,
+                        drafting=engine.drafting, drafted=engine.drafted)  # fmt: skip
         engine.close()
 
 

@@ -175,6 +175,7 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
     parser.add_argument("--gpus", help="run stages beside one another on these, such as 0,1,2,3")
+    parser.add_argument("--map-seconds", default="40", help="for each algorithm of the map")
     parser.add_argument("--peer-packages", type=Path, help="a folder with vLLM, to measure beside")
     arguments = parser.parse_args()
     if arguments.output is None:
@@ -193,6 +194,8 @@ def main() -> None:
             (output / name).mkdir(parents=True, exist_ok=True)
             command = stage.command(arguments.settings)
             command += ["--output", str(output / name), "--models", str(models)]
+            if "map" in stage.arguments:
+                command += ["--seconds", arguments.map_seconds]
             if arguments.tiny:
                 command += ["--tiny", *stage.tiny]
             if arguments.peer_packages is not None and stage.with_peer:
