@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sys
-import tempfile
 import traceback
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, suppress
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -40,6 +37,7 @@ from specplug.serve.messages import (
     decode,
     encode,
 )
+from specplug.serve.socket_folder import socket_folder
 from specplug.startup import Report
 
 _END_SECONDS = 10.0
@@ -205,9 +203,7 @@ class EngineClient:
         return await asyncio.shield(self._ready)  # who waits may be called off
 
     def _open_sockets(self) -> None:
-        folder = self._resources.enter_context(
-            tempfile.TemporaryDirectory(prefix="specplug-", dir=_place())
-        )
+        folder = self._resources.enter_context(socket_folder())
         context = zmq.asyncio.Context()
         self._resources.callback(context.term)
         self._reports = context.socket(zmq.PULL)
@@ -215,7 +211,7 @@ class EngineClient:
         for socket, name in ((self._reports, "reports"), (self._commands, "commands")):
             socket.set_hwm(0)
             self._resources.callback(socket.close, linger=0)
-            self.addresses[name] = f"ipc://{Path(folder) / name}"
+            self.addresses[name] = f"ipc://{folder / name}"
         self._reports.bind(self.addresses["reports"])
         self._commands.connect(self.addresses["commands"])
 
@@ -367,10 +363,3 @@ class EngineClient:
         was_loaded = self._ready.exception() is None  # it is read, whoever waited is gone or not
         if was_loaded and not self._ending:
             self._on_end(self.ended)
-
-
-def _place() -> str:
-    """Return where to put the folder of the sockets, whose paths have a limited length."""
-    usual = tempfile.gettempdir()
-    longest = os.fsencode(Path(usual) / "specplug-12345678" / "commands")
-    return usual if len(longest) <= zmq.IPC_PATH_MAX_LEN else "/tmp"
