@@ -9,6 +9,7 @@ import all as all_stages
 import plots
 import points
 import pytest
+import result_tables
 import shapes
 from engines import VARIANTS, Engine, drafts_of
 from known_drafts import KnownDrafts, accept_length, share_of
@@ -118,17 +119,17 @@ def test_plots_of_two_runs_keep_the_later_row(tmp_path: Path) -> None:
     for ms in (9.0, 8.0):
         results.add("run", machine={"gpu": "Card X 80GB"}, settings=[], date="2026-01-02")
         results.add("price", what="step", ms={"exact": ms, "without": 8.0}, ratio=ms / 8, bar=1.05)
-    rows = plots.collect([tmp_path])
+    rows = result_tables.collect([tmp_path])
     assert plots.name_of(rows) == "2026-01-02-card-x-80gb"
-    assert "| step | 8.00 | 8.00 | 1.000 | 1.05 |" in plots.other_tables(rows)
-    assert "9.00" not in plots.other_tables(rows)
+    assert "| step | 8.00 | 8.00 | 1.000 | 1.05 |" in result_tables.other_tables(rows)
+    assert "9.00" not in result_tables.other_tables(rows)
 
 
 def test_plots_say_by_how_much_a_bar_is_missed(tmp_path: Path) -> None:
     results = points.Results(tmp_path)
     for what, ratio in (("step", 1.0), ("prefill", 1.5)):
         results.add("price", what=what, without=[], ms={}, ratio=ratio, bar=1.25)
-    bars = plots.bars_table(plots.collect([tmp_path]))
+    bars = result_tables.bars_table(result_tables.collect([tmp_path]))
     assert "| exactness, step | 1.000 | held |" in bars
     assert "| exactness, prefill | 1.500 | missed by 20.0% |" in bars
 

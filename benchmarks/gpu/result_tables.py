@@ -1,0 +1,219 @@
+"""The rows of several runs, and the tables of the README that are made of them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from points import read_results
+
+Row = dict[str, Any]
+
+
+_OF_STARTS = "warm_up="
+"""Settings that change nothing of what is measured."""
+
+
+def collect(folders: Iterable[Path]) -> list[Row]:
+    """Read all rows. Each gets what its run says of itself: its settings, its date."""
+    rows: list[Row] = []
+    for folder in folders:
+        for file in sorted(folder.rglob("results.jsonl")):
+            about: Row = {}
+            for row in read_results(file):
+                if row["kind"] == "run":
+                    about = row
+                else:
+                    row["settings_given"] = [
+                        each
+                        for each in about.get("settings", [])
+                        if not each.startswith(_OF_STARTS)
+                    ]
+                    row["without"] = about.get("without", [])
+                rows.append(row)
+    return rows
+
+
+def latest(rows: Sequence[Row], kind: str, *keys: str) -> list[Row]:
+    """The last row of a kind for each value of its keys, in the order of the first ones."""
+    found = {
+        json.dumps([row[key] for key in (*keys, "settings_given")]): row
+        for row in rows
+        if row["kind"] == kind
+    }
+    return list(found.values())
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown; empty without a line."""
+    cells = [[str(cell) for cell in line] for line in lines]
+    if not cells:
+        return ""
+    texts = [head, ["---"] * len(head), *cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in texts) + "\n"
+
+
+def _given(row: Row) -> str:
+    """The settings of a run, in words."""
+    return ", ".join(row["settings_given"])
+
+
+def step_tables(rows: Sequence[Row]) -> str:
+    """Milliseconds a step of each shape, ours beside the limit, plain decoding and vLLM."""
+    text = ""
+    found = latest(rows, "step", "shape", "engine", "variant", "batch", "context")
+    peers = {
+        (r["shape"], r["variant"], r["batch"], r["context"]): r
+        for r in found
+        if r["engine"] == "vllm"
+    }
+    ours = [row for row in found if row["engine"] == "specplug"]
+    for shape, given in dict.fromkeys((row["shape"], _given(row)) for row in ours):
+        lines = []
+        for row in ours:
+            if (row["shape"], _given(row)) != (shape, given):
+                continue
+            peer = peers.get((shape, row["variant"], row["batch"], row["context"]))
+            plain = row["variant"] == "plain"
+            bar = "" if not row["bar"] else f"{row['bar']:.0%}" if plain else f"{row['bar']:.2f}"
+            lines.append([
+                row["variant"],
+                row["batch"],
+                f"{row['context']:,}",
+                f"{row['ms']:.2f}",
+                f"{row['limit'] / row['ms']:.0%}",
+                "" if plain else f"{row['ratio']:.2f}",
+                bar,
+                f"{row['other']:.1%}",
+                f"{peer['ms']:.2f}" if peer else "",
+                f"{row['ms'] / peer['ms']:.2f}" if peer else "",
+            ])  # fmt: skip
+        head = ["", "batch", "context", "ms", "of the limit", "x plain", "bar", "other", "vLLM, ms"]
+        text += f"\n{shape}{', ' + given if given else ''}:\n\n"
+        text += table([*head, "ours / vLLM"], lines)
+    return text
+
+
+def exactness_table(rows: Sequence[Row]) -> str:
+    """Tokens and differences of each algorithm."""
+    text = ""
+    found = latest(rows, "exactness", "target", "number")
+    for given in dict.fromkeys(map(_given, found)):
+        sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for row in found:
+            if _given(row) == given:
+                wrong = [d for each in row["differences"] for d in each]
+                values = {
+                    "scenarios": 1,
+                    "requests": row["requests"],
+                    "tokens": row["tokens"],
+                    "different": len(wrong),
+                    "wrong": sum(d[2] for d in wrong),
+                    **{name: row[name] for name in ("verifications", "accepted")},
+                    **{name: row[name] for name in ("retractions", "cached_tokens")},
+                }
+                sums[row["algorithm"]].update(values)
+                sums["all"].update(values)
+        order = [name for name in sorted(sums) if name != "all"] + ["all"]
+        lines = [
+            [
+                f"`{name}`" if name != "all" else "all",
+                *(f"{sums[name][key]:,}" for key in ("scenarios", "requests", "tokens")),
+                f"{sums[name]['different']:,}",
+                f"{sums[name]['wrong']:,}",
+                f"{sums[name]['accepted'] / max(sums[name]['verifications'], 1):.2f}",
+                f"{sums[name]['retractions']:,}",
+                f"{sums[name]['cached_tokens']:,}",
+            ]
+            for name in order
+        ]
+        head = ["", "scenarios", "requests", "tokens", "requests that differ", "tokens that differ"]
+        text += f"\nTokens in bf16{', ' + given if given else ''}:\n\n"
+        text += table([*head, "accept length", "retractions", "tokens from the cache"], lines)
+    return text
+
+
+def other_tables(rows: Sequence[Row]) -> str:
+    """The price of exactness, set accept lengths, traces, and the trained target."""
+    text = ""
+    found = latest(rows, "price", "what", "without")
+    if found:
+        lines: list[list[object]] = [
+            [r["what"], f"{r['ms']['exact']:.2f}", f"{r['ms']['without']:.2f}",
+             f"{r['ratio']:.3f}", r["bar"]] for r in found
+        ]  # fmt: skip
+        text += "\nWhat exactness costs, milliseconds:\n\n"
+        text += table(["", "exact", ", ".join(found[0]["without"]), "ratio", "bar"], lines)
+    found = latest(rows, "known", "shape", "batch", "wanted")
+    if found:
+        lines = [
+            [r["shape"], r["batch"], f"{r['context']:,}", f"{r['accept_length']:.2f}",
+             f"{r['rate']:,.0f}", f"{r['plain']:,.0f}", f"{r['rate'] / r['plain']:.2f}",
+             f"{r['rate'] / r['plain'] / r['accept_length']:.0%}"] for r in found
+        ]  # fmt: skip
+        text += "\nA drafter that knows the truth, chains of 5, tokens a second:\n\n"
+        head = ["", "batch", "context", "accept length", "tokens/s", "plain", "x plain", "of ideal"]
+        text += table(head, lines)
+    found = latest(rows, "trace", "variant", "batch")
+    if found:
+        lines = [
+            [r["variant"], r["batch"], f"{r['context']:,}", f"{r['ms']:.2f}", f"{r['gap_ms']:.3f}",
+             f"{r['longest_gap_us'][0]:.0f}", r["gaps_over_bar"]] for r in found
+        ]  # fmt: skip
+        text += "\nGaps between kernels in 20 traced steps:\n\n"
+        head = ["", "batch", "context", "ms a step", "gaps, ms a step", "longest, us"]
+        text += table([*head, "over 50 us"], lines)
+    found = latest(rows, "trained", "name", "batch", "temperature")
+    if found:
+        lines = [
+            [r["name"], r["batch"], r["temperature"], f"{r['rate']:,.0f}", f"{r['speedup']:.2f}",
+             f"{r['accept_length']:.2f}", f"{r['same']} of {r['prompts']}"] for r in found
+        ]  # fmt: skip
+        text += "\nThe trained target, held-out prompts:\n\n"
+        head = ["", "batch", "temperature", "tokens/s", "x NONE", "accept length", "same tokens"]
+        text += table(head, lines)
+    return text
+
+
+def bars_table(rows: Sequence[Row]) -> str:
+    """Each bar, what was measured, and by how much it is missed."""
+    lines: list[list[object]] = []
+
+    def add(what: str, found: float, most: float, text: str) -> None:
+        by = f"missed by {found / most - 1:.1%}" if most else f"missed by {found:,.0f}"
+        lines.append([what, text, "held" if found <= most else by])
+
+    steps = latest(rows, "step", "shape", "engine", "variant", "batch", "context")
+    for row in (row for row in steps if not row["settings_given"]):
+        point = f"batch {row['batch']}, {row['context']:,}"
+        what = f"{row['shape']}, {row['variant']}, {point}"
+        if row["engine"] == "vllm":
+            if row["variant"] == "plain":
+                add(f"{what}: ours over vLLM's", row["ratio"], 1.0, f"{row['ratio']:.3f} of 1")
+        elif row["variant"] == "plain":
+            if row["bar"]:
+                share = row["limit"] / row["ms"]
+                text = f"{share:.1%} of the limit, at least {row['bar']:.0%}"
+                add(what, row["bar"] / share, 1.0, text)
+        else:
+            text = f"{row['ratio']:.3f} x plain, at most {row['bar']}"
+            if row["bar"]:
+                add(what, row["ratio"], row["bar"], text)
+            add(
+                f"{what}: neither target nor draft", row["other"], 0.04, f"{row['other']:.1%} of 4%"
+            )
+    for row in latest(rows, "price", "what", "without"):
+        add(f"exactness, {row['what']}", row["ratio"], row["bar"], f"{row['ratio']:.3f}")
+    exact = [r for r in latest(rows, "exactness", "target", "number") if not r["settings_given"]]
+    if exact:
+        wrong = sum(len(each) for row in exact for each in row["differences"])
+        tokens = sum(row["tokens"] for row in exact)
+        add("requests that differ in bf16", wrong, 0, f"{wrong:,} in {tokens:,} tokens")
+        add("tokens that were compared", 50_000 / max(tokens, 1), 1.0, f"{tokens:,} of 50,000")
+    for row in latest(rows, "trace", "variant", "batch"):
+        what = f"longest gap, {row['variant']}, batch {row['batch']}"
+        add(what, row["longest_gap_us"][0], 50, f"{row['longest_gap_us'][0]:.0f} of 50 us")
+    return "\nThe bars:\n\n" + table(["", "measured", ""], lines) if lines else ""
