@@ -125,6 +125,50 @@ def test_plots_of_two_runs_keep_the_later_row(tmp_path: Path) -> None:
     assert "9.00" not in result_tables.other_tables(rows)
 
 
+def test_plots_of_two_cards_are_sections_of_their_own(tmp_path: Path) -> None:
+    for card, ms in (("Card X", 6.0), ("Card Y", 4.0)):
+        for variant, factor in (("plain", 1.0), ("ngram", 1.25)):
+            results = points.Results(tmp_path / card / variant)
+            results.add("run", machine={"gpu": card}, settings=[], date="2026-01-02")
+            results.add("map", shape="tiny", variant=variant, batch=1, context=1024,
+                        ms=ms * factor, accept_length=1.0, drafting=0.5)  # fmt: skip
+    output = tmp_path / "results"
+    sections = [
+        plots.section(rows, output)
+        for rows in result_tables.by_card(result_tables.collect([tmp_path])).values()
+    ]
+    assert [text.splitlines()[0] for text in sections] == [
+        "### Card X, 2026-01-02",
+        "### Card Y, 2026-01-02",
+    ]
+    for name, text in zip("xy", sections, strict=True):
+        assert f"](results/2026-01-02-card-{name}-map-tiny.png)" in text
+        assert (output / f"2026-01-02-card-{name}-map-tiny.png").stat().st_size > 10_000
+
+
+def test_collect_of_a_written_file_gives_the_same_rows(tmp_path: Path) -> None:
+    results = points.Results(tmp_path)
+    results.add("run", machine={"gpu": "Card"}, settings=["a=1"], date="2026-01-02", shape="tiny")
+    results.add("price", what="step", without=[], ms={"exact": 1, "without": 1}, ratio=1, bar=1.05)
+    rows = result_tables.collect([tmp_path])
+    assert (rows[1]["card"], rows[1]["shape"]) == ("Card", "tiny")
+    assert rows[1]["settings_given"] == ["a=1"]
+    plots.section(rows, tmp_path)
+    assert result_tables.collect([tmp_path / "2026-01-02-card.json"]) == rows
+
+
+def test_exactness_table_compares_with_and_without(tmp_path: Path) -> None:
+    results = points.Results(tmp_path)
+    counted = dict.fromkeys(("verifications", "accepted", "retractions", "cached_tokens"), 1)
+    for settings, wrong in (([], [[], []]), (["fast=true"], [[[0, 3, 7]], []])):
+        results.add("run", machine={"gpu": "Card"}, settings=settings, date="2026-01-02")
+        results.add("exactness", target="tiny", number=0, algorithm="EAGLE", tokens=100,
+                    requests=10, differences=wrong, **counted)  # fmt: skip
+    text = result_tables.exactness_table(result_tables.collect([tmp_path]))
+    assert "| as it comes | 10 | 100 | 0 (0.0%) | 0 (0.0%) |" in text
+    assert "| `fast=true` | 10 | 100 | 1 (10.0%) | 7 (7.0%) |" in text
+
+
 def test_plots_say_by_how_much_a_bar_is_missed(tmp_path: Path) -> None:
     results = points.Results(tmp_path)
     for what, ratio in (("step", 1.0), ("prefill", 1.5)):

@@ -17,24 +17,49 @@ _OF_STARTS = "warm_up="
 """Settings that change nothing of what is measured."""
 
 
-def collect(folders: Iterable[Path]) -> list[Row]:
-    """Read all rows. Each gets what its run says of itself: its settings, its date."""
+def collect(places: Iterable[Path]) -> list[Row]:
+    """Read all rows in these folders, or of files that ``plots.py`` wrote.
+
+    Each gets what its run says of itself: ``card``, ``shape``, ``without`` and ``settings_given``.
+    """
     rows: list[Row] = []
-    for folder in folders:
-        for file in sorted(folder.rglob("results.jsonl")):
-            about: Row = {}
-            for row in read_results(file):
-                if row["kind"] == "run":
-                    about = row
-                else:
-                    row["settings_given"] = [
-                        each
-                        for each in about.get("settings", [])
-                        if not each.startswith(_OF_STARTS)
-                    ]
-                    row["without"] = about.get("without", [])
-                rows.append(row)
+    for place in places:
+        if place.is_file():
+            rows += _annotated(json.loads(place.read_text()))
+        else:
+            for file in sorted(place.rglob("results.jsonl")):
+                rows += _annotated(read_results(file))
     return rows
+
+
+def _annotated(rows: list[Row]) -> list[Row]:
+    """Add to each row what the run before it says. A run without a card has the file's first."""
+    machines = [row["machine"] for row in rows if "machine" in row]
+    about: Row = {}
+    machine: Row = machines[0] if machines else {}
+    for row in rows:
+        if row["kind"] == "run":
+            about, machine = row, row.get("machine", machine)
+        row["card"] = machine.get("gpu") or machine.get("cpu") or "unknown card"
+        given = about.get("settings", [])
+        row["settings_given"] = [each for each in given if not each.startswith(_OF_STARTS)]
+        row.setdefault("without", about.get("without", []))
+        row.setdefault("shape", about.get("shape"))
+    return rows
+
+
+def by_card(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each card, in the order of the first ones; none of a card that has runs alone."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["card"], []).append(row)
+    return {card: rows for card, rows in found.items() if any(r["kind"] != "run" for r in rows)}
+
+
+def date_of(rows: Sequence[Row]) -> str:
+    """When these rows were measured: a day, or the first and the last one."""
+    days = sorted({row["date"] for row in rows if row["kind"] == "run"})
+    return " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "undated"
 
 
 def latest(rows: Sequence[Row], kind: str, *keys: str) -> list[Row]:
@@ -98,9 +123,9 @@ def step_tables(rows: Sequence[Row]) -> str:
 
 
 def exactness_table(rows: Sequence[Row]) -> str:
-    """Tokens and differences of each algorithm."""
-    text = ""
+    """Tokens and differences of each algorithm, with and without each setting."""
     found = latest(rows, "exactness", "target", "number")
+    text = _exactness_sums(found)
     for given in dict.fromkeys(map(_given, found)):
         sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for row in found:
@@ -136,17 +161,40 @@ def exactness_table(rows: Sequence[Row]) -> str:
     return text
 
 
+def _exactness_sums(found: Sequence[Row]) -> str:
+    """What differs with each of several settings; empty if there is one."""
+    lines: list[list[object]] = []
+    for given in dict.fromkeys(map(_given, found)):
+        these = [row for row in found if _given(row) == given]
+        wrong = [each for row in these for found in row["differences"] for each in found]
+        requests, tokens = (sum(row[name] for row in these) for name in ("requests", "tokens"))
+        changed = sum(tokens for _, _, tokens in wrong)
+        lines.append([
+            f"`{given}`" if given else "as it comes",
+            f"{requests:,}",
+            f"{tokens:,}",
+            f"{len(wrong):,} ({len(wrong) / requests:.1%})",
+            f"{changed:,} ({changed / tokens:.1%})",
+        ])  # fmt: skip
+    if len(lines) < 2:
+        return ""
+    head = ["", "requests", "tokens", "requests that differ", "tokens that differ"]
+    return "\nExact, and not, in bf16:\n\n" + table(head, lines)
+
+
 def other_tables(rows: Sequence[Row]) -> str:
     """The price of exactness, set accept lengths, traces, and the trained target."""
     text = ""
-    found = latest(rows, "price", "what", "without")
-    if found:
+    found = latest(rows, "price", "shape", "what", "without")
+    for shape, without in dict.fromkeys((r["shape"], ", ".join(r["without"])) for r in found):
         lines: list[list[object]] = [
             [r["what"], f"{r['ms']['exact']:.2f}", f"{r['ms']['without']:.2f}",
-             f"{r['ratio']:.3f}", r["bar"]] for r in found
+             f"{r['ratio']:.3f}", r["bar"]]
+            for r in found
+            if (r["shape"], ", ".join(r["without"])) == (shape, without)
         ]  # fmt: skip
-        text += "\nWhat exactness costs, milliseconds:\n\n"
-        text += table(["", "exact", ", ".join(found[0]["without"]), "ratio", "bar"], lines)
+        text += f"\nWhat exactness costs, {shape}, milliseconds:\n\n"
+        text += table(["", "exact", f"`{without}`", "ratio", "bar"], lines)
     found = latest(rows, "known", "shape", "batch", "wanted")
     if found:
         lines = [
@@ -205,7 +253,7 @@ def bars_table(rows: Sequence[Row]) -> str:
             add(
                 f"{what}: neither target nor draft", row["other"], 0.04, f"{row['other']:.1%} of 4%"
             )
-    for row in latest(rows, "price", "what", "without"):
+    for row in latest(rows, "price", "shape", "what", "without"):
         add(f"exactness, {row['what']}", row["ratio"], row["bar"], f"{row['ratio']:.3f}")
     exact = [r for r in latest(rows, "exactness", "target", "number") if not r["settings_given"]]
     if exact:
