@@ -78,7 +78,8 @@ def plot_steps(rows: Sequence[Row], stem: Path) -> list[Path]:
         }
         figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(points) + 1.4))
         places = range(len(points))
-        bars = axes.barh([y - 0.2 for y in places], [r["ms"] for r in ours], 0.38, label="specplug")
+        own = [y - 0.2 if point in theirs else y for y, point in enumerate(points)]
+        bars = axes.barh(own, [r["ms"] for r in ours], 0.38, label="specplug")
         axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=7)
         with_peer = [y for y in places if points[y] in theirs]
         if with_peer:
@@ -90,9 +91,15 @@ def plot_steps(rows: Sequence[Row], stem: Path) -> list[Path]:
         for y, row in enumerate(ours):
             label = "the memory's limit" if y == 0 else None
             axes.plot([row["limit"]] * 2, [y - 0.42, y + 0.42], "k", linewidth=1.2, label=label)
-        axes.set_yticks(places, [f"{TITLES.get(v, v)}, batch {b}, {c:,}" for v, b, c in points])
+        axes.set_yticks(
+            places, [f"{TITLES.get(v, v)}, batch {b}, context {c:,}" for v, b, c in points]
+        )
+        axes.tick_params(axis="y", length=0)
+        for y in places[1:]:
+            if points[y][0] != points[y - 1][0]:
+                axes.axhline(y - 0.5, color="0.85", linewidth=0.8, zorder=0)
         axes.invert_yaxis()
-        axes.margins(y=0.01)
+        axes.margins(x=0.08, y=0.01)
         axes.set_xlabel("milliseconds a decode step")
         _legend(axes)
         _title(figure, f"{shape}: decode steps", rows)
@@ -156,10 +163,11 @@ def plot_maps(rows: Sequence[Row], stem: Path) -> list[Path]:
         panes = list(grid.flat)
         for axes in panes[len(variants) :]:
             axes.remove()
-        colours, partly = None, False
+        colours, partly, missing = None, False, False
         for number, (axes, variant) in enumerate(zip(panes, variants, strict=False)):
-            image, starred = _panel(axes, steps, variant)
-            partly = partly or starred
+            image = _panel(axes, steps, variant)
+            texts = {text.get_text()[-1] for text in axes.texts}
+            partly, missing = partly or "*" in texts, missing or "–" in texts
             colours = image if variant != "plain" else colours
             if number % columns == 0:
                 axes.set_ylabel("batch, requests")
@@ -170,20 +178,25 @@ def plot_maps(rows: Sequence[Row], stem: Path) -> list[Path]:
         bar.set_ticks(TICKS, labels=[f"{tick:g}" for tick in TICKS])
         bar.minorticks_off()
         bar.outline.set_visible(False)
-        note = "–  not measured: it does not fit the KV pool, or its time was over"
-        if partly:
-            note += "        *  fewer than 95% of the requests' steps drafted"
-        figure.supxlabel(note, fontsize=8, color="0.35")
+        notes = {
+            "–  not measured: it does not fit the KV pool, or its time was over": missing,
+            "*  fewer than 95% of the requests' steps drafted": partly,
+        }
+        shown = "        ".join(note for note, needed in notes.items() if needed)
+        if shown:
+            figure.supxlabel(shown, fontsize=8, color="0.35")
         _title(figure, f"{shape}: the accept length from which each algorithm pays", rows)
         files.append(_save(figure, stem, f"map-{shape}"))
     return files
 
 
-def _panel(axes: Any, steps: Steps, variant: str) -> tuple[Any, bool]:
+def _panel(axes: Any, steps: Steps, variant: str) -> Any:
     """Draw a variant's panel: milliseconds of plain steps, else how many plain steps a step takes.
 
+    A point that was not measured is a dash; one that drafted too seldom has a star.
+
     Returns:
-        The image, and whether some of its points drafted too seldom, which have a star.
+        The image.
     """
     from matplotlib.colors import LogNorm, Normalize
 
@@ -196,7 +209,6 @@ def _panel(axes: Any, steps: Steps, variant: str) -> tuple[Any, bool]:
     norm = Normalize(low, high + 0.5 * (high - low)) if plain else LogNorm(TICKS[0], TICKS[-1])
     colours = "Greys" if plain else "YlGnBu"
     image = axes.imshow(values, origin="lower", aspect="auto", cmap=colours, norm=norm)
-    starred = False
     for y, batch in enumerate(batches):
         for x, context in enumerate(contexts):
             value = values[y][x]
@@ -204,7 +216,6 @@ def _panel(axes: Any, steps: Steps, variant: str) -> tuple[Any, bool]:
                 axes.text(x, y, "–", ha="center", va="center", color="0.6")
                 continue
             seldom = not plain and steps[variant, batch, context].get("drafting", 1.0) < 0.95
-            starred = starred or seldom
             dark = image.norm(value) > 0.55
             axes.text(x, y, f"{value:.1f}" if plain else f"{value:.2f}{'*' if seldom else ''}",
                       ha="center", va="center", fontsize=8,
@@ -219,7 +230,7 @@ def _panel(axes: Any, steps: Steps, variant: str) -> tuple[Any, bool]:
     axes.tick_params(which="minor", length=0)
     title = TITLES.get(variant, variant)
     axes.set_title(f"{title}, ms a step" if plain else title)
-    return image, starred
+    return image
 
 
 def _value(steps: Steps, variant: str, batch: int, context: int) -> float:

@@ -124,7 +124,7 @@ def step_tables(rows: Sequence[Row]) -> str:
 
 def exactness_table(rows: Sequence[Row]) -> str:
     """Tokens and differences of each algorithm, with and without each setting."""
-    found = latest(rows, "exactness", "target", "number")
+    found = sorted(latest(rows, "exactness", "target", "number"), key=_given)
     text = _exactness_sums(found)
     for given in dict.fromkeys(map(_given, found)):
         sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
