@@ -16,6 +16,8 @@ import attrs
 
 SHORT, LONG = 16, 96
 """Tokens of the two generations whose difference is timed."""
+AHEAD = 8
+"""By how much the generation before them is longer, so that NGRAM knows what follows their ends."""
 
 Generation = tuple[float, int, int]
 """Seconds, decode steps, and generated tokens of one ``generate`` of a batch."""
@@ -81,10 +83,11 @@ def time_steps(
     """Time a decode step of several engines, which take turns in each round.
 
     A step takes ``(T(long) - T(short)) / (steps(long) - steps(short))``; the prefill is in both and
-    falls out. Each engine generates once before, which records its graphs and fills its cache.
+    falls out. Each engine generates once before, a little more, which records its graphs and fills
+    its cache.
     """
     for _, generate in engines:
-        generate(prompts, long)
+        generate(prompts, long + AHEAD)
     found: dict[str, list[tuple[Generation, Generation]]] = {name: [] for name, _ in engines}
     for _ in range(rounds):
         for name, generate in engines:

@@ -5,7 +5,7 @@ of the same prompts wrote is in its history: from the second one on it drafts th
 as wide as it can, in every step. Here each drafted token is replaced by another one, after NGRAM
 has chosen it. So every step is of full width and makes one token, as with the drafts of random
 weights. Prompts that teach it wrong tokens would not do: NGRAM learns that they are refused, and
-stops within a few steps.
+then drafts in few steps, at batch 8 in hardly any.
 """
 
 from __future__ import annotations
