@@ -21,7 +21,7 @@ import torch
 from engines import add_arguments, settings_of
 from shapes import SHAPES, write_shape
 
-from specplug import LLM
+from specplug import LLM, Draft
 from specplug.model.padded_passes import PassPart
 from specplug.model.paged_plan import JoinedPlan
 from specplug.speculative.padding import Padding
@@ -130,7 +130,8 @@ def measure(passes: Passes, device: str) -> None:
         ratio = replayed / plain
         print(f"{name:32} {real:5} {rows:5} {plain:9.2f} {replayed:9.2f} {ratio:6.2f}")
     wide = passes.part(range(1, NODES + 1), [max(RAGGED)] * NODES, ends_only=False)
-    (dense,) = time_both([lambda: passes.runner.verify(wide.tokens, wide.plan)], device)
+    draft = Draft.chain(wide.tokens.view(NODES, -1))
+    (dense,) = time_both([lambda: passes.runner.verify(draft, wide.plan)], device)
     print(f"{'the same, all of one width':32} {len(wide.tokens):5} {'':15} {dense:9.2f}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specplug.engine.engine_runtime import EngineRuntime
-from specplug.engine.hook_host import EngineHalf, EngineHost
+from specplug.engine.hook_host import EngineHalf, EngineHost, report_of
 from specplug.engine.kv_transfer import KVTransfer
 from specplug.engine.request import Request
 from specplug.engine.request_view import ReadOnlyRequest
@@ -24,16 +25,20 @@ from specplug.grammar.masks import allocate_masks
 from specplug.grammar.state import HostTree
 from specplug.model.model_runner import ModelRunner
 from specplug.model.padded_passes import PassOutput, PassPart
-from specplug.model.paged_plan import JoinedPlan
+from specplug.model.paged_plan import JoinedPlan, PagedPlan
 from specplug.sampling_params import Needs
 from specplug.speculative.batch import Batch, ForwardMode
+from specplug.speculative.draft import Draft
 from specplug.speculative.future_map import FutureMap
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import HookOrder
 from specplug.speculative.host_copy import Arrival, upload
 from specplug.speculative.padding import Padding
+from specplug.speculative.target_output import CommittedOutput
 
 Key = TypeVar("Key")
+Accepted = tuple[Tensor, CommittedOutput, Tensor]
+"""What a decode step has committed: lengths [bs] after it, the committed rows, and the report."""
 
 
 class StepRunner:
@@ -91,7 +96,7 @@ class StepRunner:
             plan = runtime.make_plan(row, row, 1)
             form = self.runner.begin_pass(None, None)
             if form is None:
-                self.runner.verify(row, plan)
+                self.runner.verify(Draft.chain(row.unsqueeze(1)), plan)
             else:
                 self.runner.run_padded(form, None, None, plan)
             nothing = torch.empty(0, runtime.vocab_size, dtype=runtime.dtype, device=self._device)
@@ -203,9 +208,13 @@ class StepRunner:
         for request in requests:
             needs |= request.needs
         wanted = WantedOutputs(requests) if needs & Needs.OUTPUTS else None
+        rows = [request.req_index for request in requests]
+        rows += [0] * (len(rows) % 2)  # so that the copy begins where kernels like it to
+        req_indices, lent = upload([rows, rows], self._device)[:, : len(requests)]
         return EngineHalf(
             requests=tuple(requests),
-            req_indices=upload([request.req_index for request in requests], self._device),
+            req_indices=req_indices,
+            lent_req_indices=lent,
             needs=needs,
             clock=clock,
             wanted=wanted,
@@ -228,7 +237,8 @@ class StepRunner:
             return self.runner.run_padded(form, *parts, halves[0].plan)
         if prefill is None:
             assert decode is not None
-            return None, self._verify(decode)
+            assert decode.draft is not None
+            return None, self.runner.verify(decode.draft, decode.plan, decode.points)
         assert prefill.last_rows is not None
         if decode is None:
             rows = prefill.last_rows
@@ -244,20 +254,6 @@ class StepRunner:
         return (
             (logits[: len(ends)], _rows(captured, None, width), _rows(kept, None, width)),
             (logits[len(ends) :], _rows(captured, width, None), _rows(kept, width, None)),
-        )
-
-    def _verify(self, decode: EngineHalf) -> PassOutput:
-        """Run the target over the nodes of a draft. A recorded pass has the same rows for every
-        request: nodes that do not count run too, and what they give is dropped."""
-        draft = decode.draft
-        if draft is None or draft.padding is None or not self.runner.records:
-            return self.runner.verify(decode.tokens, decode.plan, decode.points)
-        plan = attrs.evolve(decode.plan, padding=None)
-        logits, captured, points = self.runner.verify(draft.tokens.view(-1), plan, decode.points)
-        return (
-            draft.select(logits),
-            {name: draft.select(tensor) for name, tensor in captured.items()},
-            {point: draft.select(tensor) for point, tensor in points.items()},
         )
 
     # After the target's pass: what each half makes of it
@@ -281,14 +277,49 @@ class StepRunner:
 
     def _finish_decode(self, half: EngineHalf, passed: PassOutput) -> None:
         """Sample at each node, verify, compact, and feed the draft model."""
-        (logits, per_node, points), wanted = passed, half.wanted
-        assert half.draft is not None
-        req_indices = half.req_indices[half.draft.batch_index]
+        if self._order.core_verifies:
+            seq_lens, output, half.report = self._accept(half, passed)
+            self._order.feed(half, seq_lens, output)
+        else:
+            predict, per_node = self._sample_nodes(half, passed)
+            self._order.finish_decode(half, predict, passed[0], per_node)
+        half.clock.lap("extend")
+
+    def _accept(self, half: EngineHalf, passed: PassOutput) -> Accepted:
+        """Sample at each node, verify by the core, compact and publish: recorded with the pass
+        where that is, unless the host takes part."""
+        if not half.needs & (Needs.GRAMMAR | Needs.OUTPUTS):
+            key = half.needs, self._runtime.sampler.form
+            found = self.runner.follow(key, partial(self._accept_padded, half))
+            if found is not None:
+                return found
+        return self._accept_nodes(half, passed)
+
+    def _accept_padded(
+        self, half: EngineHalf, draft: Draft, plan: PagedPlan, passed: PassOutput
+    ) -> Accepted:
+        """Accept nodes of a batch that is padded, in the tensors of its recorded pass."""
+        padded = attrs.evolve(half, req_indices=plan.req_indices, draft=draft)
+        padded.seq_lens, padded.tokens = plan.starts, draft.flat_tokens
+        padded.plan = plan.of_nodes(draft)
+        return self._accept_nodes(padded, passed)
+
+    def _accept_nodes(self, half: EngineHalf, passed: PassOutput) -> Accepted:
+        predict, per_node = self._sample_nodes(half, passed)
+        seq_lens, output = self._order.accept(half, predict, per_node)
+        return seq_lens, output, report_of(output)
+
+    def _sample_nodes(
+        self, half: EngineHalf, passed: PassOutput
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the target's token after each node, and all per-node outputs."""
+        (logits, per_node, points), wanted, draft = passed, half.wanted, half.draft
+        assert draft is not None
+        req_indices = draft.spread(half.req_indices)
         predict = self._sample(half, req_indices, half.plan.positions + 1, logits)
         if wanted is not None:
             per_node = {**per_node, **wanted.read(points), **wanted.sample(logits, predict)}
-        self._order.finish_decode(half, predict, logits, per_node)
-        half.clock.lap("extend")
+        return predict, per_node
 
     def _sample(
         self, half: EngineHalf, req_indices: Tensor, positions: Tensor, logits: Tensor
@@ -331,7 +362,7 @@ def _make_batch(half: EngineHalf, mode: ForwardMode) -> Batch:
     return Batch(
         mode=mode,
         requests=tuple(map(ReadOnlyRequest, half.requests)),
-        req_indices=half.req_indices.clone(),
+        req_indices=half.lend_req_indices(),
         seq_lens=half.seq_lens.clone(),
         greedy=not half.needs & Needs.NOISE,
         is_warm_up=half.is_warm_up,

@@ -31,6 +31,8 @@ _REST = 0.01
 _GREEDY = SamplingParams()
 _SAMPLED = SamplingParams(temperature=0.7)
 _TRUNCATED = SamplingParams(temperature=0.7, top_k=50, top_p=0.9)
+_KINDS = _GREEDY, _SAMPLED, _TRUNCATED
+"""What follows a recorded pass is recorded for each of them."""
 
 
 class WarmUp:
@@ -114,15 +116,14 @@ class WarmUp:
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps: prompts of all lengths at which a kernel has another form, then decode
-        steps at every batch size that is recorded, greedy and sampled."""
+        steps at every batch size that is recorded, of all kinds."""
         for width in _lengths(self._most_rows):
             yield _prefill(self._requests([width]))
         sizes = _batch_sizes(self._limits.max_running_requests)
         for size in sizes:
             if 1 < size <= min(_MOST_PROMPTS, self._most_rows // 2):
                 yield from self._together(size)
-            kinds = [_GREEDY, _SAMPLED] + [_TRUNCATED] * (size in (sizes[0], sizes[-1]))
-            for params in kinds:
+            for params in _KINDS:
                 yield from self._decode(size, params)
         if self._limits.mixed_chunk:
             yield from self._mixed()

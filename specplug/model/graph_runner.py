@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,14 @@ from specplug.model.graph_recorder import failure_of, record_graph
 from specplug.model.paged_plan import LentPlan, plan_of
 from specplug.model.pass_form import batch_bucket
 from specplug.speculative.batch import Batch
+from specplug.speculative.draft import Draft
 from specplug.speculative.target_output import CommittedOutput
 
 _MOST_GRAPHS = 128
 """The most shapes that one pass is recorded for; others run eagerly."""
+
+_MOST_SEQUELS = 32
+"""The most forms of what follows a recorded pass that are recorded with it."""
 
 _COMMITTED = "next_tokens", "own_tokens", "last_rows", "accept_lens", "bonus_tokens"
 
@@ -57,14 +62,27 @@ class _Recording:
 
     Attributes:
         inputs: that it reads, the batch padded to its bucket.
+        arguments: the same as the pass takes them, with all that it has computed of them; none if
+            no sequel needs them.
         output: that it writes.
         bs: of the last replay: what follows in ``inputs`` is padding.
+        bucket: the batch size that it is padded to.
+        sequels: what is replayed after it, and its output.
     """
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
+    arguments: tuple[Any, ...]
     output: Any
     bs: int
+    bucket: int | None
+    sequels: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = attrs.field(factory=dict)
+
+    def cut(self, output: Any) -> Any:
+        """Cut a padded output to the requests of the last replay."""
+        if not self.bs or self.bucket is None or self.bs == self.bucket:
+            return output
+        return _mapped(output, partial(_first_rows, bs=self.bs, bucket=self.bucket))
 
 
 class GraphRunner(PassRunner):
@@ -80,10 +98,11 @@ class GraphRunner(PassRunner):
             leave NaN in slot 0, which others read and mask.
         length: gives the keys of a request that a plan made within the pass reads, where torch
             attends; None: the kernels do, and need no length.
-        forward: takes tensors, plans, batches and plain values, and returns tensors in tuples,
-            lists and mappings, by operations of the device alone. If a plan or a batch is among
-            its arguments, the tensors whose leading size is a multiple of its size belong to its
-            requests, in their order, and so do all that it returns.
+        leads: whether a sequel may follow. What a pass computes of its arguments is kept for it.
+        forward: takes tensors, plans, batches, drafts and plain values, and returns tensors in
+            tuples, lists, mappings and committed outputs, by operations of the device alone. If a
+            plan or a batch is among its arguments, the tensors whose leading size is a multiple of
+            its size belong to its requests, in their order, and so do all that it returns.
     """
 
     def __init__(
@@ -92,21 +111,25 @@ class GraphRunner(PassRunner):
         *,
         pads: bool,
         length: Callable[[], int] | None = None,
+        leads: bool = False,
     ) -> None:
         super().__init__(forward)
         self._pads = pads
         self._length = length
+        self._leads = leads
         self._recordings: dict[Any, _Recording] = {}
+        self._last: _Recording | None = None
         self._pool = torch.cuda.graph_pool_handle()
 
     def close(self) -> None:
         """Free the graphs too."""
         self._recordings.clear()
-        self._length = None
+        self._last = self._length = None
         super().close()
 
     def __call__(self, *arguments: Any) -> Any:
         """Replay the pass, or run it if it is not recorded, and return its result."""
+        self._last = None
         bs = _batch_size(arguments)
         plans = [plan for a in arguments if (plan := plan_of(a)) is not None]
         ragged = any(plan.padding is not None for plan in plans)
@@ -126,13 +149,45 @@ class GraphRunner(PassRunner):
                 return self._forward(*arguments)
             self._recordings[form] = recording
             self.num_recordings = len(self._recordings)
-        for kept, tensor in zip(recording.inputs, tensors, strict=True):
-            _fill(kept, tensor, clear=recording.bs != bs)
+        _fill(recording.inputs, tensors, clear=recording.bs != bs)
         recording.bs = bs or 0
         recording.graph.replay()
-        if bs is None or bucket is None or bs == bucket:
-            return recording.output
-        return _mapped(recording.output, partial(_first_rows, bs=bs, bucket=bucket))
+        self._last = recording if self._leads else None
+        return recording.cut(recording.output)
+
+    def follow(self, key: Hashable, sequel: Callable[..., Any]) -> Any:
+        """Run what follows the last pass, on what that has read and written, and return its result.
+
+        It runs as it is when it comes for the first time, is recorded then, and is replayed from
+        the second time on. So it may write what it reads.
+
+        Args:
+            key: stands for ``sequel``: of equal keys the same is recorded.
+            sequel: takes the arguments of the pass, plans and drafts, and its output, in tensors
+                that may be padded and are the same in every replay, and returns as ``forward``
+                does.
+
+        Returns:
+            None if the last pass was not replayed; then nothing is run.
+        """
+        recording = self._last
+        if recording is None:
+            return None
+        if key in recording.sequels:
+            graph, output = recording.sequels[key]
+            graph.replay()
+            return recording.cut(output)
+
+        def run() -> Any:
+            # Copies: what this computes of them is its own, and not there for the next run.
+            return sequel(*map(copy, recording.arguments), recording.output)
+
+        output = run()
+        if self.failure is None and len(recording.sequels) < _MOST_SEQUELS:
+            recorded = self._try_to_record(run, warms_up=False)
+            if recorded is not None:
+                recording.sequels[key] = recorded
+        return recording.cut(output)
 
     def _record(
         self,
@@ -147,19 +202,35 @@ class GraphRunner(PassRunner):
             _padded(tensor, bs, bucket) if own and bs and bucket else tensor.clone()
             for tensor, own in zip(tensors, batched, strict=True)
         )
+        given: tuple[Any, ...] = ()
+
+        def run() -> Any:
+            nonlocal given
+            given = tuple(_with_tensors(arguments, inputs))
+            return self._forward(*given)
+
+        recorded = self._try_to_record(run, warms_up=True)
+        if recorded is None:
+            return None
+        graph, output = recorded
+        return _Recording(graph, inputs, given if self._leads else (), output, bs or 0, bucket)
+
+    def _try_to_record(
+        self, run: Callable[[], Any], *, warms_up: bool
+    ) -> tuple[torch.cuda.CUDAGraph, Any] | None:
+        """Return a recording and its output; None if that fails."""
         try:
-            graph, output, seconds = record_graph(
-                lambda: self._forward(*_with_tensors(arguments, inputs)), self._pool, warms_up=True
-            )
+            graph, output, seconds = record_graph(run, self._pool, warms_up=warms_up)
         except RuntimeError as error:
             self.failure = failure_of(error)
             warn_fallback(f"cuda_graph is off: {self.failure}")
             return None
         self.recording_seconds += seconds
-        return _Recording(graph, inputs, output, bs or 0)
+        return graph, output
 
 
-# Arguments: plans and batches are made of tensors, and of plain values that are part of the form.
+# Arguments: plans, batches and drafts are made of tensors, and of plain values that are part of the
+# form.
 
 
 def _batch_size(arguments: tuple[Any, ...]) -> int | None:
@@ -180,6 +251,10 @@ def _tensors(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
         elif isinstance(argument, CommittedOutput):
             yield from (getattr(argument, name) for name in _COMMITTED)
             yield from argument.per_node.values()
+        elif isinstance(argument, Draft):
+            yield argument.tokens
+            if argument.parents is not None:
+                yield argument.parents
         elif isinstance(argument, Tensor):
             yield argument
 
@@ -203,6 +278,11 @@ def _with_tensors(arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> It
         elif isinstance(argument, CommittedOutput):
             own = {name: next(left) for name in _COMMITTED}
             yield CommittedOutput(**own, per_node={name: next(left) for name in argument.per_node})
+        elif isinstance(argument, Draft):
+            tokens, parents = next(left), None
+            if argument.parents is not None:
+                parents = next(left)
+            yield attrs.evolve(argument, tokens=tokens, parents=parents)
         else:
             yield next(left) if isinstance(argument, Tensor) else argument
 
@@ -217,6 +297,8 @@ def _form(argument: Any) -> Any:
         return argument.mode, argument.greedy
     if isinstance(argument, CommittedOutput):
         return tuple(argument.per_node)
+    if isinstance(argument, Draft):
+        return argument.is_chain, argument.depth
     return None if isinstance(argument, Tensor) else argument
 
 
@@ -231,20 +313,23 @@ def _padded(tensor: Tensor, bs: int, bucket: int) -> Tensor:
     """Return a copy for a batch of ``bucket``."""
     size = len(tensor) // bs * bucket
     kept = tensor.new_empty(size, *tensor.shape[1:])
-    _fill(kept, tensor, clear=True)
+    _fill([kept], [tensor], clear=True)
     return kept
 
 
-def _fill(kept: Tensor, tensor: Tensor, *, clear: bool) -> None:
-    """Copy a batch's tensor; ``clear`` what follows: row 0 of the request table, token 0, and a
-    mask that shows all."""
-    rows = len(tensor)
-    if rows == len(kept):
-        kept.copy_(tensor)
-        return
-    kept[:rows].copy_(tensor)
-    if clear:
-        kept[rows:].fill_(kept.dtype is torch.bool)
+def _fill(inputs: Sequence[Tensor], tensors: Sequence[Tensor], *, clear: bool) -> None:
+    """Copy a batch's tensors, those of a dtype in one launch; ``clear`` what follows: row 0 of the
+    request table, token 0, and a mask that shows all."""
+    together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for kept, tensor in zip(inputs, tensors, strict=True):
+        rows = len(tensor)
+        targets, sources = together.setdefault(kept.dtype, ([], []))
+        targets.append(kept if rows == len(kept) else kept[:rows])
+        sources.append(tensor)
+        if clear and rows < len(kept):
+            kept[rows:].fill_(kept.dtype is torch.bool)
+    for targets, sources in together.values():
+        torch._foreach_copy_(targets, sources)
 
 
 def _mapped(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -253,6 +338,9 @@ def _mapped(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(output)
     if isinstance(output, Mapping):
         return {name: _mapped(each, change) for name, each in output.items()}
+    if isinstance(output, CommittedOutput):
+        own = {name: change(getattr(output, name)) for name in _COMMITTED}
+        return CommittedOutput(**own, per_node=_mapped(output.per_node, change))
     if isinstance(output, tuple | list):
         return type(output)(_mapped(each, change) for each in output)
     return output

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +38,7 @@ from specplug.model.quantization import count_parameters, drop_weights, stored_t
 from specplug.model.rotary import RotaryByLength
 from specplug.model.sharded_mlp import shard_mlps
 from specplug.model.threads import set_threads
+from specplug.speculative.draft import Draft
 from specplug.speculative.runtime import KVCache
 from specplug.startup import Startup
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from specplug.kernels.paged_attention_kernels import PagedAttention
 
 Key = TypeVar("Key", bound=Hashable)
+Result = TypeVar("Result")
 
 _LOGITS = "logits"
 _DENSE_ROWS = 16
@@ -137,6 +140,7 @@ class ModelRunner:
                 self._tell_row_variance(check.row_variance)
         self.records = False
         self._graphs: dict[frozenset[str], GraphRunner] = {}
+        self._verified: GraphRunner | None = None
         self._padded: PaddedPasses | None = None
         self._recorder: GraphRecorder | None = None
         self._buffers: dict[Hashable, Tensor] = {}
@@ -267,7 +271,9 @@ class ModelRunner:
         if kinds not in self._graphs:
             points = self.capture.points(kinds)
             self._graphs[kinds] = GraphRunner(
-                partial(self._keeping_forward, points=points), pads=self.kernels is not None
+                partial(self._keeping_forward, points=points),
+                pads=self.kernels is not None,
+                leads=True,
             )
         return self._graphs[kinds]
 
@@ -283,6 +289,7 @@ class ModelRunner:
             The form that it is padded to, for ``run_padded``; None: it runs as it is, and if it has
             no part with one row of nobody.
         """
+        self._verified = None
         kinds = frozenset(point.kind for point in points)
         size = size_of(prefill, decode, kinds)
         if self._ranks is not None:
@@ -363,21 +370,55 @@ class ModelRunner:
         """
         return self._forward(token_ids, plan, logits_rows, points)
 
-    def verify(
-        self, token_ids: Tensor, plan: PagedPlan, points: tuple[Point, ...] = ()
-    ) -> PassOutput:
-        """Run a pass over the nodes of a draft: as ``prefill``, with the logits of all rows."""
+    def verify(self, draft: Draft, plan: PagedPlan, points: tuple[Point, ...] = ()) -> PassOutput:
+        """Run a pass over the nodes of a draft: as ``prefill``, with the logits of all rows.
+
+        A recorded pass has the same rows for every request: nodes that do not count run too, and
+        what they give is dropped.
+
+        Args:
+            plan: of the draft's nodes.
+        """
         if not self.records:
-            return self._forward(token_ids, plan, 0, points)
-        kinds = frozenset(point.kind for point in points)
-        outputs: PassOutput = self._recorded(kinds)(token_ids, plan)
-        return outputs
+            return self._forward(draft.flat_tokens, plan, 0, points)
+        graph = self._recorded(frozenset(point.kind for point in points))
+        dense = draft if draft.widths is None else attrs.evolve(draft, widths=None)
+        outputs: PassOutput = graph(dense, plan.of_chains())
+        if draft.padding is None:
+            self._verified = graph
+            return outputs
+        logits, captured, kept = outputs
+        return (
+            draft.select(logits),
+            {name: draft.select(tensor) for name, tensor in captured.items()},
+            {point: draft.select(tensor) for point, tensor in kept.items()},
+        )
+
+    def follow(
+        self, key: Hashable, sequel: Callable[[Draft, PagedPlan, PassOutput], Result]
+    ) -> Result | None:
+        """Run what follows the pass of ``verify`` over nodes of equal widths, recorded with it.
+
+        Args:
+            key: stands for ``sequel``: of equal keys the same is recorded.
+            sequel: takes the draft and a plan of its nodes as chains, in tensors that are padded
+                and the same in every replay, and the pass's output for them.
+
+        Returns:
+            What ``sequel`` returns, cut to the batch. None if that pass was not replayed, or
+            another one has begun since; then nothing is run.
+        """
+        found: Result | None = None
+        if self._verified is not None:
+            found = self._verified.follow(key, sequel)
+        return found
 
     def close(self) -> None:
         """Free the weights, the graphs and the cache, even if a plugin still holds the model."""
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
+        self._verified = None
         if self._padded is not None:
             self._padded.close()
         if self._recorder is not None:
@@ -411,11 +452,11 @@ class ModelRunner:
         return out.logits.squeeze(0), self.capture.collect(), kept
 
     def _keeping_forward(
-        self, token_ids: Tensor, plan: PagedPlan, points: tuple[Point, ...]
+        self, draft: Draft, plan: PagedPlan, points: tuple[Point, ...]
     ) -> PassOutput:
         """Run a pass as it is recorded. What stood at the points goes to buffers that all
         recordings share: a recording of each shape would else keep that memory for itself."""
-        logits, captured, kept = self._forward(token_ids, plan, 0, points)
+        logits, captured, kept = self._forward(draft.flat_tokens, plan.of_nodes(draft), 0, points)
         return logits, captured, self._buffered(kept)
 
     def _padded_forward(

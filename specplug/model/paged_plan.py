@@ -16,6 +16,7 @@ from specplug.kernels.cpu_kernels import CPUKernels, CPURows
 from specplug.kernels.dispatch import HALF
 from specplug.kernels.grouped_attention import GroupedAttention, group_requests
 from specplug.kernels.paged_attention import paged_attention_reference
+from specplug.speculative.draft import Draft
 from specplug.speculative.padding import Padding
 from specplug.speculative.runtime import KVCache
 
@@ -119,6 +120,17 @@ class PagedPlan:
             given_positions=None if self.given_positions is None else next(left),
             mask=None if self.mask is None else next(left),
         )
+
+    def of_nodes(self, draft: Draft) -> PagedPlan:
+        """Return the plan of a draft's nodes, made of a plan of chains; this one for chains."""
+        if draft.is_chain:
+            return self
+        positions = self.starts.unsqueeze(1) + draft.depths
+        return attrs.evolve(self, given_positions=positions, mask=draft.mask)
+
+    def of_chains(self) -> PagedPlan:
+        """Return the plan of as many chains, all Q wide."""
+        return attrs.evolve(self, given_positions=None, mask=None, padding=None, used=None)
 
     @cached_property
     def _index(self) -> Tensor:

@@ -7,7 +7,7 @@ else, so it is the same whatever was drafted and whatever else is in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -114,6 +114,12 @@ class Sampler:
             self._may_end_at[row] = len(prompt) + p.min_tokens
         else:
             self._may_end_at[row] = 0
+
+    @property
+    def form(self) -> Hashable:
+        """What a recorded ``sample`` is good for, besides its arguments: the tensors of the run's
+        settings are the same as long as this is."""
+        return self._enders.shape[1]
 
     def temperatures(self, req_indices: Tensor) -> Tensor:
         """Return the temperatures of requests [bs]: [bs, 1] float32, 1 for greedy ones."""

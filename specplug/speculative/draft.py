@@ -17,10 +17,16 @@ from specplug.speculative.host_copy import upload
 from specplug.speculative.padding import Padding
 
 
-@lru_cache(maxsize=64)
 def arange(length: int, device: torch.device) -> Tensor:
-    """Return [length] int64, the same tensor each time: for the core alone, never lent to a
+    """Return [length] int64, mostly the same tensor each time: for the core alone, never lent to a
     plugin."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.arange(length, device=device)  # a graph would outlive what is kept
+    return _kept_arange(length, device)
+
+
+@lru_cache(maxsize=64)
+def _kept_arange(length: int, device: torch.device) -> Tensor:
     return torch.arange(length, device=device)
 
 
@@ -188,13 +194,6 @@ class Draft:
         return Padding.of(self.widths, self.width, self.tokens.device)
 
     @cached_property
-    def batch_index(self) -> Tensor:
-        """[T] int64: which request of the batch each node belongs to."""
-        bs, width = self.tokens.shape
-        dense = arange(bs, self.tokens.device).repeat_interleave(width, output_size=bs * width)
-        return self.select(dense)
-
-    @cached_property
     def links(self) -> tuple[Tensor, Tensor]:
         """The tree as a kernel walks it: ``next_token`` and ``next_sibling``, each [bs, N] int64.
 
@@ -218,6 +217,17 @@ class Draft:
     def flatten(self, padded: Tensor) -> Tensor:
         """Put what stands at each node in the flat order: [bs or 1, N] -> [T]."""
         return self.select(padded.expand(self.tokens.shape).reshape(-1))
+
+    @cached_property
+    def flat_tokens(self) -> Tensor:
+        """[T] int64, the tokens in the flat order."""
+        return self.flatten(self.tokens)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Give each node what its request has: [bs] -> [T], in the flat order."""
+        if self.width == 1:
+            return values
+        return self.select(values.repeat_interleave(self.width, output_size=self.tokens.numel()))
 
     def pad(self, flat: Tensor, fill: int) -> Tensor:
         """Pad [T] to [bs, N], with ``fill`` at nodes that do not count."""

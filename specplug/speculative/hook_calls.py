@@ -64,6 +64,11 @@ class HookCalls:
         """The extensions of the run, with their state; see ``PluginGuard``."""
         return self._plugins.extensions
 
+    @property
+    def core_verifies(self) -> bool:
+        """Whether nobody but the core implements ``verify``."""
+        return "verify" in self._plugins.core_alone
+
     # Before the run
 
     def validate_config(self, config: SpecConfig) -> SpecConfig:
@@ -128,7 +133,7 @@ class HookCalls:
         """Return what is accepted of ``draft``: what the core finds, or what a plugin answers, cut
         to a path of the draft. ``target_output.per_node`` then holds what plugins have added.
         """
-        if "verify" in self._plugins.core_alone:
+        if self.core_verifies:
             return verify_tree(draft, target_output.predict)
         predict, config = target_output.predict, runtime.config
         lent = TargetOutput(

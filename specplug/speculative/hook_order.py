@@ -32,7 +32,7 @@ from specplug.speculative.host_copy import upload
 from specplug.speculative.rotation import chunk_tails, rotate_chunks
 from specplug.speculative.runtime import Runtime
 from specplug.speculative.target_output import CommittedOutput, TargetOutput, compact
-from specplug.speculative.verify import VerifyOutput
+from specplug.speculative.verify import VerifyOutput, verify_tree
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -45,6 +45,7 @@ class Half:
 
     Attributes:
         req_indices: [bs] int64, each request's row in the request table.
+        lent_req_indices: a copy of them that nothing but ``batch`` has; None: one is made.
         seq_lens: [bs] int64, committed tokens of each request before this step. ``begin_decode``
             sets it for a decode step, the host for all else.
         tokens: [R] int64, the rows of the target's pass: a draft's nodes, set by
@@ -55,11 +56,17 @@ class Half:
     """
 
     req_indices: Tensor
+    lent_req_indices: Tensor | None = None
     seq_lens: Tensor = attrs.field(init=False)
     tokens: Tensor = attrs.field(init=False)
     batch: Batch = attrs.field(init=False)
     draft: Draft | None = None
     is_warm_up: bool = False
+
+    def lend_req_indices(self) -> Tensor:
+        """Return the copy of ``req_indices`` for ``batch``."""
+        lent = self.lent_req_indices
+        return self.req_indices.clone() if lent is None else lent
 
 
 H = TypeVar("H", bound=Half)
@@ -114,7 +121,7 @@ class HookOrder(Generic[H]):
             max_draft_nodes: nodes of each request that can be verified, at least 1.
             greedy: whether every request takes its most likely token.
         """
-        req_indices = half.req_indices.clone()
+        req_indices = half.lend_req_indices()
         half.seq_lens, known = self._committed.resolve(half.req_indices)
         seq_lens, draft_input = self._hooks.resolve(self._future_map, req_indices)
         half.batch = Batch(
@@ -130,7 +137,7 @@ class HookOrder(Generic[H]):
             self._runtime, half.batch, draft_input, roots=known.bonus_tokens
         )
         half.draft = draft = draft.narrow(max_draft_nodes)
-        half.tokens = draft.flatten(draft.tokens)
+        half.tokens = draft.flat_tokens
         return draft
 
     def finish_decode(
@@ -146,9 +153,38 @@ class HookOrder(Generic[H]):
         assert half.draft is not None
         output = TargetOutput(predict=predict, logits=logits, per_node=dict(per_node))
         verified = self._hooks.verify(self._runtime, half.batch, half.draft, output)
+        self.feed(half, *self._commit(half, verified, {**output.per_node, **per_node}))
+
+    @property
+    def core_verifies(self) -> bool:
+        """Whether only the core implements ``verify``: ``accept`` and ``feed`` together are then
+        ``finish_decode``."""
+        return self._hooks.core_verifies
+
+    def accept(
+        self, half: H, predict: Tensor, per_node: Mapping[str, Tensor]
+    ) -> tuple[Tensor, CommittedOutput]:
+        """Verify by the core, and commit what is accepted. No plugin is called and nothing of the
+        host is read but ``half``'s draft and the forms of tensors, so it can be recorded.
+
+        Args:
+            predict, per_node: as in ``finish_decode``.
+
+        Returns:
+            What ``feed`` takes.
+        """
+        assert half.draft is not None
+        return self._commit(half, verify_tree(half.draft, predict), per_node)
+
+    def _commit(
+        self, half: H, verified: VerifyOutput, per_node: Mapping[str, Tensor]
+    ) -> tuple[Tensor, CommittedOutput]:
+        """Keep what is accepted; return the lengths after the step, and what was committed."""
         self._host.keep_accepted(half, verified)
-        committed = compact(verified, half.tokens, {**output.per_node, **per_node})
-        self.extend(half, half.seq_lens + verified.accept_lens, committed)
+        committed = compact(verified, half.tokens, per_node)
+        seq_lens = half.seq_lens + verified.accept_lens
+        self._committed.publish(half.req_indices, seq_lens, committed)
+        return seq_lens, committed
 
     def finish_prefill(
         self, half: H, last_rows: Tensor, predict: Tensor, per_node: Mapping[str, Tensor]
@@ -181,8 +217,12 @@ class HookOrder(Generic[H]):
         Args:
             seq_lens: [bs] int64, committed tokens of each request after this step.
         """
-        self._host.deliver(half, output)
         self._committed.publish(half.req_indices, seq_lens, output)
+        self.feed(half, seq_lens, output)
+
+    def feed(self, half: H, seq_lens: Tensor, output: CommittedOutput) -> None:
+        """Deliver what is committed, and feed it to the draft model."""
+        self._host.deliver(half, output)
         made = self._hooks.build_draft_input(self._runtime, half.batch, output, self._future_map)
         self._hooks.publish_and_stash(self._future_map, half.req_indices, seq_lens, output, made)
 

@@ -108,7 +108,8 @@ def test_the_flat_order_leaves_out_what_is_not_drafted(widths: list[int]) -> Non
     flat = draft.flatten(tokens)
     assert flat.tolist() == expected
     assert draft.total == len(expected)
-    assert draft.batch_index.tolist() == [b for b, w in enumerate(widths) for _ in range(w)]
+    numbers = torch.arange(len(widths))
+    assert draft.spread(numbers).tolist() == [b for b, w in enumerate(widths) for _ in range(w)]
     assert draft.offsets.tolist() == [sum(widths[:b]) for b in range(len(widths))]
     padded = draft.pad(flat, fill=-5)
     for b, w in enumerate(widths):

@@ -1,0 +1,232 @@
+"""Steps of which all but the plugin's own part is recorded give what they give unrecorded.
+
+On a GPU with its graphs; else with recordings of operations, which are replayed as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from recorded_operations import Operations, record_operations
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specplug import LLM, CommittedOutput, Draft, SamplingParams, verify_tree
+from specplug.engine.step import StepRunner
+from specplug.model import graph_runner
+from specplug.model.graph_runner import GraphRunner
+from specplug.model.paged_plan import PagedPlan, RequestSlots
+from specplug.speculative.target_output import compact
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+KINDS = ["greedy", "seeded", "truncated", "penalized", "penalized and sampled"]
+Start = Callable[..., LLM]
+
+
+@pytest.fixture(autouse=True)
+def record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record on the CPU too."""
+    if not ON_GPU:
+        monkeypatch.setattr(graph_runner, "record_graph", record_operations)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+
+@pytest.fixture
+def start(tiny_model: Path) -> Iterator[Start]:
+    """``start(algorithm)``: an engine in float64 that records its passes, on the CPU too."""
+    opened: list[LLM] = []
+
+    def open_engine(algorithm: Any = "NONE", *, pads: bool = False, **settings: Any) -> LLM:
+        llm = LLM(tiny_model, dtype="float64", speculative_algorithm=algorithm, **settings)
+        if not ON_GPU:
+            llm.engine.steps.runner.record_graphs()
+        for graph in llm.engine.steps.runner.recorders:
+            graph._pads = pads  # as the kernels of half precision do
+        opened.append(llm)
+        return llm
+
+    yield open_engine
+    for llm in opened:
+        llm.close()
+
+
+@pytest.fixture
+def followed(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """How many steps were followed by a replay or a recording, and how many ran on unrecorded."""
+    counts: Counter[bool] = Counter()
+    follow = GraphRunner.follow
+
+    def counted(self: GraphRunner, key: Any, sequel: Any) -> Any:
+        found = follow(self, key, sequel)
+        counts[found is not None] += 1
+        return found
+
+    monkeypatch.setattr(GraphRunner, "follow", counted)
+    return counts
+
+
+@pytest.fixture
+def unverifying(scripted: Any) -> Any:
+    """The scripted algorithm without a verify hook of its own."""
+
+    class Unverifying(scripted):  # type: ignore[misc]
+        verify = None
+
+    return Unverifying
+
+
+class Launches(TorchDispatchMode):
+    """Names what is computed in its block outside of replays; views and new memory cost nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = [each.alias_info for each in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in returned)
+        if not (is_view or Operations.replaying or func in MEMORY):
+            self.found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+MEMORY = torch.ops.aten.empty.memory_format, torch.ops.aten.detach_.default
+
+
+def _silent(params: Any) -> list[SamplingParams]:
+    """The settings without what is wanted beside tokens."""
+    return [attrs.evolve(each, logprobs=None) for each in params]
+
+
+@pytest.mark.parametrize("shape", ["plain", "padded", "chain", "tree"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_steps_give_the_same_tokens(
+    kind: str, shape: str, start: Start, reference: Any, unverifying: Any, followed: Counter[bool]
+) -> None:
+    known, algorithm = reference.tokens([kind] * 7), "NONE"
+    if shape in ("chain", "tree"):
+        algorithm = unverifying(known, tree=shape == "tree", right=0.7)
+    llm = start(algorithm, pads=shape == "padded", page_size=3)
+    outputs = llm.generate(reference.prompts, _silent(reference.params[kind]))
+    assert [output.token_ids for output in outputs] == list(known.values())
+    assert followed[True] > 3
+    assert not followed[False]
+    llm.check_pool()
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_settings_that_change_between_steps_each_hold(
+    tree: bool, start: Start, reference: Any, unverifying: Any
+) -> None:
+    """Requests of every kind come and go, with log-probabilities and without."""
+    kinds = [KINDS[i % len(KINDS)] for i in range(7)]
+    known = reference.tokens(kinds)
+    params = [reference.params[kind][i] for i, kind in enumerate(kinds)]
+    for i in (0, 2, 3, 5):
+        params[i] = attrs.evolve(params[i], logprobs=None)
+    llm = start(unverifying(known, tree=tree, right=0.7), max_running_requests=3)
+    outputs = llm.generate(reference.prompts, params)
+    assert [output.token_ids for output in outputs] == list(known.values())
+
+
+def test_a_recorded_step_follows_settings_that_grow(start: Start, tiny_model: Path) -> None:
+    """The table of tokens that must not end an output is made anew for a request with more."""
+    asked = [
+        SamplingParams(max_tokens=8, min_tokens=8, stop_token_ids=list(range(0, count, 2)))
+        for count in (4, 90, 4)
+    ]
+    prompt = [49, 5, 33]
+    recorded, plain = start(), LLM(tiny_model, dtype="float64", disable_cuda_graph=True)
+    with plain:
+        for params in asked:
+            expected = plain.generate(prompt, params)[0].token_ids
+            assert recorded.generate(prompt, params)[0].token_ids == expected
+    assert len({params.stop_token_ids for params in asked}) == 2
+
+
+def _drafts(bs: int, width: int, is_tree: bool, generator: torch.Generator) -> Draft:
+    """Drafts of three different tokens; of trees some parents stand after their children."""
+
+    def numbers(least: int, most: int) -> Tensor:
+        return torch.randint(least, most, (bs, width), generator=generator).to(DEVICE)
+
+    if not is_tree:
+        return Draft(tokens=numbers(0, 3), parents=None, widths=None, depth=width - 1)
+    parents = torch.minimum(numbers(-1, width), torch.arange(width, device=DEVICE))
+    parents[:, 0] = -1
+    return Draft(tokens=numbers(0, 3), parents=parents, widths=None, depth=2)
+
+
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
+def test_a_padded_batch_is_accepted_as_it_is(is_tree: bool) -> None:
+    """At batch sizes that are padded and that are not, each with drafts that differ every time."""
+    generator = torch.Generator().manual_seed(0)
+    slots = RequestSlots(
+        slots=torch.zeros(9, 20, dtype=torch.int64, device=DEVICE), last_position=9
+    )
+
+    def forward(draft: Draft, plan: PagedPlan) -> tuple[Tensor, dict[str, Tensor]]:
+        tokens, positions = draft.flat_tokens, plan.of_nodes(draft).positions
+        return (tokens * 5 + positions) % 3, {"own": tokens * 10 + positions}
+
+    def accept(
+        draft: Draft, plan: PagedPlan, output: tuple[Tensor, dict[str, Tensor]]
+    ) -> tuple[Tensor, CommittedOutput]:
+        predict, per_node = output
+        verified = verify_tree(draft, predict)
+        committed = compact(verified, draft.flat_tokens, per_node)
+        return plan.starts + verified.accept_lens, committed
+
+    runner = GraphRunner(forward, pads=True, leads=True)
+    lens = []
+    for bs in (3, 4, 3, 5, 8, 1, 6, 3):
+        draft = _drafts(bs, 6, is_tree, generator)
+        plan = PagedPlan(
+            requests=slots,
+            req_indices=torch.arange(1, bs + 1, device=DEVICE),
+            starts=torch.randint(0, 9, (bs,), generator=generator).to(DEVICE),
+            width=6,
+            length=20,
+        )
+        passed = runner(draft, plan)
+        seq_lens, committed = runner.follow("accept", accept)
+        expected_lens, expected = accept(draft, plan, forward(draft, plan))
+        assert torch.equal(seq_lens, expected_lens)
+        assert torch.equal(passed[0], forward(draft, plan)[0])
+        for name in ("next_tokens", "own_tokens", "last_rows", "accept_lens", "bonus_tokens"):
+            assert torch.equal(getattr(committed, name), getattr(expected, name)), name
+        assert torch.equal(committed.per_node["own"], expected.per_node["own"])
+        lens += committed.accept_lens.tolist()
+    assert len(set(lens)) > 1, "some is accepted and some is not"
+    assert runner.num_recordings == 3, "for 1, 4 and 8"
+
+
+@pytest.mark.skipif(ON_GPU, reason="counts the operations of the CPU")
+@pytest.mark.parametrize("kind", ["greedy", "truncated"])
+def test_a_plain_step_launches_little_beside_its_recordings(
+    kind: str, start: Start, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both maps resolve, a copy into the recording's tensors, one to the host, the algorithm's map
+    publishes. On a GPU there is the upload of the request rows besides."""
+    launch, steps = StepRunner.launch, []
+
+    def counted(self: StepRunner, step: Any) -> Any:
+        with Launches() as launches:
+            result = launch(self, step)
+        steps.append(launches.found)
+        return result
+
+    monkeypatch.setattr(StepRunner, "launch", counted)
+    llm = start(page_size=32)
+    llm.generate(reference.prompts[:3], _silent(reference.params[kind][:3]))
+    assert steps[-1] == [
+        *("index_select", "index_select", "_foreach_copy_", "clone"),
+        *("index_copy_", "index_copy_"),
+    ]
