@@ -26,6 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "NONE, plain loop": {"disable_overlap_schedule": True},
     "EAGLE3": {"speculative_algorithm": "EAGLE3"},
     "EAGLE3, plain loop": {"speculative_algorithm": "EAGLE3", "disable_overlap_schedule": True},
+    "NGRAM": {"speculative_algorithm": "NGRAM"},
     "EAGLE3, both": {"speculative_algorithm": "EAGLE3", "disaggregation": "both"},
 }
 BOUND = 50
