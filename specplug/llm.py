@@ -202,7 +202,9 @@ class LLM:
         self._input_processor = InputProcessor(config, runtime, runner, self.tokenizer, cache.pool)
         if warm_up_state(config, runtime) == "on":
             decodes = config.disaggregation != "prefill"
-            warm_up = WarmUp(runtime, self._engine.steps, limits, decodes=decodes, ranks=ranks)
+            warm_up = WarmUp(
+                runtime, self._engine.steps, hooks, limits, decodes=decodes, ranks=ranks
+            )
             with startup.part("warming up"):
                 warm_up.run(startup.advance)
         self._take_role(config)

@@ -7,8 +7,10 @@ bring.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Event, Thread
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine_runtime import EngineRuntime
@@ -18,6 +20,9 @@ from specplug.engine.step import StepRunner
 from specplug.engine.step_plan import Decode, Prefill, PrefillChunk, Step
 from specplug.model.pass_form import MOST_ROWS, batch_bucket, row_buckets
 from specplug.sampling_params import SamplingParams
+from specplug.speculative.hook_calls import HookCalls
+
+_log = logging.getLogger(__name__)
 
 _LONGEST_PROMPT = 2048
 """Prompt tokens from which on no kernel is compiled anew for more."""
@@ -27,6 +32,8 @@ _PROMPT = 2
 """Tokens of a request that is to decode."""
 _REST = 0.01
 """Seconds that a rank which is done waits for another to call."""
+_PATIENCE = 20.0
+"""Seconds of a step after which the log says in which hook it is."""
 
 _GREEDY = SamplingParams()
 _SAMPLED = SamplingParams(temperature=0.7)
@@ -48,6 +55,7 @@ class WarmUp:
     Args:
         runtime: of the run, before its first request.
         steps: of the run.
+        hooks: of the run.
         limits: of the run's steps.
         decodes: whether the run has decode steps; a prefill instance has none.
         ranks: that step together with this one; None: it is alone. They may take more or fewer
@@ -58,6 +66,7 @@ class WarmUp:
         self,
         runtime: EngineRuntime,
         steps: StepRunner,
+        hooks: HookCalls,
         limits: SchedulerConfig,
         *,
         decodes: bool,
@@ -65,6 +74,8 @@ class WarmUp:
     ) -> None:
         self._runtime = runtime
         self._runner = steps
+        self._hooks = hooks
+        self._said = False
         self._limits = limits
         self._decodes = decodes
         self._ranks = ranks
@@ -100,8 +111,33 @@ class WarmUp:
     def _run(self, step: Step) -> None:
         for request in step.admitted:
             self._runtime.sampler.admit(request.req_index, request.params, request.seed)
-        with self._stepping():
+        with self._stepping(), self._watched():
             self._runner.run(step).wait()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Have the log say, once, where a step is that takes long: a hook may never return."""
+        if self._said:
+            yield
+            return
+        ended = Event()
+        Thread(target=self._watch, args=(ended,), name="specplug-warm-up", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def _watch(self, ended: Event) -> None:
+        while not (self._said or ended.wait(_PATIENCE)):
+            where = self._hooks.running
+            if where is not None:
+                self._said = True
+                _log.warning(
+                    "warming up: a step takes longer than %g s and is in %s; expected it to "
+                    "return; if it does not, end the start (Ctrl-C), or decline warm_up",
+                    _PATIENCE,
+                    where,
+                )
 
     def _take_part(self) -> None:
         """Run a step of another rank, or wait for a moment."""

@@ -69,6 +69,11 @@ class HookCalls:
         """Whether nobody but the core implements ``verify``."""
         return "verify" in self._plugins.core_alone
 
+    @property
+    def running(self) -> str | None:
+        """The plugin's hook or method that is called now; see ``PluginGuard``."""
+        return self._plugins.running
+
     # Before the run
 
     def validate_config(self, config: SpecConfig) -> SpecConfig:

@@ -45,6 +45,8 @@ class PluginGuard:
         self._hooks = manager.hook
         self._subject = algorithm.entry.subject
         self._answered: str | None = None
+        self._running: str | None = None
+        """The hook or method that is called now."""
         self._states: dict[str, tuple[Extension, str]] = {}
         for extension in extensions:
             name = manager.get_name(extension.plugin)
@@ -67,6 +69,18 @@ class PluginGuard:
             }
             for extension, state in self._states.values()
         ]
+
+    @property
+    def running(self) -> str | None:
+        """The plugin and the hook or method of it that is called now, as messages name them; None
+        if there is none. May be asked by another thread."""
+        what = self._running
+        if what is None or what in self.core_alone:
+            return None
+        caller = getattr(self._hooks, what, None)
+        found = [] if caller is None else [each.plugin for each in caller.get_hookimpls()]
+        more = [p.extension.entry.subject for p in found if isinstance(p, ExtensionGuard)]
+        return f"{self._subject}: {what}()" + "".join(f", or that of {name}" for name in more)
 
     def _find_core_alone(self) -> frozenset[str]:
         core = self._manager.get_plugin(hookspecs.PROJECT)
@@ -91,6 +105,7 @@ class PluginGuard:
         Args:
             what: the hook or method that is called, for the message.
         """
+        before, self._running = self._running, what
         try:
             return function(*positional, **named)
         except KeyboardInterrupt:
@@ -105,6 +120,8 @@ class PluginGuard:
             if _is_told(what, raised):
                 raise
             raise PluginError(self._told(what, raised)) from raised
+        finally:
+            self._running = before
 
     def _told(self, what: str, raised: BaseException) -> str:
         if isinstance(raised, ExtensionFailure):

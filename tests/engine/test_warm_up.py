@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from logging import LogRecord
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from specplug import (
     UsageError,
     hookimpl,
 )
+from specplug.engine import warm_up as module
 from specplug.model.pass_form import batch_bucket
 from specplug.speculative.report import RequestReport, StepReport
 
@@ -68,6 +71,8 @@ class Watched:
         self.served: set[tuple[Any, ...]] = set()
         self.told: list[Any] = []
         self.fails = False
+        self.goes_on = Event()
+        self.goes_on.set()
 
     def _note(self, hook: str, batch: Batch, width: int) -> None:
         seen = self.warmed if batch.is_warm_up else self.served
@@ -92,6 +97,7 @@ class Watched:
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         if self.fails:
             raise LookupError("no draft")
+        assert self.goes_on.wait(60), "nobody has told it to"
         width = min(4, *batch.max_draft_nodes)
         return Draft.chain(draft_input.bonus_tokens.unsqueeze(1).repeat(1, width))
 
@@ -144,6 +150,28 @@ def test_warm_up_tells_of_a_plugin_that_fails(tiny_model: Path) -> None:
     with pytest.raises(PluginError) as caught:
         LLM(tiny_model, speculative_algorithm=plugin, warm_up="on")
     assert "propose() raised LookupError: no draft; expected it to return" in str(caught.value)
+
+
+def test_warm_up_says_once_in_which_hook_it_is(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook that hangs until that is said, as one that never returns."""
+    monkeypatch.setattr(module, "_PATIENCE", 0.3)
+    plugin = Watched()
+    plugin.goes_on.clear()
+    said: list[str] = []
+
+    def release(record: LogRecord) -> bool:
+        said.append(record.getMessage())
+        plugin.goes_on.set()
+        return True
+
+    monkeypatch.setattr(module._log, "filters", [release])
+    with LLM(tiny_model, speculative_algorithm=plugin, warm_up="on"):
+        pass
+    (line,) = said
+    assert line.startswith("warming up: a step takes longer than 0.3 s and is in algorithm W (")
+    assert "): propose(); expected it to return" in line
 
 
 @pytest.mark.parametrize(
