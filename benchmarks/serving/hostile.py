@@ -1,13 +1,13 @@
 """Requests that are made to hurt: how long does another client wait for its next token?
 
-    python benchmarks/serving/hostile.py [--only WORD] [--json FILE]
+    python benchmarks/serving/hostile.py [--only WORD] [--rounds N] [--json FILE]
 
 A client streams completions one after another, all the time. Meanwhile another sends one bad
-request after another, each as large as the server takes or as slow as it bears. Printed are, for
-each, the status, how long the answer took, the longest time in which the streaming client got
-nothing, and the server's greatest resident memory so far, its engine's included. "nobody" is the
-streaming client alone. Exits with 1 if anybody waited for more than ``--most`` seconds, or the
-server has written to standard error.
+request after another, each as large as the server takes or as slow as it bears, and all of them
+again in each further round. Printed are, for each, the status, how long the answer took, the
+longest time in which the streaming client got nothing, and the resident memory then of the server
+and of its engine. "nobody" is the streaming client alone. Exits with 1 if anybody waited for more
+than ``--most`` seconds, or the server has written to standard error.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import attrs
 import requests
 from rich.console import Console
 from rich.table import Table
@@ -256,13 +258,12 @@ class Reader(threading.Thread):
                     self._note()
 
 
-def memory(server: ServerProcess) -> float:
-    """MiB, the greatest so far, of the server and its engines."""
-    found = 0
-    for process in (server.process.pid, *server.children()):
-        status = Path(f"/proc/{process}/status").read_text()
-        found += int(status.split("VmHWM:")[1].split()[0])
-    return found / 1024
+def memory(server: ServerProcess) -> tuple[float, float]:
+    """Resident MiB of the server and of its engine, the parts of files included."""
+    (engine,) = server.children()
+    statuses = (Path(f"/proc/{of}/status").read_text() for of in (server.process.pid, engine))
+    mine, its = (int(text.split("VmRSS:")[1].split()[0]) / 1024 for text in statuses)
+    return mine, its
 
 
 def send(server: ServerProcess, path: str, body: Body) -> str:
@@ -309,33 +310,62 @@ def slow_readers(server: ServerProcess) -> str:
         return send(server, "/v1/models/x", {})
 
 
-def measured(server: ServerProcess, only: str) -> Iterator[tuple[str, str, float, float, float]]:
-    """Name, status, seconds, the longest wait and the memory, of each attack."""
+@attrs.frozen
+class Row:
+    """What came of an attack.
+
+    Attributes:
+        round: from 1.
+        name: of the attack.
+        status: of the answer, or what else became of the request.
+        seconds: until then.
+        wait: the streaming client's longest, in seconds.
+        server, engine: MiB of resident memory.
+    """
+
+    round: int
+    name: str
+    status: str
+    seconds: float
+    wait: float
+    server: float
+    engine: float
+
+    def cells(self) -> list[str]:
+        """The row as texts."""
+        times, sizes = (self.seconds, self.wait), (self.server, self.engine)
+        texts = [*(f"{each:.2f}" for each in times), *(f"{each:.0f}" for each in sizes)]
+        return [str(self.round), self.name, self.status, *texts]
+
+
+def measured(server: ServerProcess, only: str, rounds: int) -> Iterator[Row]:
+    """Make the attacks whose name has ``only`` in it, so many times all of them."""
     reader = Reader(server)
     reader.start()
     time.sleep(2)
     reader.longest()
     time.sleep(3)
-    yield "nobody", "", 3.0, reader.longest(), memory(server)
+    yield Row(1, "nobody", "", 3.0, reader.longest(), *memory(server))
     kinds: dict[str, Callable[[], str]] = {
         name: (lambda made=make: send(server, *made()))  # type: ignore[misc]
         for name, make in ATTACKS.items()
     }
     kinds["slow bodies"] = lambda: slow_bodies(server)
     kinds["slow readers"] = lambda: slow_readers(server)
-    for name, run in kinds.items():
-        if only in name:
-            reader.longest()
-            began = time.monotonic()
-            status = run()
-            seconds = time.monotonic() - began
-            time.sleep(0.5)
-            yield name, status, seconds, reader.longest(), memory(server)
+    chosen = [name for name in kinds if only in name]
+    for number, name in product(range(1, rounds + 1), chosen):
+        reader.longest()
+        began = time.monotonic()
+        status = kinds[name]()
+        seconds = time.monotonic() - began
+        time.sleep(0.5)
+        yield Row(number, name, status, seconds, reader.longest(), *memory(server))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="attacks whose name has this in it")
+    parser.add_argument("--rounds", type=int, default=1, help="how often all are made")
     parser.add_argument("--most", type=float, default=5.0, help="seconds that anybody may wait")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
@@ -343,23 +373,21 @@ def main() -> int:
     template.write_text(TEMPLATE)
     server = start_server("--chat-template", str(template))
     template.unlink()
-    table = Table("attack", "status", "seconds", "longest wait, s", "memory, MiB")
+    heads = ("round", "attack", "status", "seconds", "wait, s", "server, MiB", "engine, MiB")
+    table = Table(*heads)
     rows = []
     try:
-        for row in measured(server, arguments.only):
-            name, status, seconds, wait, size = row
-            print(
-                f"{name}: {status} {seconds:.2f} s, wait {wait:.2f} s, {size:.0f} MiB", flush=True
-            )
-            table.add_row(name, status, f"{seconds:.2f}", f"{wait:.2f}", f"{size:.0f}")
+        for row in measured(server, arguments.only, arguments.rounds):
+            print(", ".join(row.cells()), flush=True)
+            table.add_row(*row.cells())
             rows.append(row)
     finally:
         server.kill()
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     print("".join(server.errors), end="", file=sys.stderr)
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 1 if server.errors or max(row[3] for row in rows) > arguments.most else 0
+        arguments.json.write_text(json.dumps([*map(attrs.asdict, rows)], indent=1) + "\n")
+    return 1 if server.errors or max(row.wait for row in rows) > arguments.most else 0
 
 
 if __name__ == "__main__":
