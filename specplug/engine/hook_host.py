@@ -39,8 +39,6 @@ class EngineHalf(Half):
         wanted: what requests want for each token besides the token; None: nothing.
         points: where the target's pass is to be read for that.
         sampled: on a prefill, what is wanted of the tokens after the chunks, by name.
-        report: on a decode step, what the host is told of it, [bs, C + 1] int64: the target's
-            tokens along each accepted path, and after them its accept length.
         tree: of the draft, on its way to the host, if a request has a grammar.
         prefilled, decoded: what the half leaves for the host, once it is delivered.
     """
@@ -53,7 +51,6 @@ class EngineHalf(Half):
     wanted: WantedOutputs | None = None
     points: tuple[Any, ...] = ()
     sampled: Mapping[str, Tensor] = attrs.field(factory=dict)
-    report: Tensor | None = None
     tree: HostTree | None = None
     prefilled: PrefillResult | None = None
     decoded: DecodeResult | None = None
@@ -108,18 +105,11 @@ class EngineHost:
             )
             return
         bs = len(half.requests)
-        report = report_of(output) if half.report is None else half.report
-        report = host_copy(report)
+        assert half.report is not None
+        report = host_copy(half.report)
         half.decoded = DecodeResult(
             tokens=report[:, :-1],
             accept_lens=report[:, -1],
             outputs=wanted.send(output.per_node, rows) if wanted else None,
             widths=half.draft.widths or (half.draft.width,) * bs,
         )
-
-
-def report_of(output: CommittedOutput) -> Tensor:
-    """Return what the host is told of a decode step, [bs, C + 1] int64, in one tensor."""
-    accept_lens = output.accept_lens.unsqueeze(1)
-    tokens = output.next_tokens.view(len(accept_lens), -1)
-    return torch.cat((tokens, accept_lens), dim=1)

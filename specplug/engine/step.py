@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specplug.engine.engine_runtime import EngineRuntime
-from specplug.engine.hook_host import EngineHalf, EngineHost, report_of
+from specplug.engine.hook_host import EngineHalf, EngineHost
 from specplug.engine.kv_transfer import KVTransfer
 from specplug.engine.request import Request
 from specplug.engine.request_view import ReadOnlyRequest
@@ -307,7 +307,8 @@ class StepRunner:
     def _accept_nodes(self, half: EngineHalf, passed: PassOutput) -> Accepted:
         predict, per_node = self._sample_nodes(half, passed)
         seq_lens, output = self._order.accept(half, predict, per_node)
-        return seq_lens, output, report_of(output)
+        assert half.report is not None
+        return seq_lens, output, half.report
 
     def _sample_nodes(
         self, half: EngineHalf, passed: PassOutput
@@ -316,7 +317,10 @@ class StepRunner:
         (logits, per_node, points), wanted, draft = passed, half.wanted, half.draft
         assert draft is not None
         req_indices = draft.spread(half.req_indices)
-        predict = self._sample(half, req_indices, half.plan.positions + 1, logits)
+        positions = half.plan.positions
+        if half.needs & (Needs.NOISE | Needs.MIN_TOKENS):  # nothing else depends on them
+            positions = positions + 1
+        predict = self._sample(half, req_indices, positions, logits)
         if wanted is not None:
             per_node = {**per_node, **wanted.read(points), **wanted.sample(logits, predict)}
         return predict, per_node

@@ -33,11 +33,15 @@ def runs_pass_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype in HALF and runs_kernels(device) and _capability(device) >= (8, 0)
 
 
+def runs_step_kernels(device: torch.device) -> bool:
+    """Return whether the kernels around a pass run on a device."""
+    return runs_kernels(device) if forced is None else forced
+
+
 def runs_tree_kernels(nodes: Tensor) -> bool:
     """Return whether ``kernels.tree`` serves drafts [bs, N] on this device."""
     bs, width = nodes.shape
-    wanted = runs_kernels(nodes.device) if forced is None else forced
-    return wanted and bs > 0 and width <= MOST_NODES
+    return runs_step_kernels(nodes.device) and bs > 0 and width <= MOST_NODES
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specplug.kernels.dispatch import runs_step_kernels
 from specplug.speculative.draft import DraftInput
 
 if TYPE_CHECKING:
@@ -37,8 +38,35 @@ class FutureMap:
 
     def publish(self, req_indices: Tensor, seq_lens: Tensor, output: CommittedOutput) -> None:
         """Say how far each request is: committed lengths [bs] and bonus tokens [bs]."""
+        if runs_step_kernels(self._known.device):
+            from specplug.kernels.publish import publish
+
+            publish(self._known, req_indices, seq_lens, output.bonus_tokens)
+            return
         self.seq_lens.index_copy_(0, req_indices, seq_lens)
         self.bonus_tokens.index_copy_(0, req_indices, output.bonus_tokens)
+
+    def publish_step(
+        self, req_indices: Tensor, starts: Tensor, output: CommittedOutput
+    ) -> tuple[Tensor, Tensor]:
+        """Say how far each request is after a decode step.
+
+        Args:
+            starts: [bs] int64, the committed lengths before it.
+
+        Returns:
+            Those after it, [bs] int64, and the report: [bs, C + 1] int64, the tokens after the rows
+            of each accepted path, and then its accept length.
+        """
+        lens, tokens = output.accept_lens, output.next_tokens
+        if runs_step_kernels(self._known.device):
+            from specplug.kernels.publish import publish_step
+
+            bonus = output.bonus_tokens
+            return publish_step(self._known, req_indices, starts, lens, bonus, tokens)
+        seq_lens = starts + lens
+        self.publish(req_indices, seq_lens, output)
+        return seq_lens, torch.cat((tokens.view(len(lens), -1), lens.unsqueeze(1)), dim=1)
 
     def stash(self, req_indices: Tensor, draft_input: DraftInput) -> None:
         """Keep the draft state of the next step. What was not declared gets a buffer when its name

@@ -52,6 +52,9 @@ class Half:
             ``begin_decode``, or a prefill's prompt tokens, set by the host.
         batch: what hooks see. ``begin_decode`` makes it for a decode step, the host for all else.
         draft: what the target verifies; None on a prefill.
+        report: [bs, C + 1] int64, of a decode step whose draft the order of hooks has verified: the
+            target's tokens along each accepted path, and after them its accept length. What a host
+            hands out, to be copied at once.
         is_warm_up: what ``Batch.is_warm_up`` is for its hooks. Set by the host.
     """
 
@@ -61,6 +64,7 @@ class Half:
     tokens: Tensor = attrs.field(init=False)
     batch: Batch = attrs.field(init=False)
     draft: Draft | None = None
+    report: Tensor | None = None
     is_warm_up: bool = False
 
     def lend_req_indices(self) -> Tensor:
@@ -182,8 +186,9 @@ class HookOrder(Generic[H]):
         """Keep what is accepted; return the lengths after the step, and what was committed."""
         self._host.keep_accepted(half, verified)
         committed = compact(verified, half.tokens, per_node)
-        seq_lens = half.seq_lens + verified.accept_lens
-        self._committed.publish(half.req_indices, seq_lens, committed)
+        seq_lens, half.report = self._committed.publish_step(
+            half.req_indices, half.seq_lens, committed
+        )
         return seq_lens, committed
 
     def finish_prefill(

@@ -1,0 +1,68 @@
+"""What a launch says of requests is what torch says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from specplug import CommittedOutput, FutureMap
+from specplug.kernels import dispatch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _ids(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+
+def _output(bs: int, columns: int) -> CommittedOutput:
+    tokens = torch.arange(bs * columns, device=DEVICE) * 7 + 3
+    lens = torch.arange(bs, device=DEVICE) % columns + 1
+    last = torch.arange(bs, device=DEVICE) * columns + lens - 1
+    return CommittedOutput(
+        next_tokens=tokens,
+        own_tokens=tokens - 1,
+        last_rows=last,
+        accept_lens=lens,
+        bonus_tokens=tokens[last],
+    )
+
+
+@pytest.mark.parametrize("columns", [1, 2, 5, 8])
+@pytest.mark.parametrize("rows", [(4,), (1, 5, 3), (2, 6, 1, 8, 7), ()])
+def test_publish_says_what_torch_says(
+    rows: tuple[int, ...], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By step and by lengths; the other rows keep what they had."""
+    found = []
+    for forced in (True, False):
+        monkeypatch.setattr(dispatch, "forced", forced)
+        future_map = FutureMap(9, DEVICE)
+        everyone = torch.arange(9, device=DEVICE)
+        future_map.seq_lens.copy_(everyone + 100)
+        future_map.bonus_tokens.copy_(everyone + 200)
+        output, starts = _output(len(rows), columns), _ids(*(10 * row for row in rows))
+        if rows:
+            seq_lens, report = future_map.publish_step(_ids(*rows), starts, output)
+        else:
+            seq_lens, report = starts, starts
+        known = future_map.resolve(everyone)
+        future_map.publish(_ids(*rows), starts, output)
+        again = future_map.resolve(everyone)
+        found.append(
+            [seq_lens, report, known[0], known[1].bonus_tokens, again[0], again[1].bonus_tokens]
+        )
+    for by_kernel, by_torch in zip(*found, strict=True):
+        assert torch.equal(by_kernel, by_torch)
+
+
+def test_requests_of_nobody_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A padded batch repeats row 0, which is nobody's."""
+    monkeypatch.setattr(dispatch, "forced", True)
+    future_map = FutureMap(4, DEVICE)
+    seq_lens, report = future_map.publish_step(_ids(3, 0, 0), _ids(5, 0, 0), _output(3, 2))
+    assert seq_lens.tolist() == [6, 2, 1]
+    assert report.tolist() == [[3, 10, 1], [17, 24, 2], [31, 38, 1]]
+    assert future_map.seq_lens[1:].tolist() == [0, 0, 6]
+    assert future_map.bonus_tokens[3] == 3
