@@ -43,9 +43,9 @@ _PARTS = {
     64: {"STAGES": 5, "num_warps": 4},
 }  # by the rows of a tile
 _TAILS = (
-    (512, {"STAGES": 2, "num_warps": 1}),
-    (128, {"STAGES": 2, "num_warps": 2}),
-    (0, {"STAGES": 3, "num_warps": 4}),
+    (512, {"STAGES": 2, "AT_ONCE": 2, "num_warps": 1}),
+    (128, {"STAGES": 2, "AT_ONCE": 4, "num_warps": 2}),
+    (0, {"STAGES": 3, "AT_ONCE": 8, "num_warps": 4}),
 )  # from so many of them on: many keep a card's processors busy without more warps
 _LEAST_BATCH = 32  # a warp's lanes: smaller batches share a compiled kernel
 _TILES = {"STAGES": 5, "num_warps": 4}
@@ -277,7 +277,7 @@ def _row_tails(
     ROWS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, RAGGED: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Finish one row, for the query heads that share a key head: [ROWS, D], ROWS >= GROUP."""
     let_next_start(PDL)
@@ -331,10 +331,12 @@ def _row_tails(
     wait_for_last(PDL)
 
     top, total, summed = _no_sums(ROWS, DIM)
-    for part in tl.range(first_part, num_whole, num_stages=4):
-        kept = part * part_stride + place
-        whole = _kept_sums(tops, totals, mixed, kept, dim, is_row, DIM)
-        top, total, summed = _fold(top, total, summed, whole[0], whole[1], whole[2])
+    for next_part in tl.range(first_part, num_whole, AT_ONCE):
+        for ahead in tl.static_range(AT_ONCE):  # their loads do not wait for one another
+            part = next_part + ahead
+            is_kept = is_row & (part < num_whole)
+            whole = _kept_sums(tops, totals, mixed, part * part_stride + place, dim, is_kept, DIM)
+            top, total, summed = _fold(top, total, summed, whole[0], whole[1], whole[2])
 
     # The part that is committed in part goes on from the sums of its first blocks.
     has_begun = is_row & (num_whole < num_parts) & (num_whole >= first_part)
