@@ -116,15 +116,14 @@ def _fold(top, total, mixed, next_top, next_total, next_mixed):
 
 
 @triton.jit
-def _block_sums(
+def _block(
     q, keys, values, slots, is_key, seen, dim, is_dim, slot_stride, scale, softcap,
     HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one block: (top [M], total [M], mixed [M, D]).
+    """Read one block: its scores [M, BLOCK], as exponents of two, and its values [BLOCK, D].
 
     ``q`` is [M, D], ``slots`` and ``is_key`` [BLOCK], ``seen`` [M, BLOCK]. ``keys`` and ``values``
-    point at the head. Totals come out of a product too: its order of summation is that of ``mixed``
-    for tiles of all shapes, which that of ``tl.sum`` is not.
+    point at the head.
     """
     place = slots[:, None] * slot_stride + dim[None, :]
     there = is_key[:, None] & is_dim[None, :]
@@ -133,13 +132,24 @@ def _block_sums(
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if HAS_SOFTCAP:
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-    scores = tl.where(seen, scores * _LOG2_E, float("-inf"))
-    top = tl.ceil(tl.max(scores, 1))
-    chances = tl.exp2(scores - tl.where(top == float("-inf"), 0.0, top)[:, None]).to(v.dtype)
-    mixed = tl.dot(chances, v, input_precision=PRECISION)
+    return tl.where(seen, scores * _LOG2_E, float("-inf")), v
+
+
+@triton.jit
+def _add_block(top, total, mixed, scores, v, PRECISION: tl.constexpr):
+    """Add the block that follows to the sums of a part: (top [M], total [M], mixed [M, D]).
+
+    The sums are scaled exactly and go on in the product's accumulator. Totals come out of a product
+    too: its order of summation is that of ``mixed`` for tiles of all shapes, which that of
+    ``tl.sum`` is not.
+    """
+    new = tl.maximum(top, tl.ceil(tl.max(scores, 1)))
+    scale = _power_of_two(tl.where(top == new, 0.0, top - new))
+    chances = tl.exp2(scores - tl.where(new == float("-inf"), 0.0, new)[:, None]).to(v.dtype)
     ones = tl.full((v.shape[0], 16), 1.0, tl.float32).to(v.dtype)
-    total = tl.max(tl.dot(chances, ones, input_precision=PRECISION), 1)
-    return top, total, mixed
+    total = total * scale + tl.max(tl.dot(chances, ones, input_precision=PRECISION), 1)
+    mixed = tl.dot(chances, v, mixed * scale[:, None], input_precision=PRECISION)
+    return new, total, mixed
 
 
 @triton.jit
@@ -210,12 +220,12 @@ def _committed_parts(
                 if HAS_WINDOW:
                     position = tl.load(positions + flat, mask=is_row, other=0)
                     seen &= key[None, :] > (position - window)[:, None]
-                found = _block_sums(
+                scores, v = _block(
                     queries, keys + head * key_head_stride, values + head * key_head_stride,
                     slots, key >= 0, seen, dim, is_dim, slot_stride, scale, softcap,
                     HAS_SOFTCAP, PRECISION,
                 )  # fmt: skip
-                top, total, summed = _fold(top, total, summed, found[0], found[1], found[2])
+                top, total, summed = _add_block(top, total, summed, scores, v, PRECISION)
             kept = task * ROWS + tl.arange(0, ROWS).to(tl.int64)
             tl.store(tops + kept, top)
             tl.store(totals + kept, total)
@@ -238,7 +248,7 @@ def _tail_block(
     HAS_ORDER: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the block of a row's own path that begins at ``first_key``."""
+    """Read the block of a row's own path that begins at ``first_key``."""
     key = first_key + tl.arange(0, BLOCK)
     exists = (key >= low) & (key < limit)
     position = key
@@ -249,7 +259,7 @@ def _tail_block(
     slots = tl.load(own + position, mask=exists, other=0)
     if HAS_ORDER:  # nodes without a slot of their own share slot 0
         exists &= (slots > 0) | (key < start)
-    return _block_sums(
+    return _block(
         q, keys, values, slots, exists, is_row[:, None] & exists[None, :], dim, is_dim,
         slot_stride, scale, softcap, HAS_SOFTCAP, PRECISION,
     )  # fmt: skip
@@ -323,7 +333,7 @@ def _row_tails(
 
     # ``_committed_parts`` has let this kernel start after its own wait, so all rows are written.
     first_key = tl.maximum(committed, first_part * PART)
-    found = _tail_block(
+    scores, v = _tail_block(
         queries, keys + head * key_head_stride, values + head * key_head_stride, own, path,
         first_key, start, low, limit, is_row, dim, is_dim, slot_stride, scale, softcap,
         HAS_ORDER, HAS_SOFTCAP, PRECISION, BLOCK,
@@ -342,20 +352,20 @@ def _row_tails(
     has_begun = is_row & (num_whole < num_parts) & (num_whole >= first_part)
     kept = num_whole * part_stride + place
     part_top, part_total, part_summed = _kept_sums(tops, totals, mixed, kept, dim, has_begun, DIM)
-    part_top, part_total, part_summed = _fold(
-        part_top, part_total, part_summed, found[0], found[1], found[2]
+    part_top, part_total, part_summed = _add_block(
+        part_top, part_total, part_summed, scores, v, PRECISION
     )
     for next_key in tl.range(first_key + BLOCK, limit, BLOCK, num_stages=STAGES):
         if next_key % PART == 0:
             top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
             part_top, part_total, part_summed = _no_sums(ROWS, DIM)
-        found = _tail_block(
+        scores, v = _tail_block(
             queries, keys + head * key_head_stride, values + head * key_head_stride, own, path,
             next_key, start, low, limit, is_row, dim, is_dim, slot_stride, scale, softcap,
             HAS_ORDER, HAS_SOFTCAP, PRECISION, BLOCK,
         )  # fmt: skip
-        part_top, part_total, part_summed = _fold(
-            part_top, part_total, part_summed, found[0], found[1], found[2]
+        part_top, part_total, part_summed = _add_block(
+            part_top, part_total, part_summed, scores, v, PRECISION
         )
     top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
 
@@ -414,26 +424,25 @@ def _causal_tiles(
             begin = tl.maximum(lowest, 0) // PART * PART
 
         top, total, summed = _no_sums(ROWS, DIM)
-        part_top, part_total, part_summed = _no_sums(ROWS, DIM)
-        for first_key in tl.range(begin, last, BLOCK, num_stages=STAGES):
-            key = first_key + tl.arange(0, BLOCK)
-            exists = key < last
-            slots = tl.load(own + key, mask=exists, other=0)
-            seen = (key[None, :] < limit[:, None]) & is_row[:, None]
-            if HAS_WINDOW:
-                seen &= key[None, :] >= low[:, None]
-            found = _block_sums(
-                queries, keys + head * key_head_stride, values + head * key_head_stride,
-                slots, exists, seen, dim, is_dim, slot_stride, scale, softcap,
-                HAS_SOFTCAP, PRECISION,
-            )  # fmt: skip
-            part_top, part_total, part_summed = _fold(
-                part_top, part_total, part_summed, found[0], found[1], found[2]
-            )
-            if (first_key + BLOCK) % PART == 0:
-                top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
-                part_top, part_total, part_summed = _no_sums(ROWS, DIM)
-        top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
+        for first_part in tl.range(begin, last, PART):
+            part_top, part_total, part_summed = _no_sums(ROWS, DIM)
+            end = tl.minimum(first_part + PART, last)
+            for first_key in tl.range(first_part, end, BLOCK, num_stages=STAGES):
+                key = first_key + tl.arange(0, BLOCK)
+                exists = key < last
+                slots = tl.load(own + key, mask=exists, other=0)
+                seen = (key[None, :] < limit[:, None]) & is_row[:, None]
+                if HAS_WINDOW:
+                    seen &= key[None, :] >= low[:, None]
+                scores, v = _block(
+                    queries, keys + head * key_head_stride, values + head * key_head_stride,
+                    slots, exists, seen, dim, is_dim, slot_stride, scale, softcap,
+                    HAS_SOFTCAP, PRECISION,
+                )  # fmt: skip
+                part_top, part_total, part_summed = _add_block(
+                    part_top, part_total, part_summed, scores, v, PRECISION
+                )
+            top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
 
         result = _result(top, total, summed, sinks, query_head, is_row, HAS_SINKS)
         to = out + (flat[:, None] * HEADS + query_head[:, None]) * D + dim[None, :]
