@@ -43,13 +43,14 @@ _PARTS = {
     64: {"STAGES": 5, "num_warps": 4},
 }  # by the rows of a tile
 _TAILS = (
-    (512, {"STAGES": 2, "AT_ONCE": 2, "num_warps": 1}),
-    (128, {"STAGES": 2, "AT_ONCE": 4, "num_warps": 2}),
-    (0, {"STAGES": 3, "AT_ONCE": 8, "num_warps": 4}),
-)  # from so many of them on: many keep a card's processors busy without more warps
+    (512, {"SPLITS": 1, "STAGES": 2, "AT_ONCE": 2, "num_warps": 1}),
+    (128, {"SPLITS": 1, "STAGES": 2, "AT_ONCE": 4, "num_warps": 2}),
+    (0, {"SPLITS": 4, "STAGES": 3, "AT_ONCE": 16, "num_warps": 4}),
+)  # from so many of them on: many keep a card's processors busy without more programs and warps
 _LEAST_BATCH = 32  # a warp's lanes: smaller batches share a compiled kernel
 _TILES = {"STAGES": 5, "num_warps": 4}
 _DOT_ROWS = 16  # the fewest rows of a tensor core's product
+_LEAST_COLUMNS = 16
 _TILE_ROWS = 64
 _TILED_WIDTH = 33  # chunks from this width on are read in tiles
 _NUMBERS = ["offset", "bs", "width", "num_tiles", "window", "table_stride", "capacity"]
@@ -117,18 +118,19 @@ def _fold(top, total, mixed, next_top, next_total, next_mixed):
 
 @triton.jit
 def _block(
-    q, keys, values, slots, is_key, seen, dim, is_dim, slot_stride, scale, softcap,
+    q, keys, values, slots, is_key, seen, dim, column, D: tl.constexpr, slot_stride, scale, softcap,
     HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Read one block: its scores [M, BLOCK], as exponents of two, and its values [BLOCK, D].
+    """Read one block: its scores [M, BLOCK], as exponents of two, and columns of its values,
+    [BLOCK, C].
 
-    ``q`` is [M, D], ``slots`` and ``is_key`` [BLOCK], ``seen`` [M, BLOCK]. ``keys`` and ``values``
-    point at the head.
+    ``q`` is [M, D], ``slots`` and ``is_key`` [BLOCK], ``seen`` [M, BLOCK], ``column`` [C]. ``keys``
+    and ``values`` point at the head.
     """
-    place = slots[:, None] * slot_stride + dim[None, :]
-    there = is_key[:, None] & is_dim[None, :]
-    k = tl.load(keys + place, mask=there, other=0.0)
-    v = tl.load(values + place, mask=there, other=0.0)
+    first = slots[:, None] * slot_stride
+    k = tl.load(keys + first + dim[None, :], mask=is_key[:, None] & (dim < D)[None, :], other=0.0)
+    is_value = is_key[:, None] & (column < D)[None, :]
+    v = tl.load(values + first + column[None, :], mask=is_value, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if HAS_SOFTCAP:
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
@@ -222,7 +224,7 @@ def _committed_parts(
                     seen &= key[None, :] > (position - window)[:, None]
                 scores, v = _block(
                     queries, keys + head * key_head_stride, values + head * key_head_stride,
-                    slots, key >= 0, seen, dim, is_dim, slot_stride, scale, softcap,
+                    slots, key >= 0, seen, dim, dim, D, slot_stride, scale, softcap,
                     HAS_SOFTCAP, PRECISION,
                 )  # fmt: skip
                 top, total, summed = _add_block(top, total, summed, scores, v, PRECISION)
@@ -233,18 +235,19 @@ def _committed_parts(
 
 
 @triton.jit
-def _kept_sums(tops, totals, mixed, kept, dim, is_kept, DIM: tl.constexpr):
-    """The sums that ``_committed_parts`` left at the places ``kept``; else those of no keys."""
+def _kept_sums(tops, totals, mixed, kept, column, is_kept, DIM: tl.constexpr):
+    """Columns of the sums that ``_committed_parts`` left at the places ``kept``; else those of no
+    keys."""
     top = tl.load(tops + kept, mask=is_kept, other=float("-inf"))
     total = tl.load(totals + kept, mask=is_kept, other=0.0)
-    places = mixed + kept[:, None] * DIM + dim[None, :]
+    places = mixed + kept[:, None] * DIM + column[None, :]
     return top, total, tl.load(places, mask=is_kept[:, None], other=0.0)
 
 
 @triton.jit
 def _tail_block(
-    q, keys, values, own, path, first_key, start, low, limit, is_row, dim, is_dim, slot_stride,
-    scale, softcap,
+    q, keys, values, own, path, first_key, start, low, limit, is_row, dim, column,
+    D: tl.constexpr, slot_stride, scale, softcap,
     HAS_ORDER: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -260,7 +263,7 @@ def _tail_block(
     if HAS_ORDER:  # nodes without a slot of their own share slot 0
         exists &= (slots > 0) | (key < start)
     return _block(
-        q, keys, values, slots, exists, is_row[:, None] & exists[None, :], dim, is_dim,
+        q, keys, values, slots, exists, is_row[:, None] & exists[None, :], dim, column, D,
         slot_stride, scale, softcap, HAS_SOFTCAP, PRECISION,
     )  # fmt: skip
 
@@ -287,9 +290,10 @@ def _row_tails(
     ROWS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, RAGGED: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
-    STAGES: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Finish one row, for the query heads that share a key head: [ROWS, D], ROWS >= GROUP."""
+    """Finish columns of one row, for the query heads that share a key head: [ROWS, COLUMNS],
+    ROWS >= GROUP."""
     let_next_start(PDL)
     flat = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -312,10 +316,9 @@ def _row_tails(
     is_row = member < GROUP
     query_head = head * GROUP + member
     dim = tl.arange(0, DIM)
-    is_dim = dim < D
-    there = is_row[:, None] & is_dim[None, :]
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     at = flat * row_stride + query_head[:, None] * head_stride + dim[None, :]
-    queries = tl.load(q + at, mask=there, other=0.0)
+    queries = tl.load(q + at, mask=is_row[:, None] & (dim < D)[None, :], other=0.0)
 
     every = tl.arange(0, BATCH)
     every_start = tl.load(starts + every, mask=every < bs, other=0)
@@ -335,33 +338,35 @@ def _row_tails(
     first_key = tl.maximum(committed, first_part * PART)
     scores, v = _tail_block(
         queries, keys + head * key_head_stride, values + head * key_head_stride, own, path,
-        first_key, start, low, limit, is_row, dim, is_dim, slot_stride, scale, softcap,
+        first_key, start, low, limit, is_row, dim, column, D, slot_stride, scale, softcap,
         HAS_ORDER, HAS_SOFTCAP, PRECISION, BLOCK,
     )  # fmt: skip
     wait_for_last(PDL)
 
-    top, total, summed = _no_sums(ROWS, DIM)
+    top, total, summed = _no_sums(ROWS, COLUMNS)
     for next_part in tl.range(first_part, num_whole, AT_ONCE):
         for ahead in tl.static_range(AT_ONCE):  # their loads do not wait for one another
             part = next_part + ahead
-            is_kept = is_row & (part < num_whole)
-            whole = _kept_sums(tops, totals, mixed, part * part_stride + place, dim, is_kept, DIM)
+            kept, is_kept = part * part_stride + place, is_row & (part < num_whole)
+            whole = _kept_sums(tops, totals, mixed, kept, column, is_kept, DIM)
             top, total, summed = _fold(top, total, summed, whole[0], whole[1], whole[2])
 
     # The part that is committed in part goes on from the sums of its first blocks.
     has_begun = is_row & (num_whole < num_parts) & (num_whole >= first_part)
     kept = num_whole * part_stride + place
-    part_top, part_total, part_summed = _kept_sums(tops, totals, mixed, kept, dim, has_begun, DIM)
+    part_top, part_total, part_summed = _kept_sums(
+        tops, totals, mixed, kept, column, has_begun, DIM
+    )
     part_top, part_total, part_summed = _add_block(
         part_top, part_total, part_summed, scores, v, PRECISION
     )
     for next_key in tl.range(first_key + BLOCK, limit, BLOCK, num_stages=STAGES):
         if next_key % PART == 0:
             top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
-            part_top, part_total, part_summed = _no_sums(ROWS, DIM)
+            part_top, part_total, part_summed = _no_sums(ROWS, COLUMNS)
         scores, v = _tail_block(
             queries, keys + head * key_head_stride, values + head * key_head_stride, own, path,
-            next_key, start, low, limit, is_row, dim, is_dim, slot_stride, scale, softcap,
+            next_key, start, low, limit, is_row, dim, column, D, slot_stride, scale, softcap,
             HAS_ORDER, HAS_SOFTCAP, PRECISION, BLOCK,
         )  # fmt: skip
         part_top, part_total, part_summed = _add_block(
@@ -370,8 +375,9 @@ def _row_tails(
     top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
 
     result = _result(top, total, summed, sinks, query_head, is_row, HAS_SINKS)
-    to = out + (flat * HEADS + query_head[:, None]) * D + dim[None, :]
-    tl.store(to, result.to(out.dtype.element_ty), mask=there)
+    to = out + (flat * HEADS + query_head[:, None]) * D + column[None, :]
+    is_out = is_row[:, None] & (column < D)[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=is_out)
 
 
 @triton.jit(do_not_specialize=["offset", "width", "num_tiles", "window", "table_stride"])
@@ -436,7 +442,7 @@ def _causal_tiles(
                     seen &= key[None, :] >= low[:, None]
                 scores, v = _block(
                     queries, keys + head * key_head_stride, values + head * key_head_stride,
-                    slots, exists, seen, dim, is_dim, slot_stride, scale, softcap,
+                    slots, exists, seen, dim, dim, D, slot_stride, scale, softcap,
                     HAS_SOFTCAP, PRECISION,
                 )  # fmt: skip
                 part_top, part_total, part_summed = _add_block(
@@ -578,15 +584,18 @@ class _Call:
         span = 1 if order is None else order.shape[2]
         order_stride = 0 if order is None or order.shape[0] == 1 else order.stride(0)
         num_tails = len(self.q) * kv_heads
-        tails = next(options for least, options in _TAILS if num_tails >= least)
-        _row_tails[len(self.q), kv_heads](
+        options = next(options for least, options in _TAILS if num_tails >= least)
+        columns = max(_LEAST_COLUMNS, dim // options["SPLITS"])
+        tails = {name: value for name, value in options.items() if name != "SPLITS"}
+        _row_tails[len(self.q), kv_heads, dim // columns](
             self.q, self.keys, self.values, out, rows.table, rows.req_indices, rows.starts,
             rows.positions, _given(rows.flat_index, out), _given(order, out),
             _given(rows.counts, out), _given(self.sinks, out), tops, totals, mixed,
             *self.strides, order_stride, *self.numbers, bs, rows.width, span, kv_heads, num_tiles,
             capacity, HEADS=self.q.shape[1],
             ROWS=max(_DOT_ROWS, triton.next_power_of_2(self.group)), TILE=tile, BATCH=batch,
-            HAS_ORDER=order is not None, HAS_SINKS=self.sinks is not None, **tails, **self.common,
+            HAS_ORDER=order is not None, HAS_SINKS=self.sinks is not None, COLUMNS=columns, **tails,
+            **self.common,
         )  # fmt: skip
 
     @property
