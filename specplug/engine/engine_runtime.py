@@ -306,6 +306,11 @@ class EngineRuntime:
         self.pools = [
             fill_cache(cache, shape, num_slots, self.dtype, self.device) for cache, shape in caches
         ]
+        if self._runner.kernels is not None:
+            for _, shape in caches:
+                self._runner.kernels.reserve(
+                    num_slots, self.req_table_size, shape.num_kv_heads, shape.head_dim
+                )
 
     def close(self) -> None:
         """Free the draft models and all caches, even while somebody still holds this object."""

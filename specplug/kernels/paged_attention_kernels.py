@@ -31,8 +31,9 @@ BLOCK = 32
 """Keys in one product."""
 PART = 256
 """Keys that one program sums up, a multiple of ``BLOCK``."""
-WORKSPACE_BYTES = 128 << 20
-"""For the sums of parts. Requests whose parts do not fit are read by each of their rows."""
+WORKSPACE_BYTES = 16 << 20
+"""For the sums of parts, before ``reserve``. Requests whose parts do not fit are read by each of
+their rows."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LEAST_EXPONENT = tl.constexpr(-127)
@@ -494,6 +495,18 @@ class PagedAttention:
             self._programs = _PROGRAMS * properties.multi_processor_count
         self._workspace = torch.empty(workspace_bytes // 4, device=device)
 
+    def reserve(self, num_slots: int, num_requests: int, kv_heads: int, dim: int) -> None:
+        """Make room for the parts of a pool's slots, with up to ``_TILE_ROWS`` rows of each of the
+        requests and key heads. No call may be recorded yet.
+
+        Passes whose requests share slots, or are wider, may lack room.
+        """
+        parts = num_slots // PART + num_requests
+        columns = max(_DOT_ROWS, triton.next_power_of_2(dim)) + 2
+        size = parts * kv_heads * _TILE_ROWS * columns
+        if size > len(self._workspace):
+            self._workspace = torch.empty(size, device=self._workspace.device)
+
     def __call__(
         self,
         q: Tensor,
@@ -619,7 +632,7 @@ class _Call:
         """What all kernels are compiled for."""
         dim = self.q.shape[2]
         return {
-            "GROUP": self.group, "D": dim, "DIM": max(16, triton.next_power_of_2(dim)),
+            "GROUP": self.group, "D": dim, "DIM": max(_DOT_ROWS, triton.next_power_of_2(dim)),
             "RAGGED": self.rows.flat_index is not None, "HAS_WINDOW": self.window is not None,
             "HAS_SOFTCAP": self.softcap is not None, "PRECISION": "ieee", "BLOCK": BLOCK,
             "PART": PART, **launch_options(self.q),

@@ -152,6 +152,21 @@ def test_attention_is_that_of_plain_loops(name: str, dtype: torch.dtype) -> None
         assert torch.equal(one.attend(tiled_width=1), found), "in tiles"
 
 
+def test_reserved_room_is_enough_for_a_full_pool() -> None:
+    one = make_pass((48, 48, 48), (16, 16, 16), (4, 1, 16))
+    large, reserved = PagedAttention(DEVICE, 1 << 22), PagedAttention(DEVICE, 0)
+    reserved.reserve(num_slots=3 * 48, num_requests=3, kv_heads=1, dim=16)
+    written = []
+    for attention in (large, reserved):
+        attention._workspace.fill_(float("nan"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "_TILED_WIDTH", 1 << 30)
+            found = attention(one.q, one.keys, one.values, one.rows, SCALE)
+        assert torch.equal(one.attend(parts=0), found)
+        written.append(int((~attention._workspace.isnan()).sum()))
+    assert written[0] == written[1] > 0, "all parts are summed up for all rows together"
+
+
 @pytest.mark.parametrize("how", ["window", "softcap", "sinks"])
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_attention_of_other_kinds_is_that_of_loops(how: str, tree: bool) -> None:
