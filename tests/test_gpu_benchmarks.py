@@ -118,7 +118,7 @@ def test_plots_of_two_runs_keep_the_later_row(tmp_path: Path) -> None:
     results = points.Results(tmp_path)
     for ms in (9.0, 8.0):
         results.add("run", machine={"gpu": "Card X 80GB"}, settings=[], date="2026-01-02")
-        results.add("price", what="step", ms={"exact": ms, "without": 8.0}, ratio=ms / 8, bar=1.05)
+        results.add("price", what="step", ms={"exact": ms, "cublas": 8.0}, ratio=ms / 8, bar=1.05)
     rows = result_tables.collect([tmp_path])
     assert plots.name_of(rows) == "2026-01-02-card-x-80gb"
     assert "| step | 8.00 | 8.00 | 1.000 | 1.05 |" in result_tables.other_tables(rows)
@@ -149,7 +149,7 @@ def test_plots_of_two_cards_are_sections_of_their_own(tmp_path: Path) -> None:
 def test_collect_of_a_written_file_gives_the_same_rows(tmp_path: Path) -> None:
     results = points.Results(tmp_path)
     results.add("run", machine={"gpu": "Card"}, settings=["a=1"], date="2026-01-02", shape="tiny")
-    results.add("price", what="step", without=[], ms={"exact": 1, "without": 1}, ratio=1, bar=1.05)
+    results.add("price", what="step", ms={"exact": 1, "cublas": 1}, ratio=1, bar=1.05)
     rows = result_tables.collect([tmp_path])
     assert (rows[1]["card"], rows[1]["shape"]) == ("Card", "tiny")
     assert rows[1]["settings_given"] == ["a=1"]
@@ -172,7 +172,7 @@ def test_exactness_table_compares_with_and_without(tmp_path: Path) -> None:
 def test_plots_say_by_how_much_a_bar_is_missed(tmp_path: Path) -> None:
     results = points.Results(tmp_path)
     for what, ratio in (("step", 1.0), ("prefill", 1.5)):
-        results.add("price", what=what, without=[], ms={}, ratio=ratio, bar=1.25)
+        results.add("price", what=what, ms={}, ratio=ratio, bar=1.25)
     bars = result_tables.bars_table(result_tables.collect([tmp_path]))
     assert "| exactness, step | 1.000 | held |" in bars
     assert "| exactness, prefill | 1.500 | missed by 20.0% |" in bars

@@ -84,14 +84,12 @@ STAGES: dict[str, Stage] = {
     "llama-trace": Stage(["kernel_trace.py"], "llama-8b", ["plain"]),
     "llama-known": Stage(["acceptance.py", "known"], "llama-8b", tiny=ONCE),
     **{f"llama-map-{name}": Stage(["acceptance.py", "map"], "llama-8b", [name]) for name in MAPPED},
-    "llama-price": Stage(
-        ["exactness_price.py", "--without", "disable_row_invariance=true"], "llama-8b", tiny=ONCE
-    ),
+    "llama-price": Stage(["exactness_price.py"], "llama-8b", tiny=ONCE),
     "qwen-steps": Stage(["decode_step.py"], "qwen3-8b", WITH_BARS, tiny=ONCE, with_peer=True),
     "exactness": Stage([*EXACTNESS, "--seconds", "250"], settings=[AT_ONCE], tiny=FEW),
     "cublas": Stage(
-        [*EXACTNESS, "--seconds", "50"],
-        settings=[AT_ONCE, "disable_row_invariance=true"],
+        [*EXACTNESS, "--seconds", "50", "--cublas"],
+        settings=[AT_ONCE],
         tiny=FEW,
         codes=(0, DIFFERENT),
     ),

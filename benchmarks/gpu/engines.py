@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from shapes import MTP_LAYERS, SHAPES, kv_bytes, weight_bytes
 
 from specplug import LLM, SamplingParams
 from specplug.bench.machine import describe_machine, versions
+from specplug.model import half_precision
 
 
 @attrs.frozen(kw_only=True)
@@ -126,6 +129,22 @@ def add_run(results: Results, arguments: argparse.Namespace, **more: Any) -> dic
     given = arguments.settings
     results.add("run", machine=machine, versions=found, settings=given, date=date, **more)
     return machine
+
+
+BY_CUBLAS = {"disable_row_invariance": True}
+"""The settings of engines that are made within ``products_by_cublas``."""
+
+
+@contextmanager
+def products_by_cublas() -> Iterator[None]:
+    """Have cuBLAS compute all products of the targets that are loaded meanwhile, as it likes. The
+    engine itself takes the kernels for few rows in any case, since they are faster."""
+    usual = half_precision.Products
+    half_precision.Products = partial(usual, few_rows=0)  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        half_precision.Products = usual  # type: ignore[misc]
 
 
 class Engine:

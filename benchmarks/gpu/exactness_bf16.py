@@ -11,8 +11,8 @@ the second time from the cache. Half are greedy, half sampled with seeds. Beside
 algorithms there is a drafter that knows the truth and is right in a part of its tokens.
 
 Scenarios have numbers and are the same in every run: ``--first`` goes on where another run ended.
-With ``--set`` the setting that makes products row-invariant can be turned off, for the reference
-too: then the differences are what cuBLAS makes. Exits with 1 if any token differs.
+With ``--cublas`` all products are cuBLAS's, those of the reference too: then the differences are
+what cuBLAS makes. Exits with 3 if any token differs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import attrs
-from engines import add_arguments, add_run, settings_of
+from engines import BY_CUBLAS, add_arguments, add_run, products_by_cublas, settings_of
 from known_drafts import KnownDrafts
 from points import Results
 from shapes import DRAFTS, SHAPES, write_shape
@@ -270,6 +271,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10**9, help="scenarios")
     parser.add_argument("--requests", type=int, help="of each target")
     parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--cublas", action="store_true", help="count with cuBLAS's products")
     arguments = parser.parse_args()
     arguments.requests = arguments.requests or (6 if arguments.tiny else 64)
     arguments.max_tokens = arguments.max_tokens or (12 if arguments.tiny else 64)
@@ -277,9 +279,14 @@ def main() -> int:
     began, settings = time.monotonic(), settings_of(arguments)
     registry, results = Registry(), Results(arguments.output)
     installed = registry.names()
-    add_run(results, arguments)
+    add_run(results, arguments, cublas=arguments.cublas)
     tallies: defaultdict[str, Tally] = defaultdict(Tally)
-    with tempfile.TemporaryDirectory() as scratch:
+    if arguments.cublas:
+        settings |= BY_CUBLAS
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        products_by_cublas() if arguments.cublas else nullcontext(),
+    ):
         targets = workloads(arguments, arguments.models or Path(scratch), installed)
         truths: dict[str, Tokens] = {}
         number = arguments.first

@@ -1,21 +1,29 @@
-"""What exactness costs: a decode step and a prefill with and without row-invariant products.
+"""What exactness costs: a decode step and a prefill beside those whose products are cuBLAS's.
 
-    python benchmarks/gpu/exactness_price.py --models FOLDER --shape llama-8b --without NAME=JSON
+    python benchmarks/gpu/exactness_price.py --models FOLDER --shape llama-8b
 
-Two plain engines on the same weights take turns: one as it comes, and one with the settings of
-``--without``, which turn exactness off. Decode steps are timed as in ``decode_step.py``; a prefill
-is the time to the first token of a prompt that no cache holds, the quickest of the rounds.
+Two plain engines on the same weights take turns: one as it comes, and one with
+``disable_row_invariance`` whose products cuBLAS computes as it likes, for all rows. Decode steps
+are timed as in ``decode_step.py``; a prefill is the time to the first token of a prompt that no
+cache holds, the quickest of the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 from pathlib import Path
 
-from engines import VARIANTS, Engine, add_arguments, add_run, settings_of
+from engines import (
+    BY_CUBLAS,
+    VARIANTS,
+    Engine,
+    add_arguments,
+    add_run,
+    products_by_cublas,
+    settings_of,
+)
 from points import PLAIN, TINY, Generate, Results, time_steps
 from shapes import SHAPES, write_shape
 
@@ -42,22 +50,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--shape", default="llama-8b", choices=SHAPES)
-    parser.add_argument("--without", nargs="+", required=True, metavar="NAME=JSON")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     shape = "llama-tiny" if arguments.tiny else arguments.shape
     results, settings = Results(arguments.output), settings_of(arguments)
-    given = (pair.partition("=") for pair in arguments.without)
-    without = {**settings, **{name: json.loads(value) for name, _, value in given}}
     with tempfile.TemporaryDirectory() as scratch:
         base = write_shape(arguments.models or Path(scratch), shape, (), settings["device"])
         slots = 4096 if arguments.tiny else 40 * 1024
-        engines = [
-            ("exact", Engine(base, VARIANTS["plain"], slots, **settings)),
-            ("without", Engine(base, VARIANTS["plain"], slots, **without)),
-        ]
-        add_run(results, arguments, shape=shape, without=arguments.without)
-        print(f"{shape}: milliseconds exact, without, ratio")
+        engines = [("exact", Engine(base, VARIANTS["plain"], slots, **settings))]
+        with products_by_cublas():
+            without = Engine(base, VARIANTS["plain"], slots, **settings, **BY_CUBLAS)
+        engines.append(("cublas", without))
+        add_run(results, arguments, shape=shape)
+        print(f"{shape}: milliseconds exact, with cuBLAS, ratio")
         for point in TINY if arguments.tiny else PLAIN:
             timed: list[tuple[str, Generate]] = [(name, e.generate) for name, e in engines]
             prompts = point.prompts(SHAPES[shape]["vocab_size"])
@@ -72,8 +77,8 @@ def main() -> None:
 
 
 def _report(results: Results, what: str, ms: dict[str, float], bar: float) -> None:
-    ratio = ms["exact"] / ms["without"]
-    print(f"{what:32}{ms['exact']:9.3f}{ms['without']:9.3f}{ratio:8.3f}  bar {bar}", flush=True)
+    ratio = ms["exact"] / ms["cublas"]
+    print(f"{what:32}{ms['exact']:9.3f}{ms['cublas']:9.3f}{ratio:8.3f}  bar {bar}", flush=True)
     results.add("price", what=what, ms=ms, ratio=ratio, bar=bar)
 
 

@@ -20,7 +20,7 @@ _OF_STARTS = "warm_up="
 def collect(places: Iterable[Path]) -> list[Row]:
     """Read all rows in these folders, or of files that ``plots.py`` wrote.
 
-    Each gets what its run says of itself: ``card``, ``shape``, ``without`` and ``settings_given``.
+    Each gets what its run says of itself: ``card``, ``shape`` and ``settings_given``.
     """
     rows: list[Row] = []
     for place in places:
@@ -43,7 +43,8 @@ def _annotated(rows: list[Row]) -> list[Row]:
         row["card"] = machine.get("gpu") or machine.get("cpu") or "unknown card"
         given = about.get("settings", [])
         row["settings_given"] = [each for each in given if not each.startswith(_OF_STARTS)]
-        row.setdefault("without", about.get("without", []))
+        if about.get("cublas"):
+            row["settings_given"].append("products of cuBLAS")
         row.setdefault("shape", about.get("shape"))
     return rows
 
@@ -185,16 +186,16 @@ def _exactness_sums(found: Sequence[Row]) -> str:
 def other_tables(rows: Sequence[Row]) -> str:
     """The price of exactness, set accept lengths, traces, and the trained target."""
     text = ""
-    found = latest(rows, "price", "shape", "what", "without")
-    for shape, without in dict.fromkeys((r["shape"], ", ".join(r["without"])) for r in found):
+    found = latest(rows, "price", "shape", "what")
+    for shape in dict.fromkeys(r["shape"] for r in found):
         lines: list[list[object]] = [
-            [r["what"], f"{r['ms']['exact']:.2f}", f"{r['ms']['without']:.2f}",
+            [r["what"], f"{r['ms']['exact']:.2f}", f"{r['ms']['cublas']:.2f}",
              f"{r['ratio']:.3f}", r["bar"]]
             for r in found
-            if (r["shape"], ", ".join(r["without"])) == (shape, without)
+            if r["shape"] == shape
         ]  # fmt: skip
         text += f"\nWhat exactness costs, {shape}, milliseconds:\n\n"
-        text += table(["", "exact", f"`{without}`", "ratio", "bar"], lines)
+        text += table(["", "exact", "cuBLAS", "ratio", "bar"], lines)
     found = latest(rows, "known", "shape", "batch", "wanted")
     if found:
         lines = [
@@ -253,7 +254,7 @@ def bars_table(rows: Sequence[Row]) -> str:
             add(
                 f"{what}: neither target nor draft", row["other"], 0.04, f"{row['other']:.1%} of 4%"
             )
-    for row in latest(rows, "price", "shape", "what", "without"):
+    for row in latest(rows, "price", "shape", "what"):
         add(f"exactness, {row['what']}", row["ratio"], row["bar"], f"{row['ratio']:.3f}")
     exact = [r for r in latest(rows, "exactness", "target", "number") if not r["settings_given"]]
     if exact:

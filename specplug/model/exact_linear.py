@@ -49,10 +49,17 @@ class Products:
     Args:
         exact: each row's bits depend on nothing but the row. Else cuBLAS computes all products of
             many rows as it likes.
+        few_rows: see there; None: ``FEW_ROWS``.
     """
 
-    def __init__(self, *, exact: bool) -> None:
+    def __init__(self, *, exact: bool, few_rows: int | None = None) -> None:
         self.exact = exact
+        self._few_rows = few_rows
+
+    @property
+    def few_rows(self) -> int:
+        """Up to so many rows the kernels compute."""
+        return FEW_ROWS if self._few_rows is None else self._few_rows
 
     def linear(
         self,
@@ -72,7 +79,7 @@ class Products:
         Returns:
             [R, N] contiguous.
         """
-        if len(x) <= FEW_ROWS:
+        if len(x) <= self.few_rows:
             return linear(x, weight, bias, residual)
         if not self.exact:
             out = F.linear(x, weight)
@@ -102,7 +109,7 @@ class Products:
         Returns:
             [R, I] contiguous.
         """
-        if len(x) <= FEW_ROWS and gate[1] is None and up[1] is None:
+        if len(x) <= self.few_rows and gate[1] is None and up[1] is None:
             return gated_linear(x, gate[0], up[0])
         return silu_mul(self.linear(x, *gate), self.linear(x, *up))
 
@@ -129,7 +136,7 @@ class Products:
         Returns:
             The rotated queries, [R, H, D] contiguous.
         """
-        if len(x) <= FEW_ROWS and norms is None:
+        if len(x) <= self.few_rows and norms is None:
             return rotated_linear(x, weight, bias, cos, sin, slots, keys, values)
         qkv = self.linear(x, weight, bias)
         return rotate_and_write(qkv, cos, sin, slots, keys, values, norms)
