@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,6 +78,7 @@ class FutureMap:
         for name, buffer in self.state.items():
             if draft_input.state.get(name) is None:
                 buffer.index_fill_(0, req_indices, 0)
+        buffers, tensors = [], []
         for name, tensor in draft_input.state.items():
             if tensor is None:
                 continue
@@ -88,13 +89,43 @@ class FutureMap:
                 both = _below(buffer, tensor)
                 buffer = self.state[name] = both[: self.req_table_size]
                 tensor = both[self.req_table_size :]
-            buffer.index_copy_(0, req_indices, tensor)
+            buffers.append(buffer)
+            tensors.append(tensor)
+        _write_rows(buffers, req_indices, tensors)
 
     def resolve(self, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
         """Return the committed lengths [bs] and the draft input of these requests [bs]."""
-        state = {name: buffer[req_indices] for name, buffer in self.state.items()}
-        seq_lens, bonus_tokens = self._known.index_select(1, req_indices).unbind(0)
+        buffers = list(self.state.values())
+        if _runs_kernels(buffers):
+            from specplug.kernels.state_rows import read_rows
+
+            known = self.seq_lens, self.bonus_tokens
+            seq_lens, bonus_tokens, *rows = read_rows([*known, *buffers], req_indices)
+        else:
+            seq_lens, bonus_tokens = self._known.index_select(1, req_indices).unbind(0)
+            rows = [buffer[req_indices] for buffer in buffers]
+        state: dict[str, Tensor | None] = dict(zip(self.state, rows, strict=True))
         return seq_lens, DraftInput(bonus_tokens=bonus_tokens, state=state)
+
+
+def _write_rows(buffers: Sequence[Tensor], req_indices: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write tensors [bs, …] to the rows of requests [bs] in each buffer."""
+    if _runs_kernels(buffers):
+        from specplug.kernels.state_rows import write_rows
+
+        write_rows(buffers, req_indices, tensors)
+        return
+    for buffer, tensor in zip(buffers, tensors, strict=True):
+        buffer.index_copy_(0, req_indices, tensor)
+
+
+def _runs_kernels(buffers: Sequence[Tensor]) -> bool:
+    """Return whether a kernel copies rows of these buffers; of none there is nothing to copy."""
+    if not buffers or not runs_step_kernels(buffers[0].device):
+        return False
+    from specplug.kernels.state_rows import serves
+
+    return serves(buffers)
 
 
 def _below(upper: Tensor, lower: Tensor) -> Tensor:

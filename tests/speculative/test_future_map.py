@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from specplug import CommittedOutput, DraftInput, FutureMap
+from specplug.kernels import dispatch
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def future_map() -> FutureMap:
-    """Of rows 0 (padding) to 5."""
+@pytest.fixture(params=["torch", "kernels"])
+def future_map(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FutureMap:
+    """Of rows 0 (padding) to 5; its rows are copied by torch, or by the kernels."""
+    monkeypatch.setattr(dispatch, "forced", request.param == "kernels")
     return FutureMap(6, CPU)
 
 
