@@ -14,6 +14,7 @@ import attrs
 import pytest
 import torch
 from recorded_operations import Operations, record_operations
+from shallow_target import ShallowTarget
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -230,3 +231,36 @@ def test_a_plain_step_launches_little_beside_its_recordings(
         *("index_select", "index_select", "_foreach_copy_", "clone"),
         *("index_copy_", "index_copy_"),
     ]
+
+
+@pytest.mark.parametrize(("name", "topk"), [("NONE", None), ("EAGLE3", 1), ("EAGLE3", 4)])
+def test_requests_of_all_kinds_get_the_same_recorded_or_not(
+    name: str, topk: int | None, shallow: ShallowTarget
+) -> None:
+    """Three at once and then fewer, in bfloat16 on a GPU, where batches are padded; one request has
+    a grammar and one wants log-probabilities, while there the sampling is not recorded."""
+    common: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
+    asked = [
+        SamplingParams(**common),
+        SamplingParams(temperature=0.8, seed=1, **common),
+        SamplingParams(temperature=0.9, top_p=0.9, top_k=40, seed=2, **common),
+        SamplingParams(temperature=0.7, seed=3, repetition_penalty=1.2, **common),
+        SamplingParams(max_tokens=9, logprobs=2, ignore_eos=True),
+        SamplingParams(max_tokens=9, regex="[a-z ]{40}"),
+    ]
+    prompts = ["def f(x):\n    return ", "class Queue:\n    ", "import ", "x = 1\n", "for ", "if "]
+    found = []
+    for records in (True, False):
+        with LLM(
+            **shallow.options(name),
+            dtype="bfloat16" if ON_GPU else "float32",
+            disable_cpu_kernels=True,  # no operations of torch
+            speculative_eagle_topk=topk,
+            disable_cuda_graph=not records,
+            max_running_requests=3,
+        ) as llm:
+            if records and not ON_GPU:
+                llm.engine.steps.runner.record_graphs()
+            found.append([output.token_ids for output in llm.generate(prompts, asked)])
+            assert not records or any(llm.engine.steps.runner.recordings.values())
+    assert found[0] == found[1]
