@@ -318,18 +318,29 @@ def _padded(tensor: Tensor, bs: int, bucket: int) -> Tensor:
 
 
 def _fill(inputs: Sequence[Tensor], tensors: Sequence[Tensor], *, clear: bool) -> None:
-    """Copy a batch's tensors, those of a dtype in one launch; ``clear`` what follows: row 0 of the
-    request table, token 0, and a mask that shows all."""
+    """Copy a batch's tensors, mostly in one launch; ``clear`` what follows: row 0 of the request
+    table, token 0, and a mask that shows all."""
     together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for kept, tensor in zip(inputs, tensors, strict=True):
         rows = len(tensor)
-        targets, sources = together.setdefault(kept.dtype, ([], []))
-        targets.append(kept if rows == len(kept) else kept[:rows])
-        sources.append(tensor)
         if clear and rows < len(kept):
             kept[rows:].fill_(kept.dtype is torch.bool)
+        target, source = _as_words(kept if rows == len(kept) else kept[:rows], tensor)
+        targets, sources = together.setdefault(target.dtype, ([], []))
+        targets.append(target)
+        sources.append(source)
     for targets, sources in together.values():
         torch._foreach_copy_(targets, sources)
+
+
+def _as_words(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both as int64, so that tensors of all dtypes are copied together; as they are if they
+    are no dense sequences of it."""
+    for tensor in (target, source):
+        begins = tensor.storage_offset() * tensor.itemsize
+        if not tensor.is_contiguous() or begins % 8 or tensor.nbytes % 8:
+            return target, source
+    return target.view(-1).view(torch.int64), source.view(-1).view(torch.int64)
 
 
 def _mapped(output: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -264,3 +264,29 @@ def test_requests_of_all_kinds_get_the_same_recorded_or_not(
             found.append([output.token_ids for output in llm.generate(prompts, asked)])
             assert not records or any(llm.engine.steps.runner.recordings.values())
     assert found[0] == found[1]
+
+
+def test_inputs_of_all_dtypes_are_copied_together() -> None:
+    """Those that are dense and of whole words, in one launch; the others too, bit by bit."""
+
+    def forward(plan: PagedPlan, *given: Tensor) -> list[Tensor]:
+        return [tensor.clone() for tensor in given]
+
+    runner = GraphRunner(forward, pads=True)
+    slots = RequestSlots(
+        slots=torch.zeros(9, 20, dtype=torch.int64, device=DEVICE), last_position=9
+    )
+    generator = torch.Generator().manual_seed(0)
+    for bs in (3, 4, 2, 3):
+        rows = torch.arange(bs, device=DEVICE)
+        plan = PagedPlan(requests=slots, req_indices=rows, starts=rows, width=1, length=20)
+        numbers = torch.randn(bs, 9, generator=generator).to(DEVICE)
+        given = [numbers[:, :4].to(torch.bfloat16), numbers > 0, numbers.to(torch.float64)]
+        given += [numbers[:, 2], numbers.half()[:, 1:], numbers[:, 0].contiguous()]
+        with Launches() as launches:
+            found = runner(plan, *given)
+        for own, tensor in zip(found, given, strict=True):
+            assert own.dtype == tensor.dtype
+            assert torch.equal(own, tensor)
+    filled = launches.found.count("_foreach_copy_")
+    assert filled <= 4, "words, and three dtypes of what is none"
