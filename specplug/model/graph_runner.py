@@ -336,6 +336,8 @@ def _fill(inputs: Sequence[Tensor], tensors: Sequence[Tensor], *, clear: bool) -
 def _as_words(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
     """Return both as int64, so that tensors of all dtypes are copied together; as they are if they
     are no dense sequences of it."""
+    if target.dtype is torch.int64:
+        return target, source
     for tensor in (target, source):
         begins = tensor.storage_offset() * tensor.itemsize
         if not tensor.is_contiguous() or begins % 8 or tensor.nbytes % 8:
