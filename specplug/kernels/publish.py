@@ -51,7 +51,13 @@ def publish(known: Tensor, req_indices: Tensor, seq_lens: Tensor, bonus_tokens: 
     Args:
         known: [2, rows] int64, contiguous: lengths, and bonus tokens.
         req_indices, seq_lens, bonus_tokens: [bs] int64.
+
+    Raises:
+        ValueError: these are not of one shape.
     """
+    if not req_indices.shape == seq_lens.shape == bonus_tokens.shape:
+        shapes = [list(each.shape) for each in (req_indices, seq_lens, bonus_tokens)]
+        raise ValueError(f"rows, lengths and bonus tokens {shapes}; expected [bs] of each")
     if len(req_indices):
         _publish[(len(req_indices),)](
             known, known.shape[1], req_indices.contiguous(), seq_lens.contiguous(), None,

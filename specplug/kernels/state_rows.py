@@ -37,9 +37,15 @@ def _copy_rows(buffers, tensors, sizes, req_indices, READS: tl.constexpr, BLOCK:
             tl.store(kept, tl.load(own, mask=inside), mask=inside)
 
 
-def serves(buffers: Sequence[Tensor]) -> bool:
-    """Return whether the rows of these buffers can be copied so."""
-    return all(buffer.is_contiguous() and buffer.itemsize in _NUMBERS for buffer in buffers)
+def serves(buffers: Sequence[Tensor], rows: int, device: torch.device) -> bool:
+    """Return whether the rows of these buffers can be copied so: of so many rows and on this
+    device, since the kernel checks no index."""
+    return all(
+        buffer.is_contiguous()
+        and buffer.itemsize in _NUMBERS
+        and (len(buffer), buffer.device) == (rows, device)
+        for buffer in buffers
+    )
 
 
 def read_rows(buffers: Sequence[Tensor], req_indices: Tensor) -> list[Tensor]:
@@ -65,7 +71,13 @@ def write_rows(buffers: Sequence[Tensor], req_indices: Tensor, tensors: Sequence
     Args:
         buffers, req_indices: as in ``read_rows``.
         tensors: of the buffers' dtypes and shapes, but for the leading size.
+
+    Raises:
+        ValueError: that is not bs.
     """
+    bs = len(req_indices)
+    if any(len(tensor) != bs for tensor in tensors):
+        raise ValueError(f"tensors of {list(map(len, tensors))} rows; expected {bs} of each")
     # The kernel is compiled for where tensors begin: always where memory is allocated.
     own = [tensor.contiguous() for tensor in tensors]
     own = [tensor.clone() if tensor.data_ptr() % 16 else tensor for tensor in own]

@@ -91,15 +91,21 @@ class FutureMap:
                 tensor = both[self.req_table_size :]
             buffers.append(buffer)
             tensors.append(tensor)
-        _write_rows(buffers, req_indices, tensors)
+        if self._runs_kernels(buffers):
+            from specplug.kernels.state_rows import write_rows
+
+            write_rows(buffers, req_indices, tensors)
+        else:
+            for buffer, tensor in zip(buffers, tensors, strict=True):
+                buffer.index_copy_(0, req_indices, tensor)
 
     def resolve(self, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
         """Return the committed lengths [bs] and the draft input of these requests [bs]."""
         buffers = list(self.state.values())
-        if _runs_kernels(buffers):
+        if self._runs_kernels(buffers):
             from specplug.kernels.state_rows import read_rows
 
-            known = self.seq_lens, self.bonus_tokens
+            known = self._known.unbind(0)
             seq_lens, bonus_tokens, *rows = read_rows([*known, *buffers], req_indices)
         else:
             seq_lens, bonus_tokens = self._known.index_select(1, req_indices).unbind(0)
@@ -107,25 +113,15 @@ class FutureMap:
         state: dict[str, Tensor | None] = dict(zip(self.state, rows, strict=True))
         return seq_lens, DraftInput(bonus_tokens=bonus_tokens, state=state)
 
+    def _runs_kernels(self, buffers: Sequence[Tensor]) -> bool:
+        """Return whether a kernel copies rows of these buffers; of none there is nothing to copy.
+        What a plugin has put in their place may be of other sizes."""
+        device = self._known.device
+        if not buffers or not runs_step_kernels(device):
+            return False
+        from specplug.kernels.state_rows import serves
 
-def _write_rows(buffers: Sequence[Tensor], req_indices: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write tensors [bs, …] to the rows of requests [bs] in each buffer."""
-    if _runs_kernels(buffers):
-        from specplug.kernels.state_rows import write_rows
-
-        write_rows(buffers, req_indices, tensors)
-        return
-    for buffer, tensor in zip(buffers, tensors, strict=True):
-        buffer.index_copy_(0, req_indices, tensor)
-
-
-def _runs_kernels(buffers: Sequence[Tensor]) -> bool:
-    """Return whether a kernel copies rows of these buffers; of none there is nothing to copy."""
-    if not buffers or not runs_step_kernels(buffers[0].device):
-        return False
-    from specplug.kernels.state_rows import serves
-
-    return serves(buffers)
+        return serves(buffers, self._known.shape[1], device)
 
 
 def _below(upper: Tensor, lower: Tensor) -> Tensor:

@@ -57,6 +57,15 @@ def test_publish_says_what_torch_says(
         assert torch.equal(by_kernel, by_torch)
 
 
+def test_publish_refuses_tensors_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin may have put them there."""
+    monkeypatch.setattr(dispatch, "forced", True)
+    output = _output(2, 1)
+    output.bonus_tokens = output.bonus_tokens[:1]
+    with pytest.raises(ValueError, match=r"expected \[bs\] of each"):
+        FutureMap(4, DEVICE).publish(_ids(1, 2), _ids(5, 6), output)
+
+
 def test_requests_of_nobody_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A padded batch repeats row 0, which is nobody's."""
     monkeypatch.setattr(dispatch, "forced", True)

@@ -34,7 +34,7 @@ def _same_bits(found: Tensor, expected: Tensor) -> bool:
 def test_rows_are_read_and_written_as_torch_does(rows: tuple[int, ...]) -> None:
     req_indices = torch.tensor(rows, dtype=torch.int64, device=DEVICE)
     buffers = _buffers()
-    assert serves(buffers)
+    assert serves(buffers, ROWS, DEVICE)
     found = read_rows(buffers, req_indices)
     assert all(_same_bits(own, b[req_indices]) for own, b in zip(found, buffers, strict=True))
     # Tensors that begin anywhere, and whose rows are not dense.
@@ -45,6 +45,17 @@ def test_rows_are_read_and_written_as_torch_does(rows: tuple[int, ...]) -> None:
     assert all(_same_bits(b, e) for b, e in zip(buffers, expected, strict=True))
 
 
-def test_what_is_not_dense_or_too_wide_is_left_to_torch() -> None:
-    assert not serves([torch.zeros(4, 6).t()])
-    assert not serves([torch.zeros(4, dtype=torch.complex128)])
+def test_what_is_not_as_it_should_be_is_left_to_torch() -> None:
+    """Torch copies what is not dense or of long elements, and refuses what has too few rows."""
+    like = 4, torch.device("cpu")
+    assert serves([torch.zeros(4, 6)], *like)
+    assert not serves([torch.zeros(4, 6), torch.zeros(6, 4).t()], *like)
+    assert not serves([torch.zeros(4, dtype=torch.complex128)], *like)
+    assert not serves([torch.zeros(3, 6)], *like)
+    assert not serves([torch.zeros(4, 6, device="meta")], *like)
+
+
+def test_tensors_of_other_sizes_are_refused() -> None:
+    buffers, req_indices = [torch.zeros(4, 6, device=DEVICE)], torch.tensor([1, 2], device=DEVICE)
+    with pytest.raises(ValueError, match="expected 2 of each"):
+        write_rows(buffers, req_indices, [torch.zeros(3, 6, device=DEVICE)])
