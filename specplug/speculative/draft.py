@@ -94,10 +94,15 @@ class Draft:
             roots: [bs] int64 bonus tokens.
             vocab_size: V.
         """
-        if self.parents is not None and runs_tree_kernels(self.tokens):
+        by_kernels = runs_tree_kernels(self.tokens)
+        if self.parents is not None and by_kernels:
             return self._rooted_at_once(self.parents, roots, vocab_size)
         tokens, parents = roots.unsqueeze(1), self.parents
-        if self.width > 1:
+        if by_kernels and self.width > 1:
+            from specplug.kernels.tree import root_chains
+
+            tokens = root_chains(self.tokens, roots, vocab_size)
+        elif self.width > 1:
             tokens = torch.cat((tokens, self.tokens[:, 1:].clamp(0, vocab_size - 1)), dim=1)
         if parents is not None:
             order = arange(self.width, parents.device)

@@ -112,6 +112,20 @@ def test_a_step_by_the_kernels_is_the_torch_step(case: Case) -> None:
     assert torch.equal(compacted.per_node["place"], kept.per_node["place"])
 
 
+def test_chains_are_rooted_wherever_their_tokens_stand() -> None:
+    """In rows with gaps, in columns, and one row for all."""
+    wide = torch.arange(-4, 20, device=DEVICE).view(3, 8)
+    for tokens in (wide[:, 2:7], wide.t()[:, :2], wide[1].expand(3, -1), wide[:, :1]):
+        roots = torch.arange(len(tokens) * 2, device=DEVICE)[1::2]
+        draft = Draft(tokens=tokens, parents=None, widths=None, depth=tokens.shape[1] - 1)
+        with _kernels(forced=False):
+            expected = draft.rooted(roots, VOCAB_SIZE).tokens
+        with _kernels(forced=True):
+            found = draft.rooted(roots, VOCAB_SIZE).tokens
+        assert torch.equal(found, expected)
+        assert found.data_ptr() != tokens.data_ptr()
+
+
 @some
 @given(case=cases())
 def test_a_draft_as_it_is_given_is_looked_through_alike(case: Case) -> None:
