@@ -46,7 +46,7 @@ _PARTS = {
 _TAILS = (
     (512, {"SPLITS": 1, "STAGES": 2, "AT_ONCE": 2, "num_warps": 1}),
     (128, {"SPLITS": 1, "STAGES": 2, "AT_ONCE": 4, "num_warps": 2}),
-    (0, {"SPLITS": 4, "STAGES": 3, "AT_ONCE": 16, "num_warps": 4}),
+    (0, {"SPLITS": 4, "STAGES": 3, "AT_ONCE": 8, "num_warps": 4}),
 )  # from so many of them on: many keep a card's processors busy without more programs and warps
 _LEAST_BATCH = 32  # a warp's lanes: smaller batches share a compiled kernel
 _TILES = {"STAGES": 5, "num_warps": 4}
