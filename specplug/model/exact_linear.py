@@ -26,10 +26,11 @@ from specplug.model.quantization import is_plain_linear
 FEW_ROWS = 128
 """Up to so many rows the kernel computes. With what is fused into it it is as fast as cuBLAS, but
 for wide products from 65 rows on."""
-_PADDING = 128
-"""cuBLAS gets multiples of so many rows: so it is asked about few shapes."""
+_PADDINGS = (512, 64), (1 << 62, 128)
+"""Up to so many rows cuBLAS gets multiples of so many: so it is asked about few shapes, and the
+drafts of 32 requests are rarely copied."""
 _MOST_ROWS = 4096
-"""Of a product of cuBLAS: more are computed one after the other. A multiple of ``_PADDING``."""
+"""Of a product of cuBLAS: more are computed one after the other. A multiple of ``_PADDINGS``."""
 _ALIGNMENT = 256
 """Bytes: what cuBLAS chooses depends on the alignment of its operands up to this."""
 _MOST_SAMPLED = 1 << 26
@@ -261,7 +262,8 @@ def _proved_rows(weight: Tensor, rows: int) -> int | None:
     """
     if weight.device.type != "cuda" or weight.data_ptr() % _ALIGNMENT:
         return None
-    least = -(-rows // _PADDING) * _PADDING
+    multiple = next(multiple for most, multiple in _PADDINGS if rows <= most)
+    least = -(-rows // multiple) * multiple
     return next((each for each in (least, 2 * least) if _is_proved(weight, each)), None)
 
 
