@@ -35,7 +35,8 @@ from specplug.model.padded_passes import PaddedPasses, PassOutput, PassPart, Rec
 from specplug.model.paged_plan import JoinedPlan, PagedPlan
 from specplug.model.pass_form import PassForm, PassSize, batch_bucket
 from specplug.model.quantization import count_parameters, drop_weights, stored_tensors
-from specplug.model.rotary import RotaryByLength
+from specplug.model.rotary import FIXED, RotaryByLength
+from specplug.model.rotary_table import keep_rotary_tables
 from specplug.model.sharded_mlp import shard_mlps
 from specplug.model.threads import set_threads
 from specplug.speculative.draft import Draft
@@ -197,6 +198,8 @@ class ModelRunner:
         self._fused_layers, variant = replace_modules(
             self.model, layers, row_invariant=row_invariant
         )
+        if self.rotary.rule is FIXED:
+            keep_rotary_tables(self.model, self.context_len, self.dtype, self.device)
         self.row_invariance = "on" if row_invariant else "off: disable_row_invariance"
         if variant:
             self._tell_row_variance(f"products of shape {', '.join(variant)} on this card")

@@ -155,7 +155,7 @@ class RotaryByLength:
         """Compute the sets of a module, as its own update does."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        kind = _types(module)[part]
+        kind = types_of(module)[part]
         init: Callable[..., Any] = ROPE_INIT_FUNCTIONS[kind]
         layer = {} if part is None else {"layer_type": part}
         original = getattr(module, _buffer(part).replace("inv_freq", "original_inv_freq"))
@@ -205,7 +205,7 @@ def _as_real(output: Any) -> Tensor:
     return torch.stack([part.double() for part in parts])
 
 
-def _types(module: Any) -> Mapping[str | None, str]:
+def types_of(module: Any) -> Mapping[str | None, str]:
     """Return a module's rotary type by layer type; by None if all layers have the same."""
     types = getattr(module, "rope_type", None)
     if isinstance(types, str):
@@ -215,7 +215,7 @@ def _types(module: Any) -> Mapping[str | None, str]:
 
 def _scaled_parts(module: Any) -> dict[str | None, str]:
     """Return the types whose frequencies depend on the length."""
-    types = _types(module).items()
+    types = types_of(module).items()
     return {part: kind for part, kind in types if "dynamic" in kind or kind == "longrope"}
 
 
@@ -223,7 +223,7 @@ def _limits(module: Any, part: str | None) -> tuple[int, int]:
     """Return the length up to which the first set is used, and the longest length."""
     rope, longest = module.config.rope_parameters, module.config.max_position_embeddings
     rope = rope if part is None else rope[part]
-    if "dynamic" in _types(module)[part]:
+    if "dynamic" in types_of(module)[part]:
         return longest, int(longest * max(1.0, rope["factor"]))
     return rope["original_max_position_embeddings"], longest
 
