@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from specplug.kernels.dispatch import runs_step_kernels
 from specplug.speculative.host_copy import upload
 
 
@@ -96,7 +97,17 @@ class RequestTable:
             for index, page in of_row.items()
         ]
         if changes:
-            row, index, page = upload(changes, self.slots.device).unsqueeze(2).unbind(1)
-            slots = torch.where(page > 0, page * self.page_size + self._in_page, 0)
-            self.slots[row, index * self.page_size + self._in_page] = slots
+            self._enter(upload(changes, self.slots.device))
         self._changes = {}
+
+    def _enter(self, changes: torch.Tensor) -> None:
+        """Write the slots of pages. ``changes``: [n, 3] int64, row, number of the page in it, and
+        page."""
+        if runs_step_kernels(self.slots.device):
+            from specplug.kernels.table_pages import enter_pages
+
+            enter_pages(self.slots, changes, self.page_size)
+            return
+        row, index, page = changes.unsqueeze(2).unbind(1)
+        slots = torch.where(page > 0, page * self.page_size + self._in_page, 0)
+        self.slots[row, index * self.page_size + self._in_page] = slots

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specplug.kernels.dispatch import runs_step_kernels
+
+_FEW_BYTES = 16 << 10
+"""Up to so many a kernel writes, which the stream need not change over to a copy engine for."""
+
 
 def upload(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Start copying integers to the device: [n] int64, or [m, n] for rows of them."""
@@ -23,6 +28,11 @@ def host_copy(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor.clone()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    if tensor.nbytes <= _FEW_BYTES and tensor.is_contiguous() and runs_step_kernels(tensor.device):
+        from specplug.kernels.host_write import host_write
+
+        host_write(tensor, pinned)
+        return pinned
     return pinned.copy_(tensor, non_blocking=True)
 
 
