@@ -325,24 +325,21 @@ def _fill(inputs: Sequence[Tensor], tensors: Sequence[Tensor], *, clear: bool) -
         rows = len(tensor)
         if clear and rows < len(kept):
             kept[rows:].fill_(kept.dtype is torch.bool)
-        target, source = _as_words(kept if rows == len(kept) else kept[:rows], tensor)
-        targets, sources = together.setdefault(target.dtype, ([], []))
-        targets.append(target)
-        sources.append(source)
+        target = kept if rows == len(kept) else kept[:rows]
+        if target.is_contiguous() and tensor.is_contiguous():
+            as_dtype = torch.int64 if _is_words(target) and _is_words(tensor) else kept.dtype
+            targets, sources = together.setdefault(as_dtype, ([], []))
+            targets.append(target.view(-1).view(as_dtype))
+            sources.append(tensor.view(-1).view(as_dtype))
+        else:  # one of other strides would have all copied one by one
+            target.copy_(tensor)
     for targets, sources in together.values():
         torch._foreach_copy_(targets, sources)
 
 
-def _as_words(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as int64, so that tensors of all dtypes are copied together; as they are if they
-    are no dense sequences of it."""
-    if target.dtype is torch.int64:
-        return target, source
-    for tensor in (target, source):
-        begins = tensor.storage_offset() * tensor.itemsize
-        if not tensor.is_contiguous() or begins % 8 or tensor.nbytes % 8:
-            return target, source
-    return target.view(-1).view(torch.int64), source.view(-1).view(torch.int64)
+def _is_words(tensor: Tensor) -> bool:
+    """Return whether a dense tensor's memory is that of a sequence of int64."""
+    return tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0
 
 
 def _mapped(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
