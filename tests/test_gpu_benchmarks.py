@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import all as all_stages
+import kernel_trace
 import plots
 import points
 import pytest
@@ -199,3 +200,18 @@ def test_all_runs_as_many_stages_at_a_time_as_gpus(
         assert f"GPU {gpu}  {number}" in told
     assert {(tmp_path / f"{number}.txt").read_text() for number in (0, 1)} == {"5\n", "7\n"}
     assert "failed with exit code 1" in told
+
+
+def test_trace_leaves_out_the_steps_that_the_profiler_delays() -> None:
+    """In the first two a kernel comes late; the others are as long as their kernels."""
+    steps, events, now = kernel_trace.FIRST + kernel_trace.STEPS, [], 0.0
+    for step in range(steps):
+        now += 500 if step < kernel_trace.FIRST else 1
+        for name, duration in (("_row_tails", 3.0), ("_linear", 5.0), (kernel_trace.LAST, 1.0)):
+            events.append({"ph": "X", "cat": "kernel", "name": name, "ts": now, "dur": duration})
+            now += duration
+    trace = kernel_trace.read_trace(events, on_gpu=True)
+    assert trace.num_steps == steps - kernel_trace.FIRST - 1
+    assert max(gap for gap, _, _ in trace.gaps()) == 1
+    assert trace.by("kind") == [("products", 0.005, 1.0), ("attention", 0.003, 1.0),
+                                ("who is where", 0.001, 1.0)]  # fmt: skip

@@ -5,7 +5,7 @@
 Traces 20 decode steps of plain decoding, and of any other variant, with ``torch.profiler`` at batch
 1, 8 and 32. Prints for each the milliseconds a step of each kernel and of each kind, and the gaps:
 the time in which no kernel ran. Writes the trace for chrome://tracing (``….json.gz``) and a picture
-of one step.
+of one step, and of what stands between two of them.
 """
 
 from __future__ import annotations
@@ -29,19 +29,30 @@ from torch.profiler import ProfilerActivity, profile
 
 from specplug import LLM, SamplingParams
 
-STEPS, WARM = 20, 24
+STEPS, FIRST, WARM = 20, 2, 24
+"""Steps that are shown; before them such that the profiler delays; before those such as make the
+recordings."""
 GAP_BAR = 50.0
 """Microseconds: the longest gap between two steps that is wanted."""
 
+LAST = "_host_write"
+"""What tells the host of a step: after it the next one begins."""
+AROUND = 90.0
+"""Microseconds before and after a step's end that the picture shows."""
+
 KINDS = (
-    ("copies", r"memcpy|memset|copy_kernel|direct_copy"),
-    ("attention", r"attn|attention|flash|paged|softmax_reduc"),
+    ("attention", r"attn|attention|flash|paged|softmax_reduc|committed_parts|row_tails|_tiles"),
     (
         "sampling",
         r"gumbel|argmax|sample|topk|sort|radix|scan|best_of|adjusted_scores|histogram|digit|_cut",
     ),
     ("products", r"gemm|gemv|matmul|linear|mm_kernel|cutlass|nvjet|cublas|splitK|product"),
-    ("norms, rotary, activation", r"norm|rotary|rope|silu|mul|add|elementwise|reduce|triton"),
+    ("norms, activation", r"norm|silu|_rotate"),
+    (
+        "who is where",
+        r"publish|row_places|verify_drafts|move_accepted|root_trees|copy_rows|enter_pages"
+        r"|host_write|memcpy|multi_tensor|index",
+    ),
 )
 """Kinds of kernels, by what their names contain; the first that fits."""
 
@@ -71,7 +82,7 @@ class Trace:
     """The kernels of some steps, in order of their start.
 
     Attributes:
-        steps: when each step began, as a kernel that runs once a step shows; none if there is none.
+        steps: when each step ended, as a kernel that runs once a step shows; none if there is none.
     """
 
     kernels: list[Kernel]
@@ -122,7 +133,7 @@ def trace(llm: LLM, prompts: list[list[int]], file: Path, *, host: bool) -> Trac
     if host or not on_gpu:
         activities.append(ProfilerActivity.CPU)
     with profile(activities=activities) as profiler:
-        for _ in range(STEPS):
+        for _ in range(FIRST + STEPS):
             llm.step()
         if on_gpu:
             torch.cuda.synchronize()
@@ -145,13 +156,18 @@ def read_trace(events: Sequence[dict[str, Any]], *, on_gpu: bool) -> Trace:
     kernels = [Kernel(e["name"], e["ts"], e["dur"]) for e in found if e.get("cat") in wanted]
     kernels.sort(key=lambda kernel: kernel.start)
     counts = Counter(kernel.name for kernel in kernels)
-    mark = next((kernel.name for kernel in kernels if counts[kernel.name] == STEPS), None)
-    steps = [kernel.start for kernel in kernels if kernel.name == mark]
-    return Trace(kernels=kernels, steps=steps, num_steps=STEPS)
+    once = [kernel.name for kernel in kernels if counts[kernel.name] == FIRST + STEPS]
+    mark = LAST if LAST in once else next(iter(once), None)
+    steps = [kernel.end for kernel in kernels if kernel.name == mark]
+    num_steps = FIRST + STEPS
+    if steps:
+        kernels = [kernel for kernel in kernels if steps[FIRST] <= kernel.start < steps[-1]]
+        steps, num_steps = steps[FIRST:], STEPS - 1
+    return Trace(kernels=kernels, steps=steps, num_steps=num_steps)
 
 
 def draw(trace: Trace, title: str, file: Path) -> None:
-    """Draw the kernels of a step in the middle as bars, a row for each kind."""
+    """Draw the kernels of a step in the middle, and those around its end, a row for each kind."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -163,19 +179,32 @@ def draw(trace: Trace, title: str, file: Path) -> None:
     else:  # a step as long as the mean
         start = trace.kernels[len(trace.kernels) // 2].start
         end = start + trace.wall_ms * 1e3
-    shown = [kernel for kernel in trace.kernels if start <= kernel.start < end]
-    kinds = [kind for kind, _ in KINDS] + ["other"]
-    figure, axes = pyplot.subplots(figsize=(11, 2.6))
-    for row, kind in enumerate(kinds):
-        bars = [((k.start - start) / 1e3, k.duration / 1e3) for k in shown if k.kind == kind]
-        axes.broken_barh(bars, (row - 0.4, 0.8), color=f"C{row}")
-    axes.set_yticks(range(len(kinds)), kinds)
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds")
-    axes.set_title(title)
+    figure, (whole, seam) = pyplot.subplots(2, figsize=(11, 5.2))
+    _draw_kernels(whole, trace, start, end, start, 1e3)
+    whole.set_title(f"{title}: one step")
+    whole.set_xlabel("milliseconds")
+    _draw_kernels(seam, trace, start - AROUND, start + AROUND, start, 1.0)
+    longest = max(trace.gaps(), default=(0.0, "", ""))[0]
+    seam.set_title(f"its beginning; no kernel ran for {longest:.0f} us at most in all steps")
+    seam.set_xlabel("microseconds")
     figure.tight_layout()
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
+
+
+def _draw_kernels(
+    axes: Any, trace: Trace, start: float, end: float, zero: float, unit: float
+) -> None:
+    """Draw the kernels between two times, from ``zero`` on, in units of so many microseconds."""
+    kinds = [kind for kind, _ in KINDS] + ["other"]
+    shown = [kernel for kernel in trace.kernels if kernel.end > start and kernel.start < end]
+    for row, kind in enumerate(kinds):
+        bars = [((k.start - zero) / unit, k.duration / unit) for k in shown if k.kind == kind]
+        edge = f"C{row}" if unit > 1 else "white"  # many thin bars, or few wide ones
+        axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=f"C{row}", edgecolor=edge, linewidth=0.4)
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.set_xlim((start - zero) / unit, (end - zero) / unit)
+    axes.invert_yaxis()
 
 
 def report(trace: Trace, name: str, point: Point, results: Results) -> None:
@@ -229,7 +258,7 @@ def main() -> None:
                 prompts = point.prompts(SHAPES[shape]["vocab_size"])
                 found = trace(engine.llm, prompts, folder / f"{stem}.json", host=arguments.host)
                 report(found, name, point, results)
-                draw(found, f"{shape}, {name}, {point}: one step", folder / f"{stem}.png")
+                draw(found, f"{shape}, {name}, {point}", folder / f"{stem}.png")
             engine.close()
 
 
