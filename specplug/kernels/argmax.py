@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from specplug.kernels.dispatch import runs_step_kernels
 
 
 def argmax_rows(scores: Tensor) -> Tensor:
     """Return the index of each row's first greatest score, [R, V] to [R] int64, as ``argmax`` does.
 
-    On the CPU ``max`` finds it in a third of the time: 28 us, not 78, for 12 rows of 4,096.
+    On the CPU ``max`` finds it in a third of the time: 28 us, not 78, for 12 rows of 4,096. On a
+    GPU one program of torch's reads a row, 12 us for one of 32,000 on an H100.
     """
-    return scores.max(-1).indices if scores.device.type == "cpu" else scores.argmax(-1)
+    if scores.device.type == "cpu":
+        return scores.max(-1).indices
+    if scores.dtype == torch.float64 or not runs_step_kernels(scores.device):
+        return scores.argmax(-1)
+    from specplug.kernels.sampling import find_greatest
+
+    return find_greatest(scores)

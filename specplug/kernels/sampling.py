@@ -138,22 +138,36 @@ def choose_tokens(
     Returns:
         [T] int64; 0 for a row without a finite score.
     """
+    row = _Rows(req_indices.contiguous(), positions.contiguous(), settings, random)
+    cut = None
+    if truncated and random is not None and len(logits):
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        logits, cut = truncate_rows(logits, req_indices, positions, settings, adjustments, random)
+        adjustments, row = Adjustments(), attrs.evolve(row, tempered=False)
+    return _best(logits, cut, row.arguments(), adjustments)
+
+
+def find_greatest(scores: Tensor) -> Tensor:
+    """Return the index of each row's first greatest score: [T, V], as ``choose_tokens`` takes
+    logits, to [T] int64."""
+    return _best(scores, None, (None,) * 8 + (0,), Adjustments())
+
+
+def _best(
+    logits: Tensor, cut: Tensor | None, row: tuple[Any, ...], adjustments: Adjustments
+) -> Tensor:
+    """Launch the search for the best token of each row, [T] int64."""
     rows, vocab_size = logits.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:
         return chosen
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    row = _Rows(req_indices.contiguous(), positions.contiguous(), settings, random)
-    cut = None
-    if truncated and random is not None:
-        logits, cut = truncate_rows(logits, req_indices, positions, settings, adjustments, random)
-        adjustments, row = Adjustments(), attrs.evolve(row, tempered=False)
     parts, span = _split(rows, vocab_size, logits.device)
     best = torch.empty(rows, parts, dtype=torch.float64, device=logits.device)
     best_at = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     _best_of_parts[(parts, rows)](
         logits, logits.stride(0), vocab_size, span, best, best_at, cut, _index_bits(vocab_size),
-        *row.arguments(), *_arguments(adjustments), TILE=_TILE, **_EXACT,
+        *row, *_arguments(adjustments), TILE=_TILE, **_EXACT,
     )  # fmt: skip
     _best_of_rows[(rows,)](
         best, best_at, chosen, parts, vocab_size, PARTS=_most_parts(vocab_size), num_warps=1
@@ -427,7 +441,9 @@ def _best_of_parts(
     all but the first, so that there are few logarithms.
     """
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    request = tl.load(req_indices + row)
+    request = row
+    if req_indices is not None:
+        request = tl.load(req_indices + row)
     greatest = tl.full((), float("-inf"), tl.float64)
     at = tl.minimum(part * span, vocab_size - 1)
     samples = False

@@ -312,6 +312,16 @@ def test_noise_is_the_reference_in_float32() -> None:
     assert sampling.gumbel_noise(seeds[:0], random[:0], positions[:0], token_ids).shape == (0, 5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_greatest_of_a_row_is_torchs_argmax(rows: int, dtype: torch.dtype) -> None:
+    scores = _logits(rows, 5000, dtype).mul(2).round()  # with many greatest ones
+    scores[0, :4000] = scores[-1, 4999] = float("-inf")
+    for each in (scores, scores[:, 7:], torch.full_like(scores, float("-inf"))):
+        assert sampling.find_greatest(each).tolist() == each.argmax(-1).tolist()
+    assert sampling.find_greatest(scores[:0]).tolist() == []
+
+
 def test_no_rows_are_no_tokens() -> None:
     assert _same(_logits(0, 12), [SamplingParams(temperature=1.0, top_k=2)]) == []
 
