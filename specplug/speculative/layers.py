@@ -295,8 +295,7 @@ class Rotary(nn.Module):
         num_positions: positions 0 to ``num_positions - 1`` can be asked for.
     """
 
-    cos: Tensor
-    sin: Tensor
+    tables: Tensor
 
     def __init__(self, config: Mapping[str, Any], head_dim: int, num_positions: int) -> None:
         super().__init__()
@@ -304,12 +303,12 @@ class Rotary(nn.Module):
         # ``rotate`` exchanges the halves; the sign that one of them needs stands here.
         half = head_dim // 2
         sin = torch.cat((-sin[:, :half], sin[:, half:]), dim=1)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.register_buffer("tables", torch.stack((cos, sin)), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[R] int64 -> cos and sin [R, 1, D], for ``rotate``."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        cos, sin = self.tables.index_select(1, positions).unsqueeze(2)
+        return cos, sin
 
 
 def _rotary_tables(
