@@ -16,6 +16,7 @@ from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.hook_host import EngineHalf, EngineHost
 from specplug.engine.kv_transfer import KVTransfer
 from specplug.engine.request import Request
+from specplug.engine.request_rows import RequestRows
 from specplug.engine.request_view import ReadOnlyRequest
 from specplug.engine.step_clock import StepClock
 from specplug.engine.step_outputs import WantedOutputs
@@ -74,6 +75,7 @@ class StepRunner:
         )
         self._kv_transfer = kv_transfer
         self._unread: list[StepResult] = []
+        self._rows = RequestRows(runtime.device)
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepResult:
@@ -121,7 +123,9 @@ class StepRunner:
             half = self._make_half(step.prefill.requests, clock, is_warm_up=step.is_warm_up)
             prefill = self._begin_prefill(step.prefill, half)
         if step.decode:
-            half = self._make_half(step.decode.requests, clock, is_warm_up=step.is_warm_up)
+            half = self._make_half(
+                step.decode.requests, clock, decodes=True, is_warm_up=step.is_warm_up
+            )
             decode = self._begin_decode(step.decode, half)
         clock.lap("propose")
         of_prefill, of_decode = self._target_pass(prefill, decode)
@@ -201,7 +205,12 @@ class StepRunner:
         return half
 
     def _make_half(
-        self, requests: Sequence[Request], clock: StepClock, *, is_warm_up: bool = False
+        self,
+        requests: Sequence[Request],
+        clock: StepClock,
+        *,
+        decodes: bool = False,
+        is_warm_up: bool = False,
     ) -> EngineHalf:
         """Return a half of a step of these requests, with what they need together, and no rows."""
         needs = Needs.NOTHING
@@ -209,12 +218,15 @@ class StepRunner:
             needs |= request.needs
         wanted = WantedOutputs(requests) if needs & Needs.OUTPUTS else None
         rows = [request.req_index for request in requests]
-        rows += [0] * (len(rows) % 2)  # so that the copy begins where kernels like it to
-        req_indices, lent = upload([rows, rows], self._device)[:, : len(requests)]
+        lent: list[Tensor] = []
+        if decodes:
+            req_indices, lent = self._rows.take(rows)
+        else:
+            req_indices = upload(rows, self._device)
         return EngineHalf(
             requests=tuple(requests),
             req_indices=req_indices,
-            lent_req_indices=lent,
+            lent_rows=lent,
             needs=needs,
             clock=clock,
             wanted=wanted,

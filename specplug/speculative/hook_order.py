@@ -45,7 +45,8 @@ class Half:
 
     Attributes:
         req_indices: [bs] int64, each request's row in the request table.
-        lent_req_indices: a copy of them that nothing but ``batch`` has; None: one is made.
+        lent_rows: copies of them that nobody else has: one for ``batch``, and one for the future
+            map's ``publish`` and ``stash`` of a host that keeps ``req_indices`` for later steps.
         seq_lens: [bs] int64, committed tokens of each request before this step. ``begin_decode``
             sets it for a decode step, the host for all else.
         tokens: [R] int64, the rows of the target's pass: a draft's nodes, set by
@@ -59,7 +60,7 @@ class Half:
     """
 
     req_indices: Tensor
-    lent_req_indices: Tensor | None = None
+    lent_rows: list[Tensor] = attrs.field(factory=list)
     seq_lens: Tensor = attrs.field(init=False)
     tokens: Tensor = attrs.field(init=False)
     batch: Batch = attrs.field(init=False)
@@ -68,9 +69,8 @@ class Half:
     is_warm_up: bool = False
 
     def lend_req_indices(self) -> Tensor:
-        """Return the copy of ``req_indices`` for ``batch``."""
-        lent = self.lent_req_indices
-        return self.req_indices.clone() if lent is None else lent
+        """Return a copy of ``req_indices`` for ``batch``."""
+        return self.lent_rows.pop() if self.lent_rows else self.req_indices.clone()
 
 
 H = TypeVar("H", bound=Half)
@@ -229,7 +229,8 @@ class HookOrder(Generic[H]):
         """Deliver what is committed, and feed it to the draft model."""
         self._host.deliver(half, output)
         made = self._hooks.build_draft_input(self._runtime, half.batch, output, self._future_map)
-        self._hooks.publish_and_stash(self._future_map, half.req_indices, seq_lens, output, made)
+        rows = half.lent_rows.pop() if half.lent_rows else half.req_indices
+        self._hooks.publish_and_stash(self._future_map, rows, seq_lens, output, made)
 
     def export_draft_state(self, half: H) -> Mapping[str, Tensor | None]:
         """Return the draft state of prefilled requests, after ``finish_prefill``: named tensors of
