@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from target import learning_rate, load, optimizer_of, rows
+from ranks import Ranks, join
+from target import clock, learning_rate, load, optimizer_of, rows
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -33,12 +34,21 @@ def arguments_of(
     parser.add_argument("--epochs", type=int, default=epochs)
     parser.add_argument("--minutes", type=float, default=60.0, help="ends by then at the latest")
     parser.add_argument("--max-steps", type=int, default=10**9, help="ends by then at the latest")
-    parser.add_argument("--batch", type=int, default=batch, help="rows a step")
+    parser.add_argument("--batch", type=int, default=batch, help="rows a step, of all ranks")
     parser.add_argument("--rate", type=float, default=rate)
     parser.add_argument("--decay", type=float, default=0.05)
+    parser.add_argument("--warmup", type=int, default=100, help="steps in which the rate rises")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-compile", action="store_true")
     return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the arguments and join the ranks: `ranks` is this one, `device` its device."""
+    arguments = parser.parse_args()
+    arguments.ranks = join(arguments.device)
+    arguments.device = arguments.ranks.device
+    return arguments
 
 
 def training_rows(data: Path, device: str) -> Tensor:
@@ -46,7 +56,6 @@ def training_rows(data: Path, device: str) -> Tensor:
     made = np.load(data / "generations.npy")
     tokens, starts = (np.load(data / f"train{end}.npy") for end in ("", "_starts"))
     corpus = rows(tokens, starts, made.shape[1], seed=0)[:, :-1]
-    print(f"{len(made)} rows of generations, {len(corpus)} of corpus, {made.shape[1]} tokens each")
     return torch.from_numpy(np.concatenate((made, corpus)).astype(np.int32)).to(device)
 
 
@@ -56,7 +65,7 @@ def load_target(arguments: argparse.Namespace) -> LlamaForCausalLM:
     target = load(arguments.model, arguments.device)
     if not arguments.no_compile:
         for layer in target.model.layers:
-            layer.compile()
+            layer.compile(dynamic=False)
     return target
 
 
@@ -69,42 +78,65 @@ def train(
 ) -> None:
     """Train for the epochs, minutes or steps that `arguments` allow, whichever end first.
 
+    The minutes include compiling; the rate falls over those that are left then.
+
     Args:
-        data: [n, L] int32 rows.
+        data: [n, L] int32 rows, the same in all ranks.
         loss_of: called under autocast with each batch.
         save: called with every line printed, so that the last weights are on disk.
     """
-    device: str = arguments.device
-    print(f"{sum(p.numel() for p in network.parameters() if p.requires_grad)} parameters")
+    ranks: Ranks = arguments.ranks
+    device = ranks.device
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    length = data.shape[1]
+    ranks.say(
+        f"{sum(p.numel() for p in parameters)} parameters, {len(data)} rows of {length} tokens"
+    )
     optimizer = optimizer_of(network, arguments.rate, arguments.decay, fused=device != "cpu")
     autocast = torch.autocast(device.split(":")[0], dtype=torch.bfloat16)
     an_epoch = len(data) // arguments.batch
     total = min(an_epoch * arguments.epochs, arguments.max_steps)
-    every, start, seen, found = min(250, total), time.monotonic(), 0.0, 0.0
+    every, seen, found = min(250, total), 0.0, 0.0
+    torch.manual_seed(ranks.rank)
+
+    def train_on(batch: Tensor) -> tuple[Tensor, Tensor]:
+        with autocast:
+            loss, share = loss_of(ranks.share(batch).long())
+        loss.backward()
+        ranks.average_gradients(parameters)
+        return loss.detach(), share
+
+    start = time.monotonic()
+    train_on(data[: arguments.batch])  # compiles; its gradients are not used
+    optimizer.zero_grad(set_to_none=True)
+    ready = ranks.agree(time.monotonic())
+    ranks.say(f"the first step took {ready - start:.0f} s")
     for step in range(total):
         if step % an_epoch == 0:
-            order = torch.randperm(len(data), device=device)
+            order = torch.randperm(
+                len(data), generator=torch.Generator().manual_seed(step // an_epoch)
+            ).to(device)
+        if step % 8 == 0:
+            over = ranks.agree(clock(start, ready, arguments.minutes))
         at = step % an_epoch * arguments.batch
-        elapsed = (time.monotonic() - start) / 60
-        done = min(1.0, max(step / total, elapsed / arguments.minutes))
+        done = min(1.0, max(step / total, over))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, done, arguments.rate, warmup=100)
-        with autocast:
-            loss, share = loss_of(data[order[at : at + arguments.batch]].long())
-        loss.backward()
-        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            group["lr"] = learning_rate(step, done, arguments.rate, arguments.warmup)
+        loss, share = train_on(data[order[at : at + arguments.batch]])
+        nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        seen, found = seen + loss.detach(), found + share
+        seen, found = seen + loss, found + share
         if (step + 1) % every == 0 or step + 1 == total or done >= 1.0:
             count = step % every + 1
             shares = " ".join(f"{x:.3f}" for x in (found / count).tolist())
-            print(
+            ranks.say(
                 f"step {step + 1} epoch {(step + 1) / an_epoch:.2f} loss {seen.item() / count:.4f} "
-                f"top tokens found {shares} {elapsed:.2f} min",
-                flush=True,
+                f"top tokens found {shares} {(time.monotonic() - ready) / 60:.2f} min"
             )
             seen, found = 0.0, 0.0
-            save()
+            if ranks.rank == 0:
+                save()
         if done >= 1.0:
             break
+    ranks.leave()

@@ -16,7 +16,7 @@ from pathlib import Path
 import attrs
 import torch
 import torch.nn.functional as F
-from draft_training import arguments_of, load_target, train, training_rows
+from draft_training import arguments_of, load_target, parse, train, training_rows
 from eagle3 import unroll
 from safetensors.torch import load_file, save_file
 from target import forward
@@ -111,7 +111,7 @@ def main() -> None:
     """Trains for some epochs over generations and corpus."""
     parser = arguments_of(__doc__, epochs=9, batch=128, rate=8e-3)
     parser.add_argument("--intermediate", type=int, default=640)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     data = training_rows(arguments.data, arguments.device)
     target: LlamaForCausalLM = load_target(arguments)
     network = build(configuration(target.config, arguments.intermediate)).to(arguments.device)

@@ -2,7 +2,8 @@
 
 `python generations.py --data DATA --model MODEL` writes `DATA/generations.npy`, tokens
 [n, length] uint16, and `DATA/prompt_lengths.npy` [n] int64: row i is a prompt of that many tokens
-and then what the target wrote. Half of the rows are greedy, half sampled at temperature 1.
+and then what the target wrote. Half of the rows are greedy, half sampled at temperature 1. Several
+GPUs write their parts side by side (see `ranks.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import ranks as rank_group
 import torch
 import torch.nn.functional as F
 from target import load
@@ -115,17 +117,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--tokens", type=float, default=18e6, help="new tokens to make")
+    parser.add_argument(
+        "--tokens", type=float, default=18e6, help="new tokens to make, of all ranks"
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="ends by then at the latest")
-    parser.add_argument("--batch", type=int, default=4096, help="rows at a time")
+    parser.add_argument("--batch", type=int, default=4096, help="rows at a time, of each rank")
     parser.add_argument("--length", type=int, default=384, help="tokens a row, the prompt included")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-graph", action="store_true", help="launch each kernel by itself")
     arguments = parser.parse_args()
-    length: int = arguments.length
-    graph = arguments.device != "cpu" and not arguments.no_graph
-    dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
-    model = load(arguments.model, arguments.device).to(dtype)
+    began = time.monotonic()
+    ranks = rank_group.join(arguments.device)
+    device, length = ranks.device, arguments.length
+    graph = device != "cpu" and not arguments.no_graph
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = load(arguments.model, device).to(dtype)
     decoder = Decoder(model, arguments.batch, length, graph)
 
     tokens = np.load(arguments.data / "train.npy")
@@ -134,14 +140,15 @@ def main() -> None:
     room = ends[np.searchsorted(ends, starts, side="right").clip(max=len(ends) - 1)] - starts
     starts = starts[room > LONGEST]
 
-    rng = np.random.default_rng(0)
-    torch.manual_seed(0)
-    sampled = (torch.arange(arguments.batch, device=arguments.device) % 2)[:, None].float()
+    rng = np.random.default_rng(ranks.rank)
+    torch.manual_seed(ranks.rank)
+    sampled = (torch.arange(arguments.batch, device=device) % 2)[:, None].float()
     rows, prompt_lengths, made, start = [], [], 0, time.monotonic()
-    while made < arguments.tokens and time.monotonic() - start < 60 * arguments.minutes:
+    limit = 60 * arguments.minutes
+    while made < arguments.tokens / ranks.size and time.monotonic() - start < limit:
         size = int(rng.integers(SHORTEST, min(LONGEST, length // 2) + 1))
         index = rng.choice(starts, arguments.batch)[:, None] + np.arange(size)
-        row = torch.zeros(arguments.batch, length, dtype=torch.int64, device=arguments.device)
+        row = torch.zeros(arguments.batch, length, dtype=torch.int64, device=device)
         row[:, :size] = torch.from_numpy(tokens[index].astype(np.int64))
         logits = decoder.prefill(row[:, :size])
         for at in range(size, length):
@@ -151,10 +158,20 @@ def main() -> None:
         rows.append(row.cpu().numpy().astype(np.uint16))
         prompt_lengths.append(np.full(arguments.batch, size))
         made += arguments.batch * (length - size)
-    np.save(arguments.data / "generations.npy", np.concatenate(rows))
-    np.save(arguments.data / "prompt_lengths.npy", np.concatenate(prompt_lengths))
     seconds = time.monotonic() - start
-    print(f"{made} new tokens in {seconds:.1f} s, {made / seconds:.0f} tokens/s")
+    part = arguments.data / f"part-{ranks.rank}.npz"
+    np.savez(part, rows=np.concatenate(rows), lengths=np.concatenate(prompt_lengths))
+    made = round(ranks.mean(made) * ranks.size)  # and all have written
+    if ranks.rank == 0:
+        files = [arguments.data / f"part-{rank}.npz" for rank in range(ranks.size)]
+        parts = [np.load(file) for file in files]
+        for name, what in (("prompt_lengths", "lengths"), ("generations", "rows")):
+            np.save(arguments.data / f"{name}.npy", np.concatenate([part[what] for part in parts]))
+        for file in files:
+            file.unlink()
+        print(f"{made} new tokens in {seconds:.1f} s, {made / seconds:.0f} tokens/s")
+        print(f"loaded and recorded in {start - began:.1f} s")
+    ranks.leave()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from accept_length import accept_length, continuations, noise
-from draft_training import arguments_of, load_target, train, training_rows
+from draft_training import arguments_of, load_target, parse, train, training_rows
 from safetensors.torch import load_file, save_file
 from target import forward, load
 from tokenizers import Tokenizer
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=640)
     parser.add_argument("--prompts", type=Path, help="held-out prompts to evaluate on")
     parser.add_argument("--count", type=int, default=256, help="of the prompts")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     target = load_target(arguments)
     head = target.lm_head.weight
 

@@ -2,7 +2,7 @@
 
 `python target.py --data DATA --out MODEL` trains it and saves it in bfloat16 beside the tokenizer;
 `--layers`, `--hidden`, `--intermediate` and `--heads` make another one. It runs on one GPU in
-minutes; `--steps 3 --batch 1 --device cpu` tries the script out.
+minutes, or on several (see `ranks.py`); `--steps 3 --batch 1 --device cpu` tries the script out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import ranks as rank_group
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ END_OF_TEXT_ID = 0  # the tokenizer's first token
 def configuration(
     layers: int = 24, hidden: int = 160, intermediate: int = 416, heads: int = 5
 ) -> LlamaConfig:
-    """The shape of tiny-code, or another one."""
+    """The shape of tiny-code, or another one; weights of wider ones start smaller."""
     return LlamaConfig(
         vocab_size=4096,
         hidden_size=hidden,
@@ -40,7 +41,7 @@ def configuration(
         tie_word_embeddings=True,
         attention_bias=False,
         mlp_bias=False,
-        initializer_range=0.05,
+        initializer_range=0.05 * math.sqrt(160 / hidden),
         bos_token_id=None,
         eos_token_id=END_OF_TEXT_ID,
         pad_token_id=None,
@@ -145,15 +146,22 @@ def save(config: LlamaConfig, state: dict[str, Tensor], out: Path) -> None:
     model.save_pretrained(out)
 
 
+def clock(started: float, ready: float, minutes: float) -> float:
+    """The share of the time that is over, from 0 at `ready`, when all is compiled, to 1."""
+    end = started + 60 * minutes
+    return min(1.0, max(0.0, (time.monotonic() - ready) / max(end - ready, 1e-9)))
+
+
 def main() -> None:
     """Trains; keeps the weights with the lowest held-out loss."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=27)
+    parser.add_argument("--patience", type=int, default=4, help="epochs after the best one")
     parser.add_argument("--minutes", type=float, default=60.0, help="ends by then at the latest")
     parser.add_argument("--steps", type=int, default=10**9, help="ends by then at the latest")
-    parser.add_argument("--batch", type=int, default=16, help="rows a step")
+    parser.add_argument("--batch", type=int, default=16, help="rows a step, of all ranks")
     parser.add_argument("--length", type=int, default=2048, help="tokens a row")
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--decay", type=float, default=0.2)
@@ -165,12 +173,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-compile", action="store_true")
     arguments = parser.parse_args()
-    device: str = arguments.device
+    ranks = rank_group.join(arguments.device)
+    device = ranks.device
     torch.set_float32_matmul_precision("high")
 
     tokens, starts = (np.load(arguments.data / f"train{end}.npy") for end in ("", "_starts"))
     held_out = np.load(arguments.data / "held_out.npy").astype(np.int64)
     count = (len(held_out) - 1) // arguments.length
+    count -= count % arguments.batch  # batches of one size: none is compiled anew
     index = np.arange(count)[:, None] * arguments.length + np.arange(arguments.length + 1)
     test = torch.from_numpy(held_out[index]).to(device)
 
@@ -178,58 +188,72 @@ def main() -> None:
         arguments.layers, arguments.hidden, arguments.intermediate, arguments.heads
     )
     model = build(config).to(device)
-    print(f"{sum(p.numel() for p in model.parameters())} parameters, {len(tokens)} tokens")
+    torch.manual_seed(ranks.rank)  # of what is dropped
+    ranks.say(f"{sum(p.numel() for p in model.parameters())} parameters, {len(tokens)} tokens")
     if arguments.dropout:
         add_dropout(model, arguments.dropout)
     optimizer = optimizer_of(model, arguments.rate, arguments.decay, fused=device != "cpu")
     if not arguments.no_compile:
         for layer in model.model.layers:
-            layer.compile()  # all of them share one compiled layer
+            layer.compile(dynamic=False)  # all of them share one compiled layer
     autocast = torch.autocast(device.split(":")[0], dtype=torch.bfloat16)
 
-    def evaluate() -> float:
+    def evaluate(rows: Tensor) -> float:
         model.eval()
         with torch.no_grad(), autocast:
-            found = [loss(model, part).item() * len(part) for part in test.split(8)]
+            found = [loss(model, ranks.share(part)) for part in rows.split(arguments.batch)]
         model.train()
-        return sum(found) / len(test)
+        return ranks.mean(torch.stack(found).mean().item())
+
+    def train_on(batch: Tensor) -> Tensor:
+        with autocast:
+            value = loss(model, ranks.share(batch))
+        value.backward()
+        ranks.average_gradients(model.parameters())
+        return value.detach()
 
     an_epoch = (len(tokens) - 1) // arguments.length // arguments.batch
     total = min(an_epoch * arguments.epochs, arguments.steps)
-    best, best_state, seen = math.inf, {}, 0.0
+    best, best_state, best_epoch, seen = math.inf, {}, 0, 0.0
     model.train()
     start = time.monotonic()
+    train_on(test[: arguments.batch])  # compiles; its gradients are not used
+    optimizer.zero_grad(set_to_none=True)
+    evaluate(test[: arguments.batch])
+    ready = ranks.agree(time.monotonic())
+    ranks.say(f"the first step took {ready - start:.0f} s")
     data = batches(tokens, starts, arguments.length, arguments.batch, arguments.epochs + 1, device)
     for step, batch in enumerate(data):
-        elapsed = (time.monotonic() - start) / 60
-        done = min(1.0, max(step / total, elapsed / arguments.minutes))
+        if step % 8 == 0:
+            over = ranks.agree(clock(start, ready, arguments.minutes))
+        done = min(1.0, max(step / total, over))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, done, arguments.rate, warmup=200)
-        with autocast:
-            value = loss(model, batch)
-        value.backward()
+        seen = seen + train_on(batch)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        seen = seen + value.detach()
         last = done >= 1.0 or step + 1 >= total
         if last or (step + 1) % an_epoch == 0:
-            now = evaluate()
-            rate = (step + 1) * arguments.batch * arguments.length / (time.monotonic() - start)
+            now, epoch = evaluate(test), (step + 1) / an_epoch
+            elapsed = time.monotonic() - ready
+            rate = (step + 1) * arguments.batch * arguments.length / elapsed
             mean = seen.item() / (step % an_epoch + 1)
             seen = 0.0
             if now < best:
-                best = now
+                best, best_epoch = now, epoch
                 best_state = {k: v.detach().clone() for k, v in model.state_dict().items()}
-            print(
-                f"step {step + 1} epoch {(step + 1) / an_epoch:.2f} train {mean:.4f} "
-                f"held-out {now:.4f} best {best:.4f} {elapsed:.2f} min {rate:.0f} tokens/s",
-                flush=True,
+            ranks.say(
+                f"step {step + 1} epoch {epoch:.2f} train {mean:.4f} held-out {now:.4f} "
+                f"best {best:.4f} {elapsed / 60:.2f} min {rate:.0f} tokens/s"
             )
+            last = last or epoch >= best_epoch + arguments.patience
         if last:
             break
-    save(config, {k: v.cpu() for k, v in best_state.items()}, arguments.out)
-    print(f"held-out loss {best:.4f}, saved to {arguments.out}")
+    if ranks.rank == 0:
+        save(config, {k: v.cpu() for k, v in best_state.items()}, arguments.out)
+        print(f"held-out loss {best:.4f} of epoch {best_epoch:.2f}, saved to {arguments.out}")
+    ranks.leave()
 
 
 if __name__ == "__main__":
