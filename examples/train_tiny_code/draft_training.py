@@ -88,10 +88,8 @@ def train(
     ranks: Ranks = arguments.ranks
     device = ranks.device
     parameters = [p for p in network.parameters() if p.requires_grad]
-    length = data.shape[1]
-    ranks.say(
-        f"{sum(p.numel() for p in parameters)} parameters, {len(data)} rows of {length} tokens"
-    )
+    name, count = type(network).__name__, sum(p.numel() for p in parameters)
+    ranks.say(f"{name}: {count} parameters, {len(data)} rows of {data.shape[1]} tokens")
     optimizer = optimizer_of(network, arguments.rate, arguments.decay, fused=device != "cpu")
     autocast = torch.autocast(device.split(":")[0], dtype=torch.bfloat16)
     an_epoch = len(data) // arguments.batch
@@ -110,7 +108,7 @@ def train(
     train_on(data[: arguments.batch])  # compiles; its gradients are not used
     optimizer.zero_grad(set_to_none=True)
     ready = ranks.agree(time.monotonic())
-    ranks.say(f"the first step took {ready - start:.0f} s")
+    ranks.say(f"{name}: the first step took {ready - start:.0f} s")
     for step in range(total):
         if step % an_epoch == 0:
             order = torch.randperm(
@@ -131,7 +129,8 @@ def train(
             count = step % every + 1
             shares = " ".join(f"{x:.3f}" for x in (found / count).tolist())
             ranks.say(
-                f"step {step + 1} epoch {(step + 1) / an_epoch:.2f} loss {seen.item() / count:.4f} "
+                f"{name}: step {step + 1} epoch {(step + 1) / an_epoch:.2f} "
+                f"loss {seen.item() / count:.4f} "
                 f"top tokens found {shares} {(time.monotonic() - ready) / 60:.2f} min"
             )
             seen, found = 0.0, 0.0
