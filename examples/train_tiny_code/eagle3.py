@@ -7,14 +7,14 @@ on `generations.py`'s rows and on the corpus.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
 import numpy as np
 import torch
 import torch.nn.functional as F
-from draft_training import arguments_of, load_target, train, training_rows
+from draft_training import arguments_of, load_target, parse, train, training_rows
 from safetensors.torch import load_file, save_file
 from target import forward
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specplug_eagle3.network import Eagle3Config, Eagle3Network
 
+Score = Callable[[Eagle3Network, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 STEP_WEIGHT = 0.8  # the loss of step j counts STEP_WEIGHT ** j
 
 
@@ -59,9 +60,9 @@ class TrainingTimeAttention:
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query, key, value [B * L, H, D] of the only layer → [B * L, H * D]."""
         query, key, value = (
-            x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (query, key, value)
+            x.to(value.dtype).unflatten(0, (self.batch, -1)).transpose(1, 2)
+            for x in (query, key, value)
         )
-        value = value.to(query.dtype)
         self.keys.append(key)
         self.values.append(value)
         if len(self.keys) == 1:
@@ -83,7 +84,26 @@ class TrainingTimeAttention:
         return mixed
 
 
-def unroll(network: nn.Module, embeds: Tensor, hidden: Tensor, steps: int) -> Iterator[Tensor]:
+class UncompiledAttention(TrainingTimeAttention):
+    """The same, left out when the network around it is compiled.
+
+    What is before and after it is the same in all steps, so it is compiled once. With it, each step
+    would be another graph, and compiling all would take longer than a short training.
+    """
+
+    @torch.compiler.disable
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `TrainingTimeAttention`."""
+        return super().__call__(layer, query, key, value)
+
+
+def unroll(
+    network: nn.Module,
+    embeds: Tensor,
+    hidden: Tensor,
+    steps: int,
+    attention: type[TrainingTimeAttention] = TrainingTimeAttention,
+) -> Iterator[Tensor]:
     """The network's results [B * L, hidden] of each step.
 
     embeds [B, L, target_hidden] of the text's tokens, hidden [B * L, hidden] the features as the
@@ -93,12 +113,26 @@ def unroll(network: nn.Module, embeds: Tensor, hidden: Tensor, steps: int) -> It
     the text says.
     """
     batch, length, _ = embeds.shape
-    attend = TrainingTimeAttention(batch)
+    attend = attention(batch)
     positions = torch.arange(length, device=embeds.device).repeat(batch)
     for step in range(steps):
         shifted = F.pad(embeds[:, 1 + step :], (0, 0, 0, 1 + step)).flatten(0, 1)
         hidden = network(shifted, hidden, positions + step, attend)
         yield hidden
+
+
+def score(
+    network: Eagle3Network, hidden: Tensor, goal: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(mean cross entropy to the goal, number of its top tokens found), of the rows that count.
+
+    hidden [B * L, hidden], goal [B, L, draft_vocab], counts [B, L].
+    """
+    logits = network.logits(hidden).view(goal.shape).float()
+    each = -(goal * logits.log_softmax(-1)).sum(-1)
+    mask = counts.float()
+    right = (logits.argmax(-1) == goal.argmax(-1)) & counts
+    return (each * mask).sum() / mask.sum(), right.sum().detach()
 
 
 def draft_loss(
@@ -108,6 +142,7 @@ def draft_loss(
     wanted: Tensor,
     counts: Tensor,
     steps: int,
+    score: Score = score,
 ) -> tuple[Tensor, Tensor]:
     """(loss, share of the target's top tokens found [steps]).
 
@@ -116,15 +151,15 @@ def draft_loss(
     """
     batch, length, _ = embeds.shape
     total, found = embeds.new_zeros(()), []
-    fused = network.fuse(features.flatten(0, 1)).float()
-    for step, hidden in enumerate(unroll(network, embeds, fused, steps)):
-        rows_used = length - 1 - step
-        goal, mask = wanted[:, 1 + step :], counts[:, 1 + step :].float()
-        logits = network.logits(hidden).unflatten(0, (batch, length))[:, :rows_used].float()
-        each = -(goal * logits.log_softmax(-1)).sum(-1)
-        total = total + STEP_WEIGHT**step * (each * mask).sum() / mask.sum()
-        right = (logits.argmax(-1) == goal.argmax(-1)) & counts[:, 1 + step :]
-        found.append(right.float().mean().detach())
+    fused = network.fuse(features.flatten(0, 1))
+    # Rows of nothing at the end: all steps have the same shapes, and are compiled once.
+    goals, masks = F.pad(wanted, (0, 0, 0, steps)), F.pad(counts, (0, steps))
+    results = unroll(network, embeds, fused, steps, UncompiledAttention)
+    for step, hidden in enumerate(results):
+        rows = slice(1 + step, 1 + step + length)
+        each, right = score(network, hidden, goals[:, rows], masks[:, rows].contiguous())
+        total = total + STEP_WEIGHT**step * each
+        found.append(right / (batch * (length - 1 - step)))
     return total, torch.stack(found)
 
 
@@ -136,18 +171,56 @@ def choose_vocabulary(made: np.ndarray, prompts: np.ndarray, size: int) -> tuple
     return chosen, float(counts[chosen].sum() / counts.sum())
 
 
-def build(config: Eagle3Config, target: LlamaForCausalLM, chosen: np.ndarray) -> Eagle3Network:
-    """A new head: small weights, and the target's embedding rows as its LM head's start."""
+@torch.no_grad()
+def build(
+    config: Eagle3Config, target: LlamaForCausalLM, chosen: np.ndarray, text: Tensor
+) -> Eagle3Network:
+    """A new head that begins as the target ends: its last layer, final norm and LM head.
+
+    The residual stream begins as the highest feature. Each feature is brought to the same size:
+    those of later layers are many times as large. What reads the embeddings, and the lower
+    features, begins small and random.
+
+    Args:
+        chosen: the draft vocabulary.
+        text: [n, L], which shows how large the features are.
+    """
     torch.manual_seed(0)
     network = Eagle3Network(config)
     for name, parameter in network.named_parameters():
         if parameter.ndim == 2:
-            nn.init.normal_(parameter, std=0.01 if "o_proj" in name or "down" in name else 0.04)
+            small = 0.1 if name == "fc.weight" else 0.3
+            nn.init.normal_(parameter, std=small * parameter.shape[1] ** -0.5)
+    with torch.compiler.set_stance("force_eager"):  # once, and in shapes of its own
+        *aux, _ = forward(target, text, config.aux_layer_ids)
+    sizes = torch.stack([feature.float().square().mean().sqrt() for feature in aux]).cpu()
+    fused = network.fc.weight.unflatten(1, (len(aux), -1))
+    fused[:, -1].add_(torch.eye(config.hidden_size))
+    fused.div_(sizes[:, None])
+    layer, last = network.midlayer, target.model.layers[-1]
+    begin_like(layer, last)
+    layer.hidden_norm.weight.copy_(last.input_layernorm.weight)
+    network.norm.weight.copy_(target.model.norm.weight)
     ids = torch.from_numpy(chosen)
-    network.lm_head.weight.data.copy_(target.lm_head.weight.data.cpu()[ids])
+    network.lm_head.weight.copy_(target.lm_head.weight.cpu()[ids])
     network.d2t.copy_(ids - torch.arange(len(ids)))
     network.t2d[ids] = True
     return network
+
+
+def begin_like(layer: nn.Module, last: nn.Module) -> None:
+    """Copy a layer of the target into a draft's, as much of the MLP as there is room for.
+
+    Where the draft's reads a wider input, its last columns stand for what the target's reads.
+    """
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        weight = getattr(last.self_attn, name).weight
+        getattr(layer.self_attn, name).weight[:, -weight.shape[1] :] = weight
+    count = min(layer.mlp.gate_proj.out_features, last.mlp.gate_proj.out_features)
+    for name in ("gate_proj", "up_proj"):
+        getattr(layer.mlp, name).weight[:count] = getattr(last.mlp, name).weight[:count]
+    layer.mlp.down_proj.weight[:, :count] = last.mlp.down_proj.weight[:, :count]
+    layer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
 
 
 def save(network: Eagle3Network, out: Path) -> None:
@@ -192,17 +265,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="drafting steps unrolled")
     parser.add_argument("--intermediate", type=int, default=640)
     parser.add_argument("--draft-vocab", type=int, default=3072)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     made = np.load(arguments.data / "generations.npy")
     prompts = np.load(arguments.data / "prompt_lengths.npy")
     chosen, coverage = choose_vocabulary(made, prompts, arguments.draft_vocab)
-    print(f"draft vocabulary: {len(chosen)} tokens, {coverage:.4%} of what the target wrote")
+    arguments.ranks.say(
+        f"draft vocabulary: {len(chosen)} tokens, {coverage:.4%} of what the target wrote"
+    )
     data = training_rows(arguments.data, arguments.device)
     target = load_target(arguments)
     config = configuration(target.config, arguments.intermediate, arguments.draft_vocab)
-    network = build(config, target, chosen).to(arguments.device)
+    network = build(config, target, chosen, data[:64].long()).to(arguments.device)
     ids = torch.from_numpy(chosen).to(arguments.device)
-    loss_of_features = draft_loss if arguments.no_compile else torch.compile(draft_loss)
+    scored = score
+    if not arguments.no_compile:
+        network.compile(dynamic=False)
+        scored = torch.compile(score, dynamic=False)
 
     def loss_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -212,7 +290,7 @@ def main() -> None:
             counts = network.t2d[logits.argmax(-1)]
             embeds = target.model.embed_tokens(tokens)
         features = torch.cat(aux, -1)
-        return loss_of_features(network, embeds, features, wanted, counts, arguments.steps)
+        return draft_loss(network, embeds, features, wanted, counts, arguments.steps, scored)
 
     train(arguments, network, data, loss_of, lambda: save(network, arguments.out))
 
