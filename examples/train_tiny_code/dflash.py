@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from draft_training import arguments_of, load_target, train, training_rows
+from draft_training import arguments_of, load_target, parse, train, training_rows
 from safetensors.torch import load_file, save_file
 from target import forward, load
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ def configuration(
 
 
 class BlockAttention:
-    """Attention of A blocks in each of B rows of text.
+    """Attention of A blocks in each of B rows of text. It is left out when a layer is compiled.
 
     A block sees the target's features of the positions before its anchor, and itself: the first
     `lengths` of its rows.
@@ -78,6 +78,7 @@ class BlockAttention:
         counts = (torch.arange(size, device=anchors.device) < lengths.unsqueeze(2)).flatten(1)
         self.mask = torch.cat((before, same & counts.unsqueeze(1)), dim=2).unsqueeze(1)
 
+    @torch.compiler.disable
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `specplug.layers.Attend`; the R rows are all blocks' of all rows of text."""
 
@@ -124,11 +125,9 @@ def draft(
 
 
 def draft_loss(
-    network: DFlashNetwork,
-    embedding: Tensor,
     head: Tensor,
     tokens: Tensor,
-    features: Tensor,
+    hidden: Tensor,
     final: Tensor,
     anchors: Tensor,
     lengths: Tensor,
@@ -145,12 +144,10 @@ def draft_loss(
 
     Args:
         head: [vocab, hidden], the target's LM head; final [B, L, hidden]: its input.
+        hidden: [B, A, size - 1, hidden], what `draft` made of these blocks.
     """
-    size = network.config.block_size
-    logits = F.linear(
-        draft(network, embedding, tokens, features, anchors, lengths, size), head
-    ).float()
-    offsets = torch.arange(1, size, device=tokens.device)
+    logits = F.linear(hidden, head).float()
+    offsets = torch.arange(1, hidden.shape[2] + 1, device=tokens.device)
     places = anchors.unsqueeze(2) + offsets
     row = torch.arange(len(tokens), device=tokens.device).view(-1, 1, 1)
     text = tokens[row, places].unsqueeze(3)
@@ -330,7 +327,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="evaluates on them in the end")
     parser.add_argument("--count", type=int, default=256, help="prompts")
     parser.add_argument("--new", type=int, default=128, help="tokens after each prompt")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if arguments.max_steps:
         train_draft(arguments)
     if arguments.prompts is not None:
@@ -351,22 +348,20 @@ def train_draft(arguments: argparse.Namespace) -> None:
     )
     network = build(config, target).to(arguments.device)
     embedding, head = target.model.embed_tokens.weight, target.lm_head.weight
-    loss_of_blocks = draft_loss if arguments.no_compile else torch.compile(draft_loss)
+    loss_of_blocks = draft_loss
+    if not arguments.no_compile:
+        for layer in network.layers:
+            layer.compile()  # all of them share one compiled layer
+        loss_of_blocks = torch.compile(draft_loss, dynamic=False)
 
     def loss_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             *aux, final = forward(target, tokens, config.feature_layers)
         blocks = choose_blocks(tokens, arguments.blocks, config.block_size, arguments.shorter)
+        features = torch.cat(aux, -1)
+        hidden = draft(network, embedding, tokens, features, *blocks, config.block_size)
         return loss_of_blocks(
-            network,
-            embedding,
-            head,
-            tokens,
-            torch.cat(aux, -1),
-            final,
-            *blocks,
-            arguments.gamma,
-            arguments.reach,
+            head, tokens, hidden, final, *blocks, arguments.gamma, arguments.reach
         )
 
     train(arguments, network, data, loss_of, lambda: save(network, arguments.out))
