@@ -1,26 +1,37 @@
-"""Real acceptance and speed-up in bf16: a target of 116 million parameters, trained here.
+"""Real acceptance and speed-up in bf16: a target of 313 million parameters, trained here.
 
-    python benchmarks/gpu/train_target.py --models FOLDER --output DIR --minutes 6
+    python benchmarks/gpu/train_target.py --models FOLDER --output DIR
+    python benchmarks/gpu/train_target.py --models FOLDER --output DIR --gpus 0,1,2,3
+    python benchmarks/gpu/train_target.py --encode FOLDER
+    python benchmarks/gpu/train_target.py --models FOLDER --output DIR --data FOLDER
 
 The recipes of ``examples/train_tiny_code`` on the running Python's own standard library, with the
-default model's tokenizer: a Llama of 12 layers and hidden size 768, its continuations, an EAGLE-3
+default model's tokenizer: a Llama of 24 layers and hidden size 1024, its continuations, an EAGLE-3
 head and a DFlash draft. Then every algorithm completes held-out prompts in turn with plain
-decoding: tokens a second, accept lengths, and whether the tokens are the same. ``--minutes`` is the
-training's time without the start of its four processes; what is in the folder already is not
-trained again.
+decoding: tokens a second, accept lengths, and whether the tokens are the same.
+
+With ``--gpus`` all of them train the target, each half of them a draft, and the batch sizes are
+measured beside one another, one on each. ``--minutes`` is the wall time of all training, the start
+of its processes included; what is in the folder already is not trained again. Many Pythons come
+without the standard library's tests, which are two thirds of it: ``--encode`` writes the corpus of
+one that has them, and ``--data`` reads it on another machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import attrs
@@ -32,8 +43,28 @@ from specplug.bench.dataset import HELD_OUT, read_prompts
 from specplug.model.loading import ASSETS
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_code"
+CORPUS = "train.npy", "train_starts.npy", "held_out.npy", "held_out_starts.npy"
+TARGET = [
+    "--layers", 24, "--hidden", 1024, "--intermediate", 2816, "--heads", 16,
+    "--epochs", 10, "--patience", 2, "--rate", 7e-4,
+]  # fmt: skip
+GENERATIONS = ["--batch", 1024]
+DRAFTS: dict[str, list[object]] = {
+    "eagle3": ["--intermediate", 2816, "--batch", 32, "--rate", 8e-4],
+    "dflash": ["--intermediate", 2816, "--batch", 32, "--rate", 8e-4],
+}
+TINY_TARGET = [
+    "--layers", 8, "--hidden", 64, "--intermediate", 128, "--heads", 2,
+    "--no-compile", "--steps", 3, "--batch", 4, "--length", 128,
+]  # fmt: skip
+TINY_GENERATIONS = ["--tokens", 500, "--batch", 4, "--length", 160]
+TINY_DRAFT: list[object] = ["--intermediate", 128, "--no-compile", "--max-steps", 2, "--batch", 4]
 SHARES = {"target": 0.5, "generations": 0.1, "eagle3": 0.2, "dflash": 0.2}
-"""Of the training's minutes."""
+"""Of the training's minutes, where one process follows the other."""
+START = 20.0
+"""Seconds that a recipe takes before and after what its ``--minutes`` count."""
+BATCHES = 1, 8, 32
+TEMPERATURES = 0.0, 1.0
 
 
 @attrs.frozen(kw_only=True)
@@ -64,31 +95,78 @@ CONTENDERS = (
 )
 
 
-def run_recipe(name: str, *arguments: object) -> None:
-    """Run a script of the recipes in a process of its own, which frees the device when it ends."""
+@attrs.frozen
+class Recipe:
+    """A script of the recipes and what it is told, but for its minutes.
+
+    Attributes:
+        gpus: of its ranks, one each; (None,): one process, on the GPU that it finds.
+    """
+
+    name: str
+    arguments: Sequence[object]
+    gpus: Sequence[str | None] = (None,)
+
+    def start(self, minutes: float) -> list[subprocess.Popen[bytes]]:
+        """Start a process for each GPU: the device's memory is free when they have ended."""
+        command = [sys.executable, str(RECIPES / f"{self.name}.py"), *map(str, self.arguments)]
+        command += ["--minutes", f"{minutes:.3f}"]
+        print(f"== {' '.join(command[1:])}", flush=True)
+        if self.gpus[0] is None:
+            return [subprocess.Popen(command)]
+        shared = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus)),
+            "WORLD_SIZE": str(len(self.gpus)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(self.gpus))]
+        return [subprocess.Popen(command, env={**shared, **rank}) for rank in ranks]
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+def run_recipes(recipes: Sequence[Recipe], minutes: float) -> None:
+    """Run recipes beside one another. If one of their processes fails, the others are ended.
+
+    Raises:
+        SystemExit: one has failed.
+    """
     start = time.monotonic()
-    print(f"== {name} {' '.join(map(str, arguments))}", flush=True)
-    command = [sys.executable, str(RECIPES / f"{name}.py"), *map(str, arguments)]
-    subprocess.run(command, check=True)
-    print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
+    running = {process: recipe for recipe in recipes for process in recipe.start(minutes)}
+    left = set(running)
+    try:
+        while left:
+            time.sleep(0.1)
+            for process in [process for process in left if process.poll() is not None]:
+                left.remove(process)
+                name = running[process].name
+                if process.returncode:
+                    sys.exit(f"{name} failed with exit code {process.returncode}")
+                if not any(running[other].name == name for other in left):
+                    print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
+    finally:
+        for process in left:
+            process.kill()
 
 
-def write_corpus(data: Path, model: Path, *, tiny: bool) -> None:
-    """Write the encoded corpus, and the default model's tokenizer to the new model's folder."""
+def write_corpus(data: Path, *, tiny: bool) -> None:
+    """Write the encoded corpus of the running Python's standard library."""
     import numpy as np
     from tokenizers import Tokenizer
 
     sys.path.insert(0, str(RECIPES))
     from corpus import encode, split
 
-    if (data / "train.npy").exists():
-        return
     start = time.monotonic()
     data.mkdir(parents=True, exist_ok=True)
-    model.mkdir(parents=True, exist_ok=True)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ASSETS / "tiny_code" / file, model / file)
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(ASSETS / "tiny_code" / "tokenizer.json"))
     train, held_out = split()
     for name, documents in (("held_out", held_out), ("train", train)):
         chosen = documents[:30] if tiny else documents
@@ -99,29 +177,59 @@ def write_corpus(data: Path, model: Path, *, tiny: bool) -> None:
     print(f"== corpus: {time.monotonic() - start:.0f} s", flush=True)
 
 
-def train(folder: Path, minutes: float, *, tiny: bool) -> None:
-    """Train what is not there: the target, its continuations, and the drafts."""
+def prepare(folder: Path, encoded: Path | None, *, tiny: bool) -> None:
+    """Put the corpus and the default model's tokenizer where the recipes look for them."""
     data, model = folder / "data", folder / "target"
-    write_corpus(data, model, tiny=tiny)
-    both = ["--data", data, "--device", "cpu" if tiny else "cuda"]
-    shape = [8, 64, 128, 2] if tiny else [12, 768, 3072, 12]
-    sizes = zip(("--layers", "--hidden", "--intermediate", "--heads"), shape, strict=True)
-    limits = {name: ["--minutes", minutes * share] for name, share in SHARES.items()}
-    drafts: list[object] = ["--no-compile", "--max-steps", 2, "--batch", 2] if tiny else []
-    if not (model / "model.safetensors").exists():
-        few = ["--no-compile", "--steps", 3, "--batch", 1, "--length", 128] if tiny else []
-        rate = ["--rate", 1e-3]
-        run_recipe("target", *both, "--out", model, *sum(sizes, ()), *limits["target"], *rate, *few)
-    if not (data / "generations.npy").exists():
-        few = ["--tokens", 500, "--batch", 4, "--length", 160] if tiny else ["--batch", 1024]
-        run_recipe("generations", *both, "--model", model, *limits["generations"], *few)
-    for name in ("eagle3", "dflash"):
-        if (folder / name / "model.safetensors").exists():
-            continue
-        wide = ["--intermediate", 128 if tiny else 2048]
-        wide += ["--rate", 2e-3 if name == "dflash" else 1e-3]
-        out = ["--model", model, "--out", folder / name]
-        run_recipe(name, *both, *out, *limits[name], *wide, *drafts)
+    model.mkdir(parents=True, exist_ok=True)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ASSETS / "tiny_code" / file, model / file)
+    if (data / "train.npy").exists():
+        return
+    if encoded is None:
+        write_corpus(data, tiny=tiny)
+    else:
+        data.mkdir(parents=True, exist_ok=True)
+        for file in CORPUS:
+            shutil.copy(encoded / file, data / file)
+
+
+def train(
+    folder: Path, minutes: float, gpus: Sequence[str | None], encoded: Path | None, *, tiny: bool
+) -> None:
+    """Train what is not there: the target, its continuations, and the drafts.
+
+    The time that one leaves, the target by ending when it overfits, is the next ones'.
+    """
+    end = time.monotonic() + 60 * minutes
+    prepare(folder, encoded, tiny=tiny)
+    data, model = folder / "data", folder / "target"
+    both: list[object] = ["--data", data, "--device", "cpu" if tiny else "cuda"]
+    target = [*both, "--out", model, *(TINY_TARGET if tiny else TARGET)]
+    written = [*both, "--model", model, *(TINY_GENERATIONS if tiny else GENERATIONS)]
+    stages = [
+        (model / "model.safetensors", Recipe("target", target, gpus)),
+        (data / "generations.npy", Recipe("generations", written, gpus)),
+    ]
+    names = list(DRAFTS)
+    half = -(-len(gpus) // 2)
+    places = [gpus, gpus] if len(gpus) == 1 else [gpus[:half], gpus[half:]]
+    for name, place in zip(names, places, strict=True):
+        options = [*both, "--model", model, "--out", folder / name]
+        options += TINY_DRAFT if tiny else DRAFTS[name]
+        stages.append((folder / name / "model.safetensors", Recipe(name, options, place)))
+    left = [recipe for file, recipe in stages if not file.exists()]
+    while left:
+        first, *others = left
+        at_once = left if first.name in names and len(gpus) > 1 else [first]
+        left = [] if at_once is left else others
+        following = (
+            left if len(gpus) == 1 else [recipe for recipe in left if recipe.name != names[1]]
+        )
+        share = SHARES[first.name] / (
+            SHARES[first.name] + sum(SHARES[recipe.name] for recipe in following)
+        )
+        seconds = max((end - time.monotonic()) * share - START, 1.0)
+        run_recipes(at_once, seconds / 60)
 
 
 class Race:
@@ -129,12 +237,11 @@ class Race:
 
     Args:
         folder: with the target and its drafts.
-        batch: requests at a time.
+        batch: requests at a time, at most.
         settings: of every engine.
     """
 
     def __init__(self, folder: Path, batch: int, settings: dict[str, Any]) -> None:
-        self.batch = batch
         self.engines = {
             contender.name: LLM(
                 folder / "target",
@@ -148,14 +255,16 @@ class Race:
             for contender in CONTENDERS
         }
 
-    def run(self, prompts: Sequence[str], params: SamplingParams) -> list[dict[str, Any]]:
+    def run(
+        self, prompts: Sequence[str], batch: int, params: SamplingParams
+    ) -> list[dict[str, Any]]:
         """Complete all prompts, ``batch`` at a time; the first group twice, since the first time
         records graphs.
 
         Returns:
             A row for each contender, its speed-up the median over the groups.
         """
-        groups = [prompts[i : i + self.batch] for i in range(0, len(prompts), self.batch)]
+        groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
         rates: dict[str, list[float]] = {name: [] for name in self.engines}
         tokens: dict[str, list[tuple[int, ...]]] = {name: [] for name in self.engines}
         for engine in self.engines.values():
@@ -176,7 +285,7 @@ class Race:
             same = sum(a == b for a, b in zip(tokens[name], tokens["NONE"], strict=True))
             rows.append({
                 "name": name,
-                "batch": self.batch,
+                "batch": batch,
                 "temperature": params.temperature,
                 "rate": statistics.median(rates[name]),
                 "speedup": statistics.median(speedups),
@@ -193,38 +302,132 @@ class Race:
             engine.close()
 
 
+@attrs.frozen
+class Measurement:
+    """Races at one batch size.
+
+    Attributes:
+        prompts: how many, at least one group of ``batch``.
+    """
+
+    batch: int
+    temperatures: Sequence[float]
+    prompts: int
+
+
+def run_races(
+    few: Sequence[Measurement], folder: Path, settings: dict[str, Any], arguments: Any
+) -> None:
+    """Run races on the same engines, print a line for each contender, and keep the rows."""
+    results, start = Results(arguments.output), time.monotonic()
+    race = Race(folder, max(each.batch for each in few), settings)
+    started = time.monotonic()
+    texts = [prompt.content for prompt in read_prompts(HELD_OUT)]
+    for each in few:
+        for temperature in each.temperatures:
+            params = SamplingParams(
+                max_tokens=arguments.max_tokens, temperature=temperature, seed=1, ignore_eos=True
+            )
+            for row in race.run(texts[: each.prompts], each.batch, params):
+                print(f"{row['name']:22}{row['batch']:6}{row['temperature']:6}"
+                      f"{row['rate']:10.1f}{row['speedup']:8.2f}{row['accept_length']:8.2f}"
+                      f"  {row['same']} of {row['prompts']}", flush=True)  # fmt: skip
+                results.add("trained", **row)
+    race.close()
+    batches = ", ".join(str(each.batch) for each in few)
+    print(f"== batches of {batches}: engines {started - start:.0f} s, "
+          f"races {time.monotonic() - started:.0f} s", flush=True)  # fmt: skip
+
+
+def measurements(
+    batches: Sequence[int], temperatures: Sequence[float], prompts: int | None, gpus: int
+) -> list[Measurement]:
+    """Return what is measured, the longest first; with more than three GPUs in a part for each.
+
+    Args:
+        prompts: of each; None: 16 one by one, and 4 groups of a larger batch.
+    """
+    found = []
+    for batch in batches:
+        count = max(prompts or (16 if batch == 1 else 4 * batch), batch)
+        parts = [[t] for t in temperatures] if gpus > 3 and batch == 1 else [temperatures]
+        found += [Measurement(batch, part, count) for part in parts]
+    return found
+
+
+def measure(arguments: argparse.Namespace, folder: Path, gpus: Sequence[str | None]) -> None:
+    """Measure all batch sizes: here, or in processes beside one another, one on each GPU."""
+    prompts = arguments.prompts or (2 if arguments.tiny else None)
+    few = measurements(arguments.batches, arguments.temperatures, prompts, len(gpus))
+    print(
+        f"{'':22}{'batch':>6}{'temp':>6}{'tokens/s':>10}{'x NONE':>8}{'accept':>8}  same",
+        flush=True,
+    )
+    if len(gpus) == 1:
+        run_races(few, folder, settings_of(arguments), arguments)
+        return
+    free = SimpleQueue[str | None]()
+    for gpu in gpus:
+        free.put(gpu)
+
+    def on_a_free_one(each: Measurement) -> int:
+        gpu = free.get()
+        command = [sys.executable, __file__, "--models", str(folder.parent), "--race"]
+        command += ["--batches", str(each.batch), "--prompts", str(each.prompts)]
+        command += ["--temperatures", *map(str, each.temperatures), "--max-tokens"]
+        command += [str(arguments.max_tokens)]
+        command += ["--set", *arguments.settings, *(["--tiny"] if arguments.tiny else [])]
+        if arguments.output is not None:
+            command += ["--output", str(arguments.output)]
+        try:
+            visible = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+            return subprocess.run(command, env=visible).returncode
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        if any(pool.map(on_a_free_one, few)):
+            sys.exit("a measurement failed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--minutes", type=float, default=6.0, help="of training altogether")
-    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--gpus", help="train and measure on these, such as 0,1,2,3")
+    parser.add_argument("--data", type=Path, help="a corpus that --encode wrote")
+    parser.add_argument("--encode", type=Path, metavar="FOLDER", help="write the corpus, and end")
+    parser.add_argument("--prompts", type=int, help="of each batch size; default: 16, or 4 groups")
+    parser.add_argument("--batches", type=int, nargs="+")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--train-only", action="store_true")
+    parser.add_argument("--race", action="store_true", help="measure on one GPU, and train nothing")
     arguments = parser.parse_args()
-    tiny, settings = arguments.tiny, settings_of(arguments)
+    if arguments.batches is None:
+        arguments.batches = (1, 2) if arguments.tiny else BATCHES
+    if arguments.tiny:
+        arguments.max_tokens = 8
+    start = time.monotonic()
+    if arguments.encode is not None:
+        write_corpus(arguments.encode, tiny=arguments.tiny)
+        return
+    gpus: list[str | None] = [*arguments.gpus.split(",")] if arguments.gpus else [None]
     with tempfile.TemporaryDirectory() as scratch:
         folder = (arguments.models or Path(scratch)) / "trained"
-        train(folder, arguments.minutes, tiny=tiny)
-        if arguments.train_only:
+        if arguments.race:
+            few = [
+                Measurement(batch, arguments.temperatures, arguments.prompts or batch)
+                for batch in arguments.batches
+            ]
+            run_races(few, folder, settings_of(arguments), arguments)
             return
-        results = Results(arguments.output)
-        add_run(results, arguments)
-        texts = [prompt.content for prompt in read_prompts(HELD_OUT)]
-        most = 8 if tiny else arguments.max_tokens
-        print(f"{'':22}{'batch':>6}{'temp':>6}{'tokens/s':>10}{'x NONE':>8}{'accept':>8}  same")
-        for batch in (1, 2) if tiny else (1, 8, 32):
-            race = Race(folder, batch, settings)
-            prompts = texts[: 2 if tiny else max(arguments.prompts, 4 * batch)]
-            for temperature in (0.0, 1.0):
-                params = SamplingParams(
-                    max_tokens=most, temperature=temperature, seed=1, ignore_eos=True
-                )
-                for row in race.run(prompts, params):
-                    print(f"{row['name']:22}{batch:6}{temperature:6}{row['rate']:10.1f}"
-                          f"{row['speedup']:8.2f}{row['accept_length']:8.2f}"
-                          f"  {row['same']} of {row['prompts']}", flush=True)  # fmt: skip
-                    results.add("trained", **row)
-            race.close()
+        train(folder, arguments.minutes, gpus, arguments.data, tiny=arguments.tiny)
+        print(f"== training: {time.monotonic() - start:.0f} s", flush=True)
+        if not arguments.train_only:
+            add_run(Results(arguments.output), arguments)
+            measure(arguments, folder, gpus)
+        print(f"== all: {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
