@@ -15,7 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from draft_training import arguments_of, load_target, parse, train, training_rows
+from draft_training import (
+    arguments_of,
+    feature_sizes,
+    load_target,
+    parse,
+    train,
+    training_rows,
+)
 from safetensors.torch import load_file, save_file
 from target import forward, load
 from torch import Tensor, nn
@@ -186,14 +193,23 @@ def unused_token(data: Path, vocab_size: int) -> int:
     return int(np.bincount(np.load(data / "train.npy"), minlength=vocab_size).argmin())
 
 
-def build(config: DFlashConfig, target: LlamaForCausalLM) -> DFlashNetwork:
-    """A new draft: small weights, and the target's final norm, as the LM head is the target's."""
+@torch.no_grad()
+def build(config: DFlashConfig, target: LlamaForCausalLM, text: Tensor) -> DFlashNetwork:
+    """A new draft: small weights, and the target's final norm, as the LM head is the target's.
+
+    The features, which grow from layer to layer, are brought to one size; `text` [n, L] shows how
+    large they are.
+    """
     torch.manual_seed(0)
     network = DFlashNetwork(config, target.config.max_position_embeddings)
     for name, parameter in network.named_parameters():
         if parameter.ndim == 2:
-            nn.init.normal_(parameter, std=0.01 if "o_proj" in name or "down" in name else 0.04)
-    network.norm.weight.data.copy_(target.model.norm.weight.data)
+            small = 0.3 if "o_proj" in name or "down" in name else 1.0
+            nn.init.normal_(parameter, std=small * parameter.shape[1] ** -0.5)
+    network.fc.weight.unflatten(1, (len(config.feature_layers), -1)).div_(
+        feature_sizes(target, text, config.feature_layers)[:, None]
+    )
+    network.norm.weight.copy_(target.model.norm.weight)
     return network
 
 
@@ -346,7 +362,7 @@ def train_draft(arguments: argparse.Namespace) -> None:
         block=arguments.block,
         mask=unused_token(arguments.data, target.config.vocab_size),
     )
-    network = build(config, target).to(arguments.device)
+    network = build(config, target, data[:64].long()).to(arguments.device)
     embedding, head = target.model.embed_tokens.weight, target.lm_head.weight
     loss_of_blocks = draft_loss
     if not arguments.no_compile:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from ranks import Ranks, join
-from target import clock, learning_rate, load, optimizer_of, rows
+from target import clock, forward, learning_rate, load, optimizer_of, rows
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -67,6 +67,14 @@ def load_target(arguments: argparse.Namespace) -> LlamaForCausalLM:
         for layer in target.model.layers:
             layer.compile(dynamic=False)
     return target
+
+
+@torch.no_grad()
+def feature_sizes(target: LlamaForCausalLM, text: Tensor, layers: tuple[int, ...]) -> Tensor:
+    """[len(layers)] on the CPU: the root mean square of each layer's input, over text [n, L]."""
+    with torch.compiler.set_stance("force_eager"):  # once, and in shapes of its own
+        *inputs, _ = forward(target, text, layers)
+    return torch.stack([x.float().square().mean().sqrt() for x in inputs]).cpu()
 
 
 def train(

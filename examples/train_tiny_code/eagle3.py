@@ -14,7 +14,14 @@ import attrs
 import numpy as np
 import torch
 import torch.nn.functional as F
-from draft_training import arguments_of, load_target, parse, train, training_rows
+from draft_training import (
+    arguments_of,
+    feature_sizes,
+    load_target,
+    parse,
+    train,
+    training_rows,
+)
 from safetensors.torch import load_file, save_file
 from target import forward
 from torch import Tensor, nn
@@ -191,12 +198,10 @@ def build(
         if parameter.ndim == 2:
             small = 0.1 if name == "fc.weight" else 0.3
             nn.init.normal_(parameter, std=small * parameter.shape[1] ** -0.5)
-    with torch.compiler.set_stance("force_eager"):  # once, and in shapes of its own
-        *aux, _ = forward(target, text, config.aux_layer_ids)
-    sizes = torch.stack([feature.float().square().mean().sqrt() for feature in aux]).cpu()
+    aux = config.aux_layer_ids
     fused = network.fc.weight.unflatten(1, (len(aux), -1))
     fused[:, -1].add_(torch.eye(config.hidden_size))
-    fused.div_(sizes[:, None])
+    fused.div_(feature_sizes(target, text, aux)[:, None])
     layer, last = network.midlayer, target.model.layers[-1]
     begin_like(layer, last)
     layer.hidden_norm.weight.copy_(last.input_layernorm.weight)

@@ -139,9 +139,10 @@ def learning_rate(step: int, done: float, peak: float, warmup: int) -> float:
 
 def save(config: LlamaConfig, state: dict[str, Tensor], out: Path) -> None:
     """Writes config.json, generation_config.json and the weights in bfloat16."""
-    model = LlamaForCausalLM(config)
-    model.load_state_dict(state)
-    model.to(torch.bfloat16)
+    with torch.device("meta"):  # no weights are drawn to be replaced
+        model = LlamaForCausalLM(config)
+    model.load_state_dict({k: v.to(torch.bfloat16) for k, v in state.items()}, assign=True)
+    model.tie_weights()
     model.generation_config = GenerationConfig(eos_token_id=END_OF_TEXT_ID, do_sample=False)
     model.save_pretrained(out)
 
