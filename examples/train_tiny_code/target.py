@@ -48,10 +48,11 @@ def configuration(
     )
 
 
-def build(config: LlamaConfig, seed: int = 0) -> LlamaForCausalLM:
-    """A new model; what the layers add to the residual stream starts small."""
+def build(config: LlamaConfig, device: str, seed: int = 0) -> LlamaForCausalLM:
+    """A new model, drawn on the device; what the layers add to the residual stream starts small."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
     with torch.no_grad():
         for layer in model.model.layers:
             for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -188,7 +189,7 @@ def main() -> None:
     config = configuration(
         arguments.layers, arguments.hidden, arguments.intermediate, arguments.heads
     )
-    model = build(config).to(device)
+    model = build(config, device)
     torch.manual_seed(ranks.rank)  # of what is dropped
     ranks.say(f"{sum(p.numel() for p in model.parameters())} parameters, {len(tokens)} tokens")
     if arguments.dropout:
