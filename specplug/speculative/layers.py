@@ -307,7 +307,8 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[R] int64 -> cos and sin [R, 1, D], for ``rotate``."""
-        cos, sin = self.tables.index_select(1, positions).unsqueeze(2)
+        # Not index_select: rows that nobody reads may have negative positions.
+        cos, sin = self.tables[:, positions].unsqueeze(2)
         return cos, sin
 
 
