@@ -307,9 +307,14 @@ class EngineRuntime:
             fill_cache(cache, shape, num_slots, self.dtype, self.device) for cache, shape in caches
         ]
         if self._runner.kernels is not None:
+            heads = self._runner.config.num_attention_heads
             for _, shape in caches:
                 self._runner.kernels.reserve(
-                    num_slots, self.req_table_size, shape.num_kv_heads, shape.head_dim
+                    num_slots,
+                    self.req_table_size,
+                    shape.num_kv_heads,
+                    shape.head_dim,
+                    self.config.num_draft_tokens * -(-heads // shape.num_kv_heads),
                 )
 
     def close(self) -> None:

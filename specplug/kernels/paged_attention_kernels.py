@@ -495,15 +495,17 @@ class PagedAttention:
             self._programs = _PROGRAMS * properties.multi_processor_count
         self._workspace = torch.empty(workspace_bytes // 4, device=device)
 
-    def reserve(self, num_slots: int, num_requests: int, kv_heads: int, dim: int) -> None:
-        """Make room for the parts of a pool's slots, with up to ``_TILE_ROWS`` rows of each of the
-        requests and key heads. No call may be recorded yet.
+    def reserve(
+        self, num_slots: int, num_requests: int, kv_heads: int, dim: int, num_rows: int
+    ) -> None:
+        """Make room for the parts of a pool's slots, with so many rows of each request and key
+        head. No call may be recorded yet.
 
-        Passes whose requests share slots, or are wider, may lack room.
+        Passes that are wider, or whose requests share slots, may lack room.
         """
+        tile, num_tiles = _tiles_of(num_rows)
         parts = num_slots // PART + num_requests
-        columns = max(_DOT_ROWS, triton.next_power_of_2(dim)) + 2
-        size = parts * kv_heads * _TILE_ROWS * columns
+        size = parts * kv_heads * num_tiles * tile * (_padded_dim(dim) + 2)
         if size > len(self._workspace):
             self._workspace = torch.empty(size, device=self._workspace.device)
 
@@ -578,9 +580,7 @@ class _Call:
         """Launch ``_committed_parts``, then ``_row_tails``."""
         rows, out, bs = self.rows, self.out, len(self.rows.req_indices)
         kv_heads = self.keys.shape[1]
-        of_request = rows.width * self.group
-        tile = min(max(_DOT_ROWS, triton.next_power_of_2(of_request)), _TILE_ROWS)
-        num_tiles = triton.cdiv(of_request, tile)
+        tile, num_tiles = _tiles_of(rows.width * self.group)
         dim = self.common["DIM"]
         capacity = len(workspace) // (tile * (dim + 2))
         tops, totals, mixed = workspace.split_with_sizes(
@@ -632,11 +632,22 @@ class _Call:
         """What all kernels are compiled for."""
         dim = self.q.shape[2]
         return {
-            "GROUP": self.group, "D": dim, "DIM": max(_DOT_ROWS, triton.next_power_of_2(dim)),
+            "GROUP": self.group, "D": dim, "DIM": _padded_dim(dim),
             "RAGGED": self.rows.flat_index is not None, "HAS_WINDOW": self.window is not None,
             "HAS_SOFTCAP": self.softcap is not None, "PRECISION": "ieee", "BLOCK": BLOCK,
             "PART": PART, **launch_options(self.q),
         }  # fmt: skip
+
+
+def _tiles_of(num_rows: int) -> tuple[int, int]:
+    """Return the rows of a tile of ``_committed_parts`` and the number of tiles, for so many rows
+    of a request and key head."""
+    tile = min(max(_DOT_ROWS, triton.next_power_of_2(num_rows)), _TILE_ROWS)
+    return tile, triton.cdiv(num_rows, tile)
+
+
+def _padded_dim(dim: int) -> int:
+    return max(_DOT_ROWS, int(triton.next_power_of_2(dim)))
 
 
 def _given(tensor: Tensor | None, stand_in: Tensor) -> Tensor:

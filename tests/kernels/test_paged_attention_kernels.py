@@ -152,10 +152,11 @@ def test_attention_is_that_of_plain_loops(name: str, dtype: torch.dtype) -> None
         assert torch.equal(one.attend(tiled_width=1), found), "in tiles"
 
 
-def test_reserved_room_is_enough_for_a_full_pool() -> None:
-    one = make_pass((48, 48, 48), (16, 16, 16), (4, 1, 16))
+@pytest.mark.parametrize("width", [1, 16, 21])
+def test_reserved_room_is_enough_for_a_full_pool(width: int) -> None:
+    one = make_pass((48, 48, 48), (width,) * 3, (4, 1, 16))
     large, reserved = PagedAttention(DEVICE, 1 << 22), PagedAttention(DEVICE, 0)
-    reserved.reserve(num_slots=3 * 48, num_requests=3, kv_heads=1, dim=16)
+    reserved.reserve(num_slots=3 * 48, num_requests=3, kv_heads=1, dim=16, num_rows=4 * width)
     written = []
     for attention in (large, reserved):
         attention._workspace.fill_(float("nan"))
