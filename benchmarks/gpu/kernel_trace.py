@@ -185,7 +185,7 @@ def draw(trace: Trace, title: str, file: Path) -> None:
     whole.set_xlabel("milliseconds")
     _draw_kernels(seam, trace, start - AROUND, start + AROUND, start, 1.0)
     longest = max(trace.gaps(), default=(0.0, "", ""))[0]
-    seam.set_title(f"its beginning; no kernel ran for {longest:.0f} us at most in all steps")
+    seam.set_title(f"its beginning; the longest gap of {trace.num_steps} steps is {longest:.0f} us")
     seam.set_xlabel("microseconds")
     figure.tight_layout()
     figure.savefig(file, dpi=120)
@@ -204,7 +204,7 @@ def _draw_kernels(
         axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=f"C{row}", edgecolor=edge, linewidth=0.4)
     axes.set_yticks(range(len(kinds)), kinds)
     axes.set_xlim((start - zero) / unit, (end - zero) / unit)
-    axes.invert_yaxis()
+    axes.set_ylim(len(kinds) - 0.5, -0.5)
 
 
 def report(trace: Trace, name: str, point: Point, results: Results) -> None:

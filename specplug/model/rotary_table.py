@@ -38,7 +38,7 @@ class RotaryTable(nn.Module):
         if table is None or table.dtype != x.dtype or position_ids.shape[:-1] != (1,):
             more = () if layer_type is None else (layer_type,)
             return self.inner(x, position_ids, *more)
-        cos, sin = table.index_select(1, position_ids.view(-1)).unsqueeze(1)
+        cos, sin = table[:, position_ids.view(-1)].unsqueeze(1)
         return cos, sin
 
 
