@@ -30,6 +30,14 @@ def _scaled(x, root, weight):
 
 
 @triton.jit
+def _root_of_heads(low, high, eps, HALF: tl.constexpr):
+    """One over the root mean square of heads, [heads], from their halves."""
+    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+    mean = (tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)) / (2 * HALF)
+    return tl.rsqrt(mean + eps)
+
+
+@triton.jit
 def _weights_of_heads(q_weight, k_weight, is_q, column, is_column):
     """The weights of the heads' norms, [heads, columns] float32."""
     of_q = tl.load(q_weight + column, mask=is_column, other=0.0).to(tl.float32)
@@ -70,9 +78,7 @@ def _rotate_and_write(
     given_high = tl.load(source + HALF, mask=inside, other=0.0)
     low, high = given_low, given_high
     if HAS_NORMS:
-        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-        mean = (tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)) / (2 * HALF)
-        root = tl.rsqrt(mean + eps)
+        root = _root_of_heads(low, high, eps, HALF)
         low, high = _scaled(low, root, low_weight), _scaled(high, root, high_weight)
     new_low, new_high = (
         rotated(low, -high, low_cos[None, :], low_sin[None, :]),
@@ -93,9 +99,9 @@ def _rotate_and_write(
 
 @triton.jit
 def _rotate(
-    x, cos, sin, out, x_stride, head_stride, cos_stride, sin_stride,
+    x, weight, cos, sin, out, x_stride, head_stride, cos_stride, sin_stride, eps,
     ALL_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``HEADS`` heads of one row, each as its two halves."""
     let_next_start(PDL)
@@ -104,6 +110,10 @@ def _rotate(
     column = tl.arange(0, BLOCK)
     is_column = column < HALF
     inside = (head < ALL_HEADS)[:, None] & is_column[None, :]
+    if HAS_NORM:
+        scale = weight + (head * (2 * HALF))[:, None] + column[None, :]
+        low_weight = tl.load(scale, mask=inside, other=0.0).to(tl.float32)
+        high_weight = tl.load(scale + HALF, mask=inside, other=0.0).to(tl.float32)
     wait_for_last(PDL)
     low_cos = tl.load(cos + row * cos_stride + column, mask=is_column, other=0.0)
     high_cos = tl.load(cos + row * cos_stride + HALF + column, mask=is_column, other=0.0)
@@ -112,6 +122,9 @@ def _rotate(
     source = x + row * x_stride + (head * head_stride)[:, None] + column[None, :]
     low = tl.load(source, mask=inside, other=0.0)
     high = tl.load(source + HALF, mask=inside, other=0.0)
+    if HAS_NORM:
+        root = _root_of_heads(low, high, eps, HALF)
+        low, high = _scaled(low, root, low_weight), _scaled(high, root, high_weight)
     place = out + (row * ALL_HEADS + head)[:, None] * (2 * HALF) + column[None, :]
     new_low = rotated(low, high, low_cos[None, :], low_sin[None, :])
     new_high = rotated(high, low, high_cos[None, :], high_sin[None, :])
@@ -119,13 +132,18 @@ def _rotate(
     tl.store(place + HALF, new_high, mask=inside)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
     """Rotate heads: ``x * cos + x.roll(D / 2) * sin``, each operation rounded to the dtype.
 
     Args:
         x: [R, H, D] in half precision, dense in D.
         cos, sin: [R, 1, D] of the dtype of ``x``, the sign of the first half in ``sin``, as
             ``layers.Rotary`` gives them.
+        norm: [H, D] contiguous, the weights of an RMS norm of each head before; None: there is
+            none.
+        eps: of the norm.
 
     Returns:
         [R, H, D] contiguous.
@@ -136,6 +154,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return out
     _rotate[rows, triton.cdiv(heads, _HEADS)](
         x,
+        x if norm is None else norm,
         cos,
         sin,
         out,
@@ -143,10 +162,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x.stride(1),
         cos.stride(0),
         sin.stride(0),
+        eps,
         ALL_HEADS=heads,
         HALF=dim // 2,
         BLOCK=triton.next_power_of_2(dim // 2),
         HEADS=_HEADS,
+        HAS_NORM=norm is not None,
         num_warps=2,
         **launch_options(x),
     )

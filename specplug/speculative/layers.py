@@ -145,9 +145,7 @@ class QKVProjection(nn.Module):
         joint = linear(x, weight, bias).view(x.shape[0], -1, self.head_dim)
         heads, kv_heads = self.heads
         qk, v = joint[:, : heads + kv_heads], joint[:, heads + kv_heads :]
-        if norm is not None:
-            qk = F.rms_norm(qk, (self.head_dim,), None, self.norm_eps) * norm
-        qk = rotate(qk, cos, sin)
+        qk = rotate(qk, cos, sin, norm, self.norm_eps or 0.0)
         return qk[:, :heads], qk[:, heads:], v
 
     def output(self, mixed: Tensor, residual: Tensor) -> Tensor:
@@ -367,12 +365,21 @@ def tabulate_rotary(rotary: Any, num_positions: int) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to [R, H, D] by what ``Rotary`` gives, [R, 1, D]."""
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """Apply the rotary embedding to [R, H, D] by what ``Rotary`` gives, [R, 1, D].
+
+    Args:
+        norm: [H, D], the weights of a root-mean-square norm of each head before; None: none.
+        eps: of the norm.
+    """
     if has_kernels(x) and cos.dtype == x.dtype:
         from specplug.kernels import rotary
 
-        return rotary.rotate(x, cos, sin)
+        return rotary.rotate(x, cos, sin, norm, eps)
+    if norm is not None:
+        x = F.rms_norm(x, x.shape[-1:], None, eps) * norm
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 

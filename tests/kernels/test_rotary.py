@@ -60,3 +60,10 @@ def test_rotate_gives_what_torch_does(shape: tuple[int, int, int], normal: Norma
     x = normal(rows, 2 * heads, dim)[:, heads:]  # of a joint product
     cos, sin = normal(rows, 1, dim), normal(rows, 1, dim)
     assert torch.equal(rotate(x, cos, sin), x * cos + x.roll(dim // 2, -1) * sin)
+
+
+def test_rotate_norms_heads_first(normal: Normal) -> None:
+    x, norm = normal(5, 9, 20)[:, 3:], normal(6, 20).contiguous()
+    cos, sin = normal(5, 1, 20), normal(5, 1, 20)
+    normed = torch.nn.functional.rms_norm(x, (20,), None, 1e-5) * norm
+    torch.testing.assert_close(rotate(x, cos, sin, norm, 1e-5), rotate(normed, cos, sin))

@@ -9,7 +9,6 @@ as it is. Training and serving run this same class; what differs is the ``attend
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specplug import layers
@@ -92,7 +91,7 @@ class DFlashNetwork(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Fuse target features [R, len(feature_layers) * target_hidden] to contexts [R, hidden]."""
-        context: Tensor = self.hidden_norm(self.fc(features))
+        context: Tensor = self.hidden_norm(layers.linear(features, self.fc.weight))
         return context
 
     def context_kv(self, context: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -110,9 +109,9 @@ class DFlashNetwork(nn.Module):
             return [layer.self_attn.kv(context, cos, sin) for layer in self._decoder_layers()]
         weight, bias, norm = self._packed
         size, eps = self.config.head_dim, self.config.rms_norm_eps
-        joint = F.linear(context, weight, bias).view(context.shape[0], -1, size)
+        joint = layers.linear(context, weight, bias).view(context.shape[0], -1, size)
         k, v = joint.chunk(2, dim=1)
-        k = layers.rotate(F.rms_norm(k, (size,), None, eps) * norm, cos, sin)
+        k = layers.rotate(k, cos, sin, norm, eps)
         by_layer = -1, len(self.layers), self.config.num_key_value_heads, size
         return list(zip(k.view(by_layer).unbind(1), v.view(by_layer).unbind(1), strict=True))
 
