@@ -1,7 +1,7 @@
 """Write a few integers to pinned memory of the host, as a kernel.
 
-A copy engine would do it too, but a stream waits some 12 us for changing over to one and back. The
-torch reference is ``Tensor.copy_``.
+A copy engine would do it too, but a stream waits for it: 5 us before the copy and 9 us after it, on
+an H100. The torch reference is ``Tensor.copy_``.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
