@@ -7,13 +7,12 @@ bring.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import Event, Thread
+from contextlib import AbstractContextManager, nullcontext
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine_runtime import EngineRuntime
+from specplug.engine.hook_watch import HookWatch
 from specplug.engine.request import Request
 from specplug.engine.scheduler import SchedulerConfig
 from specplug.engine.step import StepRunner
@@ -21,8 +20,6 @@ from specplug.engine.step_plan import Decode, Prefill, PrefillChunk, Step
 from specplug.model.pass_form import MOST_ROWS, batch_bucket, row_buckets
 from specplug.sampling_params import SamplingParams
 from specplug.speculative.hook_calls import HookCalls
-
-_log = logging.getLogger(__name__)
 
 _LONGEST_PROMPT = 2048
 """Prompt tokens from which on no kernel is compiled anew for more."""
@@ -32,8 +29,6 @@ _PROMPT = 2
 """Tokens of a request that is to decode."""
 _REST = 0.01
 """Seconds that a rank which is done waits for another to call."""
-_PATIENCE = 20.0
-"""Seconds of a step after which the log says in which hook it is."""
 
 _GREEDY = SamplingParams()
 _SAMPLED = SamplingParams(temperature=0.7)
@@ -74,8 +69,7 @@ class WarmUp:
     ) -> None:
         self._runtime = runtime
         self._runner = steps
-        self._hooks = hooks
-        self._said = False
+        self._watch = HookWatch(hooks)
         self._limits = limits
         self._decodes = decodes
         self._ranks = ranks
@@ -111,33 +105,8 @@ class WarmUp:
     def _run(self, step: Step) -> None:
         for request in step.admitted:
             self._runtime.sampler.admit(request.req_index, request.params, request.seed)
-        with self._stepping(), self._watched():
+        with self._stepping(), self._watch.step():
             self._runner.run(step).wait()
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Have the log say, once, where a step is that takes long: a hook may never return."""
-        if self._said:
-            yield
-            return
-        ended = Event()
-        Thread(target=self._watch, args=(ended,), name="specplug-warm-up", daemon=True).start()
-        try:
-            yield
-        finally:
-            ended.set()
-
-    def _watch(self, ended: Event) -> None:
-        while not (self._said or ended.wait(_PATIENCE)):
-            where = self._hooks.running
-            if where is not None:
-                self._said = True
-                _log.warning(
-                    "warming up: a step takes longer than %g s and is in %s; expected it to "
-                    "return; if it does not, end the start (Ctrl-C), or decline warm_up",
-                    _PATIENCE,
-                    where,
-                )
 
     def _take_part(self) -> None:
         """Run a step of another rank, or wait for a moment."""

@@ -23,7 +23,7 @@ from specplug import (
     UsageError,
     hookimpl,
 )
-from specplug.engine import warm_up as module
+from specplug.engine import hook_watch
 from specplug.model.pass_form import batch_bucket
 from specplug.speculative.report import RequestReport, StepReport
 
@@ -156,7 +156,7 @@ def test_warm_up_says_once_in_which_hook_it_is(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hook that hangs until that is said, as one that never returns."""
-    monkeypatch.setattr(module, "_PATIENCE", 0.3)
+    monkeypatch.setattr(hook_watch, "_PATIENCE", 0.3)
     plugin = Watched()
     plugin.goes_on.clear()
     said: list[str] = []
@@ -166,7 +166,7 @@ def test_warm_up_says_once_in_which_hook_it_is(
         plugin.goes_on.set()
         return True
 
-    monkeypatch.setattr(module._log, "filters", [release])
+    monkeypatch.setattr(hook_watch._log, "filters", [release])
     with LLM(tiny_model, speculative_algorithm=plugin, warm_up="on"):
         pass
     (line,) = said
