@@ -27,10 +27,10 @@ FEW_ROWS = 128
 """Up to so many rows the kernel computes. With what is fused into it it is as fast as cuBLAS, but
 for wide products from 65 rows on."""
 _PADDINGS = (512, 64), (1 << 62, 128)
-"""Up to so many rows cuBLAS gets multiples of so many: so it is asked about few shapes, and the
-drafts of 32 requests are rarely copied."""
+"""What cuBLAS's rows are padded to: up to so many, to a multiple of so many. So few shapes have to
+be proved, and of drafts of 32 requests few passes have to be padded."""
 _MOST_ROWS = 4096
-"""Of a product of cuBLAS: more are computed one after the other. A multiple of ``_PADDINGS``."""
+"""Of a product of cuBLAS: more are computed one after the other. A multiple of all paddings."""
 _ALIGNMENT = 256
 """Bytes: what cuBLAS chooses depends on the alignment of its operands up to this."""
 _MOST_SAMPLED = 1 << 26
@@ -50,7 +50,7 @@ class Products:
     Args:
         exact: each row's bits depend on nothing but the row. Else cuBLAS computes all products of
             many rows as it likes.
-        few_rows: see there; None: ``FEW_ROWS``.
+        few_rows: up to so many rows the kernels compute; None: ``FEW_ROWS``.
     """
 
     def __init__(self, *, exact: bool, few_rows: int | None = None) -> None:
@@ -59,7 +59,7 @@ class Products:
 
     @property
     def few_rows(self) -> int:
-        """Up to so many rows the kernels compute."""
+        """The most rows of a product that the kernels compute."""
         return FEW_ROWS if self._few_rows is None else self._few_rows
 
     def linear(

@@ -120,7 +120,7 @@ class RotaryByLength:
             (parent, name, child, scaled)
             for parent in list(model.modules())
             for name, child in list(parent.named_children())
-            if (scaled := _scaled_parts(child))
+            if (scaled := scaled_parts(child))
         ]
         kinds = {_limits(child, part) for _, _, child, scaled in found for part in scaled}
         self.rule = FIXED
@@ -213,8 +213,8 @@ def types_of(module: Any) -> Mapping[str | None, str]:
     return types if isinstance(types, dict) else {}
 
 
-def _scaled_parts(module: Any) -> dict[str | None, str]:
-    """Return the types whose frequencies depend on the length."""
+def scaled_parts(module: Any) -> dict[str | None, str]:
+    """Return a module's types whose frequencies depend on the length, as ``types_of`` does."""
     types = types_of(module).items()
     return {part: kind for part, kind in types if "dynamic" in kind or kind == "longrope"}
 

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specplug.model.rotary import types_of
+from specplug.model.rotary import scaled_parts, types_of
 
 MOST_BYTES = 256 << 20
-"""Of the tables of a module; one that needs more computes in each pass."""
+"""Of a table; a module that needs a larger one computes in each pass."""
 _AT_ONCE = 8192
+"""Positions that a module is asked for together, so that what it computes meanwhile stays small."""
 _REFUSALS = RuntimeError, TypeError, ValueError, IndexError, AttributeError
+"""What modules raise that are not called as those of transformers are, or return something else."""
 
 
 class RotaryTable(nn.Module):
@@ -49,7 +51,7 @@ def keep_rotary_tables(
     """Have the rotary modules of a model read tables, in place, and return how many do.
 
     A module stays as it is if its frequencies depend on a sequence's length, if it returns anything
-    but cos and sin by position, or if its tables are too large.
+    but cos and sin by position, or if a table of it takes more than ``MOST_BYTES``.
 
     Args:
         num_positions: of the longest sequence.
@@ -59,7 +61,7 @@ def keep_rotary_tables(
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             types = types_of(child)
-            if not types or any("dynamic" in kind or kind == "longrope" for kind in types.values()):
+            if not types or scaled_parts(child):
                 continue
             x = torch.empty(0, dtype=dtype, device=device)
             tables = {part: _table(child, x, num_positions, part) for part in types}
