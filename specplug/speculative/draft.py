@@ -18,10 +18,10 @@ from specplug.speculative.padding import Padding
 
 
 def arange(length: int, device: torch.device) -> Tensor:
-    """Return [length] int64, mostly the same tensor each time: for the core alone, never lent to a
-    plugin."""
+    """Return [length] int64, the same tensor each time but while a graph is recorded: for the core
+    alone, never lent to a plugin."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.arange(length, device=device)  # a graph would outlive what is kept
+        return torch.arange(length, device=device)  # a graph outlives what is kept
     return _kept_arange(length, device)
 
 
@@ -94,27 +94,26 @@ class Draft:
             roots: [bs] int64 bonus tokens.
             vocab_size: V.
         """
-        by_kernels = runs_tree_kernels(self.tokens)
-        if self.parents is not None and by_kernels:
-            return self._rooted_at_once(self.parents, roots, vocab_size)
+        if runs_tree_kernels(self.tokens) and not (self.is_chain and self.width == 1):
+            return self._rooted_at_once(roots, vocab_size)
         tokens, parents = roots.unsqueeze(1), self.parents
-        if by_kernels and self.width > 1:
-            from specplug.kernels.tree import root_chains
-
-            tokens = root_chains(self.tokens, roots, vocab_size)
-        elif self.width > 1:
+        if self.width > 1:
             tokens = torch.cat((tokens, self.tokens[:, 1:].clamp(0, vocab_size - 1)), dim=1)
         if parents is not None:
             order = arange(self.width, parents.device)
             parents = torch.where((parents < 0) | (parents >= order), -1, parents)
         return Draft(tokens=tokens, parents=parents, widths=self.widths, depth=self.depth)
 
-    def _rooted_at_once(self, parents: Tensor, roots: Tensor, vocab_size: int) -> Draft:
-        """Root a tree in one launch, which computes what the step needs of it too."""
-        from specplug.kernels.tree import root_trees
+    def _rooted_at_once(self, roots: Tensor, vocab_size: int) -> Draft:
+        """Root in one launch, which computes what the step needs of a tree too."""
+        from specplug.kernels.tree import root_chains, root_trees
 
-        tokens, cleaned, *of_tree = root_trees(self.tokens, parents, self.depth, roots, vocab_size)
-        draft = Draft(tokens=tokens, parents=cleaned, widths=self.widths, depth=self.depth)
+        tokens, parents, depth = self.tokens, self.parents, self.depth
+        if parents is None:
+            tokens = root_chains(tokens, roots, vocab_size)
+            return Draft(tokens=tokens, parents=None, widths=self.widths, depth=depth)
+        tokens, parents, *of_tree = root_trees(tokens, parents, depth, roots, vocab_size)
+        draft = Draft(tokens=tokens, parents=parents, widths=self.widths, depth=depth)
         draft._at_once = tuple(of_tree)
         return draft
 
