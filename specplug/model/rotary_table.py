@@ -64,17 +64,19 @@ def keep_rotary_tables(
             if not types or scaled_parts(child):
                 continue
             x = torch.empty(0, dtype=dtype, device=device)
-            tables = {part: _table(child, x, num_positions, part) for part in types}
-            found = {part: table for part, table in tables.items() if table is not None}
+            tables = {each: _table(child, x, num_positions, each) for each in types}
+            found = {each: table for each, table in tables.items() if table is not None}
             if len(found) == len(tables):
                 setattr(parent, name, RotaryTable(child, found))
                 count += 1
     return count
 
 
-def _table(module: nn.Module, x: Tensor, num_positions: int, part: str | None) -> Tensor | None:
+def _table(
+    module: nn.Module, x: Tensor, num_positions: int, layer_type: str | None
+) -> Tensor | None:
     """Return [2, positions, D] of a module's layers of one type; None if there is no such table."""
-    more = () if part is None else (part,)
+    more = () if layer_type is None else (layer_type,)
 
     def compute(positions: Tensor) -> Tensor:
         cos, sin = module(x, positions.unsqueeze(0), *more)
