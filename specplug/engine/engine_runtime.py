@@ -306,16 +306,23 @@ class EngineRuntime:
         self.pools = [
             fill_cache(cache, shape, num_slots, self.dtype, self.device) for cache, shape in caches
         ]
-        if self._runner.kernels is not None:
-            heads = self._runner.config.num_attention_heads
-            for _, shape in caches:
-                self._runner.kernels.reserve(
-                    num_slots,
-                    self.req_table_size,
-                    shape.num_kv_heads,
-                    shape.head_dim,
-                    self.config.num_draft_tokens * -(-heads // shape.num_kv_heads),
-                )
+        self._reserve_sums(num_slots)
+
+    def _reserve_sums(self, num_slots: int) -> None:
+        """Have the kernels make room for what attention over a full pool keeps of its parts. A
+        draft model is taken to have as many query heads as the target."""
+        kernels, heads = self._runner.kernels, self._runner.config.num_attention_heads
+        if kernels is None:
+            return
+        for shape in self.kv_shapes:
+            group = -(-heads // shape.num_kv_heads)
+            kernels.reserve(
+                num_slots,
+                self.req_table_size,
+                shape.num_kv_heads,
+                shape.head_dim,
+                num_rows=self.config.num_draft_tokens * group,
+            )
 
     def close(self) -> None:
         """Free the draft models and all caches, even while somebody still holds this object."""
