@@ -298,8 +298,8 @@ class StepRunner:
         half.clock.lap("extend")
 
     def _accept(self, half: EngineHalf, passed: PassOutput) -> Accepted:
-        """Sample at each node, verify by the core, compact and publish: recorded with the pass
-        where that is, unless the host takes part."""
+        """Accept nodes where only the core verifies: recorded with the target's pass where that is,
+        unless the host takes part, for grammars and wanted outputs."""
         if not half.needs & (Needs.GRAMMAR | Needs.OUTPUTS):
             key = half.needs, self._runtime.sampler.form
             found = self.runner.follow(key, partial(self._accept_padded, half))
@@ -310,13 +310,18 @@ class StepRunner:
     def _accept_padded(
         self, half: EngineHalf, draft: Draft, plan: PagedPlan, passed: PassOutput
     ) -> Accepted:
-        """Accept nodes of a batch that is padded, in the tensors of its recorded pass."""
+        """Accept nodes of a batch that is padded, in the tensors of its recorded pass.
+
+        Args:
+            plan: of the nodes as chains.
+        """
         padded = attrs.evolve(half, req_indices=plan.req_indices, draft=draft)
         padded.seq_lens, padded.tokens = plan.starts, draft.flat_tokens
         padded.plan = plan.of_nodes(draft)
         return self._accept_nodes(padded, passed)
 
     def _accept_nodes(self, half: EngineHalf, passed: PassOutput) -> Accepted:
+        """Sample at each node, verify by the core, compact and publish."""
         predict, per_node = self._sample_nodes(half, passed)
         seq_lens, output = self._order.accept(half, predict, per_node)
         assert half.report is not None

@@ -98,15 +98,16 @@ class GraphRunner(PassRunner):
     replay overwrites what a replay returned, so a step uses the result before it launches another.
 
     Args:
-        pads: whether batches are padded. Where torch attends, a request that sees nothing would
-            leave NaN in slot 0, which others read and mask.
-        length: gives the keys of a request that a plan made within the pass reads, where torch
-            attends; None: the kernels do, and need no length.
-        leads: whether a sequel may follow. What a pass computes of its arguments is kept for it.
         forward: takes tensors, plans, batches, drafts and plain values, and returns tensors in
             tuples, lists, mappings and committed outputs, by operations of the device alone. If a
             plan or a batch is among its arguments, the tensors whose leading size is a multiple of
             its size belong to its requests, in their order, and so do all that it returns.
+        pads: whether batches are padded. Where torch attends, a request that sees nothing would
+            leave NaN in slot 0, which others read and mask.
+        length: gives the keys of a request that a plan made within the pass reads, where torch
+            attends; None: the kernels do, and need no length.
+        leads: whether a sequel may follow (``follow``). What the pass computes of its arguments is
+            kept for it.
     """
 
     def __init__(
@@ -162,8 +163,8 @@ class GraphRunner(PassRunner):
     def follow(self, key: Hashable, sequel: Callable[..., Any]) -> Any:
         """Run what follows the last pass, on what that has read and written, and return its result.
 
-        It runs as it is when it comes for the first time, is recorded then, and is replayed from
-        the second time on. So it may write what it reads.
+        The first time it runs as it is, and then is recorded, which runs nothing; from the second
+        time on it is replayed. So it runs once each time, and may write what it reads.
 
         Args:
             key: stands for ``sequel``: of equal keys the same is recorded.

@@ -4,10 +4,11 @@ The embedded engine drives it, and so can any other engine (docs/hosting.md has 
 
     a decode step      begin_decode     resolve -> propose -> narrow
                        (the host)       runs the target's pass over the nodes, samples at each
-                       finish_decode    verify -> Host.keep_accepted -> compact -> extend
+                       finish_decode    verify -> Host.keep_accepted -> compact -> feed
+                       accept, feed     the same, where only the core verifies
     a prefill chunk    (the host)       runs the target's pass over it, samples after it
                        finish_prefill   shift the tokens by one -> extend
-    both of them       extend           Host.deliver -> build_draft_input -> publish, stash
+    both of them       extend, feed     Host.deliver -> build_draft_input -> publish, stash
     received prefills  receive          build_disagg_draft_input -> publish, stash
     an idle rank       idle             verify -> fixup_idle -> publish, stash, of no request
 
@@ -45,8 +46,9 @@ class Half:
 
     Attributes:
         req_indices: [bs] int64, each request's row in the request table.
-        lent_rows: copies of them that nobody else has: one for ``batch``, and one for the future
-            map's ``publish`` and ``stash`` of a host that keeps ``req_indices`` for later steps.
+        lent_rows: two copies of them, for hooks, of a host that keeps ``req_indices`` for later
+            steps: ``batch`` gets one, and ``publish`` and ``stash`` of the future map the other.
+            Without them ``batch`` gets a new copy, and the future map ``req_indices`` themselves.
         seq_lens: [bs] int64, committed tokens of each request before this step. ``begin_decode``
             sets it for a decode step, the host for all else.
         tokens: [R] int64, the rows of the target's pass: a draft's nodes, set by
@@ -226,7 +228,7 @@ class HookOrder(Generic[H]):
         self.feed(half, seq_lens, output)
 
     def feed(self, half: H, seq_lens: Tensor, output: CommittedOutput) -> None:
-        """Deliver what is committed, and feed it to the draft model."""
+        """Deliver what is committed and published, and feed it to the draft model."""
         self._host.deliver(half, output)
         made = self._hooks.build_draft_input(self._runtime, half.batch, output, self._future_map)
         rows = half.lent_rows.pop() if half.lent_rows else half.req_indices
