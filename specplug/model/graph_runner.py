@@ -18,6 +18,7 @@ from specplug.model.pass_arguments import (
     fill,
     first_requests,
     form_of,
+    lent_output,
     pad,
     shapes_of,
     tensors_of,
@@ -83,9 +84,10 @@ class _Recording:
     sequels: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = attrs.field(factory=dict)
 
     def cut(self, output: Any) -> Any:
-        """Cut a padded output to the requests of the last replay."""
+        """Cut a padded output to the requests of the last replay, in tensors and containers of its
+        own: plugins may change them, and the next replay returns the same memory."""
         if not self.bs or self.bucket is None or self.bs == self.bucket:
-            return output
+            return lent_output(output)
         return first_requests(output, self.bs, self.bucket)
 
 

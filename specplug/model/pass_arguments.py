@@ -143,6 +143,11 @@ def first_requests(output: Any, bs: int, bucket: int) -> Any:
     return _mapped(output, lambda tensor: tensor[: len(tensor) // bucket * bs])
 
 
+def lent_output(output: Any) -> Any:
+    """Return what a pass returns in other tensors of the same memory, and in other containers."""
+    return _mapped(output, Tensor.detach)
+
+
 def _mapped(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply ``change`` to every tensor of a pass's output."""
     if isinstance(output, Tensor):
@@ -153,5 +158,6 @@ def _mapped(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         own = {name: change(getattr(output, name)) for name in _COMMITTED}
         return CommittedOutput(**own, per_node=_mapped(output.per_node, change))
     if isinstance(output, tuple | list):
-        return type(output)(_mapped(each, change) for each in output)
+        mapped = [_mapped(each, change) for each in output]
+        return type(output)(*mapped) if hasattr(output, "_fields") else type(output)(mapped)
     return output

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import pytest
@@ -18,7 +18,17 @@ from shallow_target import ShallowTarget
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specplug import LLM, CommittedOutput, Draft, SamplingParams, verify_tree
+from specplug import (
+    LLM,
+    Batch,
+    CommittedOutput,
+    Draft,
+    DraftInput,
+    Runtime,
+    SamplingParams,
+    hookimpl,
+    verify_tree,
+)
 from specplug.engine.step import StepRunner
 from specplug.model import graph_runner
 from specplug.model.graph_runner import GraphRunner
@@ -120,6 +130,34 @@ def test_recorded_steps_give_the_same_tokens(
     assert followed[True] > 3
     assert not followed[False]
     llm.check_pool()
+
+
+def test_what_a_plugin_does_to_a_container_ends_with_the_step(
+    start: Start, reference: Any, scripted: Any
+) -> None:
+    """The same fields are there in the next step, whatever a hook took away or put in."""
+
+    class Careless(scripted):  # type: ignore[misc]
+        verify = None
+
+        @hookimpl
+        def build_draft_input(
+            self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+        ) -> DraftInput:
+            assert "own" not in target_output.per_node
+            assert target_output.accept_lens.shape == (batch.size,)
+            made: DraftInput = super().build_draft_input(runtime, batch, target_output)
+            assert isinstance(target_output.per_node, dict)
+            target_output.per_node.clear()
+            target_output.per_node["own"] = target_output.next_tokens
+            target_output.next_tokens = target_output.next_tokens[:0]
+            target_output.accept_lens.unsqueeze_(0)
+            return made
+
+    known = reference.tokens(["greedy"] * 7)
+    llm = start(Careless(known, right=0.7))
+    outputs = llm.generate(reference.prompts, _silent(reference.params["greedy"]))
+    assert [output.token_ids for output in outputs] == list(known.values())
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
@@ -264,6 +302,28 @@ def test_requests_of_all_kinds_get_the_same_recorded_or_not(
             found.append([output.token_ids for output in llm.generate(prompts, asked)])
             assert not records or any(llm.engine.steps.runner.recordings.values())
     assert found[0] == found[1]
+
+
+class _Named(NamedTuple):
+    tokens: Tensor
+    rows: list[Tensor]
+
+
+@pytest.mark.parametrize("bs", [3, 4])
+def test_a_recorded_pass_returns_its_own_named_tuples(bs: int) -> None:
+    def forward(plan: PagedPlan, given: Tensor) -> _Named:
+        return _Named(given + 1, [given * 2])
+
+    runner = GraphRunner(forward, pads=True)
+    slots = RequestSlots(
+        slots=torch.zeros(9, 20, dtype=torch.int64, device=DEVICE), last_position=9
+    )
+    rows = torch.arange(bs, device=DEVICE)
+    plan = PagedPlan(requests=slots, req_indices=rows, starts=rows, width=1, length=20)
+    for number in range(3):
+        found = runner(plan, rows + number)
+        assert torch.equal(found.tokens, rows + number + 1)
+        assert torch.equal(found.rows.pop(), (rows + number) * 2)
 
 
 def test_inputs_of_all_dtypes_are_copied_together() -> None:
