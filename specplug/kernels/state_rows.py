@@ -79,7 +79,7 @@ def write_rows(buffers: Sequence[Tensor], req_indices: Tensor, tensors: Sequence
     if any(len(tensor) != bs for tensor in tensors):
         raise ValueError(f"tensors of {list(map(len, tensors))} rows; expected {bs} of each")
     # The kernel is compiled for where tensors begin: always where memory is allocated.
-    own = [tensor.contiguous() for tensor in tensors]
+    own = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
     own = [tensor.clone() if tensor.data_ptr() % 16 else tensor for tensor in own]
     _launch(buffers, own, req_indices, reads=False)
 

@@ -45,6 +45,18 @@ def test_rows_are_read_and_written_as_torch_does(rows: tuple[int, ...]) -> None:
     assert all(_same_bits(b, e) for b, e in zip(buffers, expected, strict=True))
 
 
+def test_lazily_conjugated_and_negated_rows_are_written() -> None:
+    """Their memory holds other bits than they stand for."""
+    numbers = torch.tensor([[1 + 2j, 3 - 4j]], device=DEVICE).conj()
+    tensors = [numbers, torch._neg_view(numbers.real.contiguous())]
+    buffers = [tensor.new_zeros(4, 2) for tensor in tensors]
+    req_indices = torch.tensor([2], device=DEVICE)
+    write_rows(buffers, req_indices, tensors)
+    for buffer, tensor in zip(buffers, tensors, strict=True):
+        assert torch.equal(buffer[2:3], tensor)
+        assert not buffer[0].any()
+
+
 def test_what_is_not_as_it_should_be_is_left_to_torch() -> None:
     """Torch copies what is not dense or of long elements, and refuses what has too few rows."""
     like = 4, torch.device("cpu")
