@@ -13,20 +13,18 @@ next one starts when a GPU is free. A stage that fails does not end the run.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 
 import attrs
 from decode_step import WITH_BARS
 from engines import add_arguments, drafts_of
 from exactness_bf16 import DIFFERENT
+from gpus import environment_of, on_free_gpus
 from shapes import DRAFTS
 
 HERE = Path(__file__).parent
@@ -125,10 +123,9 @@ def write_models(stages: Sequence[Stage], models: Path, gpu: str | None, *, tiny
         small = [name.replace("small", "tiny") if tiny else name for name in SMALL]
         deep = ["--shapes", *small, "--drafts", *DRAFTS, "--context", "1.0"]
         jobs.append([str(models / "deep"), *deep])
-    script = [sys.executable, str(HERE / "shapes.py")]
+    script, env = [sys.executable, str(HERE / "shapes.py")], environment_of(gpu)
     return all(
-        subprocess.run([*script, *job, "--device", device], env=_on(gpu)).returncode == 0
-        for job in jobs
+        subprocess.run([*script, *job, "--device", device], env=env).returncode == 0 for job in jobs
     )
 
 
@@ -138,34 +135,18 @@ def run(job: Job, told: Path, gpu: str | None) -> bool:
     if place:
         print(f"{place}{job.name:28}begins", flush=True)
     start = time.perf_counter()
+    env = environment_of(gpu)
     with told.open("w") as file:
-        done = subprocess.run(job.command, stdout=file, stderr=subprocess.STDOUT, env=_on(gpu))
+        done = subprocess.run(job.command, stdout=file, stderr=subprocess.STDOUT, env=env)
     works = done.returncode in job.codes
     state = "done" if works else f"failed with exit code {done.returncode}: see {told}"
     print(f"{place}{job.name:28}{time.perf_counter() - start:8.0f} s  {state}", flush=True)
     return works
 
 
-def _on(gpu: str | None) -> dict[str, str]:
-    """The environment of a process that sees this GPU alone; None: all that this one sees."""
-    return {**os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
-
-
 def run_all(jobs: Iterable[Job], output: Path, gpus: Sequence[str | None]) -> list[bool]:
     """Run the stages in order, as many at a time as there are GPUs."""
-    free: SimpleQueue[str | None] = SimpleQueue()
-    for gpu in gpus:
-        free.put(gpu)
-
-    def on_a_free_one(job: Job) -> bool:
-        gpu = free.get()
-        try:
-            return run(job, output / f"{job.name}.txt", gpu)
-        finally:
-            free.put(gpu)
-
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        return list(pool.map(on_a_free_one, jobs))
+    return on_free_gpus(lambda job, gpu: run(job, output / f"{job.name}.txt", gpu), jobs, gpus)
 
 
 def main() -> None:

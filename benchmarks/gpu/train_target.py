@@ -29,13 +29,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import attrs
 from engines import add_arguments, add_run, settings_of
+from gpus import environment_of, on_free_gpus
 from points import Results
 
 from specplug import LLM, SamplingParams
@@ -366,12 +365,8 @@ def measure(arguments: argparse.Namespace, folder: Path, gpus: Sequence[str | No
     if len(gpus) == 1:
         run_races(few, folder, settings_of(arguments), arguments)
         return
-    free = SimpleQueue[str | None]()
-    for gpu in gpus:
-        free.put(gpu)
 
-    def on_a_free_one(each: Measurement) -> int:
-        gpu = free.get()
+    def run(each: Measurement, gpu: str | None) -> int:
         command = [sys.executable, __file__, "--models", str(folder.parent), "--race"]
         command += ["--batches", str(each.batch), "--prompts", str(each.prompts)]
         command += ["--temperatures", *map(str, each.temperatures), "--max-tokens"]
@@ -379,15 +374,10 @@ def measure(arguments: argparse.Namespace, folder: Path, gpus: Sequence[str | No
         command += ["--set", *arguments.settings, *(["--tiny"] if arguments.tiny else [])]
         if arguments.output is not None:
             command += ["--output", str(arguments.output)]
-        try:
-            visible = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
-            return subprocess.run(command, env=visible).returncode
-        finally:
-            free.put(gpu)
+        return subprocess.run(command, env=environment_of(gpu)).returncode
 
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        if any(pool.map(on_a_free_one, few)):
-            sys.exit("a measurement failed")
+    if any(on_free_gpus(run, few, gpus)):
+        sys.exit("a measurement failed")
 
 
 def main() -> None:
