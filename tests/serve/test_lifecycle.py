@@ -240,7 +240,8 @@ def test_verbose_server_tells_how_its_engine_starts(serve: Any) -> None:
     ],
 )
 def test_engine_that_dies_as_it_loads_is_told(plugin_folder: Any, end: str, told: str) -> None:
-    code = f"import os\n{FAILS}".replace("return self", f"os.{end}")
+    # A process that ends at once may take with it what it has said last.
+    code = f"import os, time\n{FAILS}".replace("return self", f"time.sleep(0.5); os.{end}")
     plugin_folder.write("DIES", code=code)
     arguments = "serve", "--port", "0", "--speculative-algorithm", "DIES"
     environment = {**os.environ, **plugin_folder.environment(), "SPECPLUG_DEBUG": ""}
