@@ -122,8 +122,8 @@ def test_plots_of_two_runs_keep_the_later_row(tmp_path: Path) -> None:
         results.add("price", what="step", ms={"exact": ms, "cublas": 8.0}, ratio=ms / 8, bar=1.05)
     rows = result_tables.collect([tmp_path])
     assert plots.name_of(rows) == "2026-01-02-card-x-80gb"
-    assert "| step | 8.00 | 8.00 | 1.000 | 1.05 |" in result_tables.other_tables(rows)
-    assert "9.00" not in result_tables.other_tables(rows)
+    assert "| step | 8.00 | 8.00 | 1.000 | 1.05 |" in result_tables.price_tables(rows)
+    assert "9.00" not in result_tables.price_tables(rows)
 
 
 def test_plots_of_two_cards_are_sections_of_their_own(tmp_path: Path) -> None:

@@ -19,17 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from result_tables import (
-    Row,
-    bars_table,
-    by_card,
-    collect,
-    date_of,
-    exactness_table,
-    latest,
-    other_tables,
-    step_tables,
-)
+from result_tables import TABLES, Row, by_card, collect, date_of, latest
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- measured: plots.py writes from here -->", "<!-- measured: to here -->"
@@ -348,7 +338,7 @@ def section(rows: Sequence[Row], output: Path) -> str:
     with matplotlib.rc_context(STYLE):
         pictures = [file for plot in PLOTS for file in plot(rows, stem)]
     text = f"### {rows[0]['card']}, {date_of(rows)}\n"
-    text += bars_table(rows) + step_tables(rows) + exactness_table(rows) + other_tables(rows)
+    text += "".join(each(rows) for each in TABLES)
     shown = [f"![{file.stem}]({output.name}/{file.name})\n" for file in pictures]
     return "\n".join([text, *shown])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from points import read_results
 
 Row = dict[str, Any]
 
-
 _OF_STARTS = "warm_up="
-"""Settings that change nothing of what is measured."""
+"""How a setting begins that changes nothing of what is measured."""
 
 
 def collect(places: Iterable[Path]) -> list[Row]:
@@ -183,8 +182,8 @@ def _exactness_sums(found: Sequence[Row]) -> str:
     return "\nExact, and not, in bf16:\n\n" + table(head, lines)
 
 
-def other_tables(rows: Sequence[Row]) -> str:
-    """The price of exactness, set accept lengths, traces, and the trained target."""
+def price_tables(rows: Sequence[Row]) -> str:
+    """What exactness costs, for each shape."""
     text = ""
     found = latest(rows, "price", "shape", "what")
     for shape in dict.fromkeys(r["shape"] for r in found):
@@ -196,35 +195,46 @@ def other_tables(rows: Sequence[Row]) -> str:
         ]  # fmt: skip
         text += f"\nWhat exactness costs, {shape}, milliseconds:\n\n"
         text += table(["", "exact", "cuBLAS", "ratio", "bar"], lines)
-    found = latest(rows, "known", "shape", "batch", "wanted")
-    if found:
-        lines = [
-            [r["shape"], r["batch"], f"{r['context']:,}", f"{r['accept_length']:.2f}",
-             f"{r['rate']:,.0f}", f"{r['plain']:,.0f}", f"{r['rate'] / r['plain']:.2f}",
-             f"{r['rate'] / r['plain'] / r['accept_length']:.0%}"] for r in found
-        ]  # fmt: skip
-        text += "\nA drafter that knows the truth, chains of 5, tokens a second:\n\n"
-        head = ["", "batch", "context", "accept length", "tokens/s", "plain", "x plain", "of ideal"]
-        text += table(head, lines)
-    found = latest(rows, "trace", "variant", "batch")
-    if found:
-        lines = [
-            [r["variant"], r["batch"], f"{r['context']:,}", f"{r['ms']:.2f}", f"{r['gap_ms']:.3f}",
-             f"{r['longest_gap_us'][0]:.0f}", r["gaps_over_bar"]] for r in found
-        ]  # fmt: skip
-        text += "\nGaps between kernels in 20 traced steps:\n\n"
-        head = ["", "batch", "context", "ms a step", "gaps, ms a step", "longest, us"]
-        text += table([*head, "over 50 us"], lines)
-    found = latest(rows, "trained", "name", "batch", "temperature")
-    if found:
-        lines = [
-            [r["name"], r["batch"], r["temperature"], f"{r['rate']:,.0f}", f"{r['speedup']:.2f}",
-             f"{r['accept_length']:.2f}", f"{r['same']} of {r['prompts']}"] for r in found
-        ]  # fmt: skip
-        text += "\nThe trained target, held-out prompts:\n\n"
-        head = ["", "batch", "temperature", "tokens/s", "x NONE", "accept length", "same tokens"]
-        text += table(head, lines)
     return text
+
+
+def known_table(rows: Sequence[Row]) -> str:
+    """Tokens a second at set accept lengths, beside the ideal."""
+    lines = [
+        [r["shape"], r["batch"], f"{r['context']:,}", f"{r['accept_length']:.2f}",
+         f"{r['rate']:,.0f}", f"{r['plain']:,.0f}", f"{r['rate'] / r['plain']:.2f}",
+         f"{r['rate'] / r['plain'] / r['accept_length']:.0%}"]
+        for r in latest(rows, "known", "shape", "batch", "wanted")
+    ]  # fmt: skip
+    head = ["", "batch", "context", "accept length", "tokens/s", "plain", "x plain", "of ideal"]
+    return _titled("A drafter that knows the truth, chains of 5, tokens a second", head, lines)
+
+
+def trace_table(rows: Sequence[Row]) -> str:
+    """The gaps between the kernels of traced steps."""
+    lines = [
+        [r["variant"], r["batch"], f"{r['context']:,}", f"{r['ms']:.2f}", f"{r['gap_ms']:.3f}",
+         f"{r['longest_gap_us'][0]:.0f}", r["gaps_over_bar"]]
+        for r in latest(rows, "trace", "variant", "batch")
+    ]  # fmt: skip
+    head = ["", "batch", "context", "ms a step", "gaps, ms a step", "longest, us", "over 50 us"]
+    return _titled("Gaps between kernels in 20 traced steps", head, lines)
+
+
+def trained_table(rows: Sequence[Row]) -> str:
+    """The contenders on the trained target."""
+    lines = [
+        [r["name"], r["batch"], r["temperature"], f"{r['rate']:,.0f}", f"{r['speedup']:.2f}",
+         f"{r['accept_length']:.2f}", f"{r['same']} of {r['prompts']}"]
+        for r in latest(rows, "trained", "name", "batch", "temperature")
+    ]  # fmt: skip
+    head = ["", "batch", "temperature", "tokens/s", "x NONE", "accept length", "same tokens"]
+    return _titled("The trained target, held-out prompts", head, lines)
+
+
+def _titled(title: str, head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    """A table after its title; empty without a line."""
+    return f"\n{title}:\n\n{table(head, lines)}" if lines else ""
 
 
 def bars_table(rows: Sequence[Row]) -> str:
@@ -265,4 +275,16 @@ def bars_table(rows: Sequence[Row]) -> str:
     for row in latest(rows, "trace", "variant", "batch"):
         what = f"longest gap, {row['variant']}, batch {row['batch']}"
         add(what, row["longest_gap_us"][0], 50, f"{row['longest_gap_us'][0]:.0f} of 50 us")
-    return "\nThe bars:\n\n" + table(["", "measured", ""], lines) if lines else ""
+    return _titled("The bars", ["", "measured", ""], lines)
+
+
+TABLES: Sequence[Callable[[Sequence[Row]], str]] = [
+    bars_table,
+    step_tables,
+    exactness_table,
+    price_tables,
+    known_table,
+    trace_table,
+    trained_table,
+]
+"""Of a card's section, in their order."""
