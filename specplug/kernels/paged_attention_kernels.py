@@ -44,10 +44,10 @@ _PARTS = {
     64: {"STAGES": 5, "num_warps": 4},
 }  # by the rows of a tile
 _TAILS = (
-    (512, {"SPLITS": 1, "STAGES": 2, "AT_ONCE": 2, "num_warps": 1}),
-    (128, {"SPLITS": 1, "STAGES": 2, "AT_ONCE": 4, "num_warps": 2}),
-    (0, {"SPLITS": 4, "STAGES": 3, "AT_ONCE": 8, "num_warps": 4}),
-)  # from so many of them on: many keep a card's processors busy without more programs and warps
+    (512, 1, {"STAGES": 2, "AT_ONCE": 2, "num_warps": 1}),
+    (128, 1, {"STAGES": 2, "AT_ONCE": 4, "num_warps": 2}),
+    (0, 4, {"STAGES": 3, "AT_ONCE": 8, "num_warps": 4}),
+)  # from so many on, programs that share a row's columns, and warps: many tails need no more
 _LEAST_BATCH = 32  # a warp's lanes: smaller batches share a compiled kernel
 _TILES = {"STAGES": 5, "num_warps": 4}
 _DOT_ROWS = 16  # the fewest rows of a tensor core's product
@@ -597,9 +597,8 @@ class _Call:
         span = 1 if order is None else order.shape[2]
         order_stride = 0 if order is None or order.shape[0] == 1 else order.stride(0)
         num_tails = len(self.q) * kv_heads
-        options = next(options for least, options in _TAILS if num_tails >= least)
-        columns = max(_LEAST_COLUMNS, dim // options["SPLITS"])
-        tails = {name: value for name, value in options.items() if name != "SPLITS"}
+        splits, tails = next((s, tails) for least, s, tails in _TAILS if num_tails >= least)
+        columns = max(_LEAST_COLUMNS, dim // splits)
         _row_tails[len(self.q), kv_heads, dim // columns](
             self.q, self.keys, self.values, out, rows.table, rows.req_indices, rows.starts,
             rows.positions, _given(rows.flat_index, out), _given(order, out),
