@@ -87,7 +87,7 @@ class BlockAttention:
 
     @torch.compiler.disable
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `specplug.layers.Attend`; the R rows are all blocks' of all rows of text."""
+        """Attend as `specplug.layers.Attend` says: R rows, of all blocks of all rows of text."""
 
         def by_row(x: Tensor) -> Tensor:
             return x.to(value.dtype).unflatten(0, (self.batch, -1))

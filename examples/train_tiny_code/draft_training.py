@@ -44,7 +44,8 @@ def arguments_of(
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the arguments and join the ranks: `ranks` is this one, `device` its device."""
+    """Parse the arguments and join the ranks: `ranks` is then this process among them, and `device`
+    its own device."""
     arguments = parser.parse_args()
     arguments.ranks = join(arguments.device)
     arguments.device = arguments.ranks.device

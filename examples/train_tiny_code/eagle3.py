@@ -92,15 +92,16 @@ class TrainingTimeAttention:
 
 
 class UncompiledAttention(TrainingTimeAttention):
-    """The same, left out when the network around it is compiled.
+    """`TrainingTimeAttention` that is not compiled with the network around it.
 
-    What is before and after it is the same in all steps, so it is compiled once. With it, each step
-    would be another graph, and compiling all would take longer than a short training.
+    It reads other keys in each step. What the network does before and after it is the same in all
+    steps, and is compiled once. Compiled as a whole, each step would be another graph, and that
+    takes longer than a short training.
     """
 
     @torch.compiler.disable
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `TrainingTimeAttention`."""
+        """Attend as `TrainingTimeAttention` does."""
         return super().__call__(layer, query, key, value)
 
 
@@ -159,7 +160,7 @@ def draft_loss(
     batch, length, _ = embeds.shape
     total, found = embeds.new_zeros(()), []
     fused = network.fuse(features.flatten(0, 1))
-    # Rows of nothing at the end: all steps have the same shapes, and are compiled once.
+    # Padded at the end, so that all steps have the same shapes and are compiled once.
     goals, masks = F.pad(wanted, (0, 0, 0, steps)), F.pad(counts, (0, steps))
     results = unroll(network, embeds, fused, steps, UncompiledAttention)
     for step, hidden in enumerate(results):
