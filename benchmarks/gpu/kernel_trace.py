@@ -29,9 +29,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from specplug import LLM, SamplingParams
 
-STEPS, FIRST, WARM = 20, 2, 24
-"""Steps that are shown; before them such that the profiler delays; before those such as make the
-recordings."""
+STEPS = 20
+"""Steps that are shown."""
+FIRST = 2
+"""Steps before them, which the profiler delays."""
+WARM = 24
+"""Steps before those, in which graphs are recorded."""
 GAP_BAR = 50.0
 """Microseconds: the longest gap between two steps that is wanted."""
 
