@@ -33,7 +33,8 @@ class RequestRows:
         The rows themselves are those of later steps too: nobody writes to them.
         """
         if rows != self._rows:
-            # Even, so that every copy begins where kernels like it to.
+            # An even number of int64: every copy begins at a multiple of 16 bytes, as kernels are
+            # compiled for.
             self._padded = upload([*rows, *[0] * (len(rows) % 2)], self._device)
             self._rows, self._lent = list(rows), []
         if not self._lent:

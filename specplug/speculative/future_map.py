@@ -21,6 +21,16 @@ class FutureMap:
 
     Buffers hold one row per request (row 0 is padding: what is published there is never read).
     Steps run in the order they are launched, so a row written by step n is what step n+1 reads.
+
+    Args:
+        req_table_size: rows of the request table.
+        device: of the buffers.
+
+    Attributes:
+        seq_lens: [rows] int64, committed lengths.
+        bonus_tokens: [rows] int64, the roots of the next step's drafts.
+        state: the draft's state by name, [rows, …] each.
+        req_table_size: as given.
     """
 
     def __init__(self, req_table_size: int, device: torch.device) -> None:
