@@ -23,9 +23,12 @@ SCALE = 0.3
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts so short that a few keys make several of them."""
+    """Parts so short that a few keys make several of them, and folds of two at once: the
+    interpreter takes its time for each."""
     monkeypatch.setattr(kernels, "BLOCK", 16)
     monkeypatch.setattr(kernels, "PART", 32)
+    tails = tuple((least, {**options, "AT_ONCE": 2}) for least, options in kernels._TAILS)
+    monkeypatch.setattr(kernels, "_TAILS", tails)
 
 
 @attrs.frozen(eq=False)
