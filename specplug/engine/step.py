@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specplug.engine.engine_runtime import EngineRuntime
+from specplug.engine.grammar_masks import GrammarMasks
 from specplug.engine.hook_host import EngineHalf, EngineHost
 from specplug.engine.kv_transfer import KVTransfer
 from specplug.engine.request import Request
@@ -22,7 +23,6 @@ from specplug.engine.step_clock import StepClock
 from specplug.engine.step_outputs import WantedOutputs
 from specplug.engine.step_plan import Decode, PlacedPrefill, Prefill, Step
 from specplug.engine.step_result import StepResult
-from specplug.grammar.masks import allocate_masks
 from specplug.grammar.state import HostTree
 from specplug.model.model_runner import ModelRunner
 from specplug.model.padded_passes import PassOutput, PassPart
@@ -74,7 +74,7 @@ class StepRunner:
             runtime, hooks, future_map, EngineHost(runtime)
         )
         self._kv_transfer = kv_transfer
-        self._unread: list[StepResult] = []
+        self._masks = GrammarMasks(runtime.vocab_size, runtime.device)
         self._rows = RequestRows(runtime.device)
 
     @torch.inference_mode()
@@ -141,8 +141,7 @@ class StepRunner:
             clock=clock,
             arrival=Arrival(self._device),  # after all that was sent
         )
-        if any(request.grammar_state is not None for request in step.requests):
-            self._unread = [*(r for r in self._unread if not r.grammars_advanced), result]
+        self._masks.expect(result)
         return result
 
     # Before the target's pass: what is received, and each half's rows
@@ -353,29 +352,8 @@ class StepRunner:
         """
         sampler, needs = self._runtime.sampler, half.needs
         random = sampler.is_random(req_indices) if needs & Needs.NOISE else None
-        masks = self._masks(half, len(logits)) if needs & Needs.GRAMMAR else None
+        masks = self._masks.make(half, len(logits)) if needs & Needs.GRAMMAR else None
         return sampler.sample(logits, needs, random, req_indices, positions, half.draft, masks)
-
-    def _masks(self, half: EngineHalf, num_rows: int) -> Tensor:
-        """Return what the requests' grammars allow after each row, [num_rows, words] int32.
-
-        The one wait between resolve and publish: for what was accepted and drafted, while the
-        target's pass runs.
-        """
-        for result in self._unread:
-            result.wait()
-            result.advance_grammars()
-        self._unread.clear()
-        pinned = self._device.type == "cuda"
-        masks = allocate_masks(num_rows, self._runtime.vocab_size, pinned=pinned)
-        grammar_states = [request.grammar_state for request in half.requests]
-        if half.tree is not None:
-            half.tree.fill_masks(grammar_states, masks)
-        else:
-            for grammar_state, mask in zip(grammar_states, masks, strict=True):
-                if grammar_state is not None:
-                    grammar_state.fill_next(mask)
-        return masks.to(self._device, non_blocking=True)
 
 
 def _make_batch(half: EngineHalf, mode: ForwardMode) -> Batch:
