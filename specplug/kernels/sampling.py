@@ -150,7 +150,8 @@ def choose_tokens(
 def find_greatest(scores: Tensor) -> Tensor:
     """Return the index of each row's first greatest score: [T, V], as ``choose_tokens`` takes
     logits, to [T] int64."""
-    return _best(scores, None, (None,) * 8 + (0,), Adjustments())
+    nobody = (None,) * 8 + (0,)  # as ``_Rows.arguments``, without a request's settings
+    return _best(scores, None, nobody, Adjustments())
 
 
 def _best(
