@@ -31,12 +31,9 @@ def test_rows_of_the_same_requests_are_kept() -> None:
 
 
 def test_plugins_that_write_to_rows_change_no_token(tiny_model: Path, successors: Any) -> None:
-    """Into those of a batch in each hook, and those that the future map gets."""
+    """Into those of a batch, and those that the future map gets."""
 
     class Writing(FutureMap):
-        def publish(self, req_indices: Any, seq_lens: Any, output: Any) -> None:
-            super().publish(req_indices, seq_lens, output)
-
         def stash(self, req_indices: Any, draft_input: Any) -> None:
             super().stash(req_indices, draft_input)
             if len(req_indices):
