@@ -27,7 +27,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter takes its time for each."""
     monkeypatch.setattr(kernels, "BLOCK", 16)
     monkeypatch.setattr(kernels, "PART", 32)
-    tails = tuple((least, {**options, "AT_ONCE": 2}) for least, options in kernels._TAILS)
+    tails = tuple((*known, {**tails, "AT_ONCE": 2}) for *known, tails in kernels._TAILS)
     monkeypatch.setattr(kernels, "_TAILS", tails)
 
 
