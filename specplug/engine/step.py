@@ -38,6 +38,8 @@ from specplug.speculative.padding import Padding
 from specplug.speculative.target_output import CommittedOutput
 
 Key = TypeVar("Key")
+Sampled = tuple[Tensor, dict[str, Tensor]]
+"""The target's token after each node, [T] int64, and all per-node outputs."""
 Accepted = tuple[Tensor, CommittedOutput, Tensor]
 """What a decode step has committed: lengths [bs] after it, the committed rows, and the report."""
 
@@ -130,10 +132,15 @@ class StepRunner:
         clock.lap("propose")
         of_prefill, of_decode = self._target_pass(prefill, decode)
         clock.lap("target")
+        sampled = None
         if step.prefill and prefill and of_prefill:
+            if decode and of_decode:
+                # Before the hooks of the prefill: they may write to what ``verify`` was lent in an
+                # earlier step, where the logits of padded passes are again.
+                sampled = self._sample_nodes(decode, of_decode)
             self._finish_prefill(step.prefill, prefill, of_prefill)
         if decode and of_decode:
-            self._finish_decode(decode, of_decode)
+            self._finish_decode(decode, of_decode, sampled)
         result = StepResult(
             step=step,
             prefill=prefill.prefilled if prefill else None,
@@ -286,13 +293,13 @@ class StepRunner:
         half.prefilled.slices = self._kv_transfer.read(scheduled.chunks, state)
         half.clock.lap("extend")
 
-    def _finish_decode(self, half: EngineHalf, passed: PassOutput) -> None:
-        """Sample at each node, verify, compact, and feed the draft model."""
-        if self._order.core_verifies:
+    def _finish_decode(self, half: EngineHalf, passed: PassOutput, sampled: Sampled | None) -> None:
+        """Sample at each node, unless that is done, verify, compact, and feed the draft model."""
+        if sampled is None and self._order.core_verifies:
             seq_lens, output, half.report = self._accept(half, passed)
             self._order.feed(half, seq_lens, output)
         else:
-            predict, per_node = self._sample_nodes(half, passed)
+            predict, per_node = sampled or self._sample_nodes(half, passed)
             self._order.finish_decode(half, predict, passed[0], per_node)
         half.clock.lap("extend")
 
@@ -326,9 +333,7 @@ class StepRunner:
         assert half.report is not None
         return seq_lens, output, half.report
 
-    def _sample_nodes(
-        self, half: EngineHalf, passed: PassOutput
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _sample_nodes(self, half: EngineHalf, passed: PassOutput) -> Sampled:
         """Return the target's token after each node, and all per-node outputs."""
         (logits, per_node, points), wanted, draft = passed, half.wanted, half.draft
         assert draft is not None
