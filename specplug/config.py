@@ -31,7 +31,7 @@ _P = ParamSpec("_P")
 _LONGEST_PATH = 4096
 """Characters, as on Linux. Messages that say what is wrong with a file give the whole path."""
 
-_LEAST = "for a prompt's token and one after it"
+_WHY_TWO = "for a prompt's token and one after it"
 """Why one token of context, or one slot, is too little for any request."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -183,7 +183,7 @@ class EngineConfig:
     )
     max_model_len: int | None = setting(
         None,
-        Integer(least=2, expected=f"an integer of at least 2, {_LEAST}"),
+        Integer(least=2, expected=f"an integer of at least 2, {_WHY_TWO}"),
         "Most tokens of a request, prompt and output; at least 2.",
         group="Limits",
         unit="tokens",
@@ -352,8 +352,8 @@ class EngineConfig:
     def _check_pool(self) -> None:
         if self.max_total_tokens == self.page_size == 1:  # a larger page has room for two
             raise UsageError(
-                f"max_total_tokens=1 with page_size=1: expected at least 2 slots, {_LEAST}: raise "
-                "max_total_tokens"
+                f"max_total_tokens=1 with page_size=1: expected at least 2 slots, {_WHY_TWO}: "
+                "raise max_total_tokens"
             )
 
     def _check_disaggregation(self) -> None:
