@@ -156,7 +156,8 @@ class GraphRunner(PassRunner):
                 return self._forward(*arguments)
             self._recordings[form] = recording
             self.num_recordings = len(self._recordings)
-        fill(recording.inputs, tensors, clear=recording.bs != bs)
+        # A plugin's pass may write to what it is given, the padding too.
+        fill(recording.inputs, tensors, clear=recording.bs != bs or not self._leads)
         recording.bs = bs or 0
         recording.graph.replay()
         self._last = recording if self._leads else None

@@ -117,10 +117,11 @@ def fill(inputs: Sequence[Tensor], tensors: Sequence[Tensor], *, clear: bool) ->
             table, token 0, and a mask that shows all.
     """
     together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    padding: dict[torch.dtype, list[Tensor]] = {}
     for kept, tensor in zip(inputs, tensors, strict=True):
         rows = len(tensor)
         if clear and rows < len(kept):
-            kept[rows:].fill_(kept.dtype is torch.bool)
+            padding.setdefault(kept.dtype, []).append(kept[rows:])
         target = kept if rows == len(kept) else kept[:rows]
         if target.is_contiguous() and tensor.is_contiguous():
             as_dtype = torch.int64 if _is_words(target) and _is_words(tensor) else kept.dtype
@@ -131,6 +132,10 @@ def fill(inputs: Sequence[Tensor], tensors: Sequence[Tensor], *, clear: bool) ->
             target.copy_(tensor)
     for targets, sources in together.values():
         torch._foreach_copy_(targets, sources)
+    for mask in padding.pop(torch.bool, ()):
+        mask.fill_(True)
+    for rest in padding.values():
+        torch._foreach_zero_(rest)
 
 
 def _is_words(tensor: Tensor) -> bool:

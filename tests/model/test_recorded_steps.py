@@ -304,6 +304,23 @@ def test_requests_of_all_kinds_get_the_same_recorded_or_not(
     assert found[0] == found[1]
 
 
+def test_padding_that_a_pass_writes_to_begins_anew() -> None:
+    """A draft that counts lengths up in place does not read further and further on."""
+
+    def forward(plan: PagedPlan, lengths: Tensor) -> Tensor:
+        lengths += 1
+        return lengths.amax().expand(len(lengths)).clone()
+
+    runner = GraphRunner(forward, pads=True)
+    slots = RequestSlots(
+        slots=torch.zeros(9, 20, dtype=torch.int64, device=DEVICE), last_position=9
+    )
+    rows = torch.arange(3, device=DEVICE)
+    plan = PagedPlan(requests=slots, req_indices=rows, starts=rows, width=1, length=20)
+    greatest = [runner(plan, torch.tensor([5, 3, 4], device=DEVICE)).tolist() for _ in range(9)]
+    assert greatest == [[6, 6, 6]] * 9
+
+
 class _Named(NamedTuple):
     tokens: Tensor
     rows: list[Tensor]
