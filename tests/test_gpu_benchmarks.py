@@ -214,4 +214,4 @@ def test_trace_leaves_out_the_steps_that_the_profiler_delays() -> None:
     assert trace.num_steps == steps - kernel_trace.FIRST - 1
     assert max(gap for gap, _, _ in trace.gaps()) == 1
     assert trace.by("kind") == [("products", 0.005, 1.0), ("attention", 0.003, 1.0),
-                                ("who is where", 0.001, 1.0)]  # fmt: skip
+                                ("bookkeeping", 0.001, 1.0)]  # fmt: skip

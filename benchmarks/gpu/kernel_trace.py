@@ -52,7 +52,7 @@ KINDS = (
     ("products", r"gemm|gemv|matmul|linear|mm_kernel|cutlass|nvjet|cublas|splitK|product"),
     ("norms, activation", r"norm|silu|_rotate"),
     (
-        "who is where",
+        "bookkeeping",
         r"publish|row_places|verify_drafts|move_accepted|root_trees|root_chains|copy_rows|enter_pages"
         r"|host_write|memcpy|multi_tensor|index",
     ),
