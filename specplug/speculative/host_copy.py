@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,10 @@ from specplug.kernels.dispatch import runs_step_kernels
 
 _FEW_BYTES = 16 << 10
 """Up to so many a kernel writes, which the stream need not change over to a copy engine for."""
+
+_WRITTEN: deque[Tensor] = deque(maxlen=64)
+"""What kernels were told to write to, more than the steps in flight have: torch's allocator does
+not know of them, and would give a block that nobody holds any more to others."""
 
 
 def upload(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -32,6 +37,7 @@ def host_copy(tensor: Tensor) -> Tensor:
         from specplug.kernels.host_write import host_write
 
         host_write(tensor, pinned)
+        _WRITTEN.append(pinned)
         return pinned
     return pinned.copy_(tensor, non_blocking=True)
 
