@@ -231,7 +231,12 @@ class Bench:
         scheduler = Scheduler(config, PrefixCache(pool, 0), table)
         sampler = Sampler(case.running + 1, VOCAB, CPU)
         runtime: Any = SimpleNamespace(
-            device=CPU, table=table, sampler=sampler, worker=None, req_table_size=case.running + 1
+            device=CPU,
+            table=table,
+            sampler=sampler,
+            worker=None,
+            req_table_size=case.running + 1,
+            vocab_size=VOCAB,
         )
         plain = Registry().select("NONE")
         hooks = HookCalls(build_plugin_manager(plain, (), CoreDefaults()), plain)
