@@ -12,36 +12,37 @@ from torch import Tensor
 from specplug import CommittedOutput, DraftInput, FutureMap
 from specplug.kernels import dispatch
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(params=["torch", "kernels"])
 def future_map(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FutureMap:
     """Of rows 0 (padding) to 5; its rows are copied by torch, or by the kernels."""
     monkeypatch.setattr(dispatch, "forced", request.param == "kernels")
-    return FutureMap(6, CPU)
+    return FutureMap(6, DEVICE)
 
 
 def _rows(*rows: int) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64)
+    return torch.tensor(rows, dtype=torch.int64, device=DEVICE)
 
 
 def _publish(
     future_map: FutureMap, rows: Tensor, lens: Sequence[int], bonus: Sequence[int]
 ) -> None:
-    tokens = torch.tensor(bonus, dtype=torch.int64)
+    tokens = _rows(*bonus)
     output = CommittedOutput(
         next_tokens=tokens,
         own_tokens=tokens - 1,
-        last_rows=torch.arange(len(bonus)),
-        accept_lens=torch.ones(len(bonus), dtype=torch.int64),
+        last_rows=torch.arange(len(bonus), device=DEVICE),
+        accept_lens=torch.ones_like(tokens),
         bonus_tokens=tokens,
     )
-    future_map.publish(rows, torch.tensor(lens, dtype=torch.int64), output)
+    future_map.publish(rows, _rows(*lens), output)
 
 
 def _stash(future_map: FutureMap, rows: Tensor, **state: Tensor | None) -> None:
-    future_map.stash(rows, DraftInput(bonus_tokens=torch.zeros_like(rows), state=state))
+    there = {name: None if part is None else part.to(DEVICE) for name, part in state.items()}
+    future_map.stash(rows, DraftInput(bonus_tokens=torch.zeros_like(rows), state=there))
 
 
 def test_rows_are_found_in_whatever_order_they_are_asked_for(future_map: FutureMap) -> None:
@@ -127,7 +128,7 @@ def _check_part(merged: Tensor, part: Tensor | None, size: int) -> None:
         return
     part = part.reshape(part.shape + (1,) * (merged.dim() - part.dim()))
     corner = tuple(slice(n) for n in part.shape)
-    assert torch.equal(merged[corner], part.to(merged.dtype))
+    assert torch.equal(merged[corner], part.to(merged))
     rest = merged.clone()
     rest[corner] = 0
     assert not rest.any()
