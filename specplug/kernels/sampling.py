@@ -129,7 +129,7 @@ def choose_tokens(
     recorded in a CUDA graph.
 
     Args:
-        logits: [T, V] float16, bfloat16 or float32, the last dimension dense.
+        logits: [T, V] float16, bfloat16 or float32; copied unless the last dimension is dense.
         req_indices: [T] int64, the request of each row.
         positions: [T] int64 position of the token being chosen.
         random: [T] bool, the rows that sample; None if none does.
@@ -139,9 +139,8 @@ def choose_tokens(
         [T] int64; 0 for a row without a finite score.
     """
     row = _Rows(req_indices.contiguous(), positions.contiguous(), settings, random)
-    cut = None
+    cut, logits = None, _with_dense_rows(logits)
     if truncated and random is not None and len(logits):
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
         logits, cut = truncate_rows(logits, req_indices, positions, settings, adjustments, random)
         adjustments, row = Adjustments(), attrs.evolve(row, tempered=False)
     return _best(logits, cut, row.arguments(), adjustments)
@@ -151,18 +150,23 @@ def find_greatest(scores: Tensor) -> Tensor:
     """Return the index of each row's first greatest score: [T, V], as ``choose_tokens`` takes
     logits, to [T] int64."""
     nobody = (None,) * 8 + (0,)  # as ``_Rows.arguments``, without a request's settings
-    return _best(scores, None, nobody, Adjustments())
+    return _best(_with_dense_rows(scores), None, nobody, Adjustments())
+
+
+def _with_dense_rows(logits: Tensor) -> Tensor:
+    """Return logits [T, V] as the kernels read them: the tokens of a row stand side by side."""
+    return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def _best(
     logits: Tensor, cut: Tensor | None, row: tuple[Any, ...], adjustments: Adjustments
 ) -> Tensor:
-    """Launch the search for the best token of each row, [T] int64."""
+    """Launch the search for the best token of each row, whose tokens stand side by side: [T]
+    int64."""
     rows, vocab_size = logits.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:
         return chosen
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     parts, span = _split(rows, vocab_size, logits.device)
     best = torch.empty(rows, parts, dtype=torch.float64, device=logits.device)
     best_at = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
