@@ -140,7 +140,7 @@ def products_by_cublas() -> Iterator[None]:
     """Have cuBLAS compute all products of the targets that are loaded meanwhile, as it likes. The
     engine itself takes the kernels for few rows in any case, since they are faster."""
     usual = half_precision.Products
-    half_precision.Products = partial(usual, few_rows=0)  # type: ignore[assignment, misc]
+    half_precision.Products = partial(usual, kernel_rows=0)  # type: ignore[assignment, misc]
     try:
         yield
     finally:

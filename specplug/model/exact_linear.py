@@ -23,9 +23,9 @@ from specplug.kernels.rotated_linear import rotated_linear
 from specplug.kernels.silu_mul import silu_mul
 from specplug.model.quantization import is_plain_linear
 
-FEW_ROWS = 128
-"""Up to so many rows the kernel computes. With what is fused into it it is as fast as cuBLAS, but
-for wide products from 65 rows on."""
+TARGET_KERNEL_ROWS = 128
+"""The most rows of a target's product that the kernel computes. With what is fused into it it is as
+fast as cuBLAS, but for wide products from 65 rows on."""
 _PADDINGS = (512, 64), (1 << 62, 128)
 """What cuBLAS's rows are padded to: up to so many, to a multiple of so many. So few shapes have to
 be proved, and of drafts of 32 requests few passes have to be padded."""
@@ -50,17 +50,17 @@ class Products:
     Args:
         exact: each row's bits depend on nothing but the row. Else cuBLAS computes all products of
             many rows as it likes.
-        few_rows: up to so many rows the kernels compute; None: ``FEW_ROWS``.
+        kernel_rows: the most rows that the kernels compute; None: ``TARGET_KERNEL_ROWS``.
     """
 
-    def __init__(self, *, exact: bool, few_rows: int | None = None) -> None:
+    def __init__(self, *, exact: bool, kernel_rows: int | None = None) -> None:
         self.exact = exact
-        self._few_rows = few_rows
+        self._kernel_rows = kernel_rows
 
     @property
-    def few_rows(self) -> int:
+    def kernel_rows(self) -> int:
         """The most rows of a product that the kernels compute."""
-        return FEW_ROWS if self._few_rows is None else self._few_rows
+        return TARGET_KERNEL_ROWS if self._kernel_rows is None else self._kernel_rows
 
     def linear(
         self,
@@ -80,7 +80,7 @@ class Products:
         Returns:
             [R, N] contiguous.
         """
-        if len(x) <= self.few_rows:
+        if len(x) <= self.kernel_rows:
             return linear(x, weight, bias, residual)
         if not self.exact:
             out = F.linear(x, weight)
@@ -110,7 +110,7 @@ class Products:
         Returns:
             [R, I] contiguous.
         """
-        if len(x) <= self.few_rows and gate[1] is None and up[1] is None:
+        if len(x) <= self.kernel_rows and gate[1] is None and up[1] is None:
             return gated_linear(x, gate[0], up[0])
         return silu_mul(self.linear(x, *gate), self.linear(x, *up))
 
@@ -137,7 +137,7 @@ class Products:
         Returns:
             The rotated queries, [R, H, D] contiguous.
         """
-        if len(x) <= self.few_rows and norms is None:
+        if len(x) <= self.kernel_rows and norms is None:
             return rotated_linear(x, weight, bias, cos, sin, slots, keys, values)
         qkv = self.linear(x, weight, bias)
         return rotate_and_write(qkv, cos, sin, slots, keys, values, norms)
@@ -217,10 +217,10 @@ def find_row_variance(
         turned = partial(_rotate, weight, head_dim, kv_heads, norms)
         products[f"{_shape(weight)}, rotated"] = weight, turned
     for name, (weight, product) in products.items():
-        x = _sample(weight, max(FEW_ROWS + 1, min(1024, _MOST_SAMPLED // len(weight))))
+        x = _sample(weight, max(TARGET_KERNEL_ROWS + 1, min(1024, _MOST_SAMPLED // len(weight))))
         whole = product(x)
         middle = len(x) // 2
-        parts = slice(0, 1), slice(middle, middle + 1), slice(0, 16), slice(0, FEW_ROWS)
+        parts = slice(0, 1), slice(middle, middle + 1), slice(0, 16), slice(0, TARGET_KERNEL_ROWS)
         if not all(torch.equal(product(x[rows]), whole[rows]) for rows in parts):
             found.append(name)
     return found

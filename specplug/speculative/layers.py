@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_for
 from specplug.kernels.dispatch import runs_pass_kernels
 
-FEW_ROWS = 64
-"""Up to so many rows the kernels' products are as fast as cuBLAS at every shape, and do more in one
-launch. From there to 128 wide ones are some 8 % slower: a target pays that for its bits
-(``exact_linear``), a draft has no need to."""
+DRAFT_KERNEL_ROWS = 64
+"""The most rows of a draft's product that the kernel computes: up to there it is as fast as cuBLAS
+at every shape, and does more in one launch. From there to 128 wide ones are some 8 % slower: a
+target pays that for its bits (``exact_linear.TARGET_KERNEL_ROWS``), a draft has no need to."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``(layer, q [R, H, D], k [R, Hkv, D], v [R, Hkv, D]) -> [R, H * D]``: keeps the keys and values
@@ -38,7 +38,7 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """Compute ``residual + (x @ weight.T + bias)``: [R, K] and [N, K] to [R, N]."""
-    if len(x) <= FEW_ROWS and has_kernels(x):
+    if len(x) <= DRAFT_KERNEL_ROWS and has_kernels(x):
         from specplug.kernels import linear as kernels
 
         return kernels.linear(x.contiguous(), weight, bias, residual)
@@ -203,7 +203,7 @@ class GatedMLP(nn.Module):
 
     def _inner(self, x: Tensor) -> Tensor:
         """[R, hidden_size] -> [R, intermediate_size]."""
-        if self.gate_proj.bias is None and len(x) <= FEW_ROWS and has_kernels(x):
+        if self.gate_proj.bias is None and len(x) <= DRAFT_KERNEL_ROWS and has_kernels(x):
             from specplug.kernels.linear import gated_linear
 
             return gated_linear(x.contiguous(), self.gate_proj.weight, self.up_proj.weight)

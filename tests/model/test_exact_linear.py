@@ -69,7 +69,7 @@ def test_products_add_in_the_same_order_for_many_rows(monkeypatch: pytest.Monkey
     few = Products(exact=True).linear(x, weight, bias, residual)
     both = (weight[:24], None), (weight[24:], None)
     gated = Products(exact=True).gated_linear(x, *both)
-    monkeypatch.setattr(exact_linear, "FEW_ROWS", 2)
+    monkeypatch.setattr(exact_linear, "TARGET_KERNEL_ROWS", 2)
     monkeypatch.setattr(exact_linear, "_MOST_ROWS", 3)
     assert torch.equal(Products(exact=True).linear(x, weight, bias, residual), few)
     assert torch.equal(Products(exact=True).gated_linear(x, *both), gated)
@@ -95,7 +95,7 @@ def test_products_rotate_many_rows_as_they_do_few(
         return [Products(exact=True).rotated_linear(*given), pools]
 
     few = run()
-    monkeypatch.setattr(exact_linear, "FEW_ROWS", 2)
+    monkeypatch.setattr(exact_linear, "TARGET_KERNEL_ROWS", 2)
     assert all(map(torch.equal, run(), few))
     assert few[0].shape == (5, 4, 8)
 

@@ -123,7 +123,7 @@ def test_variant_products_turn_row_invariance_off(
     changes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     folder = build_model(transformers.Gemma2Config(**{**SHAPE, **changes}))
     monkeypatch.setattr(exact_linear, "linear", by_count)
-    monkeypatch.setattr(exact_linear, "FEW_ROWS", 2)
+    monkeypatch.setattr(exact_linear, "TARGET_KERNEL_ROWS", 2)
     with pytest.warns(FallbackWarning, match="row invariance") as told:
         runner = ModelRunner(str(folder), torch.float16, DEVICE)
     warned = [each for each in told if each.category is FallbackWarning]
