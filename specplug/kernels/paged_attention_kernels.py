@@ -246,6 +246,30 @@ def _kept_sums(tops, totals, mixed, kept, column, is_kept, DIM: tl.constexpr):
 
 
 @triton.jit
+def _fold_parts(
+    top, total, summed, tops, totals, mixed, first, num_parts, part_stride, place, is_row, column,
+    DIM: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Add the ``COUNT`` parts that follow, those of them that there are.
+
+    Each is scaled once, by their common top, and none waits for another. As scales are exact, the
+    sums are those of ``_fold`` one part after the other, down to numbers that float32 cannot hold.
+    """
+    new = top
+    for ahead in tl.static_range(COUNT):
+        kept, is_kept = (first + ahead) * part_stride + place, is_row & (first + ahead < num_parts)
+        new = tl.maximum(new, tl.load(tops + kept, mask=is_kept, other=float("-inf")))
+    scale = _power_of_two(tl.where(top == new, 0.0, top - new))
+    total, summed = total * scale, summed * scale[:, None]
+    for ahead in tl.static_range(COUNT):
+        kept, is_kept = (first + ahead) * part_stride + place, is_row & (first + ahead < num_parts)
+        part = _kept_sums(tops, totals, mixed, kept, column, is_kept, DIM)
+        part_scale = _power_of_two(tl.where(part[0] == new, 0.0, part[0] - new))
+        total, summed = total + part[1] * part_scale, summed + part[2] * part_scale[:, None]
+    return new, total, summed
+
+
+@triton.jit
 def _tail_block(
     q, keys, values, own, path, first_key, start, low, limit, is_row, dim, column,
     D: tl.constexpr, slot_stride, scale, softcap,
@@ -346,11 +370,10 @@ def _row_tails(
 
     top, total, summed = _no_sums(ROWS, COLUMNS)
     for next_part in tl.range(first_part, num_whole, AT_ONCE):
-        for ahead in tl.static_range(AT_ONCE):  # their loads do not wait for one another
-            part = next_part + ahead
-            kept, is_kept = part * part_stride + place, is_row & (part < num_whole)
-            whole = _kept_sums(tops, totals, mixed, kept, column, is_kept, DIM)
-            top, total, summed = _fold(top, total, summed, whole[0], whole[1], whole[2])
+        top, total, summed = _fold_parts(
+            top, total, summed, tops, totals, mixed, next_part, num_whole, part_stride, place,
+            is_row, column, DIM, AT_ONCE,
+        )  # fmt: skip
 
     # The part that is committed in part goes on from the sums of its first blocks.
     has_begun = is_row & (num_whole < num_parts) & (num_whole >= first_part)
