@@ -18,6 +18,11 @@ from specplug.speculative.batch import Batch
 from specplug.speculative.draft import Draft
 from specplug.speculative.target_output import CommittedOutput
 
+_PIECE = 16 << 10
+"""Bytes that a block of threads copies at once: the 32 of each that one load and store take."""
+_MOST_PIECES = 32
+"""Of one tensor. A launch takes 64."""
+
 _COMMITTED = "next_tokens", "own_tokens", "last_rows", "accept_lens", "bonus_tokens"
 
 
@@ -112,6 +117,9 @@ def pad(tensor: Tensor, bs: int, bucket: int) -> Tensor:
 def fill(inputs: Sequence[Tensor], tensors: Sequence[Tensor], *, clear: bool) -> None:
     """Copy a batch's tensors to the inputs of a recording, mostly in one launch.
 
+    A large one is given in pieces: else a block of threads would copy 64 Ki elements of it, which
+    took 21 us for 16 rows of hidden states of five layers on an H100.
+
     Args:
         clear: fill what follows in the inputs with requests that are nobody's: row 0 of the request
             table, token 0, and a mask that shows all.
@@ -126,8 +134,8 @@ def fill(inputs: Sequence[Tensor], tensors: Sequence[Tensor], *, clear: bool) ->
         if target.is_contiguous() and tensor.is_contiguous():
             as_dtype = torch.int64 if _is_words(target) and _is_words(tensor) else kept.dtype
             targets, sources = together.setdefault(as_dtype, ([], []))
-            targets.append(target.view(-1).view(as_dtype))
-            sources.append(tensor.view(-1).view(as_dtype))
+            targets += _pieces(target.view(-1).view(as_dtype))
+            sources += _pieces(tensor.view(-1).view(as_dtype))
         else:  # one of other strides would have all copied one by one
             target.copy_(tensor)
     for targets, sources in together.values():
@@ -136,6 +144,14 @@ def fill(inputs: Sequence[Tensor], tensors: Sequence[Tensor], *, clear: bool) ->
         mask.fill_(True)
     for rest in padding.values():
         torch._foreach_zero_(rest)
+
+
+def _pieces(flat: Tensor) -> Sequence[Tensor]:
+    """Cut a flat tensor into pieces of whole blocks, each for blocks of its own."""
+    if flat.nbytes <= _PIECE:
+        return (flat,)
+    blocks = -(-flat.nbytes // (_PIECE * _MOST_PIECES))
+    return torch.split(flat, blocks * _PIECE // flat.itemsize)
 
 
 def _is_words(tensor: Tensor) -> bool:

@@ -33,6 +33,7 @@ from specplug.engine.step import StepRunner
 from specplug.model import graph_runner
 from specplug.model.graph_runner import GraphRunner
 from specplug.model.paged_plan import PagedPlan, RequestSlots
+from specplug.model.pass_arguments import fill
 from specplug.speculative.target_output import compact
 
 ON_GPU = torch.cuda.is_available()
@@ -367,3 +368,25 @@ def test_inputs_of_all_dtypes_are_copied_together() -> None:
             assert torch.equal(own, tensor)
     filled = launches.found.count("_foreach_copy_")
     assert filled <= 4, "words, and three dtypes of what is none"
+
+
+@pytest.mark.parametrize("rows", [2, 3, 16, 17, 96])
+def test_a_large_input_is_copied_by_many_blocks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 Ki elements each, a launch would have 4 for 16 rows of five layers' hidden states. One
+    launch takes 64 tensors."""
+    copy, launches = torch._foreach_copy_, []
+
+    def counted(targets: Any, sources: Any) -> None:
+        launches.append([target.nbytes for target in targets])
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    source = torch.randn(rows, 5 * 4096, device=DEVICE).to(torch.bfloat16)
+    odd = torch.arange(rows * 3, device=DEVICE).to(torch.int8)
+    inputs = [torch.full_like(source, -1), torch.full_like(odd, -1)]
+    fill(inputs, [source, odd], clear=False)
+    assert torch.equal(inputs[0], source)
+    assert torch.equal(inputs[1], odd)
+    (sizes,) = (each for each in launches if sum(each) >= source.nbytes)
+    assert len(sizes) <= 33
+    assert max(sizes) <= max(2 * source.nbytes / 32, 16 << 10)
