@@ -91,7 +91,7 @@ STAGES: dict[str, Stage] = {
         tiny=FEW,
         codes=(0, DIFFERENT),
     ),
-    "trained": Stage(["train_target.py", "--minutes", "6"], tiny=["--minutes", "1"]),
+    "trained": Stage(["train_target.py"], tiny=["--minutes", "1"]),
 }
 
 

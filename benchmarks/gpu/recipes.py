@@ -21,13 +21,13 @@ from specplug.model.loading import ASSETS
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_code"
 CORPUS = "train.npy", "train_starts.npy", "held_out.npy", "held_out_starts.npy"
 TARGET = [
-    "--layers", 24, "--hidden", 1024, "--intermediate", 2816, "--heads", 16,
-    "--epochs", 10, "--patience", 2, "--rate", 7e-4,
+    "--layers", 24, "--hidden", 768, "--intermediate", 2048, "--heads", 12,
+    "--epochs", 10, "--patience", 2, "--rate", 1e-3,
 ]  # fmt: skip
 GENERATIONS = ["--batch", 1024]
 DRAFTS: dict[str, list[object]] = {
-    "eagle3": ["--intermediate", 2816, "--batch", 32, "--rate", 8e-4],
-    "dflash": ["--intermediate", 2816, "--batch", 32, "--rate", 8e-4],
+    "eagle3": ["--intermediate", 2048, "--batch", 32, "--rate", 1e-3],
+    "dflash": ["--intermediate", 2048, "--batch", 32, "--rate", 1e-3],
 }
 TINY_TARGET = [
     "--layers", 8, "--hidden", 64, "--intermediate", 128, "--heads", 2,
@@ -35,7 +35,7 @@ TINY_TARGET = [
 ]  # fmt: skip
 TINY_GENERATIONS = ["--tokens", 500, "--batch", 4, "--length", 160]
 TINY_DRAFT: list[object] = ["--intermediate", 128, "--no-compile", "--max-steps", 2, "--batch", 4]
-SHARES = {"target": 0.5, "generations": 0.1, "eagle3": 0.2, "dflash": 0.2}
+SHARES = {"target": 0.42, "generations": 0.1, "eagle3": 0.24, "dflash": 0.24}
 """Of the training's minutes, where one process follows the other."""
 START = 20.0
 """Seconds that a recipe takes before and after what its ``--minutes`` count."""
