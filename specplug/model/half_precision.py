@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specplug.kernels.dispatch import HALF
 from specplug.model.exact_experts import (
     find_experts_variance,
     make_experts_exact,
@@ -22,6 +23,7 @@ from specplug.model.exact_linear import (
 )
 from specplug.model.exact_norms import make_norms_exact
 from specplug.model.gpu_layer import GPULayer, fuse_gpu_layers
+from specplug.speculative.layers import Embedding
 
 
 def replace_modules(
@@ -29,9 +31,9 @@ def replace_modules(
 ) -> tuple[list[GPULayer], list[str]]:
     """Have a target's modules compute by our kernels, in place.
 
-    Layers of the Llama kind get a fused forward. The linears, norms, experts and routers of all
-    other modules are made row-invariant if that is wanted, and so the rows' bits depend on nothing
-    but the row; that is tried out on this card.
+    Layers of the Llama kind get a fused forward, a plain input embedding is read by a kernel. The
+    linears, norms, experts and routers of all other modules are made row-invariant if that is
+    wanted, and so the rows' bits depend on nothing but the row; that is tried out on this card.
 
     Args:
         model: a causal LM of transformers in half precision, on its device, loaded with our
@@ -47,6 +49,7 @@ def replace_modules(
     layers = list(layers)
     variant: list[str] = []
     fused = fuse_gpu_layers(model, layers, Products(exact=row_invariant))
+    _gather_embedding(model)
     if row_invariant:
         done = [layer for layer in layers if "forward" in layer.__dict__]
         make_linears_exact(model, keep=done)
@@ -56,6 +59,23 @@ def replace_modules(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # of weights that were joined, and of what was tried out
     return fused, variant
+
+
+@torch.inference_mode()
+def _gather_embedding(model: Any) -> None:
+    """Have a model's input embedding read its rows by a kernel, in place, if it is a plain one and
+    the kernel gives its results."""
+    module = model.get_input_embeddings()
+    if type(module) is not nn.Embedding or module.max_norm is not None:
+        return
+    weight = module.weight
+    if weight.dtype not in HALF or weight.stride(1) != 1:
+        return
+    rows = torch.linspace(0, len(weight) - 1, 16, device=weight.device).long().unsqueeze(0)
+    expected = module(rows)
+    module.__class__ = Embedding
+    if not torch.equal(module(rows), expected):
+        module.__class__ = nn.Embedding
 
 
 @torch.inference_mode()

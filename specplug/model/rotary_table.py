@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specplug.kernels.dispatch import runs_step_kernels
 from specplug.model.rotary import scaled_parts, types_of
 
 MOST_BYTES = 256 << 20
@@ -40,8 +41,17 @@ class RotaryTable(nn.Module):
         if table is None or table.dtype != x.dtype or position_ids.shape[:-1] != (1,):
             more = () if layer_type is None else (layer_type,)
             return self.inner(x, position_ids, *more)
-        cos, sin = table[:, position_ids.view(-1)].unsqueeze(1)
+        cos, sin = _read(table, position_ids.view(-1)).unsqueeze(1)
         return cos, sin
+
+
+def _read(table: Tensor, positions: Tensor) -> Tensor:
+    """Return the rows of [2, positions, D] at these [R]: [2, R, D]."""
+    if runs_step_kernels(table.device):
+        from specplug.kernels.row_gather import gather_rows
+
+        return gather_rows(table, positions)
+    return table[:, positions]
 
 
 @torch.inference_mode()

@@ -22,6 +22,7 @@ from specplug.model.exact_norms import ExactLayerNorm, ExactRMSNorm
 from specplug.model.half_precision import replace_modules
 from specplug.model.layer_fusion import SequencePlan
 from specplug.model.model_runner import ModelRunner
+from specplug.speculative import layers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE: dict[str, Any] = {
@@ -75,6 +76,22 @@ def test_replaced_modules_give_the_models_logits(
     assert sum(isinstance(each, ExactRMSNorm | ExactLayerNorm) for each in modules) == num_norms
     found = logits_of(model)
     assert (found.float() - expected.float()).norm() < 1e-2 * expected.float().norm()
+
+
+@pytest.mark.parametrize("config", ["LlamaConfig", "Gemma3TextConfig"])
+def test_a_plain_input_embedding_is_read_by_a_kernel(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3's scales what it reads, and stays."""
+    monkeypatch.setattr(layers, "has_kernels", lambda x: True)
+    model = build(config)
+    module = model.get_input_embeddings()
+    expected = module(TOKENS.view(3, 3))
+    replace_modules(model, [], row_invariant=False)
+    assert type(module) is not nn.Embedding
+    assert isinstance(module, layers.Embedding) == (config == "LlamaConfig")
+    with torch.no_grad():
+        assert torch.equal(module(TOKENS.view(3, 3)), expected)
 
 
 def test_declined_row_invariance_replaces_fused_layers_alone() -> None:

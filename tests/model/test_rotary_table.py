@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+from specplug.kernels import dispatch
 from specplug.model import rotary_table
 from specplug.model.rotary_table import RotaryTable, keep_rotary_tables
 
@@ -50,9 +51,13 @@ def make(name: str, **more: Any) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", KEPT)
-def test_rows_of_tables_are_those_of_the_module(family: str, dtype: torch.dtype) -> None:
+def test_rows_of_tables_are_those_of_the_module(
+    family: str, dtype: torch.dtype, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "forced", kernels)
     name, more = KEPT[family]
     model: Any = make(name, **more)
     own = copy.deepcopy(model.model.rotary_emb)

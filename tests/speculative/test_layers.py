@@ -236,3 +236,20 @@ def test_draft_has_the_kernels_of_its_run(cpu_kernels: CPUKernels, tiny_model: P
     later = layers.DecoderLayer(H, 48, HEADS, KV_HEADS, D, 1e-6)
     layers.pack(later)
     assert later.mlp._kernels is None
+
+
+def test_rows_are_read_by_kernels_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an embedding, and of rotary tables; rows that nobody reads have any positions."""
+    on = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    embedding = layers.Embedding(11, H).to(on, torch.float16)
+    rotary = layers.Rotary({}, D, ROWS).to(on, torch.float16)
+    ids, positions = torch.tensor([[3, 0], [10, 3]], device=on), torch.arange(-2, ROWS, device=on)
+    found = []
+    for kernels in (False, True):
+        monkeypatch.setattr(layers, "has_kernels", lambda x, on=kernels: on)
+        with torch.no_grad():
+            cos, sin = rotary(positions)
+            found.append((embedding(ids), cos[2:], sin[2:]))
+    for by_torch, by_kernels in zip(*found, strict=True):
+        assert torch.equal(by_torch, by_kernels)
+    assert found[1][0].shape == (2, 2, H)

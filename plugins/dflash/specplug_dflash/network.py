@@ -65,7 +65,7 @@ class DFlashNetwork(nn.Module):
             for _ in range(config.num_hidden_layers)
         )
         self.norm = layers.RMSNorm(hidden, eps)
-        self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if own_embedding else None
+        self.embed_tokens = layers.Embedding(config.vocab_size, hidden) if own_embedding else None
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False) if own_head else None
         if own_head:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))

@@ -55,7 +55,7 @@ class EagleNetwork(nn.Module):
         super().__init__()
         self.config = config
         size = config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, size) if own_embedding else None
+        self.embed_tokens = layers.Embedding(config.vocab_size, size) if own_embedding else None
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self.layers = nn.ModuleList(
             layers.DecoderLayer(

@@ -94,7 +94,7 @@ class Eagle3Network(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = (
-            nn.Embedding(config.vocab_size, config.embedding_size) if own_embedding else None
+            layers.Embedding(config.vocab_size, config.embedding_size) if own_embedding else None
         )
         fused = config.target_hidden_size * len(config.aux_layer_ids)
         self.input_norm = (

@@ -1,0 +1,73 @@
+"""Read rows of a table by their numbers, in one launch: embeddings, rotary tables, token ids."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
+
+_MOST = 1024
+"""Numbers of a row that a program copies."""
+
+
+@triton.jit(do_not_specialize=["num_rows", "table_rows"])
+def _gather_rows(
+    table, index, out, num_rows, table_rows, plane_stride, row_stride, index_stride, size,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A part of one row of one plane."""
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    plane = tl.program_id(2).to(tl.int64)
+    inside = column < size
+    wait_for_last(PDL)
+    source = tl.load(index + row * index_stride)
+    source = tl.minimum(tl.maximum(source, 0), table_rows - 1)
+    found = tl.load(table + plane * plane_stride + source * row_stride + column, mask=inside)
+    tl.store(out + (plane * num_rows + row) * size + column, found, mask=inside)
+
+
+def gather_rows(table: Tensor, index: Tensor) -> Tensor:
+    """Return rows of a table, or the same rows of several. Bits are copied.
+
+    Args:
+        table: [V, N] or [P, V, N], dense in N, V at least 1.
+        index: [R] int64. What is outside of the table reads its nearest row.
+
+    Returns:
+        [R, N] or [P, R, N] contiguous.
+    """
+    (rows,) = index.shape
+    size = table.shape[-1]
+    out = table.new_empty(*table.shape[:-2], rows, size)
+    if not out.numel():
+        return out
+    assert table.stride(-1) == 1 or size == 1
+    planes, plane_stride = (len(table), table.stride(0)) if table.dim() == 3 else (1, 0)
+    block = min(triton.next_power_of_2(size), _MOST)
+    _gather_rows[rows, triton.cdiv(size, block), planes](
+        table,
+        index,
+        out,
+        rows,
+        table.shape[-2],
+        plane_stride,
+        table.stride(-2),
+        index.stride(0) if rows > 1 else 1,
+        size,
+        BLOCK=block,
+        num_warps=4 if block == _MOST else 1,
+        **launch_options(table),
+    )
+    return out
+
+
+def gather_rows_reference(table: Tensor, index: Tensor) -> Tensor:
+    """Compute what ``gather_rows`` does in torch."""
+    return torch.index_select(table, -2, index.clamp(0, table.shape[-2] - 1))
