@@ -150,7 +150,7 @@ class LLM:
                 raise cause from error
             raise
         slots = self._engine.scheduler.cache.pool.num_tokens
-        for line in startup_lines(config, self._runtime, self._runner, slots):
+        for line in startup_lines(config, self._runtime, self._runner.target, slots):
             _log.info(line)
         for line in times_of_start(self._startup, self._runtime, compiled):
             _log.info(line)
@@ -171,7 +171,8 @@ class LLM:
         self.spec_config = spec = hooks.validate_config(typed)
         _tell_adjustments(spec)
 
-        self._runner = runner = load_target(config, device, ranks, startup)
+        target = load_target(config, device, ranks, startup)
+        self._runner = runner = ModelRunner(target)
         with startup.part("loading the tokenizer"):
             self.tokenizer = load_tokenizer(config)
         self._features = features = Features.of_run(config, selected.info)
@@ -181,9 +182,9 @@ class LLM:
             runner,
             overlap=features.is_on("overlap"),
             draft_verifies=hooks.supports_target_verify_for_draft(),
-            outputs=core_outputs(runner, backend_of(self.tokenizer)),
+            outputs=core_outputs(target, backend_of(self.tokenizer)),
         )
-        with startup.part("loading the draft"), cpu_kernels_of_draft(runner.cpu_kernels):
+        with startup.part("loading the draft"), cpu_kernels_of_draft(target.cpu_kernels):
             runtime.worker = hooks.create_worker(runtime)
         runtime.seal()
 
@@ -194,12 +195,12 @@ class LLM:
                 runtime, limits, config.max_total_tokens, prefix_cache=cached
             )
         scheduler = Scheduler(limits, cache, table)
-        self._decode_instance = remote = make_decode_instance(config, runtime, runner, cache)
+        self._decode_instance = remote = make_decode_instance(config, runtime, target, cache)
         self._engine = make_engine(
             config, runtime, runner, hooks, scheduler, remote=remote, ranks=ranks
         )
         self._stepper = Stepper(self._engine, ranks)
-        self._input_processor = InputProcessor(config, runtime, runner, self.tokenizer, cache.pool)
+        self._input_processor = InputProcessor(config, runtime, target, self.tokenizer, cache.pool)
         if warm_up_state(config, runtime) == "on":
             decodes = config.disaggregation != "prefill"
             warm_up = WarmUp(
@@ -212,7 +213,7 @@ class LLM:
     def _take_role(self, config: EngineConfig) -> None:
         """Make what lets the engine prefill for others, or the instance that prefills for it."""
         if config.disaggregation == "prefill":
-            identity = identity_of(self._runner, self.spec_config, config.page_size)
+            identity = identity_of(self._runner.target, self.spec_config, config.page_size)
             self._prefill = PrefillLoop(
                 config, identity, self._engine, self._input_processor, self._ranks
             )

@@ -48,7 +48,7 @@ def none(shallow: ShallowTarget) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def eos(none: LLM) -> int:
-    (token,) = none.engine.steps.runner.eos_token_ids
+    (token,) = none.engine.steps.runner.target.eos_token_ids
     return token
 
 
@@ -165,7 +165,7 @@ def test_minimum_that_cannot_be_is_refused(settings: dict[str, Any], message: st
 
 
 def test_request_that_could_choose_no_token_is_refused(none: LLM, eos: int) -> None:
-    others = {t: -math.inf for t in range(none.engine.steps.runner.vocab_size) if t != eos}
+    others = {t: -math.inf for t in range(none.engine.steps.runner.target.vocab_size) if t != eos}
     with pytest.raises(UsageError, match=r"^min_tokens with logit_bias bans all \d+ tokens"):
         none.generate("x", SamplingParams(min_tokens=1, logit_bias=others))
     assert none.generate("x", SamplingParams(logit_bias=others))[0].token_ids == (eos,)

@@ -13,7 +13,7 @@ from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.request import Request
 from specplug.errors import UsageError
 from specplug.kv.prefix_cache import PrefixCache
-from specplug.model.model_runner import ModelRunner
+from specplug.model.target import Target
 
 if TYPE_CHECKING:
     from specplug.disagg.decode_instance import DecodeInstance
@@ -25,7 +25,7 @@ DEFAULT_ADDRESS = "tcp://127.0.0.1:30100"
 
 
 def make_decode_instance(
-    config: EngineConfig, runtime: EngineRuntime, runner: ModelRunner, cache: PrefixCache
+    config: EngineConfig, runtime: EngineRuntime, target: Target, cache: PrefixCache
 ) -> DecodeInstance | None:
     """The decode instance of a run, bound at its address; None if its settings ask for none.
 
@@ -41,7 +41,7 @@ def make_decode_instance(
     where = config.disaggregation_address or ("tcp://127.0.0.1:*" if both else DEFAULT_ADDRESS)
     return DecodeInstance(
         _zmq().bind(where),
-        identity_of(runner, runtime.config, config.page_size),
+        identity_of(target, runtime.config, config.page_size),
         cache=cache,
         form=KVFormat(shapes=runtime.kv_shapes, dtype=runtime.dtype, vocab_size=runtime.vocab_size),
         most_away=runtime.max_running_requests,
@@ -75,13 +75,13 @@ def make_prefill_instance(
     return PrefillInstance(links, identity, prepare=prepare, submit=submit, abort=abort)
 
 
-def identity_of(runner: ModelRunner, config: SpecConfig, page_size: int) -> Identity:
+def identity_of(target: Target, config: SpecConfig, page_size: int) -> Identity:
     """What an instance says of itself."""
-    assert runner.fingerprint is not None, "the runner was not to be identified"
-    shape = runner.kv_shape
+    assert target.fingerprint is not None, "the target was not to be identified"
+    shape = target.kv_shape
     return Identity(
-        model=model_fingerprint(runner.fingerprint, config.target_config),
-        dtype=str(runner.dtype).removeprefix("torch."),
+        model=model_fingerprint(target.fingerprint, config.target_config),
+        dtype=str(target.dtype).removeprefix("torch."),
         page_size=page_size,
         kv=(shape.num_layers, shape.num_kv_heads, shape.head_dim),
         draft=f"{config.algorithm} {folder_fingerprint(config.draft_model_path)}".strip(),

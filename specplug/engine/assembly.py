@@ -21,6 +21,7 @@ from specplug.kernels.compilations import Compilations, cache_folder
 from specplug.kernels.dispatch import runs_kernels
 from specplug.model.device_memory import in_mib
 from specplug.model.model_runner import ModelRunner
+from specplug.model.target import Target
 from specplug.speculative.hook_calls import HookCalls
 from specplug.startup import Startup
 
@@ -90,28 +91,28 @@ def warm_up_state(config: EngineConfig, runtime: EngineRuntime) -> str:
 
 
 def startup_lines(
-    config: EngineConfig, runtime: EngineRuntime, runner: ModelRunner, slots: int
+    config: EngineConfig, runtime: EngineRuntime, target: Target, slots: int
 ) -> Iterator[str]:
     """Yield what a run has loaded, and what memory it takes, in lines for a log.
 
     Args:
         config: of the run.
         runtime: of the run, with the KV pool.
-        runner: the target.
+        target: of the run.
         slots: of the KV pool.
     """
     spec, dtype = runtime.config, str(runtime.dtype).removeprefix("torch.")
     yield (
-        f"model {config.model}: {type(runner.model).__name__}, {runner.num_parameters:,} "
-        f"parameters, {in_mib(runner.num_bytes)} of weights in {dtype} on {runtime.device}"
+        f"model {config.model}: {type(target.model).__name__}, {target.num_parameters:,} "
+        f"parameters, {in_mib(target.num_bytes)} of weights in {dtype} on {runtime.device}"
     )
-    if runner.kernels is not None:
+    if target.kernels is not None:
         yield (
-            f"kernels: {runner.num_fused_layers} of {runner.num_layers} layers are fused; row "
-            f"invariance {runner.row_invariance}"
+            f"kernels: {target.num_fused_layers} of {target.num_layers} layers are fused; row "
+            f"invariance {target.row_invariance}"
         )
     if runtime.device.type == "cpu":
-        yield f"the CPU's kernels: {runner.cpu_kernels_state}"
+        yield f"the CPU's kernels: {target.cpu_kernels_state}"
     draft = ""
     if spec.draft_model_path is not None:
         size = sum(file.stat().st_size for file in spec.draft_model_path.glob("*.safetensors"))
@@ -120,9 +121,9 @@ def startup_lines(
         f"algorithm {spec.algorithm}: num_steps {spec.num_steps}, topk {spec.topk}, "
         f"num_draft_tokens {spec.num_draft_tokens}{draft}"
     )
-    target, *drafts = [pool.nbytes for pool in runtime.pools]
+    of_target, *drafts = [pool.nbytes for pool in runtime.pools]
     yield (
-        f"KV pool: {slots:,} slots in pages of {runtime.page_size}, {in_mib(target)} for the "
+        f"KV pool: {slots:,} slots in pages of {runtime.page_size}, {in_mib(of_target)} for the "
         f"target" + (f" and {in_mib(sum(drafts))} for the draft" if drafts else "")
     )
     yield (

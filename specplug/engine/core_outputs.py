@@ -12,25 +12,25 @@ from torch import Tensor
 
 from specplug.errors import UsageError
 from specplug.model.hidden_states import HIDDEN_STATES, ROUTED_EXPERTS, Point
-from specplug.model.model_runner import ModelRunner
 from specplug.model.sampler import top_logprobs
+from specplug.model.target import Target
 from specplug.outputs import Logprob
 from specplug.sampling_params import SamplingParams
 from specplug.speculative.output_kind import Form, OutputKind
 
 
-def core_outputs(runner: ModelRunner, tokenizer: Any | None) -> tuple[OutputKind, ...]:
+def core_outputs(target: Target, tokenizer: Any | None) -> tuple[OutputKind, ...]:
     """Return the table's own rows; plugins may add others.
 
     Args:
-        runner: the target.
+        target: of the run.
         tokenizer: the ``tokenizers.Tokenizer``, for the text of log-probabilities; or None.
     """
     return (
-        Logprobs(vocab_size=runner.vocab_size, dtype=runner.dtype, tokenizer=tokenizer),
-        RoutedExperts(num_routers=runner.capture.num_routers),
+        Logprobs(vocab_size=target.vocab_size, dtype=target.dtype, tokenizer=tokenizer),
+        RoutedExperts(num_routers=target.capture.num_routers),
         HiddenStates(
-            num_layers=runner.num_layers, hidden_size=runner.hidden_size, dtype=runner.dtype
+            num_layers=target.num_layers, hidden_size=target.hidden_size, dtype=target.dtype
         ),
     )
 

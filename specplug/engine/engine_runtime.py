@@ -36,7 +36,7 @@ class EngineRuntime:
     Args:
         settings: of the run.
         config: of its speculation.
-        runner: the target.
+        runner: of the target.
         overlap: whether a step is launched before the last one's results are processed.
         draft_verifies: whether the draft's pass has the shape of a target verify, as the
             algorithm's ``supports_target_verify_for_draft`` says.
@@ -58,13 +58,15 @@ class EngineRuntime:
         draft_verifies: bool = False,
         outputs: Iterable[OutputKind] = (),
     ) -> None:
+        self._runner = runner
+        self._target = target = runner.target
         self.config = config
-        self.device = runner.device
-        self.dtype = runner.dtype
-        self.vocab_size = runner.vocab_size
-        self.hidden_size = runner.hidden_size
-        self.num_layers = runner.num_layers
-        self.context_len = min(settings.max_model_len or runner.context_len, runner.context_len)
+        self.device = target.device
+        self.dtype = target.dtype
+        self.vocab_size = target.vocab_size
+        self.hidden_size = target.hidden_size
+        self.num_layers = target.num_layers
+        self.context_len = min(settings.max_model_len or target.context_len, target.context_len)
         self.max_running_requests = settings.max_running_requests
         self.req_table_size = settings.max_running_requests + 1
         self.page_size = settings.page_size
@@ -77,14 +79,13 @@ class EngineRuntime:
         self.table: RequestTable
         self._request_slots: RequestSlots
         self.max_slots = LENGTH_STEP
-        self._runner = runner
         self._draft_caches: list[tuple[KVCache, KVShape]] = []
         self.pools: list[Tensor] = []
         # Passes of several ranks are recorded padded, which they are not where torch attends.
         self._graphs = (
             self.device.type == "cuda"
             and not settings.disable_cuda_graph
-            and (settings.dp_size == 1 or runner.kernels is not None)
+            and (settings.dp_size == 1 or target.kernels is not None)
         )
         self._draft_runners: list[PassRunner] = []
         self._sealed = False
@@ -94,20 +95,20 @@ class EngineRuntime:
             runner.record_graphs()
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
-        embeds: Tensor = self._runner.embed_tokens(token_ids)
+        embeds: Tensor = self._target.embed_tokens(token_ids)
         return embeds
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._runner.lm_head(hidden)
+        logits: Tensor = self._target.lm_head(hidden)
         return logits
 
     def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
         self._check_open("capture_layer_inputs")
-        return self._runner.capture.keep_layer_inputs(layer_ids)
+        return self._target.capture.keep_layer_inputs(layer_ids)
 
     def capture_lm_head_input(self) -> str:
         self._check_open("capture_lm_head_input")
-        return self._runner.capture.keep_lm_head_input()
+        return self._target.capture.keep_lm_head_input()
 
     def add_output(self, output: PerTokenOutput) -> None:
         self._check_open("add_output")
@@ -221,7 +222,7 @@ class EngineRuntime:
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         self._check_open("record_draft")
         recorded = self._graphs and self.draft_verifies
-        by_kernels = self._runner.kernels is not None
+        by_kernels = self._target.kernels is not None
         length = None if by_kernels else self._key_length
         runner = (
             GraphRunner(forward, pads=by_kernels, length=length)
@@ -237,7 +238,7 @@ class EngineRuntime:
         if not self._graphs:
             if self.device.type == "cpu":
                 return "off: there are none on the CPU"
-            if self.rank.world_size > 1 and self._runner.kernels is None:
+            if self.rank.world_size > 1 and self._target.kernels is None:
                 dtype = str(self.dtype).removeprefix("torch.")
                 return f"off: data-parallel attention in {dtype}"
             return "off: disable_cuda_graph"
@@ -259,12 +260,12 @@ class EngineRuntime:
     @property
     def cpu_kernels(self) -> str:
         """Whether passes compute with the CPU's kernels: "on", or "off: " and why."""
-        return self._runner.cpu_kernels_state
+        return self._target.cpu_kernels_state
 
     @property
     def row_invariance(self) -> str:
         """Whether each row's bits depend on nothing but the row: "on", or "off: " and why."""
-        return self._runner.row_invariance
+        return self._target.row_invariance
 
     def temperatures(self, batch: Batch) -> Tensor:
         return self.sampler.temperatures(batch.req_indices)
@@ -278,7 +279,7 @@ class EngineRuntime:
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """The shapes of the target's cache and of the draft models', in the order of ``pools``."""
-        return (self._runner.kv_shape, *(shape for _, shape in self._draft_caches))
+        return (self._target.kv_shape, *(shape for _, shape in self._draft_caches))
 
     @property
     def has_draft_cache(self) -> bool:
@@ -296,13 +297,13 @@ class EngineRuntime:
             slots=table.slots,
             last_position=self.context_len - 1,
             floors=table.floors,
-            lengths=None if self._runner.rotary.rule is FIXED else table.lengths,
-            kernels=self._runner.kernels,
-            cpu_kernels=self._runner.cpu_kernels,
+            lengths=None if self._target.rotary.rule is FIXED else table.lengths,
+            kernels=self._target.kernels,
+            cpu_kernels=self._target.cpu_kernels,
             page_size=table.page_size,
             num_slots=num_slots,
         )
-        caches = [(self._runner.cache, self._runner.kv_shape), *self._draft_caches]
+        caches = [(self._target.cache, self._target.kv_shape), *self._draft_caches]
         self.pools = [
             fill_cache(cache, shape, num_slots, self.dtype, self.device) for cache, shape in caches
         ]
@@ -311,7 +312,7 @@ class EngineRuntime:
     def _reserve_sums(self, num_slots: int) -> None:
         """Have the kernels make room for what attention over a full pool keeps of its parts. A
         draft model is taken to have as many query heads as the target."""
-        kernels, heads = self._runner.kernels, self._runner.config.num_attention_heads
+        kernels, heads = self._target.kernels, self._target.config.num_attention_heads
         if kernels is None:
             return
         for shape in self.kv_shapes:

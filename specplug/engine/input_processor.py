@@ -17,7 +17,7 @@ from specplug.errors import UsageError, shown
 from specplug.grammar.compiler import GrammarCompiler
 from specplug.kv.page_pool import PagePool
 from specplug.model.loading import backend_of
-from specplug.model.model_runner import ModelRunner
+from specplug.model.target import Target
 from specplug.sampling_params import Needs, SamplingParams, plain_integer
 
 Prompt = str | Sequence[int]
@@ -29,7 +29,7 @@ class InputProcessor:
     Args:
         config: of the run.
         runtime: of the run.
-        runner: the target.
+        target: of the run.
         tokenizer: of transformers, or None.
         pool: which must hold each request alone.
     """
@@ -38,19 +38,19 @@ class InputProcessor:
         self,
         config: EngineConfig,
         runtime: EngineRuntime,
-        runner: ModelRunner,
+        target: Target,
         tokenizer: Any | None,
         pool: PagePool,
     ) -> None:
-        self._runner = runner
+        self._target = target
         self._tokenizer = tokenizer
         self._pool = pool
         self._context_len = runtime.context_len
-        self._eos = runner.eos_token_ids
+        self._eos = target.eos_token_ids
         self._outputs = tuple(runtime.outputs.values())
         self._seed = config.seed
         self._numbers = count()
-        self._grammars = GrammarCompiler(tokenizer, runner.vocab_size, self._eos)
+        self._grammars = GrammarCompiler(tokenizer, target.vocab_size, self._eos)
 
     def requests(
         self,
@@ -115,7 +115,7 @@ class InputProcessor:
             detokenizer=make_detokenizer(backend_of(self._tokenizer), params),
             needs=params.needs | Needs.OUTPUTS if outputs else params.needs,
             outputs=outputs,
-            rule=self._runner.rotary.rule,
+            rule=self._target.rotary.rule,
             grammar_state=self._grammars.start(params) if params.grammar else None,
         )
         self._check_pool(request)
@@ -133,9 +133,9 @@ class InputProcessor:
                 "stop_token_ids"
             )
         banned = params.banned_tokens(self._eos)
-        if len(banned.at(0)) == self._runner.vocab_size:
+        if len(banned.at(0)) == self._target.vocab_size:
             raise UsageError(
-                f"{banned.setting_at(0)} bans all {self._runner.vocab_size} tokens: expected at "
+                f"{banned.setting_at(0)} bans all {self._target.vocab_size} tokens: expected at "
                 "least one that is left"
             )
 
@@ -178,7 +178,7 @@ class InputProcessor:
 
     def _check_tokens(self, what: str, tokens: Collection[Any]) -> None:
         """Refuse ids that are no tokens of the model; fast for long prompts."""
-        size = self._runner.vocab_size
+        size = self._target.vocab_size
         if not tokens or (
             set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < size
         ):

@@ -52,7 +52,7 @@ class StepRunner:
 
     Args:
         runtime: of the run.
-        runner: the target.
+        runner: of the target.
         hooks: of the run's plugins.
         future_map: the algorithm's.
         kv_transfer: to other instances and from them.

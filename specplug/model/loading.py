@@ -15,7 +15,7 @@ from specplug.config import EngineConfig
 from specplug.distributed.rank_group import RankGroup
 from specplug.errors import CheckpointError, UsageError, shown, warn_fallback
 from specplug.model.checkpoint import DATA_ONLY, check_model_path, needs_code, refuse_code
-from specplug.model.model_runner import ModelRunner
+from specplug.model.target import Target
 from specplug.startup import Startup
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -79,13 +79,13 @@ def resolve_speculation(config: EngineConfig, algorithm: AlgorithmInfo) -> SpecC
 
 def load_target(
     config: EngineConfig, device: torch.device, ranks: RankGroup | None, startup: Startup
-) -> ModelRunner:
+) -> Target:
     """Load the target of a run to its device; on the CPU set torch's threads, too.
 
     Raises:
         CheckpointError: there is no such model, it cannot be loaded, or not be run rightly here.
     """
-    return ModelRunner(
+    return Target(
         find_model(config.model),
         choose_dtype(config.dtype, device),
         device,

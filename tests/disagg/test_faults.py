@@ -311,7 +311,9 @@ def test_a_step_that_fails_at_the_prefill_instance_is_told(shallow_plain: Plain)
     options = shallow_target().options("NONE")
     with LLM(**options, dtype="float64", disaggregation="both") as llm:
         assert llm.partner is not None
-        llm.partner.engine.steps.runner.capture.layers[-1].register_forward_pre_hook(fail_once)
+        llm.partner.engine.steps.runner.target.capture.layers[-1].register_forward_pre_hook(
+            fail_once
+        )
         prompts = [shallow_plain.ids("import os\n"), shallow_plain.ids("class ")]
         began = time.monotonic()
         for prompt, output in zip(prompts, llm.generate(prompts, PARAMS), strict=True):
@@ -337,7 +339,7 @@ def test_a_step_that_fails_here_ends_what_is_away_too(shallow_plain: Plain) -> N
             if failures:
                 raise failures.pop()
 
-        llm.engine.steps.runner.capture.layers[-1].register_forward_pre_hook(fail_once)
+        llm.engine.steps.runner.target.capture.layers[-1].register_forward_pre_hook(fail_once)
         prompts = [shallow_plain.ids(text) for text in ("import os\n", "class ", "x")]
         names = {llm.add_request(prompt, PARAMS) for prompt in prompts}
         ended: dict[str, RequestOutput] = {}

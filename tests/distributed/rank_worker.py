@@ -193,7 +193,7 @@ class RankWorker:
 
     def parameters(self) -> int:
         """Of the target, as this rank has it."""
-        return self.llm.engine.steps.runner.num_parameters
+        return self.llm.engine.steps.runner.target.num_parameters
 
     def harm(self, how: str, number: int, in_pass: bool = False) -> None:
         """Have this process fail or die at its propose of that number, or in the middle of the
@@ -206,7 +206,9 @@ class RankWorker:
 
         def at(proposed: int) -> None:
             if proposed == number and in_pass:
-                self.llm.engine.steps.runner.capture.layers[1].register_forward_pre_hook(harm)
+                self.llm.engine.steps.runner.target.capture.layers[1].register_forward_pre_hook(
+                    harm
+                )
             elif proposed == number:
                 harm()
 

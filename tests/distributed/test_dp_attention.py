@@ -266,7 +266,7 @@ def test_routed_experts_are_those_of_the_own_rows(ranks: Ranks, moe_model: Path)
     ]
     with LLM(moe_model, dtype="float64", device="cpu") as llm:
         expected = llm.generate(prompts, params)
-        whole = llm.engine.steps.runner.num_parameters
+        whole = llm.engine.steps.runner.target.num_parameters
     ranks.open(model=moe_model, dtype="float64", chunked_prefill_size=8)
     assert all(parameters < 0.75 * whole for parameters in ranks.all("parameters"))
     (many, _), (one, _) = ranks.run(

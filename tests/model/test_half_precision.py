@@ -14,14 +14,14 @@ from specplug import LLM
 from specplug.errors import FallbackWarning
 from specplug.kernels.linear import linear
 from specplug.kernels.paged_attention_kernels import PagedAttention
-from specplug.model import exact_experts, exact_linear, model_runner
+from specplug.model import exact_experts, exact_linear
 from specplug.model.attention import IMPLEMENTATION, register
 from specplug.model.exact_experts import EXPERTS
 from specplug.model.exact_linear import ExactConv1D, ExactLinear
 from specplug.model.exact_norms import ExactLayerNorm, ExactRMSNorm
 from specplug.model.half_precision import replace_modules
 from specplug.model.layer_fusion import SequencePlan
-from specplug.model.model_runner import ModelRunner
+from specplug.model.target import Target
 from specplug.speculative import layers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -111,17 +111,17 @@ def test_all_passes_of_a_target_give_a_row_the_same_bits(
     """Whole, in chunks, two requests together, as a tree: the check at loading compares them."""
     monkeypatch.setattr(exact_linear, "_MOST_SAMPLED", 0)
     monkeypatch.setattr(
-        model_runner, "_attention_kernels", lambda device, dtype: PagedAttention(device)
+        "specplug.model.target._attention_kernels", lambda device, dtype: PagedAttention(device)
     )
     changes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     folder = build_model(transformers.Qwen3Config(**{**SHAPE, **changes}))
-    runner = ModelRunner(str(folder), torch.float16, DEVICE)
-    assert isinstance(runner.lm_head, ExactLinear)
-    attention: Any = runner.model.model.layers[0].self_attn
+    target = Target(str(folder), torch.float16, DEVICE)
+    assert isinstance(target.lm_head, ExactLinear)
+    attention: Any = target.model.model.layers[0].self_attn
     storage = attention.q_proj.weight.untyped_storage()
     assert storage.data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
-    runner.close()
-    assert sum(parameter.numel() for parameter in runner.model.parameters()) == 0
+    target.close()
+    assert sum(parameter.numel() for parameter in target.model.parameters()) == 0
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there the targets of other tests show it")
@@ -131,7 +131,7 @@ def test_variant_products_turn_row_invariance_off(
 ) -> None:
     monkeypatch.setattr(exact_linear, "_MOST_SAMPLED", 0)
     monkeypatch.setattr(
-        model_runner, "_attention_kernels", lambda device, dtype: PagedAttention(device)
+        "specplug.model.target._attention_kernels", lambda device, dtype: PagedAttention(device)
     )
 
     def by_count(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
@@ -142,11 +142,11 @@ def test_variant_products_turn_row_invariance_off(
     monkeypatch.setattr(exact_linear, "linear", by_count)
     monkeypatch.setattr(exact_linear, "TARGET_KERNEL_ROWS", 2)
     with pytest.warns(FallbackWarning, match="row invariance") as told:
-        runner = ModelRunner(str(folder), torch.float16, DEVICE)
+        target = Target(str(folder), torch.float16, DEVICE)
     warned = [each for each in told if each.category is FallbackWarning]
     assert len(warned) == 1, "the check of whole passes finds it too"
-    assert runner.row_invariance.startswith("off: products of shape 16 x 32, 8 x 32, ")
-    runner.close()
+    assert target.row_invariance.startswith("off: products of shape 16 x 32, 8 x 32, ")
+    target.close()
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="there the targets of other tests show it")
@@ -158,14 +158,14 @@ def test_passes_of_a_mixture_of_experts_give_the_same_bits(
     monkeypatch.setattr(exact_linear, "_MOST_SAMPLED", 0)
     monkeypatch.setattr(exact_experts, "_PAIRS_OF_EXPERT", (1,))
     monkeypatch.setattr(
-        model_runner, "_attention_kernels", lambda device, dtype: PagedAttention(device)
+        "specplug.model.target._attention_kernels", lambda device, dtype: PagedAttention(device)
     )
     changes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
                "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}  # fmt: skip
     folder = build_model(transformers.Qwen3MoeConfig(**{**SHAPE, **changes}))
-    runner = ModelRunner(str(folder), torch.float16, DEVICE)
-    assert runner.model.config._experts_implementation == EXPERTS
-    runner.close()
+    target = Target(str(folder), torch.float16, DEVICE)
+    assert target.model.config._experts_implementation == EXPERTS
+    target.close()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU says")

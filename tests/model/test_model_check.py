@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from specplug import LLM, CheckpointError, SamplingParams
-from specplug.model import model_runner
+from specplug.model import target as target_file
 from specplug.model.model_check import ModelCheck
-from specplug.model.model_runner import ModelRunner
 from specplug.model.paged_plan import PagedPlan
+from specplug.model.target import Target
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
@@ -62,8 +62,8 @@ def folder_of(build_model: Callable[..., Path]) -> Callable[..., Path]:
     return make
 
 
-def _load(folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> ModelRunner:
-    return ModelRunner(str(folder), dtype, CPU, **how)
+def _load(folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Target:
+    return Target(str(folder), dtype, CPU, **how)
 
 
 @pytest.mark.parametrize("config", UNSOUND)
@@ -109,15 +109,15 @@ def test_load_of_random_half_weights_passes(
 ) -> None:
     window = {} if config == "LlamaConfig" else {"sliding_window": 6}  # its forward knows none
     folder = folder_of(config, initializer_range=0.3, num_hidden_layers=3, **window)
-    runner = _load(folder, dtype)
-    assert runner.dtype is dtype
-    assert runner.cache.keys == runner.cache.values == []
+    target = _load(folder, dtype)
+    assert target.dtype is dtype
+    assert target.cache.keys == target.cache.values == []
 
 
 def test_load_measures_key_heads(folder_of: Callable[..., Path]) -> None:
     """StarCoder's one key head stands in no field that others have."""
-    runner = _load(folder_of("GPTBigCodeConfig", n_embd=32, n_head=4, n_layer=2))
-    assert (runner.kv_shape.num_kv_heads, runner.kv_shape.head_dim) == (1, 8)
+    target = _load(folder_of("GPTBigCodeConfig", n_embd=32, n_head=4, n_layer=2))
+    assert (target.kv_shape.num_kv_heads, target.kv_shape.head_dim) == (1, 8)
 
 
 def test_load_in_short_context_passes(folder_of: Callable[..., Path]) -> None:
@@ -155,15 +155,15 @@ def test_check_names_pass_that_differs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A mistake in the way that one pass is planned, as the engine could make it."""
-    whole, count = ModelRunner.prefill, []
+    whole, count = Target.forward, []
 
-    def forward(self: ModelRunner, tokens: Any, plan: Any, *how: Any, **more: Any) -> Any:
+    def forward(self: Target, tokens: Any, plan: Any, *how: Any, **more: Any) -> Any:
         if len(count) == number:
             damage(plan)
         count.append(1)
         return whole(self, tokens, plan, *how, **more)
 
-    monkeypatch.setattr(ModelRunner, "prefill", forward)
+    monkeypatch.setattr(Target, "forward", forward)
     folder = folder_of("LlamaConfig", initializer_range=0.3)
     with pytest.raises(CheckpointError, match=f"{name}: logits differ by .*, from layer 0 on"):
         _load(folder)
@@ -174,14 +174,14 @@ def test_check_covers_changes_of_modules(
     change: str, folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check runs after the modules are changed."""
-    right = getattr(model_runner, change)
+    right = getattr(target_file, change)
 
     def change_wrongly(model: Any, **how: Any) -> Any:
         result = right(model, **how)
         model.model.layers[1].input_layernorm.weight.data.mul_(1.5)
         return result
 
-    monkeypatch.setattr(model_runner, change, change_wrongly)
+    monkeypatch.setattr(target_file, change, change_wrongly)
     with pytest.raises(CheckpointError, match=r"whole: logits differ by .*, from layer 1 on"):
         _load(folder_of("LlamaConfig", initializer_range=0.3))
 
@@ -221,7 +221,7 @@ def test_check_finds_rows_that_depend_on_others(
         model.model.layers[0].mlp = _ByCount(model.model.layers[0].mlp)
         return 0
 
-    monkeypatch.setattr(model_runner, "ModelCheck", Kept)
-    monkeypatch.setattr(model_runner, "fuse_norms", vary)
+    monkeypatch.setattr(target_file, "ModelCheck", Kept)
+    monkeypatch.setattr(target_file, "fuse_norms", vary)
     _load(folder_of("LlamaConfig")).close()
     assert found == ["in chunks: from layer 0 on"]

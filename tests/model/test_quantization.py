@@ -21,9 +21,9 @@ from torch import Tensor
 from specplug import LLM, CheckpointError, SamplingParams, UsageError
 from specplug.model.checkpoint import load_checkpoint, weights_fingerprint
 from specplug.model.exact_linear import make_linears_exact
-from specplug.model.model_runner import ModelRunner
 from specplug.model.quantization import KINDS, count_parameters, is_packed, is_plain_linear
 from specplug.model.sharded_mlp import shard_mlps
+from specplug.model.target import Target
 
 CPU = torch.device("cpu")
 BLOCK = 16
@@ -189,24 +189,24 @@ def test_quantized_weights_are_near_the_plain_ones(kind: str, plain: Path, copy:
 
 
 def test_quantized_target_tells_its_size_and_closes(made: Path, plain: Path) -> None:
-    whole = ModelRunner(str(plain), torch.float32, CPU, skip_check=True)
-    runner = ModelRunner(str(made), torch.float32, CPU, identified=True)
-    assert runner.dtype is torch.float32
-    assert runner.num_parameters == whole.num_parameters
-    assert is_packed(runner.model) == (runner.num_bytes < whole.num_bytes)
-    assert runner.fingerprint == weights_fingerprint(load_checkpoint(str(made), torch.float32))
-    runner.close()
-    runner.close()
-    assert runner.num_bytes == 0
+    whole = Target(str(plain), torch.float32, CPU, skip_check=True)
+    target = Target(str(made), torch.float32, CPU, identified=True)
+    assert target.dtype is torch.float32
+    assert target.num_parameters == whole.num_parameters
+    assert is_packed(target.model) == (target.num_bytes < whole.num_bytes)
+    assert target.fingerprint == weights_fingerprint(load_checkpoint(str(made), torch.float32))
+    target.close()
+    target.close()
+    assert target.num_bytes == 0
 
 
 def test_packed_tensors_of_torchao_are_counted_and_freed(copy: Path) -> None:
     pytest.importorskip("torchao")
-    runner = ModelRunner(str(_torchao(copy)), torch.bfloat16, CPU, identified=True)
-    assert is_packed(runner.model)
-    assert runner.num_bytes < 1.2 * runner.num_parameters
-    runner.close()
-    assert runner.num_bytes == 0
+    target = Target(str(_torchao(copy)), torch.bfloat16, CPU, identified=True)
+    assert is_packed(target.model)
+    assert target.num_bytes < 1.2 * target.num_parameters
+    target.close()
+    assert target.num_bytes == 0
 
 
 def test_packed_tensors_are_left_to_their_library(copy: Path) -> None:

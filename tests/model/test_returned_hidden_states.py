@@ -226,7 +226,9 @@ def test_who_asks_for_nothing_gets_nothing(layernorm_model: Path, expected: Know
         assert [o.token_ids for o in outputs[2:]] == [tokens for tokens, _ in expected[2:]]
         assert all(o.hidden_states is None for o in outputs[2:])
         llm.generate(PROMPTS[:1], SILENT[:1])
-        hooks = [len(layer._forward_pre_hooks) for layer in llm.engine.steps.runner.capture.layers]
+        hooks = [
+            len(layer._forward_pre_hooks) for layer in llm.engine.steps.runner.target.capture.layers
+        ]
         assert hooks == [0, 0], "a pass that nobody reads runs hooks"
 
 
@@ -236,7 +238,7 @@ def test_all_outputs_of_a_request_come_together(moe_model: Path) -> None:
     )
     with LLM(moe_model, dtype="float64", chunked_prefill_size=5) as llm:
         output = llm.generate([PROMPTS[2]], params)[0]
-        head = llm.engine.steps.runner.lm_head.weight.detach().cpu()
+        head = llm.engine.steps.runner.target.lm_head.weight.detach().cpu()
         assert output.logprobs is not None
         assert output.routed_experts is not None
         assert output.hidden_states is not None

@@ -111,7 +111,7 @@ def test_a_pass_that_failed_leaves_no_experts(moe_model: Path, expected: Any) ->
             raise failures.pop()
 
     with LLM(moe_model, dtype="float64") as llm:
-        llm.engine.steps.runner.capture.layers[-1].register_forward_pre_hook(fail_once)
+        llm.engine.steps.runner.target.capture.layers[-1].register_forward_pre_hook(fail_once)
         with pytest.raises(RuntimeError, match="in the last layer"):
             llm.generate(PROMPTS[0], PARAMS[0])
         check(llm.generate(PROMPTS[:1], PARAMS[:1]), expected[:1])

@@ -1,0 +1,327 @@
+"""The target: any causal LM of transformers, loaded, sped up, checked, over our paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from specplug.distributed.rank_group import RankGroup
+from specplug.errors import warn_fallback
+from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
+from specplug.kernels.dispatch import HALF, runs_pass_kernels
+from specplug.kv.tensors import KVShape, drop_tensors
+from specplug.model.attention import running
+from specplug.model.checkpoint import (
+    CPU,
+    load_checkpoint,
+    weights_fingerprint,
+    weights_progress,
+)
+from specplug.model.cpu_layer import fuse_cpu_layers
+from specplug.model.direct_calls import shorten_calls
+from specplug.model.fused_norms import fuse_norms
+from specplug.model.hidden_states import HiddenStateCapture, Point
+from specplug.model.layer_fusion import FusedLayer
+from specplug.model.model_check import ModelCheck
+from specplug.model.padded_passes import PassOutput
+from specplug.model.paged_plan import JoinedPlan, PagedPlan
+from specplug.model.quantization import count_parameters, drop_weights, stored_tensors
+from specplug.model.rotary import FIXED, RotaryByLength
+from specplug.model.rotary_table import keep_rotary_tables
+from specplug.model.sharded_mlp import shard_mlps
+from specplug.model.threads import set_threads
+from specplug.speculative.runtime import KVCache
+from specplug.startup import Startup
+
+if TYPE_CHECKING:
+    from specplug.kernels.paged_attention_kernels import PagedAttention
+
+_CHECK = "checking the model"
+"""The part of a start that has two halves: before and after the layers are fused."""
+
+
+class Target:
+    """A causal LM of transformers that attends to our paged KV cache.
+
+    It is loaded, its modules are replaced by faster ones, and our passes are compared with its own.
+
+    Args:
+        path: folder or hub id.
+        dtype: of weights and activations; None: what the checkpoint says.
+        device: where it runs.
+        ranks: over which its MLPs are sharded; None: it is not sharded.
+        identified: whether ``fingerprint`` is wanted.
+        skip_check: do not check that it gives its own logits here.
+        compiled: have the CPU's kernels compiled, where one thread computes in float32.
+        num_threads: torch's on the CPU; None: one for a small model.
+        row_invariant: on a GPU in half precision each row's bits depend on nothing but the row.
+        startup: of the run, which takes the times; None: nobody wants them.
+
+    Attributes:
+        model: the module of transformers, changed in place.
+        config: of its text part.
+        rotary: its rotary modules, which take frequencies by row.
+        capture: what its passes keep besides logits.
+        cache: of its keys and values; the run's pool fills it.
+        kv_shape: of that cache.
+        context_len: tokens of the longest sequence.
+        fingerprint: of its weights as they were loaded; None if it was not wanted.
+        row_invariance: whether each row's bits depend on nothing but the row: "on", or "off: " and
+            why; "not needed" in float32 and float64, whose rounding changes no token short of a
+            tie.
+        cpu_kernels: with which passes compute on the CPU; None: torch.
+        cpu_kernels_state: "on", or "off: " and why.
+        kernels: with which passes attend on this device in this dtype; None: torch.
+
+    Raises:
+        CheckpointError: there is no such model, it cannot be loaded, or the check fails.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        ranks: RankGroup | None = None,
+        *,
+        identified: bool = False,
+        skip_check: bool = False,
+        row_invariant: bool = True,
+        compiled: bool = True,
+        num_threads: int | None = None,
+        startup: Startup | None = None,
+    ) -> None:
+        self.device = device
+        self._startup = startup = startup or Startup()
+        # Sharded weights are cut on the host, whose copy is the mapped file.
+        with startup.part("loading weights"), _progress_of(startup):
+            self.model = load_checkpoint(path, dtype, device if ranks is None else CPU).eval()
+        if self.model.dtype is torch.float64 and _has_experts(self.model.config):
+            self.model.set_experts_implementation("eager")  # grouped products lack float64
+        self.fingerprint = weights_fingerprint(self.model) if identified else None
+        self.ranks = ranks
+        if ranks is not None:
+            shard_mlps(self.model, ranks)
+            self.model.to(device)
+        self.rotary = RotaryByLength(self.model)
+        self.capture = HiddenStateCapture(self.model)
+        self.dtype: torch.dtype = self.model.dtype
+        config = self.model.config.get_text_config()
+        self.config: Any = config
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.context_len: int = self.rotary.context_len
+        self.cache = KVCache([], [])
+        self.kernels = _attention_kernels(device, self.dtype)
+        if device.type == "cpu":
+            set_threads(num_threads, self.num_parameters)
+        found: CPUKernels | str = "disable_cpu_kernels"
+        if compiled:
+            found = _find_cpu_kernels(device, self.dtype, startup)
+        self.cpu_kernels = None if isinstance(found, str) else found
+        self.cpu_kernels_state = f"off: {found}" if isinstance(found, str) else "on"
+        check = None if skip_check else self._begin_check(path)
+        self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
+        self.num_layers = len(self.capture.layers)
+        self._fused_layers: Sequence[FusedLayer] = []
+        self.row_invariance = _without_kernels(self.dtype, device)
+        with startup.part("fusing layers"):
+            self._fuse(row_invariant)
+        if check is not None:
+            self._end_check(check)
+            if check.row_variance is not None and self.row_invariance == "on":
+                self._tell_row_variance(check.row_variance)
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        """The input embedding."""
+        module: nn.Module = self.model.get_input_embeddings()
+        return module
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The output head."""
+        module: nn.Module = self.model.get_output_embeddings()
+        return module
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end an output, as the model's configuration says."""
+        generation = getattr(self.model, "generation_config", None)
+        found = getattr(generation, "eos_token_id", None)
+        if found is None:
+            found = getattr(self.config, "eos_token_id", None)
+        if found is None:
+            return frozenset()
+        return frozenset([found] if isinstance(found, int) else found)
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of the target's parameters, tied ones counted once."""
+        return count_parameters(self.model)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the target's weights, tied ones once."""
+        return sum(tensor.nbytes for _, tensor in stored_tensors(self.model))
+
+    @property
+    def num_fused_layers(self) -> int:
+        """The decoder layers whose forward is ours, of kernels."""
+        return len(self._fused_layers)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        plan: PagedPlan | JoinedPlan,
+        logits_rows: Tensor | int,
+        points: tuple[Point, ...] = (),
+    ) -> PassOutput:
+        """Run a pass, as it is, and return its result.
+
+        Args:
+            token_ids: [R] int64.
+            plan: their positions and what they see.
+            logits_rows: [M] int64 rows whose logits are wanted, or 0: those of all rows.
+            points: where the pass is to be read.
+        """
+        self.capture.begin(points)
+        self.rotary.begin(plan.lengths)
+        if self.ranks is not None:
+            self.capture.routed_rows = self.ranks.own
+        with running(plan, self.cache):
+            out = self.model(
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=plan.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=logits_rows,
+            )
+        kept = self.capture.collect_points() if points else {}
+        return out.logits.squeeze(0), self.capture.collect(), kept
+
+    def close(self) -> None:
+        """Free the weights and the cache, even if a plugin still holds the model."""
+        drop_tensors(self.cache)
+        for layer in self._fused_layers:
+            layer.close()
+        drop_weights(self.model)
+
+    def _fuse(self, row_invariant: bool) -> None:
+        """Replace modules by faster ones that give the same."""
+        fuse_norms(self.model)
+        if self.kernels is not None:
+            self._use_kernels(row_invariant)
+        elif self.device.type == "cpu":
+            self.rotary.begin(None)
+            self._fused_layers = fuse_cpu_layers(self.model, self.capture.layers, self.cpu_kernels)
+        shorten_calls(self.model, keep=self.capture.hooked)
+
+    def _use_kernels(self, row_invariant: bool) -> None:
+        """Have the modules compute by our kernels. They need Triton, which is not everywhere."""
+        from specplug.model.half_precision import replace_modules
+
+        self.rotary.begin(None)
+        layers = self.capture.layers
+        self._fused_layers, variant = replace_modules(
+            self.model, layers, row_invariant=row_invariant
+        )
+        if self.rotary.rule is FIXED:
+            keep_rotary_tables(self.model, self.context_len, self.dtype, self.device)
+        self.row_invariance = "on" if row_invariant else "off: disable_row_invariance"
+        if variant:
+            self._tell_row_variance(f"products of shape {', '.join(variant)} on this card")
+
+    def _tell_row_variance(self, where: str) -> None:
+        """Turn row invariance off, in words, for where it does not hold, and warn of it."""
+        self.row_invariance = f"off: {where}"
+        warn_fallback(
+            f"row invariance does not hold for {type(self.model).__name__}, {where}: "
+            "tokens may depend on what else is in a batch"
+        )
+
+    def _begin_check(self, path: str) -> ModelCheck:
+        """Run the model before anything in it is changed."""
+        with self._startup.part(_CHECK), self._stepping():
+            return ModelCheck(
+                path,
+                self.model,
+                self.capture.layers,
+                self.context_len,
+                self._begin_checked_pass,
+                self.kernels,
+                self.cpu_kernels,
+            )
+
+    def _end_check(self, check: ModelCheck) -> None:
+        def run(token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | int) -> Tensor:
+            return self.forward(token_ids, plan, logits_rows)[0]
+
+        with self._startup.part(_CHECK), self._stepping():
+            check.compare(run, self.cache)
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.ranks is None else self.ranks.stepping()
+
+    def _begin_checked_pass(self, rows: int, lengths: Tensor) -> None:
+        """Begin a pass of the check in all ranks, with the rotary frequencies of these lengths."""
+        if self.ranks is not None:
+            self.ranks.agree(rows)
+        self.rotary.begin(lengths)
+
+
+def _progress_of(startup: Startup) -> AbstractContextManager[None]:
+    """Have the start told how many tensors are loaded, if somebody wants to know."""
+    return weights_progress(startup.advance) if startup.is_reported else nullcontext()
+
+
+def _kv_shape_of(config: Any) -> KVShape:
+    """Derive the shape of the cache from the configuration, for a model that is not checked."""
+    heads: int = config.num_attention_heads
+    return KVShape(
+        config.num_hidden_layers,
+        getattr(config, "num_key_value_heads", None) or heads,
+        # Latent attention (DeepSeek) calls the rotated part alone ``head_dim``.
+        getattr(config, "qk_head_dim", None)
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // heads,
+    )
+
+
+def _without_kernels(dtype: torch.dtype, device: torch.device) -> str:
+    """Return what ``row_invariance`` says where torch computes all."""
+    if dtype not in HALF:
+        return f"not needed in {str(dtype).removeprefix('torch.')}"
+    return f"off: there are no kernels for this {device.type}"
+
+
+def _attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
+    """Return what attends on a GPU in half precision. Elsewhere torch attends."""
+    if not runs_pass_kernels(device, dtype):
+        return None
+    from specplug.kernels.paged_attention_kernels import PagedAttention
+
+    return PagedAttention(device)
+
+
+def _find_cpu_kernels(
+    device: torch.device, dtype: torch.dtype, startup: Startup
+) -> CPUKernels | str:
+    """Return the kernels of the CPU, or why there are none."""
+    if device.type != "cpu":
+        return f"they are not for {device.type}"
+    if dtype != torch.float32:
+        return f"they are not for {str(dtype).removeprefix('torch.')}"
+    if torch.get_num_threads() > 1:
+        return "they run on one thread, torch on several"
+    with startup.part("compiling kernels"):
+        return load_cpu_kernels()
+
+
+def _has_experts(config: Any) -> bool:
+    """Return whether layers are mixtures of experts, by the configuration."""
+    names = "num_experts", "n_routed_experts", "num_local_experts"
+    return any(getattr(config.get_text_config(), name, None) for name in names)
