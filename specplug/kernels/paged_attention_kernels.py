@@ -44,9 +44,9 @@ _PARTS = {
     64: {"STAGES": 5, "num_warps": 4},
 }  # by the rows of a tile
 _TAILS = (
-    (512, 1, {"STAGES": 2, "AT_ONCE": 2, "num_warps": 1}),
-    (128, 1, {"STAGES": 2, "AT_ONCE": 4, "num_warps": 2}),
-    (0, 4, {"STAGES": 3, "AT_ONCE": 8, "num_warps": 4}),
+    (512, 1, {"STAGES": 2, "AT_ONCE": 2, "FEWER": 0, "num_warps": 1}),
+    (128, 1, {"STAGES": 2, "AT_ONCE": 4, "FEWER": 0, "num_warps": 2}),
+    (0, 4, {"STAGES": 3, "AT_ONCE": 8, "FEWER": 4, "num_warps": 4}),
 )  # from so many on, programs that share a row's columns, and warps: many tails need no more
 _LEAST_BATCH = 32  # a warp's lanes: smaller batches share a compiled kernel
 _TILES = {"STAGES": 5, "num_warps": 4}
@@ -315,7 +315,8 @@ def _row_tails(
     ROWS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, RAGGED: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr, FEWER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Finish columns of one row, for the query heads that share a key head: [ROWS, COLUMNS],
     ROWS >= GROUP."""
@@ -369,11 +370,20 @@ def _row_tails(
     wait_for_last(PDL)
 
     top, total, summed = _no_sums(ROWS, COLUMNS)
-    for next_part in tl.range(first_part, num_whole, AT_ONCE):
+    rest = num_whole
+    if FEWER:  # what does not fill a group is folded in smaller ones
+        rest = first_part + tl.maximum(num_whole - first_part, 0) // AT_ONCE * AT_ONCE
+    for next_part in tl.range(first_part, rest, AT_ONCE):
         top, total, summed = _fold_parts(
             top, total, summed, tops, totals, mixed, next_part, num_whole, part_stride, place,
             is_row, column, DIM, AT_ONCE,
         )  # fmt: skip
+    if FEWER:
+        for next_part in tl.range(rest, num_whole, FEWER):
+            top, total, summed = _fold_parts(
+                top, total, summed, tops, totals, mixed, next_part, num_whole, part_stride, place,
+                is_row, column, DIM, FEWER,
+            )  # fmt: skip
 
     # The part that is committed in part goes on from the sums of its first blocks.
     has_begun = is_row & (num_whole < num_parts) & (num_whole >= first_part)
