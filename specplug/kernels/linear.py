@@ -29,7 +29,7 @@ class Tile:
     """How a product is cut up.
 
     Attributes:
-        rows: of x in a tile: 16, 32, 64 or 128.
+        rows: of x in a tile: 16, 64 or 128.
         columns: of the result in a tile; ``gated_linear`` has two of that size.
         depth: of K in one step.
         warps: of a program.
@@ -48,8 +48,11 @@ class Tile:
 
 
 def rows_bucket(num_rows: int) -> int:
-    """Return the rows of a tile for so many rows."""
-    return next((size for size in (16, 32, 64) if num_rows <= size), 128)
+    """Return the rows of a tile for so many rows.
+
+    From 17 rows on tiles have the 64 that a Hopper's wide tensor cores take at once.
+    """
+    return next((size for size in (16, 64) if num_rows <= size), 128)
 
 
 @lru_cache(4096)
@@ -58,7 +61,7 @@ def choose_tile(num_outputs: int, num_inputs: int, num_rows: int) -> Tile:
 
     Few rows: the weights are read once, at the speed of the memory. Programs that read far ahead,
     in steps of 512 bytes of a row, come closest to it; a narrow product has narrow tiles, so that
-    each of the card's processors has a program. At 64 rows there is no room for such steps. From
+    each of the card's processors has a program. Tiles of 64 rows leave no room for such steps. From
     65 rows on tiles stay so small that there are about as many programs as processors.
     """
     rows = rows_bucket(num_rows)
@@ -67,8 +70,6 @@ def choose_tile(num_outputs: int, num_inputs: int, num_rows: int) -> Tile:
         return _tile_of_many_rows(num_outputs, num_rows)
     if rows == 64:
         return Tile(rows, 32, 128, 4, 7) if is_narrow else Tile(rows, 64, 128, 4, 5)
-    if rows == 32:
-        return Tile(rows, 32, 256, 4, 5) if is_narrow else Tile(rows, 64, 256, 4, 4)
     return Tile(rows, 32, 256, 4, 7) if is_narrow else Tile(rows, 64, 256, 4, 4)
 
 
