@@ -30,6 +30,7 @@ from specplug.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from specplug.config import EngineConfig
+    from specplug.kernels.argmax import argmax_rows
     from specplug.llm import LLM
     from specplug.outputs import Logprob, RequestOutput
     from specplug.sampling_params import SamplingParams
@@ -80,6 +81,7 @@ _LAZY = {
     "TargetOutput": "specplug.speculative.target_output",
     "select_tree": "specplug.speculative.tree",
     "VerifyOutput": "specplug.speculative.verify",
+    "argmax_rows": "specplug.kernels.argmax",
     "verify_tree": "specplug.speculative.verify",
 }
 
@@ -121,6 +123,7 @@ __all__ = [
     "UsageError",
     "VerifyOutput",
     "__version__",
+    "argmax_rows",
     "chunk_tails",
     "couple",
     "hookimpl",

@@ -9,10 +9,17 @@ from specplug.kernels.dispatch import runs_step_kernels
 
 
 def argmax_rows(scores: Tensor) -> Tensor:
-    """Return the index of each row's first greatest score, [R, V] to [R] int64, as ``argmax`` does.
+    """Return the index of each row's greatest score, as ``scores.argmax(-1)`` does, but sooner.
 
     On the CPU ``max`` finds it in a third of the time: 28 us, not 78, for 12 rows of 4,096. On a
-    GPU one program of torch's reads a row, 12 us for one of 32,000 on an H100.
+    GPU one program of torch's reads a row, 37 us for 15 rows of 128,256 on an H100, where a kernel
+    reads each in parts.
+
+    Args:
+        scores: [R, V] of any floating dtype, V at least 1.
+
+    Returns:
+        [R] int64. Of equal scores the first; a NaN is greater than all else.
     """
     if scores.device.type == "cpu":
         return scores.max(-1).indices

@@ -20,6 +20,7 @@ from specplug import (
     FutureMap,
     Runtime,
     StateTensor,
+    argmax_rows,
     chunk_tails,
     couple,
     received_state,
@@ -187,7 +188,7 @@ class MultiLayerEagleWorker:
             logits = runtime.lm_head(network.head_input(index, ends))
             positions = (first + index + 1).unsqueeze(1)
             scores = couple(runtime, batch, logits, positions, self._vocabulary)
-            chain.append(scores.argmax(-1))
+            chain.append(argmax_rows(scores))
         return torch.stack(chain, dim=1)
 
 
