@@ -29,11 +29,13 @@ from specplug import (
     hookimpl,
     verify_tree,
 )
+from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.step import StepRunner
 from specplug.model import graph_runner
 from specplug.model.graph_runner import GraphRunner
 from specplug.model.paged_plan import PagedPlan, RequestSlots
 from specplug.model.pass_arguments import fill
+from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.target_output import compact
 
 ON_GPU = torch.cuda.is_available()
@@ -303,6 +305,54 @@ def test_requests_of_all_kinds_get_the_same_recorded_or_not(
             found.append([output.token_ids for output in llm.generate(prompts, asked)])
             assert not records or any(llm.engine.steps.runner.recordings.values())
     assert found[0] == found[1]
+
+
+@pytest.mark.skipif(ON_GPU, reason="there drafts are recorded in all tests")
+@pytest.mark.parametrize(
+    ("name", "topk"), [("EAGLE3", 1), ("EAGLE3", 4), ("MULTI_LAYER_EAGLE", None), ("DFLASH", None)]
+)
+def test_recorded_drafts_are_those_that_are_not(
+    name: str, topk: int | None, shallow: ShallowTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three requests, padded to four, then of fewer; all greedy, then with one that samples."""
+    proposed: list[list[list[int]]] = []
+    propose, runners = HookCalls.propose, []
+
+    def kept(self: HookCalls, *given: Any, **named: Any) -> Draft:
+        draft = propose(self, *given, **named)
+        proposed.append(draft.tokens.tolist())
+        return draft
+
+    def record_draft(self: EngineRuntime, forward: Callable[..., Any]) -> GraphRunner:
+        # Positions before 0 see nothing, which leaves NaN where torch attends.
+        pads = name != "MULTI_LAYER_EAGLE"
+        runners.append(GraphRunner(forward, pads=pads, length=self._key_length))
+        return runners[-1]
+
+    monkeypatch.setattr(HookCalls, "propose", kept)
+    asked = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (14, 9, 11)]
+    sampled = SamplingParams(max_tokens=12, temperature=0.8, seed=1, ignore_eos=True)
+    prompts = ["def f(x):\n    return ", "class Queue:\n    ", "import "]
+    found = []
+    for records in (True, False):
+        with monkeypatch.context() as patch:
+            if records:
+                patch.setattr(EngineRuntime, "record_draft", record_draft)
+            with LLM(
+                **shallow.options(name),
+                dtype="float32",
+                disable_cpu_kernels=True,  # no operations of torch
+                speculative_eagle_topk=topk,
+            ) as llm:
+                tokens = [
+                    output.token_ids
+                    for params in (asked, [sampled, *asked[1:]])
+                    for output in llm.generate(prompts, params)
+                ]
+        found.append((tokens, proposed.copy()))
+        proposed.clear()
+    assert found[0] == found[1]
+    assert any(runner.num_recordings for runner in runners)
 
 
 def test_padding_that_a_pass_writes_to_begins_anew() -> None:

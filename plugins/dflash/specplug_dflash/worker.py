@@ -12,6 +12,7 @@ from specplug import (
     Draft,
     DraftInput,
     Runtime,
+    argmax_rows,
     couple,
 )
 from specplug_dflash.checkpoint import load_network
@@ -35,7 +36,8 @@ class DFlashWorker:
         self._embed = runtime.embed_tokens if own_embedding is None else own_embedding
         self._lm_head = runtime.lm_head if own_head is None else own_head
         self._token_ids = torch.arange(config.draft_vocab_size, device=runtime.device)
-        if own_head is not None:
+        self._has_own_ids = own_head is not None
+        if self._has_own_ids:
             self._token_ids += network.d2t
         self._capture(runtime)
         self._width = runtime.config.num_draft_tokens
@@ -49,7 +51,7 @@ class DFlashWorker:
         self._block_masks = {
             causal: None if causal else all_seen for causal in sorted(set(config.causal))
         }
-        self._draft = runtime.record_draft(self._logits)
+        self._draft = runtime.record_draft(self._blocks)
         self._write_paths = runtime.record_draft(self._write)
 
     def _capture(self, runtime: Runtime) -> None:
@@ -92,22 +94,33 @@ class DFlashWorker:
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         """Draft a chain of one block for each request in one pass, within ``max_draft_nodes``."""
-        root = draft_input.bonus_tokens.unsqueeze(1)
+        roots = draft_input.bonus_tokens
         width = min(self._width, max(batch.max_draft_nodes))
         if width == 1:
-            return Draft.chain(root)
-        block = torch.cat((root, self._masks[:, : width - 1].expand(batch.size, -1)), dim=1)
+            return Draft.chain(roots.unsqueeze(1))
         plans = [
             self._runtime.plan_attention(
                 batch, batch.seq_lens, width, mask=None if mask is None else mask[:, :width, :width]
             )
             for mask in self._block_masks.values()
         ]
-        logits = self._draft(block, *plans)
-        positions = batch.seq_lens.unsqueeze(1) + self._ahead[: width - 1]
-        scores = couple(self._runtime, batch, logits, positions, self._token_ids)
-        drafted = self._token_ids[scores.argmax(-1)].view(batch.size, -1)
-        return Draft.chain(torch.cat((root, drafted), dim=1))
+        return Draft.chain(self._draft(batch, roots, width, *plans))
+
+    def _blocks(self, batch: Batch, roots: Tensor, width: int, *plans: AttentionPlan) -> Tensor:
+        """Draft blocks of ``width`` N, with a plan for each of ``_block_masks``.
+
+        Returns:
+            [bs, N] int64, the roots first.
+        """
+        root = roots.unsqueeze(1)
+        masks = self._masks[:, : width - 1].expand(len(roots), -1)
+        scores = self._logits(torch.cat((root, masks), dim=1), *plans)
+        if not batch.greedy:
+            positions = batch.seq_lens.unsqueeze(1) + self._ahead[: width - 1]
+            scores = couple(self._runtime, batch, scores, positions, self._token_ids)
+        best = argmax_rows(scores)
+        drafted = self._token_ids[best] if self._has_own_ids else best
+        return torch.cat((root, drafted.view(-1, width - 1)), dim=1)
 
     def _logits(self, block: Tensor, *plans: AttentionPlan) -> Tensor:
         """Run blocks of token ids [bs, N], with a plan for each of ``_block_masks``.
