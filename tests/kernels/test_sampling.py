@@ -115,6 +115,14 @@ def test_every_combination_of_needs_is_the_reference(heat: str, added: tuple[boo
     )
 
 
+@pytest.mark.parametrize("heat", HEAT)
+def test_logits_of_any_strides_give_the_same_tokens(heat: str) -> None:
+    logits, params = _logits(4, 45), [SamplingParams(**HEAT[heat])]
+    tokens = _same(logits, params)
+    assert _same(logits.t().contiguous().t(), params) == tokens
+    assert _same(torch.stack((logits, -logits), dim=2)[..., 0], params) == tokens
+
+
 @pytest.mark.parametrize("kind", ["chain", "ragged chain", "tree", "ragged tree", "lost node"])
 def test_penalties_follow_the_path_to_each_node(kind: str) -> None:
     params = [
