@@ -14,15 +14,14 @@ from specplug.errors import warn_fallback
 from specplug.model.graph_recorder import failure_of, record_graph
 from specplug.model.paged_plan import plan_of
 from specplug.model.pass_arguments import (
+    Parts,
+    Remake,
+    apart,
     batch_size_of,
     fill,
-    first_requests,
     form_of,
-    lent_output,
     pad,
     shapes_of,
-    tensors_of,
-    with_tensors,
 )
 from specplug.model.pass_form import batch_bucket
 
@@ -70,6 +69,7 @@ class _Recording:
         arguments: the same as the pass takes them, with all that it has computed of them; none if
             no sequel needs them.
         output: that it writes.
+        parts: of the output.
         bs: of the last replay: what follows in ``inputs`` is padding.
         bucket: the batch size that it is padded to.
         sequels: what is replayed after it, and its output.
@@ -79,16 +79,19 @@ class _Recording:
     inputs: tuple[Tensor, ...]
     arguments: tuple[Any, ...]
     output: Any
+    parts: Parts
     bs: int
     bucket: int | None
-    sequels: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = attrs.field(factory=dict)
+    sequels: dict[Hashable, tuple[torch.cuda.CUDAGraph, Parts]] = attrs.field(factory=dict)
 
-    def cut(self, output: Any) -> Any:
+    def cut(self, parts: Parts) -> Any:
         """Cut a padded output to the requests of the last replay, in tensors and containers of its
         own: plugins may change them, and the next replay returns the same memory."""
+        tensors, remake = parts
         if not self.bs or self.bucket is None or self.bs == self.bucket:
-            return lent_output(output)
-        return first_requests(output, self.bs, self.bucket)
+            return remake(map(Tensor.detach, tensors))
+        bs, bucket = self.bs, self.bucket
+        return remake(tensor[: tensor.shape[0] // bucket * bs] for tensor in tensors)
 
 
 class GraphRunner(PassRunner):
@@ -100,10 +103,9 @@ class GraphRunner(PassRunner):
     replay overwrites what a replay returned, so a step uses the result before it launches another.
 
     Args:
-        forward: takes tensors, plans, batches, drafts and plain values, and returns tensors in
-            tuples, lists, mappings and committed outputs, by operations of the device alone. If a
-            plan or a batch is among its arguments, the tensors whose leading size is a multiple of
-            its size belong to its requests, in their order, and so do all that it returns.
+        forward: takes and returns what ``apart`` takes apart, by operations of the device alone. If
+            a plan or a batch is among its arguments, the tensors whose leading size is a multiple
+            of its size belong to its requests, in their order, and so do all that it returns.
         pads: whether batches are padded. Where torch attends, a request that sees nothing would
             leave NaN in slot 0, which others read and mask.
         length: gives the keys of a request that a plan made within the pass reads, where torch
@@ -143,15 +145,15 @@ class GraphRunner(PassRunner):
         if ragged or bs == 0 or self.failure is not None:
             return self._forward(*arguments)
         bucket = batch_bucket(bs) if bs is not None and self._pads else bs
-        tensors = list(tensors_of(arguments))
+        tensors, remake = apart(arguments)
         batched = [bs is not None and len(t) % bs == 0 and len(t) > 0 for t in tensors]
         length = None if self._length is None else self._length()
-        form = bucket, length, *map(form_of, arguments), *shapes_of(tensors, batched, bs)
+        form = bucket, length, form_of(arguments), *shapes_of(tensors, batched, bs)
         recording = self._recordings.get(form)
         if recording is None:
             if len(self._recordings) == _MOST_GRAPHS:
                 return self._forward(*arguments)
-            recording = self._record(arguments, tensors, batched, bs, bucket)
+            recording = self._record(tensors, remake, batched, bs, bucket)
             if recording is None:
                 return self._forward(*arguments)
             self._recordings[form] = recording
@@ -161,7 +163,7 @@ class GraphRunner(PassRunner):
         recording.bs = bs or 0
         recording.graph.replay()
         self._last = recording if self._leads else None
-        return recording.cut(recording.output)
+        return recording.cut(recording.parts)
 
     def follow(self, key: Hashable, sequel: Callable[..., Any]) -> Any:
         """Run what follows the last pass, on what that has read and written, and return its result.
@@ -182,9 +184,9 @@ class GraphRunner(PassRunner):
         if recording is None:
             return None
         if key in recording.sequels:
-            graph, output = recording.sequels[key]
+            graph, parts = recording.sequels[key]
             graph.replay()
-            return recording.cut(output)
+            return recording.cut(parts)
 
         def run() -> Any:
             # Copies: what this computes of them is its own, and not there for the next run.
@@ -194,13 +196,13 @@ class GraphRunner(PassRunner):
         if self.failure is None and len(recording.sequels) < _MOST_SEQUELS:
             recorded = self._try_to_record(run, warms_up=False)
             if recorded is not None:
-                recording.sequels[key] = recorded
-        return recording.cut(output)
+                recording.sequels[key] = recorded[0], apart(recorded[1])
+        return recording.cut(apart(output))
 
     def _record(
         self,
-        arguments: tuple[Any, ...],
         tensors: list[Tensor],
+        remake: Remake,
         batched: list[bool],
         bs: int | None,
         bucket: int | None,
@@ -214,14 +216,15 @@ class GraphRunner(PassRunner):
 
         def run() -> Any:
             nonlocal given
-            given = tuple(with_tensors(arguments, inputs))
+            given = remake(iter(inputs))
             return self._forward(*given)
 
         recorded = self._try_to_record(run, warms_up=True)
         if recorded is None:
             return None
         graph, output = recorded
-        return _Recording(graph, inputs, given if self._leads else (), output, bs or 0, bucket)
+        arguments = given if self._leads else ()
+        return _Recording(graph, inputs, arguments, output, apart(output), bs or 0, bucket)
 
     def _try_to_record(
         self, run: Callable[[], Any], *, warms_up: bool

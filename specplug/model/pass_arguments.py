@@ -1,19 +1,22 @@
 """The tensors in what a pass takes and returns, and how they are padded to another batch size.
 
-Plans, batches, drafts and committed outputs are made of tensors, and of plain values. With the
-shapes of the tensors these say what a recording is good for: its form.
+Plans, batches, drafts and committed outputs are made of tensors, and of plain values, and so is any
+tuple, list or mapping of them: ``apart`` takes them apart. With the shapes of the tensors the plain
+values say what a recording is good for: its form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from specplug.model.paged_plan import LentPlan, plan_of
+from specplug.model.paged_plan import LentPlan, PagedPlan, plan_of
 from specplug.speculative.batch import Batch
 from specplug.speculative.draft import Draft
 from specplug.speculative.target_output import CommittedOutput
@@ -23,7 +26,13 @@ _PIECE = 16 << 10
 _MOST_PIECES = 32
 """Of one tensor. A launch takes 64."""
 
+Remake = Callable[[Iterator[Tensor]], Any]
+"""Makes a value of the tensors that it takes from an iterator."""
+Parts = tuple[list[Tensor], Remake]
+"""The tensors of a value, and what makes a value like it of others in their order."""
+
 _COMMITTED = "next_tokens", "own_tokens", "last_rows", "accept_lens", "bonus_tokens"
+_committed = attrgetter(*_COMMITTED)
 
 
 def batch_size_of(arguments: tuple[Any, ...]) -> int | None:
@@ -36,51 +45,78 @@ def batch_size_of(arguments: tuple[Any, ...]) -> int | None:
     return None
 
 
-def tensors_of(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Yield the tensors of all arguments."""
-    for argument in arguments:
-        if (plan := plan_of(argument)) is not None:
-            yield from plan.tensors
-        elif isinstance(argument, Batch):
-            yield from (argument.req_indices, argument.seq_lens)
-        elif isinstance(argument, CommittedOutput):
-            yield from (getattr(argument, name) for name in _COMMITTED)
-            yield from argument.per_node.values()
-        elif isinstance(argument, Draft):
-            yield argument.tokens
-            if argument.parents is not None:
-                yield argument.parents
-        elif isinstance(argument, Tensor):
-            yield argument
+def apart(value: Any) -> Parts:
+    """Take a pass's argument or output apart.
+
+    Args:
+        value: a plan, batch, draft, committed output or tensor, any of them in tuples, lists and
+            mappings, or a plain value.
+
+    Returns:
+        Its tensors, and what makes a value like it of others, given in their order.
+    """
+    if isinstance(value, Tensor):
+        return [value], next
+    if (plan := plan_of(value)) is not None:
+        return plan.tensors, partial(_plan_like, value, plan)
+    if isinstance(value, Batch):
+        return [value.req_indices, value.seq_lens], partial(_batch_like, value)
+    if isinstance(value, CommittedOutput):
+        tensors = [*_committed(value), *value.per_node.values()]
+        return tensors, partial(_committed_like, tuple(value.per_node))
+    if isinstance(value, Draft):
+        parents = [] if value.parents is None else [value.parents]
+        return [value.tokens, *parents], partial(_draft_like, value)
+    if isinstance(value, tuple | list):
+        return _sequence_apart(value)
+    if isinstance(value, Mapping):
+        tensors, remake = _sequence_apart(tuple(value.values()))
+        return tensors, lambda left: dict(zip(value, remake(left), strict=True))
+    return [], lambda left: value
 
 
-def with_tensors(arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> Iterator[Any]:
-    """Yield the arguments with other tensors, given in the order of ``tensors_of``. Of a larger
-    batch the first request stands in the places of those that there are not."""
-    left = iter(tensors)
-    for argument in arguments:
-        if (plan := plan_of(argument)) is not None:
-            plan = plan.with_tensors([next(left) for _ in plan.tensors])
-            yield LentPlan(plan) if isinstance(argument, LentPlan) else plan
-        elif isinstance(argument, Batch):
-            req_indices, seq_lens = next(left), next(left)
-            requests = (*argument.requests, *tuple(argument.requests)[:1] * len(req_indices))
-            yield attrs.evolve(
-                argument,
-                req_indices=req_indices,
-                seq_lens=seq_lens,
-                requests=requests[: len(req_indices)],
-            )
-        elif isinstance(argument, CommittedOutput):
-            own = {name: next(left) for name in _COMMITTED}
-            yield CommittedOutput(**own, per_node={name: next(left) for name in argument.per_node})
-        elif isinstance(argument, Draft):
-            tokens, parents = next(left), None
-            if argument.parents is not None:
-                parents = next(left)
-            yield attrs.evolve(argument, tokens=tokens, parents=parents)
-        else:
-            yield next(left) if isinstance(argument, Tensor) else argument
+def _sequence_apart(values: tuple[Any, ...] | list[Any]) -> Parts:
+    kind, tensors, makers = type(values), [], []
+    for value in values:
+        own, remake = apart(value)
+        tensors += own
+        makers.append(remake)
+    return tensors, partial(_sequence_like, kind, makers)
+
+
+def _sequence_like(kind: Any, makers: list[Remake], left: Iterator[Tensor]) -> Any:
+    made = [remake(left) for remake in makers]
+    return kind(*made) if hasattr(kind, "_fields") else kind(made)
+
+
+def _plan_like(
+    value: PagedPlan | LentPlan, plan: PagedPlan, left: Iterator[Tensor]
+) -> PagedPlan | LentPlan:
+    made = plan.with_tensors([next(left) for _ in plan.tensors])
+    return LentPlan(made) if isinstance(value, LentPlan) else made
+
+
+def _batch_like(batch: Batch, left: Iterator[Tensor]) -> Batch:
+    """Of a larger batch the first request stands in the places of those that there are not."""
+    req_indices, seq_lens = next(left), next(left)
+    requests = (*batch.requests, *tuple(batch.requests)[:1] * len(req_indices))
+    return attrs.evolve(
+        batch,
+        req_indices=req_indices,
+        seq_lens=seq_lens,
+        requests=requests[: len(req_indices)],
+    )
+
+
+def _committed_like(names: tuple[str, ...], left: Iterator[Tensor]) -> CommittedOutput:
+    own = dict(zip(_COMMITTED, left, strict=False))  # and no more of those left
+    return CommittedOutput(**own, per_node=dict(zip(names, left, strict=False)))
+
+
+def _draft_like(draft: Draft, left: Iterator[Tensor]) -> Draft:
+    tokens = next(left)
+    parents = None if draft.parents is None else next(left)
+    return attrs.evolve(draft, tokens=tokens, parents=parents)
 
 
 def form_of(argument: Any) -> Any:
@@ -95,6 +131,10 @@ def form_of(argument: Any) -> Any:
         return tuple(argument.per_node)
     if isinstance(argument, Draft):
         return argument.is_chain, argument.depth
+    if isinstance(argument, tuple | list):
+        return type(argument), *map(form_of, argument)
+    if isinstance(argument, Mapping):
+        return tuple(argument), *map(form_of, argument.values())
     return None if isinstance(argument, Tensor) else argument
 
 
@@ -157,28 +197,3 @@ def _pieces(flat: Tensor) -> Sequence[Tensor]:
 def _is_words(tensor: Tensor) -> bool:
     """Return whether a dense tensor's memory is that of a sequence of int64."""
     return tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0
-
-
-def first_requests(output: Any, bs: int, bucket: int) -> Any:
-    """Cut what a pass over ``bucket`` requests returns to the first ``bs`` of them."""
-    return _mapped(output, lambda tensor: tensor[: len(tensor) // bucket * bs])
-
-
-def lent_output(output: Any) -> Any:
-    """Return what a pass returns in other tensors of the same memory, and in other containers."""
-    return _mapped(output, Tensor.detach)
-
-
-def _mapped(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``change`` to every tensor of a pass's output."""
-    if isinstance(output, Tensor):
-        return change(output)
-    if isinstance(output, Mapping):
-        return {name: _mapped(each, change) for name, each in output.items()}
-    if isinstance(output, CommittedOutput):
-        own = {name: change(getattr(output, name)) for name in _COMMITTED}
-        return CommittedOutput(**own, per_node=_mapped(output.per_node, change))
-    if isinstance(output, tuple | list):
-        mapped = [_mapped(each, change) for each in output]
-        return type(output)(*mapped) if hasattr(output, "_fields") else type(output)(mapped)
-    return output

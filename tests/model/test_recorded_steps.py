@@ -394,6 +394,24 @@ def test_a_recorded_pass_returns_its_own_named_tuples(bs: int) -> None:
         assert torch.equal(found.rows.pop(), (rows + number) * 2)
 
 
+def test_a_recorded_pass_takes_tensors_in_containers() -> None:
+    """And returns drafts, cut to the batch."""
+
+    def forward(plan: PagedPlan, given: list[Tensor], named: dict[str, Tensor]) -> Draft:
+        return Draft.chain(torch.stack((*given, named["last"]), dim=1))
+
+    runner = GraphRunner(forward, pads=True)
+    slots = RequestSlots(
+        slots=torch.zeros(9, 20, dtype=torch.int64, device=DEVICE), last_position=9
+    )
+    for bs in (3, 4, 3):
+        rows = torch.arange(bs, device=DEVICE)
+        plan = PagedPlan(requests=slots, req_indices=rows, starts=rows, width=1, length=20)
+        draft = runner(plan, [rows, rows + bs], {"last": rows * bs})
+        assert torch.equal(draft.tokens, torch.stack((rows, rows + bs, rows * bs), dim=1))
+    assert runner.num_recordings == 1
+
+
 def test_inputs_of_all_dtypes_are_copied_together() -> None:
     """Those that are dense and of whole words, in one launch; the others too, bit by bit."""
 
