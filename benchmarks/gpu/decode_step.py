@@ -69,7 +69,7 @@ class Table:
             text = f"bar {bar:.0%} of the limit" if bar else ""
         self._add(
             "specplug", name, point, own, text, limit=limit, bar=bar, ratio=ratio,
-            parts=engine.parts, other=_other(engine.parts), ready_s=engine.ready_s,
+            parts=engine.parts, other=_other(engine.parts, own.ms), ready_s=engine.ready_s,
             drafting=engine.drafting, drafted=engine.drafted,
         )  # fmt: skip
 
@@ -103,10 +103,9 @@ class Table:
         print("\n".join(self._lines))
 
 
-def _other(parts: dict[str, float]) -> float:
-    """The share of a step that is neither the target's pass nor the draft's work."""
-    work = sum(parts.get(name, 0.0) for name in ("propose", "target", "extend"))
-    return 1 - work / sum(parts.values())
+def _other(parts: dict[str, float], ms: float) -> float:
+    """The share of a step of ``ms`` that is neither the target's pass nor the draft's work."""
+    return 1 - sum(parts.get(name, 0.0) for name in ("propose", "target", "extend")) / ms
 
 
 def open_peer(arguments: argparse.Namespace, base: Path, algorithm: str) -> Peer | None:

@@ -83,11 +83,12 @@ def time_steps(
     """Time a decode step of several engines, which take turns in each round.
 
     A step takes ``(T(long) - T(short)) / (steps(long) - steps(short))``; the prefill is in both and
-    falls out. Each engine generates once before, a little more, which records its graphs and fills
-    its cache.
+    falls out. Each engine generates twice before: a little more, which records its graphs and fills
+    its cache, and from that cache, which records the prefill that the rounds have.
     """
     for _, generate in engines:
         generate(prompts, long + AHEAD)
+        generate(prompts, short)
     found: dict[str, list[tuple[Generation, Generation]]] = {name: [] for name, _ in engines}
     for _ in range(rounds):
         for name, generate in engines:
