@@ -8,7 +8,7 @@ from torch import Tensor
 from specplug.kernels.dispatch import runs_step_kernels
 
 
-def argmax_rows(scores: Tensor) -> Tensor:
+def argmax_rows(scores: Tensor, ids: Tensor | None = None) -> Tensor:
     """Return the index of each row's greatest score, as ``scores.argmax(-1)`` does, but sooner.
 
     On the CPU ``max`` finds it in a third of the time: 28 us, not 78, for 12 rows of 4,096. On a
@@ -17,14 +17,14 @@ def argmax_rows(scores: Tensor) -> Tensor:
 
     Args:
         scores: [R, V] of any floating dtype, V at least 1.
+        ids: [V] int64, the target's token for each column; None: the column itself.
 
     Returns:
         [R] int64. Of equal scores the first; a NaN is greater than all else.
     """
-    if scores.device.type == "cpu":
-        return scores.max(-1).indices
-    if scores.dtype == torch.float64 or not runs_step_kernels(scores.device):
-        return scores.argmax(-1)
-    from specplug.kernels.sampling import find_greatest
+    if scores.is_cuda and scores.dtype != torch.float64 and runs_step_kernels(scores.device):
+        from specplug.kernels.sampling import find_greatest
 
-    return find_greatest(scores)
+        return find_greatest(scores, None if ids is None else ids.contiguous())
+    best = scores.max(-1).indices if scores.device.type == "cpu" else scores.argmax(-1)
+    return best if ids is None else ids[best]

@@ -146,11 +146,15 @@ def choose_tokens(
     return _best(logits, cut, row.arguments(), adjustments)
 
 
-def find_greatest(scores: Tensor) -> Tensor:
+def find_greatest(scores: Tensor, ids: Tensor | None = None) -> Tensor:
     """Return the index of each row's first greatest score: [T, V], as ``choose_tokens`` takes
-    logits, to [T] int64."""
+    logits, to [T] int64.
+
+    Args:
+        ids: [V] int64 contiguous, what is returned for each index; None: itself.
+    """
     nobody = (None,) * 8 + (0,)  # as ``_Rows.arguments``, without a request's settings
-    return _best(_with_dense_rows(scores), None, nobody, Adjustments())
+    return _best(_with_dense_rows(scores), None, nobody, Adjustments(), ids)
 
 
 def _with_dense_rows(logits: Tensor) -> Tensor:
@@ -159,7 +163,11 @@ def _with_dense_rows(logits: Tensor) -> Tensor:
 
 
 def _best(
-    logits: Tensor, cut: Tensor | None, row: tuple[Any, ...], adjustments: Adjustments
+    logits: Tensor,
+    cut: Tensor | None,
+    row: tuple[Any, ...],
+    adjustments: Adjustments,
+    ids: Tensor | None = None,
 ) -> Tensor:
     """Launch the search for the best token of each row, whose tokens stand side by side: [T]
     int64."""
@@ -175,7 +183,7 @@ def _best(
         *row, *_arguments(adjustments), TILE=_TILE, **_EXACT,
     )  # fmt: skip
     _best_of_rows[(rows,)](
-        best, best_at, chosen, parts, vocab_size, PARTS=_most_parts(vocab_size), num_warps=1
+        best, best_at, ids, chosen, parts, vocab_size, PARTS=_most_parts(vocab_size), num_warps=1
     )
     return chosen
 
@@ -493,13 +501,16 @@ def _best_of_parts(
 
 
 @_kernel
-def _best_of_rows(best, best_at, chosen, parts, vocab_size, PARTS: tl.constexpr):
+def _best_of_rows(best, best_at, ids, chosen, parts, vocab_size, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     values = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))
     at = tl.load(best_at + row * parts + part, mask=part < parts, other=vocab_size)
     first = tl.min(tl.where(values == tl.max(values), at, vocab_size))
-    tl.store(chosen + row, tl.minimum(first, vocab_size - 1).to(tl.int64))
+    found = tl.minimum(first, vocab_size - 1).to(tl.int64)
+    if ids is not None:
+        found = tl.load(ids + found)
+    tl.store(chosen + row, found)
 
 
 @_kernel

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 
 import attrs
 import torch
@@ -118,7 +120,7 @@ class FeatureDrafter(ABC):
 
     def state_spec(self) -> dict[str, StateTensor]:
         """Declare what a draft input carries: hidden states as wide as the network's own."""
-        precise = torch.promote_types(self._runtime.dtype, torch.float32)
+        precise = _precise(self._runtime.dtype)
         return {
             "hidden_states": StateTensor((self._hidden_size,), self._runtime.dtype),
             "tokens": StateTensor((self._topk,), torch.int64, kept="first"),
@@ -141,8 +143,8 @@ class FeatureDrafter(ABC):
             plan = self._runtime.plan_attention(batch, batch.seq_lens, width)
         hidden = self._pass(output.next_tokens, self.features(output), plan)[output.last_rows]
         # The bonus token stands one after the last row, what is drafted first two after it.
-        first = batch.seq_lens + output.accept_lens + 1
-        scores, tokens = self._best(batch, hidden, first.unsqueeze(1))
+        ends = batch.seq_lens.unsqueeze(1), output.accept_lens.unsqueeze(1)
+        scores, tokens = self._best(batch, hidden, *ends, 1)
         return {"hidden_states": hidden, "tokens": tokens, "scores": scores}
 
     def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
@@ -167,7 +169,7 @@ class FeatureDrafter(ABC):
         if few:
             index, part = self._part(batch, sorted(few))
             hidden = state["hidden_states"][index]
-            scores, tokens = self._best(part, hidden, (part.seq_lens + 1).unsqueeze(1))
+            scores, tokens = self._best(part, hidden, part.seq_lens.unsqueeze(1), 1)
             state["tokens"].index_copy_(0, index, tokens)
             state["scores"].index_copy_(0, index, scores)
         return DraftInput(bonus_tokens=last_tokens, state=state)
@@ -216,8 +218,7 @@ class FeatureDrafter(ABC):
         for step in range(1, steps):
             plan = self._runtime.plan_attention(batch, batch.seq_lens, 1, offset=step - 1)
             hidden = self._pass(token, hidden, plan)
-            position = (batch.seq_lens + step + 1).unsqueeze(1)
-            token = self._best(batch, hidden, position)[1].squeeze(1)
+            token = self._best_token(batch, hidden, batch.seq_lens.unsqueeze(1), step + 1)
             chain.append(token)
         return torch.stack(chain, dim=1)
 
@@ -291,7 +292,7 @@ class FeatureDrafter(ABC):
             mask=frontier.mask,
         )
         hidden = self._pass(frontier.tokens.reshape(-1), frontier.hidden, plan)
-        scores, children = self._best(batch, hidden, positions + 2)
+        scores, children = self._best(batch, hidden, positions, 2)
         scores = (frontier.scores.unsqueeze(2) + scores.view(bs, beam, topk)).view(bs, -1)
         children = children.view(bs, -1)
         parents = frontier.places.repeat_interleave(topk, dim=1)
@@ -314,19 +315,37 @@ class FeatureDrafter(ABC):
 
         return self.forward(tokens, hidden, plan.positions, attend)
 
-    def _best(self, batch: Batch, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _best(
+        self, batch: Batch, hidden: Tensor, *positions: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
         """Return the K best tokens of each row: ([R, K] log-scores, [R, K] target ids).
 
         Args:
             hidden: [R, H], R = bs * w.
-            positions: [bs, w] where the tokens would stand.
+            positions: [bs, w] where the tokens would stand, as the terms of a sum: of a greedy
+                batch they are not added up.
         """
-        ids = self._token_ids
-        logits = couple(self._runtime, batch, self.logits(hidden), positions, ids)
-        # Scores add up over the depth and are compared: half precision would round them away.
-        precise = torch.promote_types(logits.dtype, torch.float32)
         if self._topk == 1:
-            best = argmax_rows(logits).unsqueeze(1)
-            return torch.zeros_like(best, dtype=precise), ids[best]
+            best = self._best_token(batch, hidden, *positions).unsqueeze(1)
+            return torch.zeros_like(best, dtype=_precise(hidden.dtype)), best
+        logits = self._coupled(batch, hidden, *positions)
+        # Scores add up over the depth and are compared: half precision would round them away.
+        precise = _precise(logits.dtype)
         scores, best = logits.log_softmax(-1, dtype=precise).topk(self._topk, dim=-1)
-        return scores, ids[best]
+        return scores, self._token_ids[best]
+
+    def _best_token(self, batch: Batch, hidden: Tensor, *positions: Tensor | int) -> Tensor:
+        """Return the best token of each row, [R] target ids; the arguments as in ``_best``."""
+        return argmax_rows(self._coupled(batch, hidden, *positions), self._token_ids)
+
+    def _coupled(self, batch: Batch, hidden: Tensor, *positions: Tensor | int) -> Tensor:
+        """Return the scores of each row, [R, V_draft]; the arguments as in ``_best``."""
+        logits = self.logits(hidden)
+        if batch.greedy:
+            return logits
+        summed = torch.as_tensor(reduce(add, positions))
+        return couple(self._runtime, batch, logits, summed, self._token_ids)
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -15,6 +15,8 @@ def test_greatest_is_argmax(dtype: torch.dtype) -> None:
     scores[2, 17:] = float("nan")
     scores[3, ::7] = float("inf")
     assert torch.equal(argmax_rows(scores), scores.argmax(-1))
+    ids = torch.randperm(9999)[:300]
+    assert torch.equal(argmax_rows(scores, ids), ids[scores.argmax(-1)])
 
 
 def test_no_row_has_no_greatest() -> None:

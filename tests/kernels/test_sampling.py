@@ -327,6 +327,9 @@ def test_the_greatest_of_a_row_is_torchs_argmax(rows: int, dtype: torch.dtype) -
     scores[0, :4000] = scores[-1, 4999] = float("-inf")
     for each in (scores, scores[:, 7:], torch.full_like(scores, float("-inf"))):
         assert sampling.find_greatest(each).tolist() == each.argmax(-1).tolist()
+        ids = torch.randperm(2 * each.shape[1]).to(each.device)[: each.shape[1]]
+        found = sampling.find_greatest(each, ids)
+        assert found.tolist() == ids[each.argmax(-1)].tolist()
     assert sampling.find_greatest(scores[:0]).tolist() == []
 
 

@@ -118,8 +118,7 @@ class DFlashWorker:
         if not batch.greedy:
             positions = batch.seq_lens.unsqueeze(1) + self._ahead[: width - 1]
             scores = couple(self._runtime, batch, scores, positions, self._token_ids)
-        best = argmax_rows(scores)
-        drafted = self._token_ids[best] if self._has_own_ids else best
+        drafted = argmax_rows(scores, self._token_ids if self._has_own_ids else None)
         return torch.cat((root, drafted.view(-1, width - 1)), dim=1)
 
     def _logits(self, block: Tensor, *plans: AttentionPlan) -> Tensor:
