@@ -166,7 +166,8 @@ def fill(inputs: Sequence[Tensor], tensors: Sequence[Tensor], *, clear: bool) ->
     """
     together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     padding: dict[torch.dtype, list[Tensor]] = {}
-    for kept, tensor in zip(inputs, tensors, strict=True):
+    for kept, given in zip(inputs, tensors, strict=True):
+        tensor = given.resolve_conj().resolve_neg()
         rows = len(tensor)
         if clear and rows < len(kept):
             padding.setdefault(kept.dtype, []).append(kept[rows:])

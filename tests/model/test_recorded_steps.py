@@ -438,6 +438,17 @@ def test_inputs_of_all_dtypes_are_copied_together() -> None:
     assert filled <= 4, "words, and three dtypes of what is none"
 
 
+def test_lazily_conjugated_and_negated_inputs_are_copied() -> None:
+    """Their memory holds other bits than they stand for, and is no sequence of words to torch."""
+    numbers = torch.tensor([[1 + 2j, 3 - 4j], [5j, -6]], device=DEVICE)
+    sources = [numbers.conj(), numbers.conj().imag, torch._neg_view(numbers.real.contiguous())]
+    inputs = [torch.ones(4, 2, dtype=source.dtype, device=DEVICE) for source in sources]
+    fill(inputs, sources, clear=True)
+    for kept, source in zip(inputs, sources, strict=True):
+        assert torch.equal(kept[:2], source)
+        assert not kept[2:].any()
+
+
 @pytest.mark.parametrize("rows", [2, 3, 16, 17, 96])
 def test_a_large_input_is_copied_by_many_blocks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64 Ki elements each, a launch would have 4 for 16 rows of five layers' hidden states. One
