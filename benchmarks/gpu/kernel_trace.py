@@ -54,7 +54,7 @@ KINDS = (
     (
         "bookkeeping",
         r"publish|row_places|verify_drafts|move_accepted|root_trees|root_chains|copy_rows|enter_pages"
-        r"|host_write|memcpy|multi_tensor|index",
+        r"|host_write|memcpy|multi_tensor|index|gather",
     ),
 )
 """Kinds of kernels, by what their names contain; the first that fits."""

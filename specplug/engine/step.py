@@ -337,8 +337,9 @@ class StepRunner:
         """Return the target's token after each node, and all per-node outputs."""
         (logits, per_node, points), wanted, draft = passed, half.wanted, half.draft
         assert draft is not None
-        req_indices = draft.spread(half.req_indices)
-        positions = half.plan.positions
+        req_indices, positions = half.req_indices, half.plan.positions
+        if half.needs & ~Needs.OUTPUTS:
+            req_indices = draft.spread(req_indices)
         if half.needs & (Needs.NOISE | Needs.MIN_TOKENS):  # nothing else depends on them
             positions = positions + 1
         predict = self._sample(half, req_indices, positions, logits)

@@ -156,7 +156,8 @@ class Sampler:
             logits: [T, V].
             needs: what the requests of the batch need, together.
             random: [T] bool, whether the row's request samples; None if none does.
-            req_indices: [T] int64, the request of each row.
+            req_indices: [T] int64, the request of each row. It and ``positions`` are not read of
+                requests that need nothing but outputs.
             positions: [T] int64 position of the token being chosen.
             draft: whose nodes the rows are, so that penalties follow each node's path; None on a
                 prefill.
@@ -165,6 +166,8 @@ class Sampler:
         Returns:
             [T] int64.
         """
+        if not needs & ~Needs.OUTPUTS:
+            return argmax_rows(logits)
         if self._fused and logits.dtype != torch.float64:
             from specplug.kernels.sampling import choose_tokens
 
@@ -177,8 +180,6 @@ class Sampler:
                 random,
                 truncated=bool(needs & Needs.TRUNCATION),
             )
-        if not needs & ~Needs.OUTPUTS:
-            return argmax_rows(logits)
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if masks is not None:
             scores = mask_scores(scores, masks)
