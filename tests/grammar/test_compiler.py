@@ -417,12 +417,11 @@ def test_slow_grammar_is_given_up_and_remembered(
 
 ENDS_WHILE_IT_COMPILES = """
 import sys
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 from specplug import SamplingParams, UsageError
 from specplug.grammar import compiler
-from specplug.model.loading import ASSETS
 
-tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny_code")
+tokenizer = PreTrainedTokenizerFast(tokenizer_file=sys.argv[2])
 mine = compiler.GrammarCompiler(tokenizer, 4096, frozenset({0}))
 mine.start(SamplingParams(regex="a"))
 compiler._COMPILE_SECONDS = 0.001
@@ -436,9 +435,10 @@ except UsageError:
 
 def test_process_that_ends_while_it_compiles() -> None:
     """It waits for a compilation of a second; of one that takes longer, until it is interrupted."""
+    tokenizer = ASSETS / "tiny_code" / "tokenizer.json"
     waits, interrupted = (
         subprocess.Popen(
-            [sys.executable, "-c", ENDS_WHILE_IT_COMPILES, str(parts)],
+            [sys.executable, "-c", ENDS_WHILE_IT_COMPILES, str(parts), str(tokenizer)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -468,19 +468,19 @@ class Paused:
         self._matcher = matcher
 
     def __getattr__(self, name: str) -> Any:
-        time.sleep(0.02)
+        time.sleep(0.007)
         return getattr(self._matcher, name)
 
 
 def test_a_pause_bans_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time counts in which the process does nothing: of a compilation, its trial, a step."""
     for name in ("_COMPILE_SECONDS", "_TRIAL_SECONDS"):
-        monkeypatch.setattr(grammar_compiler, name, 0.3)
-    monkeypatch.setattr(grammar_state, "_STEP_SECONDS", 0.3)
+        monkeypatch.setattr(grammar_compiler, name, 0.1)
+    monkeypatch.setattr(grammar_state, "_STEP_SECONDS", 0.1)
     start, try_out = grammar_compiler._start, grammar_compiler._try_out
 
     def slow_start(*args: Any) -> Any:
-        time.sleep(0.4)
+        time.sleep(0.25)
         return Paused(start(*args))
 
     monkeypatch.setattr(grammar_compiler, "_start", slow_start)
