@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 import pytest
-from shallow_target import ShallowTarget, chains_and_trees
+from shallow_target import ShallowTarget, loops_of_chains_and_trees
 
 from specplug import LLM, RequestOutput, SamplingParams, UsageError
 
@@ -100,8 +100,7 @@ def test_output_is_that_of_a_naive_reference(
     assert {(0, 1), (1, 2), (6, 7), (14, 15)} <= lengths, "they end as soon as they may"
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain loop"])
-@pytest.mark.parametrize(("name", "topk"), chains_and_trees())
+@pytest.mark.parametrize(("name", "topk", "overlap"), loops_of_chains_and_trees())
 def test_tokens_are_those_of_none(
     name: str,
     topk: int | None,

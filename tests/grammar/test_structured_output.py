@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shallow_target import ShallowTarget, chains_and_trees
+from shallow_target import ShallowTarget, loops_of_chains_and_trees
 
 from specplug import LLM, SamplingParams, UsageError
 
@@ -85,8 +85,7 @@ def test_outputs_match_their_grammars(plain: dict[float, list[Any]]) -> None:
     assert ended >= 3, "most grammars end within 60 tokens"
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain loop"])
-@pytest.mark.parametrize(("name", "topk"), chains_and_trees())
+@pytest.mark.parametrize(("name", "topk", "overlap"), loops_of_chains_and_trees())
 def test_tokens_are_those_of_none(
     name: str,
     topk: int | None,
