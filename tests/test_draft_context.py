@@ -107,7 +107,7 @@ def cold(make: Callable[[], Any]) -> Proposals:
     return found
 
 
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, None), (1, 5), (4, 1), (16, None)])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 5), (4, 1), (16, None)])
 def test_a_hit_changes_no_proposal(
     make: Callable[[], Any], cold: Proposals, page_size: int, chunk: int | None
 ) -> None:
