@@ -157,6 +157,7 @@ class Target:
     folder: Path
     model: Any
     learns_positions: bool
+    _known: dict[tuple[int, ...], list[int]] = attrs.field(factory=dict, eq=False)
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> Tensor:
@@ -166,11 +167,11 @@ class Target:
         return out
 
     def greedy(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
-        """A plain loop of argmax."""
-        tokens = list(prompt)
-        for _ in range(count):
-            tokens.append(int(self.logits(tokens)[-1].argmax()))
-        return tuple(tokens[len(prompt) :])
+        """A plain loop of argmax, which goes on where it ended."""
+        known = self._known.setdefault(tuple(prompt), [])
+        while len(known) < count:
+            known.append(int(self.logits([*prompt, *known])[-1].argmax()))
+        return tuple(known[:count])
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
