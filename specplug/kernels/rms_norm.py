@@ -23,7 +23,7 @@ def rms_scaled(x, eps, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
-    x, weight, out, num_rows, x_stride, eps,
+    x, weight, out, num_rows, x_stride, out_stride, eps,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADDS_ONE: tl.constexpr,
     ROUNDS_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,7 @@ def _rms_norm(
     if not ROUNDS_ONCE:
         normed = normed.to(found.dtype).to(tl.float32)
     result = normed * scale[None, :]
-    places = row[:, None] * SIZE + column[None, :]
+    places = row[:, None] * out_stride + column[None, :]
     tl.store(out + places, result.to(found.dtype), mask=inside)
 
 
@@ -77,7 +77,13 @@ def _layer_norm(
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, adds_one: bool = False, rounds_once: bool = False
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    adds_one: bool = False,
+    rounds_once: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Compute ``x / rms(x) * weight`` of each row.
 
@@ -87,12 +93,14 @@ def rms_norm(
         eps: added to the mean of the squares.
         adds_one: multiply by ``1 + weight`` (Gemma).
         rounds_once: round the product alone (Gemma, gpt-oss), and not the quotient too (Llama).
+        out: [R, H], each row contiguous, that is written; None: a new tensor.
 
     Returns:
-        [R, H] contiguous.
+        ``out``, or [R, H] contiguous.
     """
     rows, size = x.shape
-    out = x.new_empty(rows, size)
+    if out is None:
+        out = x.new_empty(rows, size)
     if rows:
         shape = _shape_options(size)
         _rms_norm[(triton.cdiv(rows, shape["ROWS"]),)](
@@ -101,6 +109,7 @@ def rms_norm(
             out,
             rows,
             x.stride(0) if rows > 1 else size,
+            out.stride(0) if rows > 1 else size,
             eps,
             ADDS_ONE=adds_one,
             ROUNDS_ONCE=rounds_once,

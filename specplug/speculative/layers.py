@@ -88,6 +88,20 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+def joined_norms(*parts: tuple[RMSNorm, Tensor]) -> Tensor:
+    """Norm several inputs and join them: norms and their inputs [R, size] to [R, sum of sizes]."""
+    inputs = [x for _, x in parts]
+    if not has_kernels(inputs[0]):
+        return torch.cat([norm(x) for norm, x in parts], dim=-1)
+    from specplug.kernels.rms_norm import rms_norm
+
+    sizes = [x.shape[1] for x in inputs]
+    joint = inputs[0].new_empty(len(inputs[0]), sum(sizes))
+    for (norm, x), out in zip(parts, torch.split(joint, sizes, dim=1), strict=True):
+        rms_norm(x, norm.weight, norm.eps, out=out)
+    return joint
+
+
 class QKVProjection(nn.Module):
     """The projections of an attention layer: queries, keys and values in, the output back.
 

@@ -36,6 +36,16 @@ def test_rms_norm_gives_what_its_reference_does(
     assert (found == expected).float().mean() > 0.98
 
 
+@pytest.mark.parametrize(("rows", "size"), [(1, 33), (7, 192)])
+def test_an_rms_norm_is_written_where_it_is_to_stand(rows: int, size: int, normal: Normal) -> None:
+    x, weight, whole = normal(rows, size), normal(size), normal(rows, 3 * size)
+    around = whole.clone()
+    found = rms_norm(x, weight, 1e-5, out=whole[:, size : 2 * size])
+    assert torch.equal(found, rms_norm(x, weight, 1e-5))
+    around[:, size : 2 * size] = found
+    assert torch.equal(whole, around)
+
+
 @pytest.mark.parametrize("size", [33, 192])
 @pytest.mark.parametrize("parts", [0, 1, 2])
 def test_layer_norm_gives_what_its_reference_does(size: int, parts: int, normal: Normal) -> None:

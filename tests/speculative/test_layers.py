@@ -238,6 +238,21 @@ def test_draft_has_the_kernels_of_its_run(cpu_kernels: CPUKernels, tiny_model: P
     assert later.mlp._kernels is None
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+def test_joined_norms_are_those_of_each(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    on = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    norms = [layers.RMSNorm(size, 1e-5) for size in (H, 3 * H)]
+    monkeypatch.setattr(layers, "has_kernels", lambda x: kernels)
+    with torch.no_grad():
+        for norm in norms:
+            fill(norm)
+            norm.to(on, torch.float16)
+        inputs = [torch.randn(ROWS, len(n.weight), device=on).half() for n in norms]
+        parts = list(zip(norms, inputs, strict=True))
+        expected = torch.cat([norm(x) for norm, x in parts], dim=1)
+        assert torch.equal(layers.joined_norms(*parts), expected)
+
+
 def test_rows_are_read_by_kernels_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an embedding, and of rotary tables; rows that nobody reads have any positions."""
     on = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -130,10 +130,9 @@ class Eagle3Network(nn.Module):
             [R, hidden], before the final norm: the next step's ``hidden``, and ``logits``' input.
         """
         layer = self.midlayer
-        normed = layer.hidden_norm(hidden)
-        x = torch.cat((layer.input_layernorm(embeds), normed), dim=-1)
+        x = layers.joined_norms((layer.input_layernorm, embeds), (layer.hidden_norm, hidden))
         mixed = attend(0, *layer.self_attn.qkv(x, *self.rotary(positions)))
-        residual = normed if self.config.norm_before_residual else hidden
+        residual = x[:, embeds.shape[1] :] if self.config.norm_before_residual else hidden
         hidden = layer.self_attn.output(mixed, residual)
         output: Tensor = layer.mlp(layer.post_attention_layernorm(hidden), hidden)
         return output

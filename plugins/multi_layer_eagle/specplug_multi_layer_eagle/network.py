@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor, nn
 
 from specplug import layers
@@ -91,7 +90,7 @@ class MTPLayer(nn.Module):
         rows: Tensor | None = None,
     ) -> Tensor:
         """Join embeddings and hidden states [R, hidden]; run the layer: [R or n, hidden]."""
-        joined = torch.cat((self.enorm(embeds), self.hnorm(hidden)), dim=-1)
+        joined = layers.joined_norms((self.enorm, embeds), (self.hnorm, hidden))
         made: Tensor = self.block(self.eh_proj(joined), rotary, index, attend, rows)
         return made
 
