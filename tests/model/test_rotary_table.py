@@ -15,6 +15,7 @@ from specplug.model import rotary_table
 from specplug.model.rotary_table import RotaryTable, keep_rotary_tables
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POSITIONS = 100
 BASE = {
     "hidden_size": 32,
@@ -59,13 +60,13 @@ def test_rows_of_tables_are_those_of_the_module(
 ) -> None:
     monkeypatch.setattr(dispatch, "forced", kernels)
     name, more = KEPT[family]
-    model: Any = make(name, **more)
+    model: Any = make(name, **more).to(DEVICE)
     own = copy.deepcopy(model.model.rotary_emb)
-    assert keep_rotary_tables(model, POSITIONS, dtype, CPU) == 1
+    assert keep_rotary_tables(model, POSITIONS, dtype, DEVICE) == 1
     kept = model.model.rotary_emb
     assert isinstance(kept, RotaryTable)
-    x = torch.empty(0, dtype=dtype)
-    positions = torch.tensor([[0, 99, 3, 3, 50]])
+    x = torch.empty(0, dtype=dtype, device=DEVICE)
+    positions = torch.tensor([[0, 99, 3, 3, 50]], device=DEVICE)
     types = more.get("layer_types", [None])
     for layer_type in types:
         part = () if layer_type is None else (layer_type,)
