@@ -146,7 +146,7 @@ class StepRunner:
             prefill=prefill.prefilled if prefill else None,
             decode=decode.decoded if decode else None,
             clock=clock,
-            arrival=Arrival(self._device),  # after all that was sent
+            arrival=Arrival(self._device, clock.last),  # after all that was sent
         )
         self._masks.expect(result)
         return result

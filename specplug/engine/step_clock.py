@@ -23,6 +23,12 @@ class StepClock:
         """Note that ``part`` ends here."""
         self._laps.append((part, self._now()))
 
+    @property
+    def last(self) -> torch.cuda.Event | None:
+        """The event of the last lap; None on the host's clock."""
+        time_of_last = self._laps[-1][1]
+        return None if isinstance(time_of_last, float) else time_of_last
+
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part. On a GPU, once the step's results are there."""
         total: defaultdict[str, float] = defaultdict(float)

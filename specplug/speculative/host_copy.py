@@ -47,11 +47,12 @@ class Arrival:
 
     Args:
         device: from which they are; copies from the CPU are done at once.
+        event: that was recorded after them; None: one is recorded now. Each takes a GPU 1 to 2 us.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
+    def __init__(self, device: torch.device, event: torch.cuda.Event | None = None) -> None:
+        self._event = event
+        if event is None and device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
