@@ -168,12 +168,11 @@ class HookCalls:
     ) -> DraftInput:
         """Return what the next ``propose`` starts from."""
         hook = "build_draft_input"
+        size, like = batch.size, target_output.next_tokens  # before plugins can replace them
         made = self._plugins.call(
             hook, runtime=runtime, batch=batch, target_output=target_output, future_map=future_map
         )
-        return check_draft_input(
-            self._plugins, hook, made, batch.size, target_output.next_tokens, self._spec
-        )
+        return check_draft_input(self._plugins, hook, made, size, like, self._spec)
 
     def fixup_idle(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:
         """Return the draft input of no request."""
@@ -185,21 +184,20 @@ class HookCalls:
         self, runtime: Runtime, batch: Batch, last_tokens: Tensor, future_map: FutureMap
     ) -> DraftInput:
         """Return what the first ``propose`` of received requests starts from."""
-        hook = "build_disagg_draft_input"
+        hook, size = "build_disagg_draft_input", batch.size
         made = self._plugins.call(
             hook, runtime=runtime, batch=batch, last_tokens=last_tokens, future_map=future_map
         )
-        return check_draft_input(self._plugins, hook, made, batch.size, last_tokens, self._spec)
+        return check_draft_input(self._plugins, hook, made, size, last_tokens, self._spec)
 
     def export_draft_state(
         self, runtime: Runtime, batch: Batch, future_map: FutureMap
     ) -> Mapping[str, Tensor | None]:
         """Return the draft state that travels with prefilled requests."""
         hook = "export_draft_state"
+        size, like = batch.size, batch.req_indices
         found = self._plugins.call(hook, runtime=runtime, batch=batch, future_map=future_map)
-        check_tensors(
-            self._plugins, hook, "a state", found, batch.size, batch.req_indices, may_lack=True
-        )
+        check_tensors(self._plugins, hook, "a state", found, size, like, may_lack=True)
         state: Mapping[str, Tensor | None] = found
         return state
 
