@@ -115,12 +115,37 @@ class FutureMap:
         if self._runs_kernels(buffers):
             from specplug.kernels.state_rows import read_rows
 
-            known = self._known.unbind(0)
-            seq_lens, bonus_tokens, *rows = read_rows([*known, *buffers], req_indices)
-        else:
-            seq_lens, bonus_tokens = self._known.index_select(1, req_indices).unbind(0)
-            rows = [buffer[req_indices] for buffer in buffers]
-        state: dict[str, Tensor | None] = dict(zip(self.state, rows, strict=True))
+            return self._resolved(read_rows([*self._known.unbind(0), *buffers], req_indices))
+        known = self._known.index_select(1, req_indices).unbind(0)
+        return self._resolved([*known, *(buffer[req_indices] for buffer in buffers)])
+
+    def resolve_with(
+        self, other: FutureMap, req_indices: Tensor
+    ) -> tuple[tuple[Tensor, DraftInput], tuple[Tensor, DraftInput]] | None:
+        """Resolve these requests [bs] in this map and in another one, in one launch.
+
+        Returns:
+            What ``resolve`` of each returns; None if the kernel that reads state cannot read both:
+            there is none, the other map is of a subclass, or it was given buffers of other sizes.
+        """
+        if not other.state or type(other) is not FutureMap or "resolve" in vars(other):
+            return None
+        own, others = list(self.state.values()), list(other.state.values())
+        buffers = [*self._known.unbind(0), *own, *other._known.unbind(0), *others]
+        if not all(isinstance(each, Tensor) for each in others):
+            return None
+        if not self._runs_kernels(buffers):
+            return None
+        from specplug.kernels.state_rows import read_rows
+
+        rows = read_rows(buffers, req_indices)
+        split = 2 + len(own)
+        return self._resolved(rows[:split]), other._resolved(rows[split:])
+
+    def _resolved(self, rows: list[Tensor]) -> tuple[Tensor, DraftInput]:
+        """Return what ``resolve`` does, of the rows of all buffers."""
+        seq_lens, bonus_tokens, *others = rows
+        state: dict[str, Tensor | None] = dict(zip(self.state, others, strict=True))
         return seq_lens, DraftInput(bonus_tokens=bonus_tokens, state=state)
 
     def _runs_kernels(self, buffers: Sequence[Tensor]) -> bool:

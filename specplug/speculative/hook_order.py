@@ -128,8 +128,11 @@ class HookOrder(Generic[H]):
             greedy: whether every request takes its most likely token.
         """
         req_indices = half.lend_req_indices()
-        half.seq_lens, known = self._committed.resolve(half.req_indices)
-        seq_lens, draft_input = self._hooks.resolve(self._future_map, req_indices)
+        both = self._committed.resolve_with(self._future_map, half.req_indices)
+        if both is None:
+            own = self._committed.resolve(half.req_indices)
+            both = own, self._hooks.resolve(self._future_map, req_indices)
+        (half.seq_lens, known), (seq_lens, draft_input) = both
         half.batch = Batch(
             mode=ForwardMode.DECODE,
             requests=requests,

@@ -163,3 +163,36 @@ def test_states_of_other_names_are_kept(future_map: FutureMap) -> None:
     _, both = future_map.resolve(_rows(3, 4))
     assert both["a"].tolist() == [[1, 1], [0, 0]]
     assert both["b"].tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_two_maps_are_resolved_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each by itself, in tensors of their own; torch, subclasses and odd buffers do not."""
+    monkeypatch.setattr(dispatch, "forced", True)
+    core, own = FutureMap(6, DEVICE), FutureMap(6, DEVICE)
+    for number, each in enumerate((core, own)):
+        _publish(each, _rows(2, 5, 1), [10 + number, 20, 30], [7, 8 + number, 9])
+    rows = _rows(5, 2)
+    assert core.resolve_with(own, rows) is None, "torch reads lengths alone as soon"
+    _stash(own, _rows(2, 5), hidden=torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    both = core.resolve_with(own, rows)
+    assert both is not None
+    for (lens, found), each in zip(both, (core, own), strict=True):
+        expected_lens, expected = each.resolve(rows)
+        assert torch.equal(lens, expected_lens)
+        assert torch.equal(found.bonus_tokens, expected.bonus_tokens)
+        assert found.state.keys() == expected.state.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found.state)
+    (first, _), (second, _) = both
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+
+    class Subclass(FutureMap):
+        pass
+
+    derived = Subclass(6, DEVICE)
+    derived.state = own.state
+    assert core.resolve_with(derived, rows) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "forced", False)
+        assert core.resolve_with(own, rows) is None
+    own.state["hidden"] = own.state["hidden"][:4]
+    assert core.resolve_with(own, rows) is None
