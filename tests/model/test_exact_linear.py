@@ -105,7 +105,7 @@ def test_find_row_variance_names_rotated_products(monkeypatch: pytest.MonkeyPatc
     weight = torch.randn(48, 16, dtype=torch.float16, device=DEVICE)
     monkeypatch.setattr(exact_linear, "_MOST_SAMPLED", 0)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(exact_linear, "FEW_ROWS", 16)  # the interpreter: 15 ms a row
+        monkeypatch.setattr(exact_linear, "TARGET_KERNEL_ROWS", 16)  # the interpreter: 15 ms a row
     assert find_row_variance([], rotated=[(weight, 8, 1, None)]) == []
 
     def other(x: torch.Tensor, *more: object) -> torch.Tensor:

@@ -46,7 +46,7 @@ def _few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     30 ms a row, takes few."""
     monkeypatch.setattr(exact_linear, "_MOST_SAMPLED", 0)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(exact_linear, "FEW_ROWS", 16)
+        monkeypatch.setattr(exact_linear, "TARGET_KERNEL_ROWS", 16)
 
 
 def build(config: str) -> Any:
