@@ -96,14 +96,10 @@ class Target:
         startup: Startup | None = None,
     ) -> None:
         self.device = device
-        self._startup = startup = startup or Startup()
-        # Sharded weights are cut on the host, whose copy is the mapped file.
-        with startup.part("loading weights"), _progress_of(startup):
-            self.model = load_checkpoint(path, dtype, device if ranks is None else CPU).eval()
-        if self.model.dtype is torch.float64 and _has_experts(self.model.config):
-            self.model.set_experts_implementation("eager")  # grouped products lack float64
-        self.fingerprint = weights_fingerprint(self.model) if identified else None
         self.ranks = ranks
+        self._startup = startup or Startup()
+        self.model = self._load(path, dtype)
+        self.fingerprint = weights_fingerprint(self.model) if identified else None
         if ranks is not None:
             shard_mlps(self.model, ranks)
             self.model.to(device)
@@ -119,9 +115,7 @@ class Target:
         self.kernels = _attention_kernels(device, self.dtype)
         if device.type == "cpu":
             set_threads(num_threads, self.num_parameters)
-        found: CPUKernels | str = "disable_cpu_kernels"
-        if compiled:
-            found = _find_cpu_kernels(device, self.dtype, startup)
+        found = self._find_cpu_kernels() if compiled else "disable_cpu_kernels"
         self.cpu_kernels = None if isinstance(found, str) else found
         self.cpu_kernels_state = f"off: {found}" if isinstance(found, str) else "on"
         check = None if skip_check else self._begin_check(path)
@@ -129,12 +123,9 @@ class Target:
         self.num_layers = len(self.capture.layers)
         self._fused_layers: Sequence[FusedLayer] = []
         self.row_invariance = _without_kernels(self.dtype, device)
-        with startup.part("fusing layers"):
-            self._fuse(row_invariant)
+        self._fuse(row_invariant)
         if check is not None:
             self._end_check(check)
-            if check.row_variance is not None and self.row_invariance == "on":
-                self._tell_row_variance(check.row_variance)
 
     @property
     def embed_tokens(self) -> nn.Module:
@@ -210,24 +201,45 @@ class Target:
             layer.close()
         drop_weights(self.model)
 
+    def _load(self, path: str, dtype: torch.dtype | None) -> Any:
+        """Return the model. Weights that are to be sharded are cut on the host, whose copy is the
+        mapped file; all others go to the device."""
+        device = self.device if self.ranks is None else CPU
+        with self._startup.part("loading weights"), _progress_of(self._startup):
+            model = load_checkpoint(path, dtype, device).eval()
+        if model.dtype is torch.float64 and _has_experts(model.config):
+            model.set_experts_implementation("eager")  # grouped products lack float64
+        return model
+
+    def _find_cpu_kernels(self) -> CPUKernels | str:
+        """Return the kernels of the CPU, or why there are none."""
+        if self.device.type != "cpu":
+            return f"they are not for {self.device.type}"
+        if self.dtype != torch.float32:
+            return f"they are not for {str(self.dtype).removeprefix('torch.')}"
+        if torch.get_num_threads() > 1:
+            return "they run on one thread, torch on several"
+        with self._startup.part("compiling kernels"):
+            return load_cpu_kernels()
+
     def _fuse(self, row_invariant: bool) -> None:
         """Replace modules by faster ones that give the same."""
-        fuse_norms(self.model)
-        if self.kernels is not None:
-            self._use_kernels(row_invariant)
-        elif self.device.type == "cpu":
+        with self._startup.part("fusing layers"):
+            fuse_norms(self.model)
             self.rotary.begin(None)
-            self._fused_layers = fuse_cpu_layers(self.model, self.capture.layers, self.cpu_kernels)
-        shorten_calls(self.model, keep=self.capture.hooked)
+            layers = self.capture.layers
+            if self.kernels is not None:
+                self._use_kernels(row_invariant)
+            elif self.device.type == "cpu":
+                self._fused_layers = fuse_cpu_layers(self.model, layers, self.cpu_kernels)
+            shorten_calls(self.model, keep=self.capture.hooked)
 
     def _use_kernels(self, row_invariant: bool) -> None:
         """Have the modules compute by our kernels. They need Triton, which is not everywhere."""
         from specplug.model.half_precision import replace_modules
 
-        self.rotary.begin(None)
-        layers = self.capture.layers
         self._fused_layers, variant = replace_modules(
-            self.model, layers, row_invariant=row_invariant
+            self.model, self.capture.layers, row_invariant=row_invariant
         )
         if self.rotary.rule is FIXED:
             keep_rotary_tables(self.model, self.context_len, self.dtype, self.device)
@@ -257,11 +269,15 @@ class Target:
             )
 
     def _end_check(self, check: ModelCheck) -> None:
+        """Compare our passes with the model's own, and their rows' bits with one another."""
+
         def run(token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | int) -> Tensor:
             return self.forward(token_ids, plan, logits_rows)[0]
 
         with self._startup.part(_CHECK), self._stepping():
             check.compare(run, self.cache)
+        if check.row_variance is not None and self.row_invariance == "on":
+            self._tell_row_variance(check.row_variance)
 
     def _stepping(self) -> AbstractContextManager[None]:
         return nullcontext() if self.ranks is None else self.ranks.stepping()
@@ -305,20 +321,6 @@ def _attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttenti
     from specplug.kernels.paged_attention_kernels import PagedAttention
 
     return PagedAttention(device)
-
-
-def _find_cpu_kernels(
-    device: torch.device, dtype: torch.dtype, startup: Startup
-) -> CPUKernels | str:
-    """Return the kernels of the CPU, or why there are none."""
-    if device.type != "cpu":
-        return f"they are not for {device.type}"
-    if dtype != torch.float32:
-        return f"they are not for {str(dtype).removeprefix('torch.')}"
-    if torch.get_num_threads() > 1:
-        return "they run on one thread, torch on several"
-    with startup.part("compiling kernels"):
-        return load_cpu_kernels()
 
 
 def _has_experts(config: Any) -> bool:
