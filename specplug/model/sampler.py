@@ -180,25 +180,9 @@ class Sampler:
                 random,
                 truncated=bool(needs & Needs.TRUNCATION),
             )
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if masks is not None:
-            scores = mask_scores(scores, masks)
-        if needs & Needs.MIN_TOKENS:
-            scores = self._without_early_ends(scores, req_indices, positions)
-        settings = self._settings[req_indices].to(scores.dtype)
-        column = dict(zip(_COLUMNS, settings.unsqueeze(2).unbind(1), strict=True))
-        if needs & Needs.BIAS:
-            assert self._bias is not None
-            scores = scores + self._bias[req_indices]
-        if needs & Needs.PENALTIES:
-            scores = self._penalize(scores, column, req_indices, draft)
-        if random is not None:
-            scores = scores / column["temperature"]
-            if needs & Needs.TRUNCATION:
-                scores = truncate(scores, column["min_p"], column["top_k"], column["top_p"])
-            noise = gumbel(self._seeds[req_indices], positions, self._vocab)
-            scores = scores + noise.masked_fill_(~random.unsqueeze(1), 0.0)
-        return argmax_rows(scores)
+        return argmax_rows(
+            self._scores(logits, needs, random, req_indices, positions, draft, masks)
+        )
 
     def count(self, req_indices: Tensor, tokens: Tensor, valid: Tensor) -> None:
         """Count committed output tokens [bs, C] of the requests [bs], where ``valid`` [bs, C]."""
@@ -240,6 +224,37 @@ class Sampler:
             in_prompt=self._in_prompt if penalties else None,
             path=path,
         )
+
+    def _scores(
+        self,
+        logits: Tensor,
+        needs: Needs,
+        random: Tensor | None,
+        req_indices: Tensor,
+        positions: Tensor,
+        draft: Draft | None,
+        masks: Tensor | None,
+    ) -> Tensor:
+        """Return what ``sample`` takes the greatest of, [T, V]: the reference of the kernels."""
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if masks is not None:
+            scores = mask_scores(scores, masks)
+        if needs & Needs.MIN_TOKENS:
+            scores = self._without_early_ends(scores, req_indices, positions)
+        settings = self._settings[req_indices].to(scores.dtype)
+        column = dict(zip(_COLUMNS, settings.unsqueeze(2).unbind(1), strict=True))
+        if needs & Needs.BIAS:
+            assert self._bias is not None
+            scores = scores + self._bias[req_indices]
+        if needs & Needs.PENALTIES:
+            scores = self._penalize(scores, column, req_indices, draft)
+        if random is not None:
+            scores = scores / column["temperature"]
+            if needs & Needs.TRUNCATION:
+                scores = truncate(scores, column["min_p"], column["top_k"], column["top_p"])
+            noise = gumbel(self._seeds[req_indices], positions, self._vocab)
+            scores = scores + noise.masked_fill_(~random.unsqueeze(1), 0.0)
+        return scores
 
     def _penalize(
         self,
