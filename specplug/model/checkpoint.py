@@ -91,23 +91,35 @@ def load_checkpoint(path: str, dtype: torch.dtype | None, device: torch.device =
     quantized = prepare_quantization(path, config)
     for file in _weight_files(Path(path)):
         _check_file(path, file)
+    with _refusing(path, quantized), _LOADING, _no_progress_bars(), _reading_for(device):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype or "auto",
+            device_map=None if device.type == "cpu" else {"": device},
+            attn_implementation=IMPLEMENTATION,
+            weights_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # ``_check_tensors`` refuses them
+            **DATA_ONLY,
+        )
+        model, info = loaded
+        _check_tensors(path, model, info)
+        if quantized is not None:
+            settle_dtype(model, dtype or model.config.get_text_config().dtype)
+    return model
+
+
+@contextmanager
+def _refusing(path: str, quantized: str | None) -> Iterator[None]:
+    """Turn what is raised while a model is loaded into a ``CheckpointError``, if the model is the
+    cause.
+
+    Args:
+        quantized: by what it is quantized; None: it is not.
+    """
     try:
-        with _LOADING, _no_progress_bars(), _reading_for(device):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype or "auto",
-                device_map=None if device.type == "cpu" else {"": device},
-                attn_implementation=IMPLEMENTATION,
-                weights_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # ``_check_tensors`` refuses them
-                **DATA_ONLY,
-            )
-            model, info = loaded
-            _check_tensors(path, model, info)
-            if quantized is not None:
-                settle_dtype(model, dtype or model.config.get_text_config().dtype)
+        yield
     except UnpicklingError as error:
         raise CheckpointError(
             f"model {path!r} cannot be loaded: its weights are a pickle with more than tensors in "
@@ -125,7 +137,6 @@ def load_checkpoint(path: str, dtype: torch.dtype | None, device: torch.device =
         raise CheckpointError(
             f"model {path!r} is quantized by {quantized} and cannot be loaded: {_first_line(error)}"
         ) from error
-    return model
 
 
 def needs_code(error: Exception) -> bool:
