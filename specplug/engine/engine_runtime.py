@@ -94,6 +94,8 @@ class EngineRuntime:
         if self._graphs:
             runner.record_graphs()
 
+    # What plugins may use: ``Runtime`` says what each does
+
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         embeds: Tensor = self._target.embed_tokens(token_ids)
         return embeds
@@ -124,17 +126,6 @@ class EngineRuntime:
                 f"add_output: there is an output {output.name!r} already; expected another name"
             )
         self.outputs[output.name] = output
-
-    def seal(self) -> None:
-        """Refuse further captures, caches and outputs: the worker has been made."""
-        self._sealed = True
-
-    def _check_open(self, method: str) -> None:
-        if self._sealed:
-            raise PluginError(
-                f"runtime.{method}() was called after create_worker(); expected it there, before "
-                "the KV pool is made; call it in create_worker()"
-            )
 
     def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
         self._check_open("allocate_kv")
@@ -198,27 +189,6 @@ class EngineRuntime:
                     f"{dtype}, for {bs} requests of {width} rows at offset {offset}"
                 )
 
-    def make_plan(
-        self, req_indices: Tensor, starts: Tensor, width: int, **layout: Any
-    ) -> PagedPlan:
-        """Plan a pass of the target or of a draft model, within the ``max_slots`` of the step."""
-        return PagedPlan(
-            requests=self._request_slots,
-            req_indices=req_indices,
-            starts=starts,
-            width=width,
-            length=self._key_length(),
-            **layout,
-        )
-
-    def _key_length(self) -> int:
-        """Return how many slots of each request a pass reads: all that are in use, rounded up to
-        a few sizes."""
-        used = self.max_slots
-        if self._graphs:  # each size is a graph of its own
-            used = max(_SHORTEST_GRAPH, 1 << (used - 1).bit_length())
-        return min(round_up(used), self.table.slots.shape[1])
-
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         self._check_open("record_draft")
         recorded = self._graphs and self.draft_verifies
@@ -232,41 +202,6 @@ class EngineRuntime:
         self._draft_runners.append(runner)
         return runner
 
-    @property
-    def cuda_graph(self) -> str:
-        """Whether passes are replayed as CUDA graphs: "on", or "off: " and why."""
-        if not self._graphs:
-            if self.device.type == "cpu":
-                return "off: there are none on the CPU"
-            if self.rank.world_size > 1 and self._target.kernels is None:
-                dtype = str(self.dtype).removeprefix("torch.")
-                return f"off: data-parallel attention in {dtype}"
-            return "off: disable_cuda_graph"
-        failures = [self._runner.graph_failure, *(r.failure for r in self._draft_runners)]
-        failed = next((f for f in failures if f is not None), None)
-        return "on" if failed is None else f"off: {failed}"
-
-    @property
-    def recordings(self) -> tuple[int, float]:
-        """How many forms of passes are recorded, and the seconds that took."""
-        recorders = [*self._runner.recorders, *self._draft_runners]
-        return sum(r.num_recordings for r in recorders), sum(r.recording_seconds for r in recorders)
-
-    @property
-    def compiles(self) -> bool:
-        """Whether kernels are compiled, or passes recorded, when they are first needed."""
-        return self._graphs or runs_kernels(self.device)
-
-    @property
-    def cpu_kernels(self) -> str:
-        """Whether passes compute with the CPU's kernels: "on", or "off: " and why."""
-        return self._target.cpu_kernels_state
-
-    @property
-    def row_invariance(self) -> str:
-        """Whether each row's bits depend on nothing but the row: "on", or "off: " and why."""
-        return self._target.row_invariance
-
     def temperatures(self, batch: Batch) -> Tensor:
         return self.sampler.temperatures(batch.req_indices)
 
@@ -275,6 +210,19 @@ class EngineRuntime:
         req_indices = batch.req_indices.repeat_interleave(width, output_size=bs * width)
         noise = self.sampler.noise(req_indices, positions.reshape(-1), token_ids)
         return noise.view(bs, width, -1)
+
+    def _check_open(self, method: str) -> None:
+        if self._sealed:
+            raise PluginError(
+                f"runtime.{method}() was called after create_worker(); expected it there, before "
+                "the KV pool is made; call it in create_worker()"
+            )
+
+    # What the engine uses
+
+    def seal(self) -> None:
+        """Refuse further captures, caches and outputs: the worker has been made."""
+        self._sealed = True
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -324,6 +272,62 @@ class EngineRuntime:
                 shape.head_dim,
                 num_rows=self.config.num_draft_tokens * group,
             )
+
+    def make_plan(
+        self, req_indices: Tensor, starts: Tensor, width: int, **layout: Any
+    ) -> PagedPlan:
+        """Plan a pass of the target or of a draft model, within the ``max_slots`` of the step."""
+        return PagedPlan(
+            requests=self._request_slots,
+            req_indices=req_indices,
+            starts=starts,
+            width=width,
+            length=self._key_length(),
+            **layout,
+        )
+
+    def _key_length(self) -> int:
+        """Return how many slots of each request a pass reads: all that are in use, rounded up to
+        a few sizes."""
+        used = self.max_slots
+        if self._graphs:  # each size is a graph of its own
+            used = max(_SHORTEST_GRAPH, 1 << (used - 1).bit_length())
+        return min(round_up(used), self.table.slots.shape[1])
+
+    @property
+    def compiles(self) -> bool:
+        """Whether kernels are compiled, or passes recorded, when they are first needed."""
+        return self._graphs or runs_kernels(self.device)
+
+    @property
+    def cuda_graph(self) -> str:
+        """Whether passes are replayed as CUDA graphs: "on", or "off: " and why."""
+        if not self._graphs:
+            if self.device.type == "cpu":
+                return "off: there are none on the CPU"
+            if self.rank.world_size > 1 and self._target.kernels is None:
+                dtype = str(self.dtype).removeprefix("torch.")
+                return f"off: data-parallel attention in {dtype}"
+            return "off: disable_cuda_graph"
+        failures = [self._runner.graph_failure, *(r.failure for r in self._draft_runners)]
+        failed = next((f for f in failures if f is not None), None)
+        return "on" if failed is None else f"off: {failed}"
+
+    @property
+    def recordings(self) -> tuple[int, float]:
+        """How many forms of passes are recorded, and the seconds that took."""
+        recorders = [*self._runner.recorders, *self._draft_runners]
+        return sum(r.num_recordings for r in recorders), sum(r.recording_seconds for r in recorders)
+
+    @property
+    def cpu_kernels(self) -> str:
+        """Whether passes compute with the CPU's kernels: "on", or "off: " and why."""
+        return self._target.cpu_kernels_state
+
+    @property
+    def row_invariance(self) -> str:
+        """Whether each row's bits depend on nothing but the row: "on", or "off: " and why."""
+        return self._target.row_invariance
 
     def close(self) -> None:
         """Free the draft models and all caches, even while somebody still holds this object."""
