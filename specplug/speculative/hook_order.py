@@ -56,8 +56,8 @@ class Half:
         batch: what hooks see. ``begin_decode`` makes it for a decode step, the host for all else.
         draft: what the target verifies; None on a prefill.
         report: [bs, C + 1] int64, of a decode step whose draft the order of hooks has verified: the
-            target's tokens along each accepted path, and after them its accept length. What a host
-            hands out, to be copied at once.
+            target's tokens along each accepted path, and after them its accept length. A host
+            copies it in the same step, since a recorded one writes there again.
         is_warm_up: what ``Batch.is_warm_up`` is for its hooks. Set by the host.
     """
 
