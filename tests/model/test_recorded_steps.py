@@ -356,6 +356,13 @@ def test_recorded_drafts_are_those_that_are_not(
     assert any(runner.num_recordings for runner in runners)
 
 
+def _plan(rows: Tensor) -> PagedPlan:
+    """The plan of requests with one row each, in these rows of the request table [bs]."""
+    table = torch.zeros(9, 20, dtype=torch.int64, device=DEVICE)
+    slots = RequestSlots(slots=table, last_position=9)
+    return PagedPlan(requests=slots, req_indices=rows, starts=rows, width=1, length=20)
+
+
 def test_padding_that_a_pass_writes_to_begins_anew() -> None:
     """A draft that counts lengths up in place does not read further and further on."""
 
@@ -364,11 +371,8 @@ def test_padding_that_a_pass_writes_to_begins_anew() -> None:
         return lengths.amax().expand(len(lengths)).clone()
 
     runner = GraphRunner(forward, pads=True)
-    slots = RequestSlots(
-        slots=torch.zeros(9, 20, dtype=torch.int64, device=DEVICE), last_position=9
-    )
     rows = torch.arange(3, device=DEVICE)
-    plan = PagedPlan(requests=slots, req_indices=rows, starts=rows, width=1, length=20)
+    plan = _plan(rows)
     greatest = [runner(plan, torch.tensor([5, 3, 4], device=DEVICE)).tolist() for _ in range(9)]
     assert greatest == [[6, 6, 6]] * 9
 
@@ -384,11 +388,8 @@ def test_a_recorded_pass_returns_its_own_named_tuples(bs: int) -> None:
         return _Named(given + 1, [given * 2])
 
     runner = GraphRunner(forward, pads=True)
-    slots = RequestSlots(
-        slots=torch.zeros(9, 20, dtype=torch.int64, device=DEVICE), last_position=9
-    )
     rows = torch.arange(bs, device=DEVICE)
-    plan = PagedPlan(requests=slots, req_indices=rows, starts=rows, width=1, length=20)
+    plan = _plan(rows)
     for number in range(3):
         found = runner(plan, rows + number)
         assert torch.equal(found.tokens, rows + number + 1)
@@ -402,12 +403,9 @@ def test_a_recorded_pass_takes_tensors_in_containers() -> None:
         return Draft.chain(torch.stack((*given, named["last"]), dim=1))
 
     runner = GraphRunner(forward, pads=True)
-    slots = RequestSlots(
-        slots=torch.zeros(9, 20, dtype=torch.int64, device=DEVICE), last_position=9
-    )
     for bs in (3, 4, 3):
         rows = torch.arange(bs, device=DEVICE)
-        plan = PagedPlan(requests=slots, req_indices=rows, starts=rows, width=1, length=20)
+        plan = _plan(rows)
         draft = runner(plan, [rows, rows + bs], {"last": rows * bs})
         assert torch.equal(draft.tokens, torch.stack((rows, rows + bs, rows * bs), dim=1))
     assert runner.num_recordings == 1
@@ -420,13 +418,10 @@ def test_inputs_of_all_dtypes_are_copied_together() -> None:
         return [tensor.clone() for tensor in given]
 
     runner = GraphRunner(forward, pads=True)
-    slots = RequestSlots(
-        slots=torch.zeros(9, 20, dtype=torch.int64, device=DEVICE), last_position=9
-    )
     generator = torch.Generator().manual_seed(0)
     for bs in (3, 4, 2, 3):
         rows = torch.arange(bs, device=DEVICE)
-        plan = PagedPlan(requests=slots, req_indices=rows, starts=rows, width=1, length=20)
+        plan = _plan(rows)
         numbers = torch.randn(bs, 9, generator=generator).to(DEVICE)
         given = [numbers[:, :4].to(torch.bfloat16), numbers > 0, numbers.to(torch.float64)]
         given += [numbers[:, 2], numbers.half()[:, 1:], numbers[:, 0].contiguous()]
