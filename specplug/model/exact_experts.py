@@ -25,7 +25,7 @@ from specplug.kernels.experts import (
     sum_choices,
 )
 from specplug.kernels.float_linear import float_linear
-from specplug.model.exact_linear import EXACT, ExactConv1D, ExactLinear
+from specplug.model.exact_linear import EXACT, ExactConv1D, ExactLinear, modules_outside
 
 EXPERTS = "specplug"
 """The name of our experts in transformers."""
@@ -119,8 +119,7 @@ def make_routers_exact(model: nn.Module, keep: Iterable[nn.Module] = ()) -> int:
         model: in half precision.
         keep: modules that stay as they are, with all that is in them.
     """
-    kept = {id(inner) for module in keep for inner in module.modules()}
-    routers = [m for m in model.modules() if id(m) not in kept and _is_router(m)]
+    routers = [module for module in modules_outside(model, keep) if _is_router(module)]
     for router in routers:
         router.__class__ = _exact_router(type(router))
     return len(routers)

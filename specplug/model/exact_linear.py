@@ -167,6 +167,12 @@ class ExactConv1D(Conv1D):
         return out.view(*x.shape[:-1], -1)
 
 
+def modules_outside(model: nn.Module, keep: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules of a model but those to keep, and what is in these."""
+    kept = {id(inner) for module in keep for inner in module.modules()}
+    return [module for module in model.modules() if id(module) not in kept]
+
+
 def make_linears_exact(model: nn.Module, keep: Iterable[nn.Module] = ()) -> int:
     """Make the linear modules of a model exact, in place, and return how many.
 
@@ -174,14 +180,11 @@ def make_linears_exact(model: nn.Module, keep: Iterable[nn.Module] = ()) -> int:
         model: in half precision.
         keep: modules that stay as they are, with all that is in them.
     """
-    kept = {id(inner) for module in keep for inner in module.modules()}
     count = 0
-    for module in model.modules():
-        if id(module) in kept:
-            continue
-        if is_plain_linear(module) and _is_half(module.weight):
+    for module in modules_outside(model, keep):
+        if is_plain_linear(module) and module.weight.dtype in HALF:
             module.__class__ = ExactLinear
-        elif type(module) is Conv1D and _is_half(module.weight):
+        elif type(module) is Conv1D and module.weight.dtype in HALF:
             module.weight.data = module.weight.t().contiguous().t()
             module.__class__ = ExactConv1D
         else:
@@ -238,10 +241,6 @@ def _rotate(weight: Tensor, head_dim: int, kv_heads: int, norms: HeadNorms, x: T
 
 def _shape(weight: Tensor) -> str:
     return " x ".join(map(str, weight.shape))
-
-
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.dtype in HALF
 
 
 def _many_rows(x: Tensor, weight: Tensor, out: Tensor) -> None:

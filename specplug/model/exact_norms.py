@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from specplug.kernels.rms_norm import layer_norm, rms_norm
+from specplug.model.exact_linear import modules_outside
 from specplug.model.fused_norms import weight_and_eps
 
 _SAME = 0.9
@@ -79,12 +80,9 @@ def make_norms_exact(model: nn.Module, keep: Iterable[nn.Module] = ()) -> int:
         model: in half precision.
         keep: modules that stay as they are, with all that is in them.
     """
-    kept = {id(inner) for module in keep for inner in module.modules()}
     dtype: torch.dtype = next(model.parameters()).dtype
     count = 0
-    for parent in list(model.modules()):
-        if id(parent) in kept:
-            continue
+    for parent in modules_outside(model, keep):
         for name, child in list(parent.named_children()):
             kind = find_rms_norm(child, dtype)
             if kind is not None:

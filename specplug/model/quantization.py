@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specplug.errors import CheckpointError
+from specplug.kernels.dispatch import HALF
 
 _OWN = {"torch", "transformers", "specplug", "builtins"}
 """Packages whose modules a model of transformers has when it is not quantized."""
-_HALF = {torch.float16, torch.bfloat16}
 
 
 @attrs.frozen
@@ -109,7 +109,7 @@ def settle_dtype(model: Any, dtype: torch.dtype) -> None:
         if _is_foreign(module):
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dtype in _HALF and parameter.dtype is not dtype:
+            if parameter.dtype in HALF and parameter.dtype is not dtype:
                 packed = is_traceable_wrapper_subclass(parameter)
                 plain: Any = parameter.dequantize() if packed else parameter
                 converted = nn.Parameter(plain.to(dtype), requires_grad=False)
