@@ -38,12 +38,12 @@ class Layer:
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         self.rows = torch.randn(3, 64, 2, 16, generator=generator).to(DEVICE, torch.float16)
-        table = torch.zeros(8, 160, dtype=torch.int64)
-        table[1:] = 1 + torch.randperm(7 * 160, generator=generator).view(7, 160)
+        table = torch.zeros(8, 112, dtype=torch.int64)
+        table[1:] = 1 + torch.randperm(7 * 112, generator=generator).view(7, 112)
         self.slots = RequestSlots(
-            slots=table.to(DEVICE), last_position=159, kernels=PagedAttention(DEVICE, 1 << 20)
+            slots=table.to(DEVICE), last_position=111, kernels=PagedAttention(DEVICE, 1 << 20)
         )
-        self.pool = torch.full((2, 1 + 7 * 160, 1, 16), float("nan"))
+        self.pool = torch.full((2, 1 + 7 * 112, 1, 16), float("nan"))
         for request, committed in COMMITTED.items():
             own = torch.randn(2, committed, 1, 16, generator=generator)
             self.pool[:, table[request, :committed]] = own
@@ -76,7 +76,7 @@ class Layer:
             req_indices=torch.tensor(requests, device=DEVICE),
             starts=starts,
             width=width,
-            length=160,
+            length=112,
             mask=mask,
             given_positions=positions,
             padding=Padding.of(widths, width, DEVICE),
