@@ -159,7 +159,9 @@ def mxfp4(build_model: Callable[..., Path]) -> Path:
 
 
 def _tokens(folder: Path, algorithm: str, params: SamplingParams) -> list[tuple[int, ...]]:
-    with LLM(folder, speculative_algorithm=algorithm, max_total_tokens=512) as llm:
+    # Room for these prompts alone: on a GPU each size that a step may have is recorded first.
+    room = {"max_total_tokens": 512, "max_running_requests": 2, "chunked_prefill_size": 32}
+    with LLM(folder, speculative_algorithm=algorithm, **room) as llm:
         return [tuple(output.token_ids) for output in llm.generate(PROMPTS, params)]
 
 
