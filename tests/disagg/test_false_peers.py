@@ -237,9 +237,11 @@ def finish_with(site: Site, peer: FalsePeer) -> dict[str, Any]:
 
 
 def part_with(site: Site, peer: FalsePeer) -> None:
+    """Have the peer take leave: that a connection is gone is noticed half a second later."""
     before = site.llm.stats()["prefill_instances"]
+    peer.say(encode(WireMessage("leave", {})))
+    step_until(site.llm, lambda: site.llm.stats()["prefill_instances"] < before, "the leave")
     peer.close()
-    step_until(site.llm, lambda: site.llm.stats()["prefill_instances"] < before, "the loss")
     check_whole(site.llm)
 
 
