@@ -83,6 +83,12 @@ _EXPECTED = {
 
 _TOPMOST = "specplug_topmost"
 
+_ONE_RULE = re.compile(
+    r"^([\w.-]+)(?:\[.*\])? ::= \(\(([\w.-]+)(\{\d+, -?\d+\})?\)\)(?: \(=.*)?$", re.MULTILINE
+)
+"""In a grammar that xgrammar prints, a rule that is another one alone, or its repetition: both
+names, and the repetition."""
+
 _T = TypeVar("_T")
 
 _compiling: set[threading.Thread] = set()
@@ -285,15 +291,45 @@ def _start(
         # A weak model would generate blanks for ever.
         "json_schema": partial(compiler.compile_json_schema, max_whitespace_cnt=_MOST_BLANKS),
         "regex": compiler.compile_regex,
-        # Where root is left-recursive, xgrammar bans tokens that span two rounds of it, unless
-        # another rule is the topmost.
-        "ebnf": lambda text: compiler.compile_grammar(
-            f"{text}\n{_TOPMOST} ::= root", root_rule_name=_TOPMOST
-        ),
+        "ebnf": partial(_compile_ebnf, compiler),
     }
     matcher = xgrammar.GrammarMatcher(compile_by_kind[kind](text))
     _try_out(matcher.fork(), words)
     return matcher
+
+
+def _compile_ebnf(compiler: xgrammar.GrammarCompiler, text: str) -> xgrammar.CompiledGrammar:
+    import xgrammar
+
+    # Where root is left-recursive, xgrammar bans tokens that span two rounds of it, unless another
+    # rule is the topmost.
+    text = f"{text}\n{_TOPMOST} ::= root"
+    parsed = str(xgrammar.Grammar.from_ebnf(text, root_rule_name=_TOPMOST))
+    if _has_endless_rule(parsed):
+        raise RuntimeError("one of its rules is nothing but a repetition of itself")
+    return compiler.compile_grammar(text, root_rule_name=_TOPMOST)
+
+
+def _has_endless_rule(parsed: str) -> bool:
+    """Return whether a rule is nothing but a repetition of itself, perhaps by way of others.
+
+    No text matches such a rule, or the empty one alone. xgrammar (0.2.8) replaces a repeated rule
+    by what it is, again and again, until the stack is full and the process crashes.
+
+    Args:
+        parsed: the grammar, as xgrammar prints it.
+    """
+    bodies = {name: (body, repeated) for name, body, repeated in _ONE_RULE.findall(parsed)}
+    seen: set[str] = set()
+    for name in bodies:
+        path: list[str] = []
+        while name in bodies and name not in seen:
+            seen.add(name)
+            path.append(name)
+            name = bodies[name][0]
+        if name in path and any(bodies[each][1] for each in path[path.index(name) :]):
+            return True
+    return False
 
 
 def _try_out(matcher: xgrammar.GrammarMatcher, words: int) -> None:

@@ -345,6 +345,9 @@ REFUSED = [
     ("ebnf", 'root ::= "a', 'Expect " in string literal'),
     ("ebnf", "root ::= root", "no output of at least one token matches it"),
     ("ebnf", 'root ::= "xyz"', "no output of at least one token matches it"),
+    # These crash xgrammar 0.2.8.
+    ("ebnf", "root ::= root{2}", "one of its rules is nothing but a repetition of itself; expec"),
+    ("ebnf", 'root ::= "a"\nx ::= (y{0,1})\ny[lazy] ::= x', "is nothing but a repetition of"),
     ("ebnf", "root ::= Token(70)", "Token id 70 in the grammar is out of the vocabulary"),
     ("ebnf", "a" * 40_000, "it has 40000 characters; expected at most 32768: shorten it"),
 ]
