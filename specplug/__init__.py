@@ -31,6 +31,7 @@ from specplug.hookspecs import hookimpl
 if TYPE_CHECKING:
     from specplug.config import EngineConfig
     from specplug.kernels.argmax import argmax_rows
+    from specplug.kernels.cpu_compiler import load_compiled
     from specplug.llm import LLM
     from specplug.outputs import Logprob, RequestOutput
     from specplug.sampling_params import SamplingParams
@@ -82,6 +83,7 @@ _LAZY = {
     "select_tree": "specplug.speculative.tree",
     "VerifyOutput": "specplug.speculative.verify",
     "argmax_rows": "specplug.kernels.argmax",
+    "load_compiled": "specplug.kernels.cpu_compiler",
     "verify_tree": "specplug.speculative.verify",
 }
 
@@ -128,6 +130,7 @@ __all__ = [
     "couple",
     "hookimpl",
     "layers",
+    "load_compiled",
     "received_state",
     "rotate_chunks",
     "select_tree",

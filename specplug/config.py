@@ -236,7 +236,8 @@ class EngineConfig:
         False,
         Flag(),
         "On the CPU, do not compile kernels with the machine's C compiler. torch computes then, as "
-        "it does where there is no compiler, more than one thread or another dtype than float32.",
+        "it does where there is no compiler, more than one thread or another dtype than float32. "
+        "What algorithms have in C is not compiled either, on any device.",
         group="Engine",
     )
     disable_extensions: Sequence[str] = setting(

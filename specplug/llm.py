@@ -39,6 +39,7 @@ from specplug.engine.turns import Turns
 from specplug.engine.warm_up import WarmUp
 from specplug.errors import RankError, UsageError, shown, warn_fallback
 from specplug.kernels.compilations import compilations_counted
+from specplug.kernels.cpu_compiler import compiling_declined
 from specplug.kernels.cpu_kernels import cpu_kernels_of_draft
 from specplug.model.loading import (
     backend_of,
@@ -184,7 +185,11 @@ class LLM:
             draft_verifies=hooks.supports_target_verify_for_draft(),
             outputs=core_outputs(target, backend_of(self.tokenizer)),
         )
-        with startup.part("loading the draft"), cpu_kernels_of_draft(target.cpu_kernels):
+        with (
+            startup.part("loading the draft"),
+            cpu_kernels_of_draft(target.cpu_kernels),
+            compiling_declined(config.disable_cpu_kernels),
+        ):
             runtime.worker = hooks.create_worker(runtime)
         runtime.seal()
 

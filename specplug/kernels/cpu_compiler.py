@@ -7,6 +7,7 @@ hang. What is kept is loaded only if it is what was kept, and nobody else could 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -17,16 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from specplug.kernels import cpu_library
 
+_log = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 _TUNED = ("-march=native",), ("-mcpu=native",), ()
 """The first of these that the compiler takes."""
+_TRIAL = Path(cpu_library.__file__)
 _COMPILE_SECONDS, _TRIAL_SECONDS = 60, 30
 _BUILD = "build-"
 """Begins the name of a folder in the cache that a compiler works in."""
@@ -53,27 +57,91 @@ def find_compiler() -> str | None:
     return own or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
 
 
-def compiled(source: Path, compiler: str, opened: Callable[[Path], Opened]) -> Opened:
+_declined: ContextVar[bool] = ContextVar("compiling_declined", default=False)
+_loaded: dict[tuple[Path, Path], Any] = {}
+
+
+@contextmanager
+def compiling_declined(declined: bool) -> Iterator[None]:
+    """Have ``load_compiled`` load nothing meanwhile in this thread, if that is ``declined``."""
+    before = _declined.set(declined)
+    try:
+        yield
+    finally:
+        _declined.reset(before)
+
+
+def load_compiled(source: Path, trial: Path, opened: Callable[[Path], Opened]) -> Opened | None:
+    """Return a library in C, compiled if it is not yet; None if there is none: the log says why.
+
+    A fresh compilation takes up to a second; the user's cache folder keeps what was compiled. It is
+    loaded once a process. There is none without a C compiler, with one that fails, and in a run
+    with ``disable_cpu_kernels``: then do without.
+
+    Args:
+        source: in C.
+        trial: a script that ``python -I -S TRIAL LIBRARY`` runs first, in a process of its own. It
+            calls each function, ends with another status than 0 if a result is wrong, and imports
+            the standard library alone.
+        opened: opens the library at a path; raises ``OSError`` or ``AttributeError`` if it cannot
+            be used.
+    """
+    if _declined.get():
+        _log.info("%s is not compiled: disable_cpu_kernels", source.name)
+        return None
+    if (source, trial) not in _loaded:
+        found = load_or_reason(source, trial, opened)
+        if isinstance(found, str):
+            _log.info("%s is not compiled: %s", source.name, found)
+        _loaded[source, trial] = None if isinstance(found, str) else found
+    library: Opened | None = _loaded[source, trial]
+    return library
+
+
+def load_or_reason(source: Path, trial: Path, opened: Callable[[Path], Opened]) -> Opened | str:
+    """Return a library as ``load_compiled`` does, but always anew; or why there is none."""
+    compiler = find_compiler()
+    if compiler is None:
+        return "there is no C compiler; install one, or set CC to one"
+
+    def tested(path: Path) -> Opened:
+        try:
+            return opened(path)
+        except (OSError, AttributeError) as error:
+            raise CompilerError(f"what was compiled cannot be loaded: {error}") from error
+
+    try:
+        return compiled(source, compiler, tested, trial)
+    except CompilerError as error:
+        return f"{error}; set CC to a C compiler that makes libraries for this machine"
+
+
+def compiled(
+    source: Path, compiler: str, opened: Callable[[Path], Opened], trial: Path = _TRIAL
+) -> Opened:
     """Compile a library unless it is kept, and open it.
 
     Args:
         source: in C.
         compiler: the command.
         opened: opens and tests a library; raises a ``CompilerError`` if it cannot be used.
+        trial: the script that calls what was compiled, in a process of its own.
 
     Raises:
         CompilerError: it cannot be had.
     """
     try:
-        return _kept_or_made(source, compiler, opened)
+        return _kept_or_made(source, compiler, opened, trial)
     except OSError as error:
         raise CompilerError(f"{compiler} could not be run: {error}") from error
 
 
-def _kept_or_made(source: Path, compiler: str, opened: Callable[[Path], Opened]) -> Opened:
+def _kept_or_made(
+    source: Path, compiler: str, opened: Callable[[Path], Opened], trial: Path
+) -> Opened:
     name, folder = _name(source, compiler), _cache_folder()
     if folder is None:
-        return _made(source, compiler, name, None, opened)
+        return _made(source, compiler, name, None, opened, trial)
     for path in sorted(folder.glob(f"{name}-*.so")):
         with suppress(OSError, CompilerError):
             if _is_whole(path):
@@ -82,11 +150,11 @@ def _kept_or_made(source: Path, compiler: str, opened: Callable[[Path], Opened])
             path.unlink()
     _tidy(folder)
     try:
-        return _made(source, compiler, name, folder, opened)
+        return _made(source, compiler, name, folder, opened, trial)
     except _TooSlowError:
         raise
     except (OSError, CompilerError):  # the folder may be full, or mounted noexec
-        return _made(source, compiler, name, None, opened)
+        return _made(source, compiler, name, None, opened, trial)
 
 
 def _name(source: Path, compiler: str) -> str:
@@ -149,6 +217,7 @@ def _made(
     name: str,
     folder: Path | None,
     opened: Callable[[Path], Opened],
+    trial: Path,
 ) -> Opened:
     """Compile a library, try it, open it, and keep it in the folder if there is one."""
     with tempfile.TemporaryDirectory(
@@ -159,7 +228,7 @@ def _made(
         library = Path(build) / f"{name}.so"
         _compile(source, compiler, library)
         library.chmod(0o600)
-        _try(compiler, library)
+        _try(compiler, library, trial)
         found = opened(library)
         if folder is not None:
             # At once, whoever else does so.
@@ -180,9 +249,9 @@ def _compile(source: Path, compiler: str, to: Path) -> None:
     raise CompilerError(f"{compiler} did not compile: {failure or 'it wrote no library'}")
 
 
-def _try(compiler: str, library: Path) -> None:
+def _try(compiler: str, library: Path, trial: Path) -> None:
     """Call what was compiled in another process."""
-    command = [sys.executable, "-I", "-S", str(cpu_library.__file__), str(library)]
+    command = [sys.executable, "-I", "-S", str(trial), str(library)]
     failure = _failure(f"what {compiler} compiled runs", command, _TRIAL_SECONDS)
     if failure is not None:
         raise CompilerError(f"what {compiler} compiled fails: {failure}")

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specplug.kernels.cpu_compiler import CompilerError, compiled, find_compiler
+from specplug.kernels import cpu_library
+from specplug.kernels.cpu_compiler import CompilerError, load_or_reason
 from specplug.kernels.cpu_library import open_library
 
 _SOURCE = Path(__file__).with_suffix(".c")
@@ -229,20 +230,11 @@ def load_cpu_kernels() -> CPUKernels | str:
 
     A fresh compilation takes about a second.
     """
-    compiler = find_compiler()
-    if compiler is None:
-        return "there is no C compiler; install one, or set CC to one"
-    try:
-        return compiled(_SOURCE, compiler, _opened)
-    except CompilerError as error:
-        return f"{error}; set CC to a C compiler that makes libraries for this machine"
+    return load_or_reason(_SOURCE, Path(cpu_library.__file__), _opened)
 
 
 def _opened(path: Path) -> CPUKernels:
-    try:
-        kernels = CPUKernels(path)
-    except (OSError, AttributeError) as error:
-        raise CompilerError(f"what was compiled cannot be loaded: {error}") from error
+    kernels = CPUKernels(path)
     if not _is_right(kernels):
         raise CompilerError("what was compiled gives other results than torch")
     return kernels

@@ -3,6 +3,7 @@ on, with the reason told."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from specplug.kernels import cpu_compiler
-from specplug.kernels.cpu_compiler import find_compiler
+from specplug.kernels.cpu_compiler import find_compiler, load_compiled
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
 
 Compiler = Callable[[str], str]
@@ -278,3 +279,53 @@ def test_trial_is_quick_and_imports_no_torch(right: Path) -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-I", "-S", "-c", script], check=True)
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a plugin's source; nothing of it is loaded yet."""
+    monkeypatch.setattr(cpu_compiler, "_loaded", {})
+    path = tmp_path / "own.c"
+    path.write_text("int two(void) { return 2; }\n")
+    return path
+
+
+def test_library_of_a_plugin_is_tried_by_its_own_script(
+    cache: Path, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    right, wrong = tmp_path / "right.py", tmp_path / "wrong.py"
+    call = "import ctypes, sys\nfound = ctypes.CDLL(sys.argv[1]).two()\n"
+    right.write_text(call + "sys.exit(found != 2)")
+    wrong.write_text(call + "sys.exit(f'error: {found} is not 3')")
+    opened = lambda path: ctypes.CDLL(str(path))  # noqa: E731
+    with caplog.at_level("INFO", logger="specplug"):
+        assert load_compiled(source, wrong, opened) is None
+    assert "own.c is not compiled" in caplog.text
+    assert "error: 2 is not 3" in caplog.text
+    assert not list(cache.iterdir())
+    library = load_compiled(source, right, opened)
+    assert library is not None
+    assert library.two() == 2
+    assert load_compiled(source, right, never) is library
+
+
+@pytest.mark.parametrize("error", [OSError, AttributeError])
+def test_library_of_a_plugin_that_does_not_open_is_none(
+    cache: Path, source: Path, tmp_path: Path, error: type[Exception]
+) -> None:
+    (tmp_path / "trial.py").touch()
+
+    def opened(path: Path) -> None:
+        raise error(path)
+
+    assert load_compiled(source, tmp_path / "trial.py", opened) is None
+
+
+def test_compiling_declined_loads_nothing(
+    cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trial.py").touch()
+    with cpu_compiler.compiling_declined(True):
+        assert load_compiled(source, tmp_path / "trial.py", never) is None
+    with cpu_compiler.compiling_declined(False):
+        assert load_compiled(source, tmp_path / "trial.py", Path.exists) is True
