@@ -58,11 +58,15 @@ class Ngram:
 
     @hookimpl
     def create_worker(self, runtime: Runtime) -> NgramWorker:
+        from specplug_ngram.compiled_drafter import load_library
         from specplug_ngram.draft_tree import Shape
+        from specplug_ngram.policy import CPU_COSTS, GPU_COSTS
         from specplug_ngram.worker import NgramWorker
 
         config = runtime.config
-        return NgramWorker(Shape(config.topk, config.num_steps, config.num_draft_tokens))
+        shape = Shape(config.topk, config.num_steps, config.num_draft_tokens)
+        costs = CPU_COSTS if runtime.device.type == "cpu" else GPU_COSTS
+        return NgramWorker(shape, compiled=load_library(), costs=costs)
 
     @hookimpl
     def create_future_map(self, runtime: Runtime) -> FutureMap:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from specplug import Batch, DraftInput, FutureMap
 
-Observe = Callable[[str, Sequence[int]], None]
-"""``(request_id, tokens)``: called with a request's new tokens."""
+Observe = Callable[[Sequence[str], Tensor, Tensor], None]
+"""``(request_ids, tokens, counts)``: called with a step's new tokens, on the host. Of each row of
+``tokens`` [bs, C] int64, ``counts`` [bs] int64 are new."""
 
 
 @attrs.frozen(eq=False)
@@ -31,7 +32,7 @@ class HostFutureMap(FutureMap):
 
     Args:
         req_table_size, device: as ``FutureMap`` takes them.
-        observe: called with each request's new tokens, in order.
+        observe: called with each step's new tokens, in order.
     """
 
     def __init__(self, req_table_size: int, device: torch.device, observe: Observe) -> None:
@@ -69,8 +70,4 @@ class HostFutureMap(FutureMap):
             relayed = self._relayed.popleft()
             if relayed.ready is not None:
                 relayed.ready.synchronize()
-            counts = relayed.counts.tolist()
-            for request_id, row, count in zip(
-                relayed.request_ids, relayed.tokens.tolist(), counts, strict=True
-            ):
-                self._observe(request_id, row[:count])
+            self._observe(relayed.request_ids, relayed.tokens, relayed.counts)

@@ -69,14 +69,28 @@ class History:
         tables = (self._tokens, self._before, self._after, *self._same, *self._heads)
         return sum(table.itemsize * len(table) for table in tables)
 
+    @property
+    def addresses(self) -> list[int]:
+        """Where the tables lie: tokens, links before and after, chains and their heads by order.
+        They move when ``reserve`` says so."""
+        tables = (self._tokens, self._before, self._after, *self._same, *self._heads)
+        return [table.buffer_info()[0] for table in tables]
+
+    def reserve(self, count: int) -> bool:
+        """Make room for more entries; return whether tables have moved."""
+        needed = min(self.end + count + 1, self.capacity)
+        has_moved = needed > len(self._tokens)
+        while needed > len(self._tokens):
+            self._grow()
+        return has_moved
+
     def extend(self, stream: Stream, tokens: Sequence[int]) -> None:
         """Append tokens to a request."""
         mask, recent, before = self._mask, stream.recent, stream.last
+        self.reserve(len(tokens))
         for token in tokens:
             self.end = now = self.end + 1
             slot = now & mask
-            if slot >= len(self._tokens):
-                self._grow()
             self._tokens[slot] = token
             self._after[slot] = 0
             self._before[slot] = before

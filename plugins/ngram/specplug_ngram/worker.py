@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import PyDLL
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from specplug import Batch, Draft, DraftInput, RequestView
-from specplug_ngram.draft_tree import DraftTree, Node, Shape, draft_tree
-from specplug_ngram.history import History, Stream
-from specplug_ngram.policy import Novelty, StepCost
+from specplug_ngram.compiled_drafter import CompiledDrafter
+from specplug_ngram.draft_tree import Shape
+from specplug_ngram.drafter import Drafter, PlainDrafter
+from specplug_ngram.history import History
+from specplug_ngram.policy import CPU_COSTS, Costs, Novelty, StepCost
 
 CAPACITY = 1 << 20
 """The number of tokens kept, of all requests together."""
@@ -22,14 +26,18 @@ class RequestState:
     """The state of a running request. Its tokens are in the history, also after it has ended.
 
     Attributes:
+        drafted: what the drafter keeps of it.
         prompt_read: tokens of its prompt that are in the history.
-        tree: of its last step, until that step's tokens have come.
     """
 
-    stream: Stream = attrs.field(factory=Stream)
-    novelty: Novelty = attrs.field(factory=Novelty)
+    drafted: Any
     prompt_read: int = 0
-    tree: DraftTree | None = None
+
+    @property
+    def novelty(self) -> Novelty:
+        """How often it continues with something new."""
+        novelty: Novelty = self.drafted.novelty
+        return novelty
 
 
 class NgramWorker:
@@ -42,15 +50,29 @@ class NgramWorker:
     Args:
         shape: limits of what is proposed for each request.
         capacity: tokens that are kept, a power of two.
+        compiled: the drafter's functions; None: it drafts in Python.
+        costs: of the device's steps.
 
     Attributes:
         history: the tokens of all requests.
         requests: the state of each running request, by its id.
     """
 
-    def __init__(self, shape: Shape, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        capacity: int = CAPACITY,
+        compiled: PyDLL | None = None,
+        costs: Costs = CPU_COSTS,
+    ) -> None:
         self._shape = shape
+        self._costs = costs
         self.history = History(capacity)
+        self._drafter: Drafter = (
+            PlainDrafter(self.history, shape)
+            if compiled is None
+            else CompiledDrafter(compiled, self.history, shape)
+        )
         self.requests: dict[str, RequestState] = {}
 
     def read_prompts(self, views: Sequence[RequestView], ends: Sequence[int]) -> None:
@@ -59,20 +81,23 @@ class NgramWorker:
         A long prompt is added a chunk at a time, while the device is busy with the chunk.
         """
         for view, end in zip(views, ends, strict=True):
-            request = self.requests.setdefault(view.request_id, RequestState())
+            request = self.requests.get(view.request_id)
+            if request is None:
+                request = RequestState(self._drafter.request())
+                self.requests[view.request_id] = request
             chunk = view.prompt_token_ids[request.prompt_read : end]
-            self.history.extend(request.stream, chunk)
+            self._drafter.read(request.drafted, chunk)
             request.prompt_read += len(chunk)
 
-    def observe(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Add a request's new tokens; ignore a request that has ended."""
-        request = self.requests.get(request_id)
-        if request is None:
-            return
-        if request.tree is not None:
-            request.tree.learn(request.novelty, tokens)
-            request.tree = None
-        self.history.extend(request.stream, tokens)
+    def observe(self, request_ids: Sequence[str], tokens: Tensor, counts: Tensor) -> None:
+        """Add a step's new tokens, without those of requests that have ended.
+
+        Args:
+            request_ids: of the step.
+            tokens: [bs, C] int64, on the host.
+            counts: [bs] int64, on the host, how many of each row are new.
+        """
+        self._drafter.observe(self._drafted(request_ids), tokens, counts)
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         """Draft a tree for each request, within its ``max_draft_nodes``; chains if none branches.
@@ -82,23 +107,18 @@ class NgramWorker:
         """
         if batch.is_warm_up:
             return self._widest(draft_input.bonus_tokens, batch.max_draft_nodes)
-        cost = StepCost(batch.size)
-        trees = [
-            self._draft(view.request_id, cost.least, room)
-            for view, room in zip(batch.requests, batch.max_draft_nodes, strict=True)
-        ]
+        cost = StepCost(batch.size, self._costs)
+        requests = self._drafted([request.request_id for request in batch.requests])
+        drafts = self._drafter.draft(requests, batch.max_draft_nodes, cost.least)
         roots = draft_input.bonus_tokens
-        nodes = sum(len(tree.nodes) - 1 for tree in trees)
-        if not nodes or not cost.pays(sum(tree.gain for tree in trees), nodes):
+        if not drafts.nodes or not cost.pays(drafts.gain, drafts.nodes):
             return Draft.chain(roots.unsqueeze(1))
-        tokens = _padded([[node.token for node in tree.nodes] for tree in trees], roots.device)
+        tokens = drafts.tokens.to(roots.device, non_blocking=True)
         tokens[:, 0] = roots
-        widths = [len(tree.nodes) for tree in trees]
-        if all(tree.is_chain for tree in trees):
-            return Draft.chain(tokens, widths)
-        parents = _padded([[node.parent for node in tree.nodes] for tree in trees], roots.device)
-        depth = max(node.depth for tree in trees for node in tree.nodes)
-        return Draft.tree(tokens, parents, depth, widths)
+        if drafts.parents is None:
+            return Draft.chain(tokens, drafts.widths)
+        parents = drafts.parents.to(roots.device, non_blocking=True)
+        return Draft.tree(tokens, parents, drafts.depth, drafts.widths)
 
     def _widest(self, roots: Tensor, rooms: Sequence[int]) -> Draft:
         """Return the widest draft within ``rooms``, of arbitrary tokens: each level of a tree is
@@ -122,19 +142,7 @@ class NgramWorker:
         """Forget a request that has ended; its tokens stay in the history."""
         self.requests.pop(request_id, None)
 
-    def _draft(self, request_id: str, least: float, room: int) -> DraftTree:
-        request = self.requests.get(request_id)
-        if request is None:  # it ended while this step was launched
-            return DraftTree([Node(0, 0, 1.0, [])])
-        shape = self._shape
-        if room < shape.num_draft_tokens:
-            shape = attrs.evolve(shape, num_draft_tokens=room)
-        request.tree = draft_tree(self.history, request.stream, request.novelty, shape, least)
-        return request.tree
-
-
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return the tokens [bs, N] int64, with 0 at padding nodes."""
-    width = max(map(len, rows))
-    filled = [[*row, *[0] * (width - len(row))] for row in rows]
-    return torch.tensor(filled, dtype=torch.int64).to(device, non_blocking=True)
+    def _drafted(self, request_ids: Sequence[str]) -> list[Any]:
+        """Return what the drafter keeps of each request; None of one that has ended."""
+        found = map(self.requests.get, request_ids)
+        return [None if request is None else request.drafted for request in found]

@@ -168,6 +168,7 @@ def test_branches_that_are_not_the_first_are_accepted(
         taken.extend(token for token in first[1:] if token == tokens[0])
 
     monkeypatch.setattr(DraftTree, "learn", learn)
+    monkeypatch.setattr("specplug_ngram.compiled_drafter.load_library", lambda: None)
     params = [SamplingParams(max_tokens=150, temperature=1.2, seed=n) for n in range(4)]
     outputs = {}
     for name, topk in (("NONE", {}), ("NGRAM", {"speculative_eagle_topk": 4})):

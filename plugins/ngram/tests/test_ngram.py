@@ -10,6 +10,8 @@ from shallow_target import ShallowTarget
 
 from specplug import LLM, RequestOutput, SamplingParams, SpecConfig, UsageError
 from specplug_ngram import algorithm
+from specplug_ngram.compiled_drafter import CompiledDrafter, load_library
+from specplug_ngram.drafter import PlainDrafter
 
 REPETITIVE = (
     "def area(width, height):\n    return width * height\n\n\n"
@@ -168,3 +170,17 @@ def test_a_warm_up_leaves_no_history(shallow: ShallowTarget) -> None:
         assert (len(worker.history), worker.requests) == (0, {})
         llm.generate(PROMPTS[:1], PARAMS["greedy"])
         assert len(worker.history)
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_drafter_is_compiled_unless_that_is_declined(
+    disabled: bool, shallow: ShallowTarget, plain: dict[str, Outputs]
+) -> None:
+    if load_library() is None:
+        pytest.skip("there is no C compiler")
+    options = shallow.options("NGRAM")
+    with LLM(**options, dtype="float64", disable_cpu_kernels=disabled) as llm:
+        drafter = llm.engine.runtime.worker._drafter
+        assert isinstance(drafter, PlainDrafter if disabled else CompiledDrafter)
+        outputs = llm.generate(PROMPTS, PARAMS["greedy"])
+    assert tuple(output.token_ids for output in outputs) == plain["greedy"]

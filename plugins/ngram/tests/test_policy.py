@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from specplug_ngram.policy import (
-    DRAFT_COST,
+    CPU_COSTS,
     FIRST_NOVELTY,
+    GPU_COSTS,
     LEAST_NOVELTY,
     MOST_NOVELTY,
-    NODE_COST,
-    PADDING_COST,
+    Costs,
     Novelty,
     StepCost,
 )
@@ -62,12 +62,29 @@ def test_node_costs_more_in_a_batch_that_shares_the_pass() -> None:
     assert least[-1] < 1
 
 
+@pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["CPU", "GPU"])
 @pytest.mark.parametrize("bs", [1, 2, 8, 64])
-def test_a_draft_pays_by_what_it_gains_for_the_whole_batch(bs: int) -> None:
-    cost = StepCost(bs)
+def test_a_draft_pays_by_what_it_gains_for_the_whole_batch(bs: int, costs: Costs) -> None:
+    cost = StepCost(bs, costs)
     for nodes in (1, 9):
-        time = DRAFT_COST + PADDING_COST * (bs - 1) + NODE_COST * nodes
+        time = costs.draft + costs.padding * (bs - 1) + costs.node * nodes
         gain = time * bs / cost.plain  # what plain steps would make in that time
         assert not cost.pays(0.99 * gain, nodes)
         assert cost.pays(1.01 * gain, nodes)
-    assert cost.least == pytest.approx(NODE_COST * bs / cost.plain)
+    assert cost.least == pytest.approx(costs.node * bs / cost.plain)
+
+
+def test_a_gpu_drafts_where_a_cpu_does_not() -> None:
+    """One token of seven accepted, at batch 16."""
+    assert StepCost(16, GPU_COSTS).pays(16, 16 * 7)
+    assert not StepCost(16, CPU_COSTS).pays(16, 16 * 7)
+
+
+@pytest.mark.parametrize(
+    ("bs", "drafted", "times"), [(1, 5, 1.022), (8, 5, 1.145), (32, 5, 1.57), (16, 0, 1.1243)]
+)
+def test_the_costs_of_a_gpu_are_what_was_measured(bs: int, drafted: int, times: float) -> None:
+    """A chain's step as parts of a plain one; a plain step as parts of one of a single request."""
+    costs, plain = GPU_COSTS, StepCost(bs, GPU_COSTS).plain
+    extra = costs.draft + costs.padding * (bs - 1) + costs.node * drafted * bs if drafted else 0
+    assert (plain + extra) / (plain if drafted else 1) == pytest.approx(times, rel=0.03)

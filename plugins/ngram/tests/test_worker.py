@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 
 import attrs
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from specplug import Batch, DraftInput
 from specplug.speculative.batch import ForwardMode
 from specplug_ngram import algorithm
+from specplug_ngram.compiled_drafter import load_library
 from specplug_ngram.draft_tree import Shape
 from specplug_ngram.future_map import HostFutureMap
 from specplug_ngram.policy import Novelty
@@ -50,60 +52,74 @@ def _read(worker: NgramWorker, *requests: Request) -> None:
     worker.read_prompts(requests, [len(request.prompt_token_ids) for request in requests])
 
 
-def _worker(*requests: Request, topk: int = 1, nodes: int = 4, capacity: int = 256) -> NgramWorker:
-    worker = NgramWorker(Shape(topk, 7, nodes), capacity)
-    _read(worker, *requests)
-    return worker
+Make = Callable[..., NgramWorker]
 
 
-def test_it_drafts_the_chain_behind_the_longest_match() -> None:
-    worker = _worker(REPEATS)
-    worker.observe("repeats", [8])
+@pytest.fixture(params=["in Python", "compiled"])
+def make_worker(request: pytest.FixtureRequest) -> Make:
+    """``make_worker(*requests, **limits)``: a worker that has read the requests' prompts."""
+    compiled = load_library() if request.param == "compiled" else None
+
+    def make(*requests: Request, topk: int = 1, nodes: int = 4, capacity: int = 256) -> NgramWorker:
+        worker = NgramWorker(Shape(topk, 7, nodes), capacity, compiled)
+        _read(worker, *requests)
+        return worker
+
+    return make
+
+
+def _observe(worker: NgramWorker, request_id: str, tokens: list[int]) -> None:
+    worker.observe([request_id], torch.tensor([tokens]), torch.tensor([len(tokens)]))
+
+
+def test_it_drafts_the_chain_behind_the_longest_match(make_worker: Make) -> None:
+    worker = make_worker(REPEATS)
+    _observe(worker, "repeats", [8])
     draft = worker.propose(_batch(REPEATS), _input(8))
     assert draft.is_chain
     assert draft.tokens.tolist() == [[8, 9, 1, 5]]
 
 
-def test_it_proposes_the_root_alone_when_it_knows_nothing() -> None:
-    worker = _worker(KNOWS_NOTHING)
-    worker.observe("knows nothing", [25])
+def test_it_proposes_the_root_alone_when_it_knows_nothing(make_worker: Make) -> None:
+    worker = make_worker(KNOWS_NOTHING)
+    _observe(worker, "knows nothing", [25])
     draft = worker.propose(_batch(KNOWS_NOTHING), _input(25))
     assert draft.tokens.tolist() == [[25]]
     assert draft.total == 1
 
 
-def test_with_one_node_it_proposes_nothing() -> None:
-    worker = _worker(REPEATS, nodes=1)
+def test_with_one_node_it_proposes_nothing(make_worker: Make) -> None:
+    worker = make_worker(REPEATS, nodes=1)
     assert worker.propose(_batch(REPEATS), _input(7)).tokens.tolist() == [[7]]
 
 
-def test_drafts_in_a_short_pool_count_the_nodes_that_fit() -> None:
+def test_drafts_in_a_short_pool_count_the_nodes_that_fit(make_worker: Make) -> None:
     """Whether a draft pays is asked of what is left of it."""
-    worker = _worker(REPEATS)
+    worker = make_worker(REPEATS)
     draft = worker.propose(_batch(REPEATS, max_draft_nodes=2), _input(7))
     assert draft.tokens.tolist() == [[7, 8]]
     assert worker.propose(_batch(REPEATS, max_draft_nodes=1), _input(7)).tokens.tolist() == [[7]]
 
 
-def test_who_knows_nothing_costs_no_more_beside_one_who_does() -> None:
-    worker = _worker(REPEATS, KNOWS_NOTHING)
+def test_who_knows_nothing_costs_no_more_beside_one_who_does(make_worker: Make) -> None:
+    worker = make_worker(REPEATS, KNOWS_NOTHING)
     draft = worker.propose(_batch(KNOWS_NOTHING, REPEATS), _input(24, 7))
     assert draft.widths == (1, 4)
     assert draft.flatten(draft.tokens).tolist() == [24, 7, 8, 9, 1]
 
 
-def test_a_draft_too_weak_for_the_whole_batch_is_left_out() -> None:
+def test_a_draft_too_weak_for_the_whole_batch_is_left_out(make_worker: Make) -> None:
     others = [Request(str(n), (n,)) for n in range(100, 107)]
-    worker = _worker(REPEATS, *others, nodes=2)
+    worker = make_worker(REPEATS, *others, nodes=2)
     assert worker.propose(_batch(REPEATS), _input(7)).total == 2
     batch = _batch(REPEATS, *others)
     assert worker.propose(batch, _input(7, *range(7))).tokens.shape == (8, 1)
-    worker.observe("repeats", [8])
+    _observe(worker, "repeats", [8])
     assert worker.requests["repeats"].novelty.log < Novelty().log  # it was right nonetheless
 
 
-def test_branches_make_a_tree_beside_chains_and_bare_roots() -> None:
-    worker = _worker(BRANCHES, KNOWS_NOTHING, REPEATS, topk=4, nodes=5)
+def test_branches_make_a_tree_beside_chains_and_bare_roots(make_worker: Make) -> None:
+    worker = make_worker(BRANCHES, KNOWS_NOTHING, REPEATS, topk=4, nodes=5)
     draft = worker.propose(_batch(BRANCHES, KNOWS_NOTHING, REPEATS), _input(32, 24, 7))
     assert not draft.is_chain
     assert draft.widths is not None
@@ -116,43 +132,43 @@ def test_branches_make_a_tree_beside_chains_and_bare_roots() -> None:
     assert draft.depth == int(draft.depths.max())
 
 
-def test_a_tree_without_a_branch_is_given_as_a_chain() -> None:
-    worker = _worker(REPEATS, KNOWS_NOTHING, topk=4, nodes=5)
+def test_a_tree_without_a_branch_is_given_as_a_chain(make_worker: Make) -> None:
+    worker = make_worker(REPEATS, KNOWS_NOTHING, topk=4, nodes=5)
     draft = worker.propose(_batch(REPEATS, KNOWS_NOTHING), _input(7, 24))
     assert draft.is_chain
     assert draft.widths == (5, 1)
 
 
-def test_requests_learn_from_one_another() -> None:
+def test_requests_learn_from_one_another(make_worker: Make) -> None:
     other = Request("other", (22, 23, 24))
-    worker = _worker(KNOWS_NOTHING, other)
-    worker.observe("knows nothing", [27, 28])
+    worker = make_worker(KNOWS_NOTHING, other)
+    _observe(worker, "knows nothing", [27, 28])
     assert worker.propose(_batch(other), _input(24)).tokens.tolist() == [[24, 27, 28]]
     worker.forget("knows nothing")
     assert worker.propose(_batch(other), _input(24)).tokens.tolist() == [[24, 27, 28]]
     assert "knows nothing" not in worker.requests
 
 
-def test_what_is_no_longer_remembered_is_not_proposed() -> None:
-    worker = _worker(KNOWS_NOTHING, capacity=16)
-    worker.observe("knows nothing", [27, 28])
+def test_what_is_no_longer_remembered_is_not_proposed(make_worker: Make) -> None:
+    worker = make_worker(KNOWS_NOTHING, capacity=16)
+    _observe(worker, "knows nothing", [27, 28])
     _read(worker, Request("long", tuple(range(100, 116))))
     late = Request("late", (22, 23, 24))
     _read(worker, late)
     assert worker.propose(_batch(late), _input(24)).total == 1
 
 
-def test_it_learns_from_what_it_did_not_propose() -> None:
-    worker = _worker(REPEATS)
+def test_it_learns_from_what_it_did_not_propose(make_worker: Make) -> None:
+    worker = make_worker(REPEATS)
     worker.requests["repeats"].novelty.log = 3.9
     assert worker.propose(_batch(REPEATS), _input(7)).total == 1
-    worker.observe("repeats", [8])
+    _observe(worker, "repeats", [8])
     assert worker.requests["repeats"].novelty.log < 3.9
 
 
-def test_tokens_and_the_end_of_an_unknown_request_are_ignored() -> None:
-    worker = _worker()
-    worker.observe("never met", [1, 2])
+def test_tokens_and_the_end_of_an_unknown_request_are_ignored(make_worker: Make) -> None:
+    worker = make_worker()
+    _observe(worker, "never met", [1, 2])
     worker.forget("never met")
     draft = worker.propose(_batch(Request("never met", (1, 2))), _input(2))
     assert draft.tokens.tolist() == [[2]]
@@ -160,8 +176,8 @@ def test_tokens_and_the_end_of_an_unknown_request_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_a_prompt_is_read_once_a_chunk_at_a_time(chunk: int) -> None:
-    worker = _worker()
+def test_a_prompt_is_read_once_a_chunk_at_a_time(chunk: int, make_worker: Make) -> None:
+    worker = make_worker()
     for start in range(0, 9, chunk):
         end = min(start + chunk, 9)
         worker.read_prompts([REPEATS], [end])
@@ -169,8 +185,8 @@ def test_a_prompt_is_read_once_a_chunk_at_a_time(chunk: int) -> None:
     assert worker.propose(_batch(REPEATS), _input(7)).tokens.tolist() == [[7, 8, 9, 1]]
 
 
-def test_what_a_prefix_cache_skipped_is_read_too() -> None:
-    worker = _worker()
+def test_what_a_prefix_cache_skipped_is_read_too(make_worker: Make) -> None:
+    worker = make_worker()
     worker.read_prompts([REPEATS], [6])
     _read(worker, REPEATS)
     _read(worker, REPEATS)
@@ -185,8 +201,10 @@ class Run:
 
 
 @pytest.mark.parametrize("received", [(), (REPEATS, KNOWS_NOTHING)])
-def test_requests_that_were_prefilled_elsewhere_are_known(received: tuple[Request, ...]) -> None:
-    worker = _worker()
+def test_requests_that_were_prefilled_elsewhere_are_known(
+    received: tuple[Request, ...], make_worker: Make
+) -> None:
+    worker = make_worker()
     future_map = HostFutureMap(4, torch.device("cpu"), worker.observe)
     last_tokens = torch.tensor([8, 25][: len(received)], dtype=torch.int64)
     batch = _batch(*received)
@@ -199,7 +217,11 @@ def test_requests_that_were_prefilled_elsewhere_are_known(received: tuple[Reques
 
 
 def _map(seen: list[tuple[str, list[int]]]) -> HostFutureMap:
-    return HostFutureMap(4, torch.device("cpu"), lambda name, t: seen.append((name, [*t])))
+    def observe(names: Sequence[str], tokens: Tensor, counts: Tensor) -> None:
+        for name, row, count in zip(names, tokens.tolist(), counts.tolist(), strict=True):
+            seen.append((name, row[:count]))
+
+    return HostFutureMap(4, torch.device("cpu"), observe)
 
 
 def _tensors(tokens: list[list[int]], counts: list[int]) -> tuple[Tensor, Tensor]:
@@ -233,8 +255,8 @@ def test_prefills_without_a_decode_step_do_not_pile_up() -> None:
 
 
 @pytest.mark.parametrize(("topk", "depth"), [(1, 6), (2, 2), (4, 2)])
-def test_worker_drafts_its_widest_to_warm_up(topk: int, depth: int) -> None:
-    worker = _worker(topk=topk, nodes=7)
+def test_worker_drafts_its_widest_to_warm_up(topk: int, depth: int, make_worker: Make) -> None:
+    worker = make_worker(topk=topk, nodes=7)
     batch = attrs.evolve(_batch(KNOWS_NOTHING), is_warm_up=True)
     draft = worker.propose(batch, _input(25))
     assert (draft.width, draft.depth, draft.is_chain) == (7, depth, topk == 1)

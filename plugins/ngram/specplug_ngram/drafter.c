@@ -1,0 +1,333 @@
+/* What history.py, draft_tree.py and Novelty of policy.py do, for all requests of a step in one
+   call. They are the reference: the same tables, links, trees and estimates, bit by bit. Compiled
+   by compiled_drafter.py; library.py has the structures and what the functions take. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define ORDERS 2
+#define LONGEST 8
+#define PLACES 16 /* MAX_PLACES of draft_tree.py */
+
+static const int order_of[ORDERS] = {LONGEST, 2};
+
+/* A token that may follow, as Node of draft_tree.py. */
+typedef struct {
+    double probability, known;
+    int64_t entries[PLACES];           /* of all children, child by child, latest first */
+    int32_t tokens[PLACES];            /* of each child */
+    int32_t nodes[PLACES];             /* of each child its node; 0: it was not drafted */
+    int32_t token, parent, depth;
+    int32_t first, count;              /* its own places among its parent's entries */
+    int32_t children;                  /* 0: not looked up, or nothing followed */
+} Node;
+
+/* A child that is not drafted yet. */
+typedef struct {
+    double probability;
+    int32_t serial, parent, child, first, count;
+} Candidate;
+
+typedef struct {
+    int64_t capacity, end;
+    int32_t *tokens;
+    int64_t *before, *after, *same[ORDERS], *heads[ORDERS];
+} History;
+
+typedef struct {
+    int64_t last;                      /* entry of its latest token; 0: none yet */
+    double log;                        /* of its novelty */
+    Node *tree;                        /* of its last step, until the step's tokens have come */
+    int32_t nodes;                     /* of the tree; 0: there is none */
+    int32_t length;                    /* of recent */
+    int32_t recent[LONGEST];           /* its latest tokens, the latest at the end */
+} Request;
+
+typedef struct {
+    int64_t topk, num_steps, num_draft_tokens;
+    double rate, least_log, most_log;  /* of learning */
+} Settings;
+
+typedef struct {
+    double gain;                       /* expected number of accepted nodes, without the roots */
+    int64_t nodes, depth, branches;    /* drafted nodes; greatest depth; whether a tree branches */
+} Summary;
+
+const int64_t layout[] = {
+    ORDERS, LONGEST, 2, PLACES, sizeof(Node), sizeof(Candidate), sizeof(History), sizeof(Request),
+    sizeof(Settings), sizeof(Summary),
+};
+
+/* The hash of a tuple of integers in CPython, so that history.py can read these tables. */
+static uint64_t hash_of(const int32_t *tokens, int count)
+{
+    const uint64_t one = 11400714785074694791u, two = 14029467366897019727u;
+    const uint64_t five = 2870177450012600261u;
+    uint64_t hash = five;
+    for (int i = 0; i < count; i++) {
+        hash += (uint64_t)(int64_t)tokens[i] * two;
+        hash = hash << 31 | hash >> 33;
+        hash *= one;
+    }
+    hash += (uint64_t)count ^ five ^ 3527539u;
+    return hash == UINT64_MAX ? 1546275796u : hash;
+}
+
+static int64_t oldest_of(const History *h)
+{
+    return h->end > h->capacity ? h->end - h->capacity : 0;
+}
+
+/* Append tokens to a request. The tables have room for them. */
+void extend(History *h, Request *request, const int64_t *tokens, int64_t count)
+{
+    const int64_t mask = h->capacity - 1;
+    int64_t before = request->last;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t now = ++h->end, slot = now & mask;
+        h->tokens[slot] = (int32_t)tokens[i];
+        h->after[slot] = 0;
+        h->before[slot] = before;
+        if (before && before > now - h->capacity) h->after[before & mask] = now;
+        memmove(request->recent, request->recent + 1, sizeof request->recent - sizeof(int32_t));
+        request->recent[LONGEST - 1] = (int32_t)tokens[i];
+        if (request->length < LONGEST) request->length++;
+        for (int n = 0; n < ORDERS; n++) {
+            const int order = order_of[n];
+            h->same[n][slot] = 0;
+            if (request->length < order) continue;
+            const uint64_t head = hash_of(request->recent + LONGEST - order, order) & (uint64_t)mask;
+            h->same[n][slot] = h->heads[n][head];
+            h->heads[n][head] = now;
+        }
+        before = now;
+    }
+    request->last = before;
+}
+
+/* Count how many of the request's latest tokens match up to a place. */
+static int match_length(const History *h, const Request *request, int64_t place, int64_t oldest)
+{
+    const int64_t mask = h->capacity - 1;
+    int length = 0;
+    while (length < request->length) {
+        if (place <= oldest) break;
+        if (h->tokens[place & mask] != request->recent[LONGEST - 1 - length]) break;
+        length++;
+        place = h->before[place & mask];
+    }
+    return length;
+}
+
+/* Find the places of the longest match, latest first; return its length, 0 if there is none. */
+static int find_matches(const History *h, const Request *request, int64_t *places, int *count)
+{
+    const int64_t mask = h->capacity - 1, oldest = oldest_of(h);
+    *count = 0;
+    if (request->last <= oldest) return 0;
+    for (int n = 0; n < ORDERS; n++) {
+        int longest = 0;
+        int64_t place = request->last;
+        *count = 0;
+        for (int i = 0; i < PLACES; i++) {
+            place = h->same[n][place & mask];
+            if (place <= oldest) break;
+            /* At the end of another running request nothing has followed yet. */
+            if (!h->after[place & mask]) continue;
+            const int length = match_length(h, request, place, oldest);
+            if (length > longest) longest = length, *count = 0;
+            if (length == longest) places[(*count)++] = place;
+        }
+        if (longest >= order_of[n]) return longest;
+    }
+    *count = 0;
+    return 0;
+}
+
+/* A product that is rounded before it is added to: as Python has it. */
+static double product(double a, double b)
+{
+    volatile double rounded = a * b;
+    return rounded;
+}
+
+static int goes_first(const Candidate *a, const Candidate *b)
+{
+    if (a->probability != b->probability) return a->probability > b->probability;
+    return a->serial < b->serial;
+}
+
+static void push(Candidate *heap, int *size, Candidate added)
+{
+    int at = (*size)++;
+    while (at && goes_first(&added, &heap[(at - 1) / 2])) {
+        heap[at] = heap[(at - 1) / 2];
+        at = (at - 1) / 2;
+    }
+    heap[at] = added;
+}
+
+static Candidate pop(Candidate *heap, int *size)
+{
+    const Candidate first = heap[0], moved = heap[--*size];
+    int at = 0;
+    for (;;) {
+        int child = 2 * at + 1;
+        if (child >= *size) break;
+        if (child + 1 < *size && goes_first(&heap[child + 1], &heap[child])) child++;
+        if (!goes_first(&heap[child], &moved)) break;
+        heap[at] = heap[child];
+        at = child;
+    }
+    heap[at] = moved;
+    return first;
+}
+
+/* Find a node's children, most frequent first, then latest first; count each one's places. */
+static void look_up(
+    const History *h, Node *node, const int64_t *places, int matched, double log_novelty,
+    int32_t *counts)
+{
+    const int64_t mask = h->capacity - 1;
+    int64_t found[PLACES];
+    int32_t tokens[PLACES], of[PLACES], frequency[PLACES], rank[PLACES], starts[PLACES];
+    int total = 0, groups = 0;
+    for (int i = 0; i < node->count; i++) {
+        const int64_t entry = h->after[places[i] & mask];
+        if (!entry) continue;
+        const int32_t token = h->tokens[entry & mask];
+        int group = 0;
+        while (group < groups && tokens[group] != token) group++;
+        if (group == groups) tokens[groups] = token, frequency[groups++] = 0;
+        frequency[group]++;
+        of[total] = group;
+        found[total++] = entry;
+    }
+    node->children = groups;
+    if (!total) return;
+    node->known = total / (total + exp(log_novelty - product(1.5, log(matched))));
+    for (int group = 0; group < groups; group++) { /* insertion keeps the order of equals */
+        int at = group;
+        for (; at && frequency[rank[at - 1]] < frequency[group]; at--) rank[at] = rank[at - 1];
+        rank[at] = group;
+    }
+    for (int child = 0, start = 0; child < groups; child++) {
+        const int group = rank[child];
+        node->tokens[child] = tokens[group];
+        node->nodes[child] = 0;
+        counts[child] = frequency[group];
+        starts[group] = start;
+        start += frequency[group];
+    }
+    for (int i = 0; i < total; i++) node->entries[starts[of[i]]++] = found[i];
+}
+
+/* Build a request's tree: nodes in order of probability, while it is above least. */
+static int draft_one(
+    const History *h, Request *request, const Settings *s, int64_t room, double least,
+    Candidate *heap)
+{
+    int64_t places[PLACES];
+    int count, size = 0, serial = 0, made = 1;
+    const int matched = find_matches(h, request, places, &count);
+    Node *nodes = request->tree;
+    nodes[0].probability = 1.0;
+    nodes[0].token = nodes[0].depth = nodes[0].first = nodes[0].children = 0;
+    nodes[0].parent = -1;
+    nodes[0].count = count;
+    while (made < room) {
+        Node *node = &nodes[made - 1];
+        if (node->depth < s->num_steps) {
+            int32_t counts[PLACES];
+            const int64_t *own = made == 1 ? places : nodes[node->parent].entries + node->first;
+            look_up(h, node, own, matched + node->depth, request->log, counts);
+            int total = 0, first = 0;
+            for (int child = 0; child < node->children; child++) total += counts[child];
+            for (int child = 0; child < node->children && child < s->topk; child++) {
+                const double share = node->probability * node->known / total;
+                const Candidate added = {
+                    share * counts[child], ++serial, made - 1, child, first, counts[child]};
+                push(heap, &size, added);
+                first += counts[child];
+            }
+        }
+        if (!size) break;
+        const Candidate best = pop(heap, &size);
+        if (best.probability <= least) break;
+        Node *parent = &nodes[best.parent], *added = &nodes[made];
+        parent->nodes[best.child] = made++;
+        added->probability = best.probability;
+        added->token = parent->tokens[best.child];
+        added->parent = best.parent;
+        added->depth = parent->depth + 1;
+        added->first = best.first;
+        added->count = best.count;
+        added->children = 0;
+    }
+    return made;
+}
+
+/* Draft a tree for each request; for none where the pointer is null: the root alone.
+   rooms, widths: [bs]; heap: for PLACES of each node; tokens, parents: [bs, num_draft_tokens], of
+   which all is written: 0 at the root and beyond a request's width. */
+void draft(
+    const History *h, const Settings *s, Request *const *requests, const int64_t *rooms, int64_t bs,
+    double least, Candidate *heap, int64_t *tokens, int64_t *parents, int64_t *widths, Summary *sum)
+{
+    const int64_t width = s->num_draft_tokens;
+    memset(sum, 0, sizeof *sum);
+    memset(tokens, 0, sizeof(int64_t) * bs * width);
+    memset(parents, 0, sizeof(int64_t) * bs * width);
+    for (int64_t row = 0; row < bs; row++) {
+        Request *request = requests[row];
+        parents[row * width] = -1;
+        widths[row] = 1;
+        if (!request) continue;
+        const int64_t room = rooms[row] < width ? rooms[row] : width;
+        const int made = request->nodes = draft_one(h, request, s, room, least, heap);
+        const Node *nodes = request->tree;
+        double gain = 0;
+        for (int i = 1; i < made; i++) {
+            tokens[row * width + i] = nodes[i].token;
+            parents[row * width + i] = nodes[i].parent;
+            gain += nodes[i].probability;
+            if (nodes[i].depth > sum->depth) sum->depth = nodes[i].depth;
+            if (nodes[i].parent != i - 1) sum->branches = 1;
+        }
+        sum->gain += gain;
+        sum->nodes += made - 1;
+        widths[row] = made;
+    }
+}
+
+/* Learn from the tokens that came, whether they were proposed or not. */
+static void learn(Request *request, const Settings *s, const int64_t *tokens, int64_t count)
+{
+    int at = request->nodes ? 0 : -1;
+    for (int64_t i = 0; i < count && at >= 0; i++) {
+        const Node *node = &request->tree[at];
+        if (!node->children) break;
+        int child = 0;
+        while (child < node->children && node->tokens[child] != tokens[i]) child++;
+        const int was_known = child < node->children;
+        const double moved = request->log + product(s->rate, node->known - was_known);
+        request->log = fmin(fmax(moved, s->least_log), s->most_log);
+        at = was_known && node->nodes[child] ? node->nodes[child] : -1;
+    }
+    request->nodes = 0;
+}
+
+/* Add the new tokens of each request, after it has learned from them.
+   tokens: [bs, width], of which counts [bs] are new; a null pointer: the request has ended. */
+void observe(
+    History *h, const Settings *s, Request *const *requests, const int64_t *tokens, int64_t width,
+    const int64_t *counts, int64_t bs)
+{
+    for (int64_t row = 0; row < bs; row++) {
+        if (!requests[row]) continue;
+        const int64_t count = counts[row] < width ? counts[row] : width;
+        learn(requests[row], s, tokens + row * width, count);
+        extend(h, requests[row], tokens + row * width, count);
+    }
+}

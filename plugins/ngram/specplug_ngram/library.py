@@ -1,0 +1,165 @@
+"""The compiled drafter: its structures and functions, and a trial of them in a process of its own.
+
+``python library.py PATH`` calls each function once. What was compiled wrongly ends that process and
+no other. Nothing but the standard library is imported here, so that a trial is quick.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from ctypes import POINTER, Structure, addressof, c_double, c_int32, c_int64, c_void_p, sizeof
+
+LONGEST, SHORTEST, PLACES = 8, 2, 16
+
+
+class Node(Structure):
+    """A token that may follow."""
+
+    _fields_ = (
+        ("probability", c_double),
+        ("known", c_double),
+        ("entries", c_int64 * PLACES),
+        ("tokens", c_int32 * PLACES),
+        ("nodes", c_int32 * PLACES),
+        ("token", c_int32),
+        ("parent", c_int32),
+        ("depth", c_int32),
+        ("first", c_int32),
+        ("count", c_int32),
+        ("children", c_int32),
+    )
+
+
+class Candidate(Structure):
+    """A child that is not drafted yet."""
+
+    _fields_ = (
+        ("probability", c_double),
+        ("serial", c_int32),
+        ("parent", c_int32),
+        ("child", c_int32),
+        ("first", c_int32),
+        ("count", c_int32),
+    )
+
+
+class Tables(Structure):
+    """The history: where its tables lie."""
+
+    _fields_ = (
+        ("capacity", c_int64),
+        ("end", c_int64),
+        ("tokens", c_void_p),
+        ("before", c_void_p),
+        ("after", c_void_p),
+        ("same", c_void_p * 2),
+        ("heads", c_void_p * 2),
+    )
+
+
+class NoveltyStruct(Structure):
+    """The one number of a request's novelty."""
+
+    _fields_ = (("log", c_double),)
+
+
+class RequestStruct(Structure):
+    """The state of a running request."""
+
+    _fields_ = (
+        ("last", c_int64),
+        ("novelty", NoveltyStruct),
+        ("tree", POINTER(Node)),
+        ("nodes", c_int32),
+        ("length", c_int32),
+        ("recent", c_int32 * LONGEST),
+    )
+
+
+class Settings(Structure):
+    """The limits of a tree, and how a novelty is learned."""
+
+    _fields_ = (
+        ("topk", c_int64),
+        ("num_steps", c_int64),
+        ("num_draft_tokens", c_int64),
+        ("rate", c_double),
+        ("least_log", c_double),
+        ("most_log", c_double),
+    )
+
+
+class Summary(Structure):
+    """What the drafts of a batch come to."""
+
+    _fields_ = (
+        ("gain", c_double),
+        ("nodes", c_int64),
+        ("depth", c_int64),
+        ("branches", c_int64),
+    )
+
+
+_STRUCTURES = (Node, Candidate, Tables, RequestStruct, Settings, Summary)
+_LAYOUT = (2, LONGEST, SHORTEST, PLACES, *map(sizeof, _STRUCTURES))
+_POINTER = c_void_p
+_SIGNATURES = {
+    "extend": [_POINTER, _POINTER, _POINTER, c_int64],
+    "observe": [_POINTER, _POINTER, _POINTER, _POINTER, c_int64, _POINTER, c_int64],
+    "draft": [
+        _POINTER, _POINTER, _POINTER, _POINTER, c_int64, c_double,
+        _POINTER, _POINTER, _POINTER, _POINTER, _POINTER,
+    ],
+}  # fmt: skip
+
+
+def open_library(path: str) -> ctypes.PyDLL:
+    """Open a shared library and say what its functions take.
+
+    They take microseconds, so Python's lock is kept meanwhile: to get it back may take longer.
+
+    Raises:
+        OSError: it cannot be loaded.
+        AttributeError: it lacks a function, or has other structures.
+    """
+    library = ctypes.PyDLL(path)
+    for name, types in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, None
+    try:
+        found = (c_int64 * len(_LAYOUT)).in_dll(library, "layout")
+    except ValueError as error:
+        raise AttributeError(str(error)) from error
+    if tuple(found) != _LAYOUT:
+        raise AttributeError(f"its structures are {tuple(found)}; expected {_LAYOUT}")
+    return library
+
+
+def _try_all(library: ctypes.PyDLL) -> None:
+    """Draft for a request that repeats itself: of ten tokens, the fourth to the seventh."""
+    capacity, nodes = 16, 4
+    tables = [(c_int64 * capacity)() for _ in range(7)]
+    places = [addressof(table) for table in tables]
+    pair = c_void_p * 2
+    history = Tables(capacity, 0, *places[:3], pair(*places[3:5]), pair(*places[5:]))
+    settings = Settings(1, nodes - 1, nodes, 0.3, -3.0, 3.0)
+    tree = (Node * nodes)()
+    request = RequestStruct(tree=ctypes.cast(tree, POINTER(Node)))
+    requests, rooms = (c_void_p * 2)(addressof(request), None), (c_int64 * 2)(nodes, nodes)
+    came, counts = (c_int64 * 6)(5, 6, 7, 0, 0, 0), (c_int64 * 2)(3, 3)
+    tokens, parents = ((c_int64 * (2 * nodes))() for _ in range(2))
+    widths, heap, summary = (c_int64 * 2)(), (Candidate * (PLACES * nodes))(), Summary()
+    step = (addressof(history), addressof(settings), requests)
+    library.extend(addressof(history), addressof(request), (c_int64 * 7)(*range(4, 11)), 7)
+    library.observe(*step, came, 3, counts, 2)
+    library.draft(*step, rooms, 2, 0.0, heap, tokens, parents, widths, addressof(summary))
+    library.observe(*step, came, 3, counts, 2)
+    drafted = (tuple(tokens), tuple(parents), tuple(widths), summary.nodes)
+    expected = ((0, 8, 9, 10, 0, 0, 0, 0), (-1, 0, 1, 2, -1, 0, 0, 0), (4, 1), 3)
+    if drafted != expected:
+        raise SystemExit(f"error: it drafts {drafted}; expected {expected}")
+
+
+if __name__ == "__main__":
+    _try_all(open_library(sys.argv[1]))
