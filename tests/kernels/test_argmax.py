@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,3 +23,32 @@ def test_greatest_is_argmax(dtype: torch.dtype) -> None:
 
 def test_no_row_has_no_greatest() -> None:
     assert argmax_rows(torch.empty(0, 5)).shape == (0,)
+
+
+SCORES = torch.zeros(2, 5)
+REFUSED = [
+    (
+        [[1.0]],
+        None,
+        r"argmax_rows: scores of type list; expected a tensor \[R, V\] of floating dtype",
+    ),
+    (SCORES[0], None, r"scores \[5\] of torch.float32 on cpu; expected"),
+    (SCORES.view(2, 1, 5), None, r"scores \[2, 1, 5\] of torch.float32 on cpu; expected"),
+    (SCORES.long(), None, r"scores \[2, 5\] of torch.int64 on cpu; expected"),
+    (SCORES[:, :0], None, r"scores \[2, 0\] of torch.float32 on cpu; expected"),
+    (
+        SCORES,
+        list(range(5)),
+        r"argmax_rows: ids of type list; expected \[5\] of torch.int64 on cpu",
+    ),
+    (SCORES, torch.arange(4), r"ids \[4\] of torch.int64 on cpu; expected \[5\]"),
+    (SCORES, torch.arange(6), r"ids \[6\] of torch.int64 on cpu; expected \[5\]"),
+    (SCORES, torch.arange(5).int(), r"ids \[5\] of torch.int32 on cpu; expected"),
+    (SCORES, torch.arange(5, device="meta"), r"ids \[5\] of torch.int64 on meta; expected"),
+]
+
+
+@pytest.mark.parametrize(("scores", "ids", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_no_rows_of_scores_is_refused(scores: Any, ids: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        argmax_rows(scores, ids)
