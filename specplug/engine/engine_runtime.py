@@ -191,6 +191,11 @@ class EngineRuntime:
 
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         self._check_open("record_draft")
+        if not callable(forward):
+            raise PluginError(
+                f"record_draft: {forward!r:.60}; expected a function; give it the draft's pass, "
+                "not what the pass returns"
+            )
         recorded = self._graphs and self.draft_verifies
         by_kernels = self._target.kernels is not None
         length = None if by_kernels else self._key_length

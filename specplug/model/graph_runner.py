@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.errors import warn_fallback
+from specplug.errors import PluginError, warn_fallback
 from specplug.model.graph_recorder import failure_of, record_graph
 from specplug.model.paged_plan import plan_of
 from specplug.model.pass_arguments import (
@@ -149,7 +149,13 @@ class GraphRunner(PassRunner):
         batched = [bs is not None and len(t) % bs == 0 and len(t) > 0 for t in tensors]
         length = None if self._length is None else self._length()
         form = bucket, length, form_of(arguments), *shapes_of(tensors, batched, bs)
-        recording = self._recordings.get(form)
+        try:
+            recording = self._recordings.get(form)
+        except TypeError as error:
+            raise PluginError(
+                f"a recorded pass was given {error}; expected tensors, plans, the batch, drafts "
+                "and outputs, alone or in tuples, lists and mappings, and plain values"
+            ) from error
         if recording is None:
             if len(self._recordings) == _MOST_GRAPHS:
                 return self._forward(*arguments)

@@ -1,8 +1,8 @@
 """The tensors in what a pass takes and returns, and how they are padded to another batch size.
 
-Plans, batches, drafts and committed outputs are made of tensors, and of plain values, and so is any
-tuple, list or mapping of them: ``apart`` takes them apart. With the shapes of the tensors the plain
-values say what a recording is good for: its form.
+Plans, batches, drafts, draft inputs and committed outputs are made of tensors, and of plain values,
+and so is any tuple, list or mapping of them: ``apart`` takes them apart. With the shapes of the
+tensors the plain values say what a recording is good for: its form.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specplug.model.paged_plan import LentPlan, PagedPlan, plan_of
 from specplug.speculative.batch import Batch
-from specplug.speculative.draft import Draft
+from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.target_output import CommittedOutput
 
 _PIECE = 16 << 10
@@ -49,8 +49,8 @@ def apart(value: Any) -> Parts:
     """Take a pass's argument or output apart.
 
     Args:
-        value: a plan, batch, draft, committed output or tensor, any of them in tuples, lists and
-            mappings, or a plain value.
+        value: a plan, batch, draft, draft input, committed output or tensor, any of them in tuples,
+            lists and mappings, or a plain value.
 
     Returns:
         Its tensors, and what makes a value like it of others, given in their order.
@@ -67,6 +67,9 @@ def apart(value: Any) -> Parts:
     if isinstance(value, Draft):
         parents = [] if value.parents is None else [value.parents]
         return [value.tokens, *parents], partial(_draft_like, value)
+    if isinstance(value, DraftInput):
+        tensors, remake = _sequence_apart((value.bonus_tokens, value.state))
+        return tensors, partial(_draft_input_like, remake)
     if isinstance(value, tuple | list):
         return _sequence_apart(value)
     if isinstance(value, Mapping):
@@ -119,6 +122,11 @@ def _draft_like(draft: Draft, left: Iterator[Tensor]) -> Draft:
     return attrs.evolve(draft, tokens=tokens, parents=parents)
 
 
+def _draft_input_like(remake: Remake, left: Iterator[Tensor]) -> DraftInput:
+    bonus_tokens, state = remake(left)
+    return DraftInput(bonus_tokens=bonus_tokens, state=state)
+
+
 def form_of(argument: Any) -> Any:
     """Return the form of an argument, but for the shapes of its tensors."""
     if (plan := plan_of(argument)) is not None:
@@ -131,11 +139,13 @@ def form_of(argument: Any) -> Any:
         return tuple(argument.per_node)
     if isinstance(argument, Draft):
         return argument.is_chain, argument.depth
+    if isinstance(argument, DraftInput):
+        return form_of(argument.state)
     if isinstance(argument, tuple | list):
         return type(argument), *map(form_of, argument)
     if isinstance(argument, Mapping):
         return tuple(argument), *map(form_of, argument.values())
-    return None if isinstance(argument, Tensor) else argument
+    return Tensor if isinstance(argument, Tensor) else argument  # not None: that is a plain value
 
 
 def shapes_of(tensors: list[Tensor], batched: list[bool], bs: int | None) -> Iterator[Any]:

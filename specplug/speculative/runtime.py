@@ -189,12 +189,13 @@ class Runtime(Protocol):
 
         Args:
             forward: takes tensors, an ``AttentionPlan``, the decode ``Batch``, the
-                ``CommittedOutput`` and plain values, and returns tensors (in tuples or mappings),
-                by operations of the device alone, the same ones for all arguments of the same
-                shapes and plain values. Of a batch it reads ``size``, ``mode``, ``greedy`` and the
-                tensors. The host may add requests that are nobody's after the last one: a tensor
-                whose leading size is a multiple of bs has rows of each request, in their order,
-                and so has all that is returned. What it returns is overwritten by its next call.
+                ``DraftInput``, the ``CommittedOutput`` and plain values, all by position, and
+                returns tensors (in tuples or mappings), by operations of the device alone, the
+                same ones for all arguments of the same shapes and plain values. Of a batch it
+                reads ``size``, ``mode``, ``greedy`` and the tensors. The host may add requests
+                that are nobody's after the last one: a tensor whose leading size is a multiple of
+                bs has rows of each request, in their order, and so has all that is returned. What
+                it returns is overwritten by its next call.
         """
 
     def temperatures(self, batch: Batch) -> Tensor:

@@ -386,6 +386,11 @@ def test_values_are_bounded_where_nobody_debugs(
         ("create_worker", returning(None), "() returned None; expected an object"),
         ("create_worker", leaving, "() raised SystemExit: 0; expected it to return"),
         (
+            "create_worker",
+            lambda runtime: runtime.record_draft(None),
+            "(): record_draft: None; expected a function",
+        ),
+        (
             "create_future_map",
             returning({}),
             "() returned a value of type dict; expected a specplug.FutureMap",

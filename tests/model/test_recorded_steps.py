@@ -31,6 +31,7 @@ from specplug import (
 )
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.step import StepRunner
+from specplug.errors import PluginError
 from specplug.model import graph_runner
 from specplug.model.graph_runner import GraphRunner
 from specplug.model.paged_plan import PagedPlan, RequestSlots
@@ -409,6 +410,33 @@ def test_a_recorded_pass_takes_tensors_in_containers() -> None:
         draft = runner(plan, [rows, rows + bs], {"last": rows * bs})
         assert torch.equal(draft.tokens, torch.stack((rows, rows + bs, rows * bs), dim=1))
     assert runner.num_recordings == 1
+
+
+def test_a_recorded_pass_takes_a_draft_input() -> None:
+    """And a state that is absent: another form, whichever it is."""
+
+    def forward(plan: PagedPlan, draft_input: DraftInput) -> Tensor:
+        found = draft_input.bonus_tokens
+        for sign, name in ((2, "own"), (3, "other")):
+            if draft_input.state[name] is not None:
+                found = found + sign * draft_input[name]
+        return found
+
+    runner = GraphRunner(forward, pads=True)
+    for bs in (3, 4, 2, 3):
+        rows = torch.arange(bs, device=DEVICE)
+        for own, other in ((rows + bs, None), (None, rows + bs)):
+            draft_input = DraftInput(bonus_tokens=rows, state={"own": own, "other": other})
+            expected = forward(_plan(rows), draft_input)
+            assert torch.equal(runner(_plan(rows), draft_input), expected)
+    assert runner.num_recordings == 4, "two for 2 requests, two for 4"
+
+
+def test_a_recorded_pass_refuses_what_has_no_form() -> None:
+    runner = GraphRunner(lambda plan, chosen: plan.positions, pads=True)
+    rows = torch.arange(3, device=DEVICE)
+    with pytest.raises(PluginError, match="given unhashable type: 'set'; expected tensors, "):
+        runner(_plan(rows), {1, 2})
 
 
 def test_inputs_of_all_dtypes_are_copied_together() -> None:
