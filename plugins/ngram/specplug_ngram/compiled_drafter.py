@@ -110,18 +110,20 @@ class CompiledDrafter:
         tables, settings, summed, heap = self._at
         rows, limits, widths = _addresses(requests), array("q", rooms), array("q", bytes(8 * bs))
         tokens, parents = torch.empty(2, bs, self._width, dtype=torch.int64).unbind()
+        gains = array("d", bytes(8 * self._width))
         self._draft(
             *(tables, settings, rows.buffer_info()[0], limits.buffer_info()[0], bs, least, heap),
-            *(tokens.data_ptr(), parents.data_ptr(), widths.buffer_info()[0], summed),
+            *(tokens.data_ptr(), parents.data_ptr(), widths.buffer_info()[0]),
+            *(gains.buffer_info()[0], summed),
         )
-        summary, width = self._summary, max(widths)
+        summary = self._summary
         return Drafts(
-            tokens=tokens[:, :width].contiguous(),
-            parents=parents[:, :width].contiguous() if summary.branches else None,
+            tokens=tokens,
+            parents=parents if summary.branches else None,
             widths=widths.tolist(),
             depth=summary.depth,
             nodes=summary.nodes,
-            gain=summary.gain,
+            gains=gains,
         )
 
     def _reserve(self, count: int) -> None:

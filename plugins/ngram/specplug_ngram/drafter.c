@@ -50,7 +50,6 @@ typedef struct {
 } Settings;
 
 typedef struct {
-    double gain;                       /* expected number of accepted nodes, without the roots */
     int64_t nodes, depth, branches;    /* drafted nodes; greatest depth; whether a tree branches */
 } Summary;
 
@@ -270,13 +269,16 @@ static int draft_one(
 
 /* Draft a tree for each request; for none where the pointer is null: the root alone.
    rooms, widths: [bs]; heap: for PLACES of each node; tokens, parents: [bs, num_draft_tokens], of
-   which all is written: 0 at the root and beyond a request's width. */
+   which all is written: 0 at the root and beyond a request's width; gains: [num_draft_tokens], the
+   expected number of accepted nodes at each depth. */
 void draft(
     const History *h, const Settings *s, Request *const *requests, const int64_t *rooms, int64_t bs,
-    double least, Candidate *heap, int64_t *tokens, int64_t *parents, int64_t *widths, Summary *sum)
+    double least, Candidate *heap, int64_t *tokens, int64_t *parents, int64_t *widths, double *gains,
+    Summary *sum)
 {
     const int64_t width = s->num_draft_tokens;
     memset(sum, 0, sizeof *sum);
+    memset(gains, 0, sizeof(double) * width);
     memset(tokens, 0, sizeof(int64_t) * bs * width);
     memset(parents, 0, sizeof(int64_t) * bs * width);
     for (int64_t row = 0; row < bs; row++) {
@@ -287,15 +289,13 @@ void draft(
         const int64_t room = rooms[row] < width ? rooms[row] : width;
         const int made = request->nodes = draft_one(h, request, s, room, least, heap);
         const Node *nodes = request->tree;
-        double gain = 0;
         for (int i = 1; i < made; i++) {
             tokens[row * width + i] = nodes[i].token;
             parents[row * width + i] = nodes[i].parent;
-            gain += nodes[i].probability;
+            gains[nodes[i].depth] += nodes[i].probability;
             if (nodes[i].depth > sum->depth) sum->depth = nodes[i].depth;
             if (nodes[i].parent != i - 1) sum->branches = 1;
         }
-        sum->gain += gain;
         sum->nodes += made - 1;
         widths[row] = made;
     }

@@ -19,12 +19,12 @@ class Drafts:
     """Trees of a batch's requests, on the host.
 
     Attributes:
-        tokens: [bs, width] int64; 0 at the roots and beyond a request's nodes.
-        parents: [bs, width] int64; None if no tree branches.
+        tokens: [bs, N] int64; 0 at the roots and beyond a request's nodes.
+        parents: [bs, N] int64; None if no tree branches.
         widths: nodes of each request, root included.
         depth: of the deepest node.
         nodes: of all trees, without the roots.
-        gain: the expected number of accepted nodes, without the roots.
+        gains: [N] the expected number of accepted nodes at each depth; 0 at the roots'.
     """
 
     tokens: Tensor
@@ -32,7 +32,7 @@ class Drafts:
     widths: list[int]
     depth: int
     nodes: int
-    gain: float
+    gains: Sequence[float]
 
 
 class Drafter(Protocol):
@@ -113,13 +113,18 @@ class PlainDrafter:
         ]
         are_chains = all(tree.is_chain for tree in trees)
         parents = None if are_chains else [[n.parent for n in tree.nodes] for tree in trees]
+        width = self._shape.num_draft_tokens
+        gains = [0.0] * width
+        for tree in trees:
+            for node in tree.nodes[1:]:
+                gains[node.depth] += node.probability
         return Drafts(
-            tokens=_padded([[node.token for node in tree.nodes] for tree in trees]),
-            parents=None if parents is None else _padded(parents),
+            tokens=_padded([[node.token for node in tree.nodes] for tree in trees], width),
+            parents=None if parents is None else _padded(parents, width),
             widths=[len(tree.nodes) for tree in trees],
             depth=max(node.depth for tree in trees for node in tree.nodes),
             nodes=sum(len(tree.nodes) - 1 for tree in trees),
-            gain=sum(tree.gain for tree in trees),
+            gains=gains,
         )
 
     def _draft_one(self, request: PlainRequest | None, room: int, least: float) -> DraftTree:
@@ -132,7 +137,6 @@ class PlainDrafter:
         return request.tree
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+def _padded(rows: Sequence[Sequence[int]], width: int) -> Tensor:
     """Return the rows as [bs, N] int64, with 0 at padding nodes."""
-    width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int64)

@@ -94,7 +94,6 @@ class Summary(Structure):
     """What the drafts of a batch come to."""
 
     _fields_ = (
-        ("gain", c_double),
         ("nodes", c_int64),
         ("depth", c_int64),
         ("branches", c_int64),
@@ -109,7 +108,7 @@ _SIGNATURES = {
     "observe": [_POINTER, _POINTER, _POINTER, _POINTER, c_int64, _POINTER, c_int64],
     "draft": [
         _POINTER, _POINTER, _POINTER, _POINTER, c_int64, c_double,
-        _POINTER, _POINTER, _POINTER, _POINTER, _POINTER,
+        _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER,
     ],
 }  # fmt: skip
 
@@ -150,10 +149,12 @@ def _try_all(library: ctypes.PyDLL) -> None:
     came, counts = (c_int64 * 6)(5, 6, 7, 0, 0, 0), (c_int64 * 2)(3, 3)
     tokens, parents = ((c_int64 * (2 * nodes))() for _ in range(2))
     widths, heap, summary = (c_int64 * 2)(), (Candidate * (PLACES * nodes))(), Summary()
+    gains = (c_double * nodes)()
     step = (addressof(history), addressof(settings), requests)
     library.extend(addressof(history), addressof(request), (c_int64 * 7)(*range(4, 11)), 7)
     library.observe(*step, came, 3, counts, 2)
-    library.draft(*step, rooms, 2, 0.0, heap, tokens, parents, widths, addressof(summary))
+    out = (tokens, parents, widths, gains, addressof(summary))
+    library.draft(*step, rooms, 2, 0.0, heap, *out)
     library.observe(*step, came, 3, counts, 2)
     drafted = (tuple(tokens), tuple(parents), tuple(widths), summary.nodes)
     expected = ((0, 8, 9, 10, 0, 0, 0, 0), (-1, 0, 1, 2, -1, 0, 0, 0), (4, 1), 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import attrs
 
@@ -20,18 +21,21 @@ class Costs:
         node: for each drafted node.
         draft: for having a draft at all.
         padding: with drafts, for each request but one, since attention pads all to the widest.
+        uniform: whether all chains of a step are to be equally long. The host runs such a step as
+            one recording, sampling and acceptance included, and needs few of them.
     """
 
     request: float
     node: float
     draft: float
     padding: float
+    uniform: bool = False
 
 
 CPU_COSTS = Costs(request=0.11, node=0.03, draft=0.1, padding=0.05)
 """Measured with the default model on one thread."""
 
-GPU_COSTS = Costs(request=0.009, node=0.0042, draft=0.01, padding=0.001)
+GPU_COSTS = Costs(request=0.009, node=0.0042, draft=0.01, padding=0.001, uniform=True)
 """Fitted to an 8B Llama in bf16 with a context of 1,024 on an H200. A plain step takes 4.43, 4.53,
 4.99 and 7.26 ms at batch 1, 4, 16 and 64: by these figures 4.43, 4.55, 5.03 and 6.95. A chain of 5
 drafts that cost nothing to make takes 1.02, 1.15 and 1.57 times a plain step at batch 1, 8 and 32:
@@ -88,13 +92,37 @@ class StepCost:
 
     @property
     def least(self) -> float:
-        """The probability above which a node is worth its cost."""
+        """The probability above which a node is worth its cost. If chains are equally long, it may
+        stand where padding would."""
+        if self.costs.uniform:
+            return 0.0
         return self.costs.node * self.bs / self.plain
 
     def pays(self, gain: float, nodes: int) -> bool:
         """Return whether drafting ``nodes`` pays, if ``gain`` of them are expected to be
         accepted."""
+        return (self.bs + gain) * self.plain > self.bs * self._drafted(nodes)
+
+    def best_width(self, gains: Sequence[float]) -> int:
+        """Return how many nodes each request is to have, root included, if all have equally many.
+
+        It is all, half, a quarter of them and so on, whichever makes most tokens for its cost; 1 if
+        no draft pays.
+
+        Args:
+            gains: the expected number of accepted nodes at each depth, 0 at the roots'.
+        """
+        best, most, width = 1, self.bs / self.plain, len(gains)
+        while width > 1:
+            tokens = self.bs + sum(gains[:width])
+            speed = tokens / self._drafted(self.bs * (width - 1))
+            if speed > most:
+                best, most = width, speed
+            width //= 2
+        return best
+
+    def _drafted(self, nodes: int) -> float:
+        """The cost of a step with so many drafted nodes."""
         costs = self.costs
         padding = costs.padding * (self.bs - 1)
-        drafted = self.plain + costs.draft + padding + costs.node * nodes
-        return (self.bs + gain) * self.plain > self.bs * drafted
+        return self.plain + costs.draft + padding + costs.node * nodes

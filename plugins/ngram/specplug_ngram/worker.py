@@ -103,7 +103,8 @@ class NgramWorker:
         """Draft a tree for each request, within its ``max_draft_nodes``; chains if none branches.
 
         A request of which too little is known gets the root alone, and so do all of them if their
-        drafts together would not pay.
+        drafts together would not pay. Where the device's chains are to be equally long, a shorter
+        one is filled up with token 0.
         """
         if batch.is_warm_up:
             return self._widest(draft_input.bonus_tokens, batch.max_draft_nodes)
@@ -111,14 +112,20 @@ class NgramWorker:
         requests = self._drafted([request.request_id for request in batch.requests])
         drafts = self._drafter.draft(requests, batch.max_draft_nodes, cost.least)
         roots = draft_input.bonus_tokens
-        if not drafts.nodes or not cost.pays(drafts.gain, drafts.nodes):
+        widths, width = drafts.widths, max(drafts.widths)
+        if drafts.parents is None and self._costs.uniform:
+            width = cost.best_width(drafts.gains)
+            widths = [min(width, room) for room in batch.max_draft_nodes]
+        elif not cost.pays(sum(drafts.gains), drafts.nodes):
+            width = 1
+        if width == 1:
             return Draft.chain(roots.unsqueeze(1))
-        tokens = drafts.tokens.to(roots.device, non_blocking=True)
+        tokens = drafts.tokens[:, :width].to(roots.device, non_blocking=True)
         tokens[:, 0] = roots
         if drafts.parents is None:
-            return Draft.chain(tokens, drafts.widths)
-        parents = drafts.parents.to(roots.device, non_blocking=True)
-        return Draft.tree(tokens, parents, drafts.depth, drafts.widths)
+            return Draft.chain(tokens, widths)
+        parents = drafts.parents[:, :width].to(roots.device, non_blocking=True)
+        return Draft.tree(tokens, parents, drafts.depth, widths)
 
     def _widest(self, roots: Tensor, rooms: Sequence[int]) -> Draft:
         """Return the widest draft within ``rooms``, of arbitrary tokens: each level of a tree is

@@ -71,7 +71,8 @@ def test_a_draft_pays_by_what_it_gains_for_the_whole_batch(bs: int, costs: Costs
         gain = time * bs / cost.plain  # what plain steps would make in that time
         assert not cost.pays(0.99 * gain, nodes)
         assert cost.pays(1.01 * gain, nodes)
-    assert cost.least == pytest.approx(costs.node * bs / cost.plain)
+    least = 0 if costs.uniform else costs.node * bs / cost.plain
+    assert cost.least == pytest.approx(least)
 
 
 def test_a_gpu_drafts_where_a_cpu_does_not() -> None:
@@ -88,3 +89,24 @@ def test_the_costs_of_a_gpu_are_what_was_measured(bs: int, drafted: int, times: 
     costs, plain = GPU_COSTS, StepCost(bs, GPU_COSTS).plain
     extra = costs.draft + costs.padding * (bs - 1) + costs.node * drafted * bs if drafted else 0
     assert (plain + extra) / (plain if drafted else 1) == pytest.approx(times, rel=0.03)
+
+
+@pytest.mark.parametrize("bs", [1, 8, 64])
+@pytest.mark.parametrize("chance", [0.05, 0.3, 0.6, 0.95])
+def test_best_width_makes_most_tokens_for_its_cost(bs: int, chance: float) -> None:
+    gains = [0.0, *(bs * chance**depth for depth in range(1, 8))]
+    cost = StepCost(bs, GPU_COSTS)
+
+    def speed(width: int) -> float:
+        time = cost.plain
+        if width > 1:
+            nodes = bs * (width - 1)
+            time += GPU_COSTS.draft + GPU_COSTS.padding * (bs - 1) + GPU_COSTS.node * nodes
+        return (bs + sum(gains[:width])) / time
+
+    assert cost.best_width(gains) == max((1, 2, 4, 8), key=speed)
+
+
+def test_best_width_of_what_nobody_knows_is_the_root() -> None:
+    assert StepCost(4, GPU_COSTS).best_width([0.0] * 8) == 1
+    assert StepCost(4, GPU_COSTS).best_width([0.0]) == 1

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specplug import Batch, DraftInput
+from specplug import Batch, DraftInput, SpecConfig
 from specplug.speculative.batch import ForwardMode
 from specplug_ngram import algorithm
 from specplug_ngram.compiled_drafter import load_library
 from specplug_ngram.draft_tree import Shape
 from specplug_ngram.future_map import HostFutureMap
-from specplug_ngram.policy import Novelty
+from specplug_ngram.policy import CPU_COSTS, GPU_COSTS, Costs, Novelty
 from specplug_ngram.worker import NgramWorker
 
 
@@ -60,8 +60,14 @@ def make_worker(request: pytest.FixtureRequest) -> Make:
     """``make_worker(*requests, **limits)``: a worker that has read the requests' prompts."""
     compiled = load_library() if request.param == "compiled" else None
 
-    def make(*requests: Request, topk: int = 1, nodes: int = 4, capacity: int = 256) -> NgramWorker:
-        worker = NgramWorker(Shape(topk, 7, nodes), capacity, compiled)
+    def make(
+        *requests: Request,
+        topk: int = 1,
+        nodes: int = 4,
+        capacity: int = 256,
+        costs: Costs = CPU_COSTS,
+    ) -> NgramWorker:
+        worker = NgramWorker(Shape(topk, 7, nodes), capacity, compiled, costs)
         _read(worker, *requests)
         return worker
 
@@ -139,6 +145,18 @@ def test_a_tree_without_a_branch_is_given_as_a_chain(make_worker: Make) -> None:
     assert draft.widths == (5, 1)
 
 
+def test_chains_on_a_gpu_are_equally_long(make_worker: Make) -> None:
+    worker = make_worker(REPEATS, KNOWS_NOTHING, nodes=8, costs=GPU_COSTS)
+    both = _batch(KNOWS_NOTHING, REPEATS)
+    draft = worker.propose(both, _input(24, 7))
+    assert draft.tokens.tolist() == [[24, 0, 0, 0, 0, 0, 0, 0], [7, 8, 9, 1, 5, 6, 7, 0]]
+    assert draft.is_chain
+    assert draft.widths is None
+    short = attrs.evolve(both, max_draft_nodes=(2, 8))
+    assert worker.propose(short, _input(24, 7)).widths == (2, 8)
+    assert worker.propose(_batch(KNOWS_NOTHING), _input(24)).tokens.tolist() == [[24]]
+
+
 def test_requests_learn_from_one_another(make_worker: Make) -> None:
     other = Request("other", (22, 23, 24))
     worker = make_worker(KNOWS_NOTHING, other)
@@ -214,6 +232,18 @@ def test_requests_that_were_prefilled_elsewhere_are_known(
     assert len(worker.history) == sum(len(r.prompt_token_ids) + 1 for r in received)
     if received:
         assert worker.propose(batch, draft_input).tokens[0].tolist() == [8, 9, 1, 5]
+
+
+@pytest.mark.parametrize(("device", "costs"), [("cpu", CPU_COSTS), ("cuda", GPU_COSTS)])
+def test_worker_has_the_costs_of_its_device(device: str, costs: Costs) -> None:
+    @attrs.frozen
+    class Target:
+        config: SpecConfig
+        device: torch.device
+
+    config = SpecConfig.resolve(algorithm.describe())
+    worker = algorithm.create_worker(Target(config, torch.device(device)))
+    assert worker._costs == costs
 
 
 def _map(seen: list[tuple[str, list[int]]]) -> HostFutureMap:
