@@ -107,6 +107,12 @@ class HookCalls:
         hook = "create_future_map"
         found = self._plugins.call(hook, runtime=runtime)
         made = check_type(self._plugins, hook, found, FutureMap, "a specplug.FutureMap")
+        least = runtime.req_table_size
+        rows = self._plugins.guard(hook, getattr, made, "req_table_size")
+        if rows < least:  # a kernel would write beyond its buffers
+            self._plugins.refuse(
+                hook, f"returned a future map of {rows} rows", f"runtime.req_table_size={least}"
+            )
         self._plugins.guard(f"{type(made).__name__}.declare", made.declare, self._spec)
         return made
 

@@ -396,6 +396,11 @@ def test_values_are_bounded_where_nobody_debugs(
             "() returned a value of type dict; expected a specplug.FutureMap",
         ),
         (
+            "create_future_map",
+            lambda runtime: FutureMap(runtime.max_running_requests, runtime.device),
+            "() returned a future map of 8 rows; expected runtime.req_table_size=9; fix the plugin",
+        ),
+        (
             "supports_target_verify_for_draft",
             returning("yes"),
             "() returned a value of type str; expected True, False or None",
