@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import random
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specplug.kernels.cpu_compiler import find_compiler
 from specplug_ngram import library
 from specplug_ngram.compiled_drafter import CompiledDrafter, load_library
 from specplug_ngram.draft_tree import Shape
@@ -131,7 +133,10 @@ def test_library_of_other_structures_is_refused(tmp_path: Path, compiled: ctypes
     source = path.read_text().replace(f"int{field}", f"int{field}".replace("32", "64"))
     (tmp_path / "drafter.c").write_text(source)
     built = tmp_path / "drafter.so"
-    command = ["cc", "-shared", "-fPIC", "-o", str(built), str(tmp_path / "drafter.c"), "-lm"]
+    compiler = find_compiler()
+    assert compiler is not None
+    options = ["-shared", "-fPIC", "-o", str(built), str(tmp_path / "drafter.c"), "-lm"]
+    command = [*shlex.split(compiler), *options]
     subprocess.run(command, check=True)
     with pytest.raises(AttributeError, match="its structures are"):
         library.open_library(str(built))
