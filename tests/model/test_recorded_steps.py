@@ -329,6 +329,7 @@ def test_recorded_drafts_are_those_that_are_not(
         # Positions before 0 see nothing, which leaves NaN where torch attends.
         pads = name != "MULTI_LAYER_EAGLE"
         runners.append(GraphRunner(forward, pads=pads, length=self._key_length))
+        self._draft_runners.append(runners[-1])  # closed with the engine
         return runners[-1]
 
     monkeypatch.setattr(HookCalls, "propose", kept)
