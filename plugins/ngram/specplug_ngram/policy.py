@@ -92,10 +92,7 @@ class StepCost:
 
     @property
     def least(self) -> float:
-        """The probability above which a node is worth its cost. If chains are equally long, it may
-        stand where padding would."""
-        if self.costs.uniform:
-            return 0.0
+        """The probability above which a node is worth its cost."""
         return self.costs.node * self.bs / self.plain
 
     def pays(self, gain: float, nodes: int) -> bool:

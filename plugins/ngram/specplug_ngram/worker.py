@@ -110,10 +110,13 @@ class NgramWorker:
             return self._widest(draft_input.bonus_tokens, batch.max_draft_nodes)
         cost = StepCost(batch.size, self._costs)
         requests = self._drafted([request.request_id for request in batch.requests])
-        drafts = self._drafter.draft(requests, batch.max_draft_nodes, cost.least)
+        uniform = self._costs.uniform and self._shape.topk == 1
+        # Where chains are equally long, a node may stand where padding would.
+        least = 0.0 if uniform else cost.least
+        drafts = self._drafter.draft(requests, batch.max_draft_nodes, least)
         roots = draft_input.bonus_tokens
         widths, width = drafts.widths, max(drafts.widths)
-        if drafts.parents is None and self._costs.uniform:
+        if uniform:
             width = cost.best_width(drafts.gains)
             widths = [min(width, room) for room in batch.max_draft_nodes]
         elif not cost.pays(sum(drafts.gains), drafts.nodes):

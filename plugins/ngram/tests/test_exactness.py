@@ -16,7 +16,7 @@ import torch
 from specplug import LLM, SamplingParams
 from specplug.outputs import RequestOutput
 from specplug_ngram.draft_tree import DraftTree
-from specplug_ngram.policy import Novelty, StepCost
+from specplug_ngram.policy import GPU_COSTS, Novelty, StepCost
 
 VOCAB = 8
 PARAMS = (
@@ -132,6 +132,19 @@ def test_any_number_of_nodes_will_do(
     )
     assert tuple(output.token_ids for output in outputs) == plain
     assert max(n for output in outputs for n in output.accept_lens) == min(nodes, 5)
+
+
+@pytest.mark.parametrize("nodes", [5, 24])
+@pytest.mark.parametrize("topk", [1, 4])
+def test_what_a_gpu_drafts_will_do(
+    topk: int, nodes: int, generate: Generate, plain: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specplug_ngram.policy.CPU_COSTS", GPU_COSTS)
+    outputs = generate(
+        speculative_eagle_topk=topk, speculative_num_steps=4, speculative_num_draft_tokens=nodes
+    )
+    assert tuple(output.token_ids for output in outputs) == plain
+    assert max(n for output in outputs for n in output.accept_lens) == 5
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain loop"])

@@ -71,8 +71,7 @@ def test_a_draft_pays_by_what_it_gains_for_the_whole_batch(bs: int, costs: Costs
         gain = time * bs / cost.plain  # what plain steps would make in that time
         assert not cost.pays(0.99 * gain, nodes)
         assert cost.pays(1.01 * gain, nodes)
-    least = 0 if costs.uniform else costs.node * bs / cost.plain
-    assert cost.least == pytest.approx(least)
+    assert cost.least == pytest.approx(costs.node * bs / cost.plain)
 
 
 def test_a_gpu_drafts_where_a_cpu_does_not() -> None:

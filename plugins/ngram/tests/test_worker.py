@@ -157,6 +157,15 @@ def test_chains_on_a_gpu_are_equally_long(make_worker: Make) -> None:
     assert worker.propose(_batch(KNOWS_NOTHING), _input(24)).tokens.tolist() == [[24]]
 
 
+@pytest.mark.parametrize("costs", [CPU_COSTS, GPU_COSTS], ids=["CPU", "GPU"])
+def test_a_tree_without_a_branch_is_no_deeper_than_asked(make_worker: Make, costs: Costs) -> None:
+    again = Request("again", tuple(range(50, 70)) * 2)
+    worker = make_worker(again, topk=4, nodes=29, costs=costs)
+    worker.requests["again"].novelty.log = -2.0
+    draft = worker.propose(_batch(again, max_draft_nodes=29), _input(69))
+    assert draft.tokens.tolist() == [[69, *range(50, 57)]]
+
+
 def test_requests_learn_from_one_another(make_worker: Make) -> None:
     other = Request("other", (22, 23, 24))
     worker = make_worker(KNOWS_NOTHING, other)
