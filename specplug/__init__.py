@@ -27,6 +27,7 @@ from specplug.errors import (
     UsageError,
 )
 from specplug.hookspecs import hookimpl
+from specplug.host import HostCapabilities
 
 if TYPE_CHECKING:
     from specplug.config import EngineConfig
@@ -105,6 +106,7 @@ __all__ = [
     "FallbackWarning",
     "FeatureDrafter",
     "FutureMap",
+    "HostCapabilities",
     "KVCache",
     "Logprob",
     "PerTokenOutput",

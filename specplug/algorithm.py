@@ -6,7 +6,7 @@ what the user typed into a ``SpecConfig`` and hands that to ``validate_config``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,18 @@ DEFAULT_MODEL = "tiny-code"
 """Name of the model that ships with specplug; plugins key their shipped weights by it."""
 
 
+CAPTURES = {
+    "layer_inputs": "the hidden states before layers (capture_layer_inputs)",
+    "lm_head_input": "the hidden states after the final norm (capture_lm_head_input)",
+}
+"""The target's hidden states that an algorithm may read, with what users are told of each."""
+
+
+def names_of(given: Iterable[str]) -> frozenset[str]:
+    """Make a set of names, for attrs fields."""
+    return frozenset(given)
+
+
 def _within(least: int, most: int) -> Any:
     """Make a validator of integers from ``least`` to ``most``."""
     return validators.and_(validators.instance_of(int), validators.ge(least), validators.le(most))
@@ -46,12 +58,19 @@ class Capabilities:
         prefix_cache: a request may begin in the middle of its prompt, with the target's and the
             draft model's KV before it from the prefix cache. False if the algorithm keeps other
             state of every position and cannot compute it from the tokens.
+        captures: the hidden states of the target that it reads with every checkpoint, names of
+            ``CAPTURES``. A host without them refuses it before anything is loaded.
     """
 
     branching: bool = False
     draft_model: bool = False
     overlap: bool = True
     prefix_cache: bool = True
+    captures: frozenset[str] = attrs.field(
+        default=frozenset(),
+        converter=names_of,
+        validator=validators.deep_iterable(validators.in_(CAPTURES)),
+    )
 
 
 @attrs.frozen(kw_only=True)

@@ -26,7 +26,7 @@ LAYERS = (
     {"entries"},
     {"contract"},
     {"hookspecs"},
-    {"config", "sampling_params", "outputs"},
+    {"config", "sampling_params", "outputs", "host"},
     {"algorithm", "settings"},
     {"bounds", "text_file"},
     {"errors", "debug", "startup"},

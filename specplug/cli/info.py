@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import click
 
-from specplug.algorithm import DEFAULT_MODEL
+from specplug.algorithm import CAPTURES, DEFAULT_MODEL
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
 from specplug.contract import HOOKS, implemented_hooks
@@ -45,7 +45,10 @@ def describe(selected: SelectedAlgorithm) -> dict[str, Any]:
         "version": entry.version,
         "value": entry.value,
         "api_version": declared.api_version,
-        "capabilities": attrs.asdict(declared.capabilities),
+        "capabilities": {
+            **attrs.asdict(declared.capabilities),
+            "captures": sorted(declared.capabilities.captures),
+        },
         "defaults": attrs.asdict(declared.defaults),
         "draft_lookahead": declared.draft_lookahead,
         "hooks": {
@@ -68,14 +71,16 @@ def _weights(folder: Path) -> dict[str, Any]:
 
 def _rows(declared: dict[str, Any]) -> list[tuple[str, str]]:
     hooks, defaults = declared["hooks"], declared["defaults"]
-    able = declared["capabilities"].items()
+    able = dict(declared["capabilities"])
+    captures = able.pop("captures")
     return [
         ("summary", declared["summary"]),
         ("paper", declared["paper"] or "-"),
         ("distribution", f"{declared['distribution']} {declared['version']}"),
         ("entry point", declared["value"]),
         ("API version", str(declared["api_version"])),
-        ("capabilities", ", ".join(f"{k}={'yes' if yes else 'no'}" for k, yes in able)),
+        ("capabilities", ", ".join(f"{k}={'yes' if yes else 'no'}" for k, yes in able.items())),
+        ("reads", "; ".join(CAPTURES[name] for name in captures) or "-"),
         ("defaults", ", ".join(f"{k}={_default(v)}" for k, v in defaults.items())),
         ("own hooks", ", ".join(hooks["implemented"])),
         ("core defaults", ", ".join(hooks["core_defaults"]) or "-"),

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specplug.algorithm import SpecConfig
+from specplug.algorithm import CAPTURES, SpecConfig
 from specplug.config import EngineConfig
 from specplug.errors import PluginError
+from specplug.host import HostCapabilities
 from specplug.kernels.dispatch import runs_kernels
 from specplug.kv.request_table import RequestTable
-from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
+from specplug.kv.tensors import KVShape, PagedKVCache, drop_tensors, fill_cache
 from specplug.model.graph_runner import GraphRunner, PassRunner
 from specplug.model.hidden_states import AUX_HIDDEN_STATES, LM_HEAD_INPUT
 from specplug.model.model_runner import ModelRunner
@@ -24,7 +25,20 @@ from specplug.speculative.batch import Batch
 from specplug.speculative.draft import described
 from specplug.speculative.output_kind import OutputKind, PerTokenOutput
 from specplug.speculative.padding import Padding
-from specplug.speculative.runtime import KVCache, RankInfo
+from specplug.speculative.runtime import RankInfo
+
+EMBEDDED = HostCapabilities(
+    name="the embedded engine",
+    draft_models=True,
+    captures=CAPTURES,
+    trees=True,
+    verify=True,
+    overlap=True,
+    exact_sampling=True,
+    foreseeable_noise=True,
+    disaggregation=True,
+)
+"""What the embedded engine gives: all that there is."""
 
 _SHORTEST_GRAPH = 256
 """Slots a request that the smallest graphs read."""
@@ -58,6 +72,7 @@ class EngineRuntime:
         draft_verifies: bool = False,
         outputs: Iterable[OutputKind] = (),
     ) -> None:
+        self.host = EMBEDDED
         self._runner = runner
         self._target = target = runner.target
         self.config = config
@@ -79,7 +94,7 @@ class EngineRuntime:
         self.table: RequestTable
         self._request_slots: RequestSlots
         self.max_slots = LENGTH_STEP
-        self._draft_caches: list[tuple[KVCache, KVShape]] = []
+        self._draft_caches: list[tuple[PagedKVCache, KVShape]] = []
         self.pools: list[Tensor] = []
         # Passes of several ranks are recorded padded, which they are not where torch attends.
         self._graphs = (
@@ -127,9 +142,9 @@ class EngineRuntime:
             )
         self.outputs[output.name] = output
 
-    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
+    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKVCache:
         self._check_open("allocate_kv")
-        cache = KVCache([], [])
+        cache = PagedKVCache()
         self._draft_caches.append((cache, KVShape(num_layers, num_kv_heads, head_dim)))
         return cache
 

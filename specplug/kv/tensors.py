@@ -13,6 +13,18 @@ from torch import Tensor
 from specplug.speculative.runtime import KVCache
 
 
+@attrs.define(eq=False)
+class PagedKVCache(KVCache):
+    """The keys and values of the target or of a draft model, all over the same slots.
+
+    Attributes:
+        keys, values: [slots, Hkv, D] of each layer; none until the pool is allocated.
+    """
+
+    keys: list[Tensor] = attrs.field(factory=list)
+    values: list[Tensor] = attrs.field(factory=list)
+
+
 @attrs.frozen
 class KVShape:
     """The layers, key/value heads and head size of a cache."""
@@ -27,7 +39,7 @@ class KVShape:
 
 
 def fill_cache(
-    cache: KVCache, shape: KVShape, num_slots: int, dtype: torch.dtype, device: torch.device
+    cache: PagedKVCache, shape: KVShape, num_slots: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Allocate a cache's tensors as one, [layers, 2, slots, Hkv, D], and return it.
 
@@ -52,7 +64,7 @@ def _untouched(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count).view(size)
 
 
-def drop_tensors(cache: KVCache) -> None:
+def drop_tensors(cache: PagedKVCache) -> None:
     """Drop a cache's tensors, even if a plugin still holds the cache."""
     cache.keys.clear()
     cache.values.clear()

@@ -11,8 +11,8 @@ import attrs
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specplug.kv.tensors import PagedKVCache
 from specplug.model.paged_plan import JoinedPlan, PagedPlan
-from specplug.speculative.runtime import KVCache
 
 IMPLEMENTATION = "specplug"
 """The name under which transformers' ``AttentionInterface`` knows our attention."""
@@ -23,7 +23,7 @@ class TargetPass:
     """The running pass, as our attention needs it: the plan and the target's cache."""
 
     plan: PagedPlan | JoinedPlan
-    cache: KVCache
+    cache: PagedKVCache
 
 
 TARGET_PASS: ContextVar[TargetPass] = ContextVar("target_pass")
@@ -31,7 +31,7 @@ TARGET_PASS: ContextVar[TargetPass] = ContextVar("target_pass")
 
 
 @contextmanager
-def running(plan: PagedPlan | JoinedPlan, cache: KVCache) -> Iterator[None]:
+def running(plan: PagedPlan | JoinedPlan, cache: PagedKVCache) -> Iterator[None]:
     """Enclose the forward of a model, or of layers of it, whose attention is to read these."""
     before = TARGET_PASS.set(TargetPass(plan, cache))
     try:

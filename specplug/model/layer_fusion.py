@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specplug.kv.tensors import PagedKVCache
 from specplug.model.attention import TARGET_PASS, TargetPass, running
 from specplug.model.quantization import is_plain_linear
-from specplug.speculative.runtime import KVCache
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
                "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
@@ -223,7 +223,7 @@ class SequencePlan:
         if positions is None:
             positions = torch.arange(hidden.shape[1], device=hidden.device)
         keys, values = self.pool
-        cache = KVCache([keys] * (number + 1), [values] * (number + 1))
+        cache = PagedKVCache([keys] * (number + 1), [values] * (number + 1))
         plan: Any = self
         with running(plan, cache):
             result = forward(
@@ -239,7 +239,7 @@ class SequencePlan:
         return result
 
     def attend(
-        self, cache: KVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any
+        self, cache: PagedKVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any
     ) -> Tensor:
         """As ``PagedPlan.attend``; keeps what the module says of its attention."""
         self.how = how
@@ -247,7 +247,7 @@ class SequencePlan:
         cache.values[layer].index_copy_(0, self.slots, v)
         return self.attend_written(cache, layer, q, *how)
 
-    def attend_written(self, cache: KVCache, layer: int, q: Tensor, *how: Any) -> Tensor:
+    def attend_written(self, cache: PagedKVCache, layer: int, q: Tensor, *how: Any) -> Tensor:
         """As ``PagedPlan.attend_written``, in float32."""
         keys, values = (pool[layer][self.slots].float() for pool in (cache.keys, cache.values))
         out = F.scaled_dot_product_attention(

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from specplug.errors import CheckpointError, SpecplugError
 from specplug.kernels.cpu_kernels import CPUKernels
-from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
+from specplug.kv.tensors import KVShape, PagedKVCache, drop_tensors, fill_cache
 from specplug.model.attention import IMPLEMENTATION, attention, running
 from specplug.model.paged_plan import PagedPlan, RequestSlots
 from specplug.speculative.draft import Draft
 from specplug.speculative.padding import Padding
-from specplug.speculative.runtime import KVCache
 
 if TYPE_CHECKING:
     from specplug.kernels.paged_attention_kernels import PagedAttention
@@ -204,9 +203,9 @@ class ModelCheck:
         """Compute our attention for the same queries, keys and values: [2, T, H, D]."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         shape = KVShape(1, *self._shapes[layer])
-        one = KVCache([], [])
+        one = PagedKVCache()
         fill_cache(one, shape, self._num_slots, key.dtype, self._device)
-        cache = KVCache(one.keys * (layer + 1), one.values * (layer + 1))
+        cache = PagedKVCache(one.keys * (layer + 1), one.values * (layer + 1))
         with running(self._plan((0, 0), (self._length,) * 2), cache):
             q, k, v = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (query, key, value))
             found, _ = attention(module, q, k, v, None, **arguments)
@@ -273,7 +272,7 @@ class ModelCheck:
     # Ours
 
     @torch.inference_mode()
-    def compare(self, run: RunPass, cache: KVCache) -> None:
+    def compare(self, run: RunPass, cache: PagedKVCache) -> None:
         """Run the same tokens in all the ways that the engine does.
 
         Args:

@@ -11,12 +11,14 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.errors import PluginError
 from specplug.kernels import grouped_attention
 from specplug.kernels.cpu_kernels import CPUKernels, CPURows
 from specplug.kernels.dispatch import HALF
 from specplug.kernels.grouped_attention import GroupedAttention, group_requests
 from specplug.kernels.paged_attention import paged_attention_reference
-from specplug.speculative.draft import Draft
+from specplug.kv.tensors import PagedKVCache
+from specplug.speculative.draft import Draft, described
 from specplug.speculative.padding import Padding
 from specplug.speculative.runtime import KVCache
 
@@ -248,7 +250,7 @@ class PagedPlan:
 
     def attend(
         self,
-        cache: KVCache,
+        cache: PagedKVCache,
         layer: int,
         q: Tensor,
         k: Tensor,
@@ -269,7 +271,7 @@ class PagedPlan:
 
     def attend_written(
         self,
-        cache: KVCache,
+        cache: PagedKVCache,
         layer: int,
         q: Tensor,
         scale: float | None = None,
@@ -321,7 +323,7 @@ class PagedPlan:
         table = self.table.view(self.bs, -1)
         return GroupedAttention(groups, widths, table, page_size)
 
-    def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
+    def write(self, cache: PagedKVCache, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the rows' keys and values, as ``AttentionPlan.write`` says."""
         _write(cache, layer, self.slots, k, v, self.requests)
 
@@ -392,7 +394,7 @@ class PagedPlan:
 
 
 def _write(
-    cache: KVCache, layer: int, slots: Tensor, k: Tensor, v: Tensor, requests: RequestSlots
+    cache: PagedKVCache, layer: int, slots: Tensor, k: Tensor, v: Tensor, requests: RequestSlots
 ) -> None:
     """Write keys and values [R, Hkv, D] to the slots [R] of a layer."""
     keys, values = cache.keys[layer], cache.values[layer]
@@ -434,11 +436,20 @@ class LentPlan:
         window: int | None = None,
     ) -> Tensor:
         """Write keys and values, then attend, as ``AttentionPlan.attend`` says."""
-        return self._plan.attend(cache, layer, q, k, v, scale, window)
+        return self._plan.attend(_own(cache), layer, q, k, v, scale, window)
 
     def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the rows' keys and values, as ``AttentionPlan.write`` says."""
-        self._plan.write(cache, layer, k, v)
+        self._plan.write(_own(cache), layer, k, v)
+
+
+def _own(cache: KVCache) -> PagedKVCache:
+    """Return the tensors that a handle of a plugin stands for."""
+    if isinstance(cache, PagedKVCache):
+        return cache
+    raise PluginError(
+        f"the KV cache of a pass: {described(cache)}; expected what allocate_kv() returned"
+    )
 
 
 def plan_of(argument: object) -> PagedPlan | None:
@@ -474,13 +485,13 @@ class JoinedPlan:
         return torch.cat([part.slots for part in self.parts])
 
     def attend(
-        self, cache: KVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any
+        self, cache: PagedKVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any
     ) -> Tensor:
         """Write and attend in both halves, as ``PagedPlan.attend`` does."""
         _write(cache, layer, self.slots, k, v, self.parts[0].requests)
         return self.attend_written(cache, layer, q, *how)
 
-    def attend_written(self, cache: KVCache, layer: int, q: Tensor, *how: Any) -> Tensor:
+    def attend_written(self, cache: PagedKVCache, layer: int, q: Tensor, *how: Any) -> Tensor:
         """Attend in both halves, as ``PagedPlan.attend_written`` does."""
         first, second = self.parts
         rows = len(first.positions)

@@ -13,7 +13,7 @@ from specplug.distributed.rank_group import RankGroup
 from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
 from specplug.kernels.dispatch import HALF, runs_pass_kernels
-from specplug.kv.tensors import KVShape, drop_tensors
+from specplug.kv.tensors import KVShape, PagedKVCache, drop_tensors
 from specplug.model.attention import running
 from specplug.model.checkpoint import (
     CPU,
@@ -34,7 +34,6 @@ from specplug.model.rotary import FIXED, RotaryByLength
 from specplug.model.rotary_table import keep_rotary_tables
 from specplug.model.sharded_mlp import shard_mlps
 from specplug.model.threads import set_threads
-from specplug.speculative.runtime import KVCache
 from specplug.startup import Startup
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ class Target:
         self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.context_len: int = self.rotary.context_len
-        self.cache = KVCache([], [])
+        self.cache = PagedKVCache()
         self.kernels = _attention_kernels(device, self.dtype)
         if device.type == "cpu":
             set_threads(num_threads, self.num_parameters)

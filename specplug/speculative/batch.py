@@ -70,7 +70,8 @@ class Batch:
             pool is short. It binds: of a wider draft the first so many are verified. So draft no
             more, and put the likeliest nodes first. Keys that a draft model writes to later slots
             are lost, and what reads them means nothing.
-        greedy: whether every request takes the most likely token, so that no noise is needed.
+        greedy: whether every request takes the most likely token, or drafts are to, so that no
+            noise is needed.
         is_warm_up: whether the engine runs the step before its first request, so that what the
             hooks launch is compiled and recorded. Its requests are nobody's: keep nothing of them
             and learn nothing from their tokens. Draft as widely as ``max_draft_nodes`` allows.

@@ -56,6 +56,7 @@ class HookCalls:
         extensions: Iterable[Extension] = (),
     ) -> None:
         self._plugins = PluginGuard(manager, algorithm, extensions)
+        self._info = algorithm.info
         self._defaults = cast("CoreDefaults", manager.get_plugin(hookspecs.PROJECT))
         self._spec: Mapping[str, StateTensor] = {}
 
@@ -92,8 +93,10 @@ class HookCalls:
         """Return the algorithm's worker.
 
         Raises:
+            UsageError: the algorithm or its settings need more than the host gives.
             SpecplugError: it refuses the settings, or its checkpoint.
         """
+        runtime.host.check(self._info, runtime.config, own_verify=not self.core_verifies)
         worker: object = self._plugins.call("create_worker", runtime=runtime)
         if worker is None:
             self._plugins.refuse(

@@ -125,7 +125,8 @@ class HookOrder(Generic[H]):
         Args:
             requests: bs views of the batch's requests.
             max_draft_nodes: nodes of each request that can be verified, at least 1.
-            greedy: whether every request takes its most likely token.
+            greedy: whether every request takes its most likely token. Where the host's noise
+                cannot be foreseen, drafts are made as if it were so.
         """
         req_indices = half.lend_req_indices()
         both = self._committed.resolve_with(self._future_map, half.req_indices)
@@ -139,7 +140,7 @@ class HookOrder(Generic[H]):
             req_indices=req_indices,
             seq_lens=seq_lens,
             max_draft_nodes=max_draft_nodes,
-            greedy=greedy,
+            greedy=greedy or not self._runtime.host.foreseeable_noise,
             is_warm_up=half.is_warm_up,
         )
         draft = self._hooks.propose(

@@ -14,19 +14,17 @@ import torch
 from torch import Tensor
 
 from specplug.algorithm import SpecConfig
+from specplug.host import HostCapabilities
 from specplug.speculative.batch import Batch
 from specplug.speculative.output_kind import PerTokenOutput
 
 
-@attrs.define(eq=False)
 class KVCache:
-    """A paged cache of the target or a draft model.
+    """The KV cache of a draft model: a handle that its host makes, and subclasses.
 
-    It has a pair of [slots, Hkv, D] for each layer. All caches have the same slots.
+    A plugin gives it to the ``AttentionPlan`` and reads nothing of it. How keys and values lie in
+    memory, and who allocates them, is the host's own.
     """
-
-    keys: list[Tensor]
-    values: list[Tensor]
 
 
 class AttentionPlan(Protocol):
@@ -82,6 +80,7 @@ class Runtime(Protocol):
     be called in ``create_worker`` raise a ``PluginError`` later.
 
     Attributes:
+        host: what the engine gives, and its name.
         device, dtype: of the target's weights and of all activations.
         config: the run's settings, after ``validate_config``.
         worker: what ``create_worker`` returned; None until then.
@@ -94,6 +93,7 @@ class Runtime(Protocol):
         req_table_size: request rows, row 0 (padding) included.
     """
 
+    host: HostCapabilities
     device: torch.device
     dtype: torch.dtype
     config: SpecConfig
@@ -125,7 +125,7 @@ class Runtime(Protocol):
         ``num_layers`` itself stands for what leaves the last layer, before the final norm.
 
         Raises:
-            UsageError: the target has no such layer.
+            UsageError: the target has no such layer, or the host captures none.
         """
 
     def capture_lm_head_input(self) -> str:
@@ -133,6 +133,9 @@ class Runtime(Protocol):
 
         Call it in ``create_worker``. Returns the name under which ``TargetOutput.per_node`` will
         hold them: [R, hidden_size].
+
+        Raises:
+            UsageError: the host does not capture them.
         """
 
     def add_output(self, output: PerTokenOutput) -> None:
@@ -202,7 +205,8 @@ class Runtime(Protocol):
         """Return the requests' temperatures: [bs, 1] float32, 1 for greedy requests."""
 
     def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the noise with which the target will choose, for a draft that chooses alike.
+        """Return the noise with which the target will choose, for a draft that chooses alike. Not
+        called where ``host.foreseeable_noise`` is False: every batch is greedy there.
 
         Args:
             positions: [bs, w] int64 absolute position of the tokens being chosen.

@@ -23,7 +23,9 @@ class Algorithm:
             summary="Has all there is",
             api_version=1,
             paper="arXiv 2503.01840",
-            capabilities=Capabilities(branching=True, draft_model=True),
+            capabilities=Capabilities(
+                branching=True, draft_model=True, captures={"layer_inputs"}
+            ),
             defaults=Defaults(num_steps=3, topk=2),
             weights={"tiny-code": FOLDER / "tiny", "other": FOLDER / "gone"},
         )
@@ -75,6 +77,7 @@ def test_json(full):
             "draft_model": True,
             "overlap": True,
             "prefix_cache": True,
+            "captures": ["layer_inputs"],
         },
         "defaults": {"num_steps": 3, "topk": 2, "num_draft_tokens": None},
         "draft_lookahead": None,
@@ -116,6 +119,7 @@ def test_for_people(full):
     assert shown["distribution"] == "specplug-full 1.0"
     able = "branching=yes, draft_model=yes, overlap=yes, prefix_cache=yes"
     assert shown["capabilities"] == able
+    assert shown["reads"] == "the hidden states before layers (capture_layer_inputs)"
     assert shown["defaults"] == "num_steps=3, topk=2, num_draft_tokens=from depth and width"
     assert shown["own hooks"] == "describe, create_worker, build_draft_input, propose, verify"
     assert shown["core defaults"].startswith("validate_config, create_future_map, ")

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specplug import LLM, KVCache, SamplingParams
+from specplug import LLM, SamplingParams
 from specplug.kernels import paged_attention_kernels as kernels
 from specplug.kernels.paged_attention_kernels import PagedAttention
+from specplug.kv.tensors import PagedKVCache
 from specplug.model.graph_recorder import GraphRecorder
 from specplug.model.padded_passes import PaddedPasses, PassPart, size_of
 from specplug.model.paged_plan import JoinedPlan, PagedPlan, RequestSlots
@@ -55,7 +56,7 @@ class Layer:
     ) -> PassOutput:
         """Attend: logits are the wanted rows of the result, which is captured whole."""
         pool = self.written = self.pool.clone()
-        cache = KVCache([pool[0]], [pool[1]])
+        cache = PagedKVCache([pool[0]], [pool[1]])
         q, k, v = self.rows[:, tokens]
         out = plan.attend(cache, 0, q, k[:, :1], v[:, :1])
         wanted = out if isinstance(logits_rows, int) else out[logits_rows]

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specplug import Draft, KVCache
+from specplug import Draft
 from specplug.kernels import grouped_attention
+from specplug.kv.tensors import PagedKVCache
 from specplug.model.paged_plan import PagedPlan, RequestSlots
 from specplug.speculative.padding import Padding
 
@@ -144,7 +145,7 @@ def test_attention_is_that_of_plain_loops(case: Case) -> None:
     table = _table(case)
     num_pages = int(table.max()) // case.page_size + 2
     pool = normal(num_pages * case.page_size, 2, KV_HEADS, HEAD_DIM)
-    cache = KVCache([pool[:, 0].clone()], [pool[:, 1].clone()])
+    cache = PagedKVCache([pool[:, 0].clone()], [pool[:, 1].clone()])
     rows = sum(case.widths)
     q, k, v = normal(rows, HEADS, HEAD_DIM), *normal(2, rows, KV_HEADS, HEAD_DIM)
     starts = torch.tensor(case.starts)
@@ -192,7 +193,7 @@ def test_rows_after_an_offset_see_what_their_mask_says(offset: int) -> None:
     width, start, slots = 2, 4, torch.randperm(30)[:20] + 1
     table = torch.stack((torch.zeros(20, dtype=torch.int64), slots))
     pool = torch.randn(31, 2, KV_HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
-    cache = KVCache([pool[:, 0].clone()], [pool[:, 1].clone()])
+    cache = PagedKVCache([pool[:, 0].clone()], [pool[:, 1].clone()])
     q = torch.randn(width, HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
     kv = torch.randn(2, width, KV_HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
     mask = torch.rand(1, width, offset + width, generator=generator) < 0.5
@@ -231,7 +232,7 @@ def test_rows_before_the_committed_length_are_written_again(
     slots = torch.randperm(60)[:40].view(2, 20) + 1
     table = torch.cat((torch.zeros(1, 20, dtype=torch.int64), slots))
     pool = torch.randn(61, 2, KV_HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
-    cache = KVCache([pool[:, 0].clone()], [pool[:, 1].clone()])
+    cache = PagedKVCache([pool[:, 0].clone()], [pool[:, 1].clone()])
     rows = sum(widths)
     q = torch.randn(rows, HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
     kv = torch.randn(2, rows, KV_HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
@@ -265,7 +266,9 @@ def test_rows_before_the_committed_length_are_written_again(
 def test_a_context_that_was_only_written_is_seen() -> None:
     generator = torch.Generator().manual_seed(0)
     table = torch.arange(40).view(2, 20)
-    cache = KVCache(*([torch.zeros(40, KV_HEADS, HEAD_DIM, dtype=torch.float64)] for _ in "kv"))
+    cache = PagedKVCache(
+        *([torch.zeros(40, KV_HEADS, HEAD_DIM, dtype=torch.float64)] for _ in "kv")
+    )
     kv = torch.randn(2, 6, KV_HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
     row, zero = torch.tensor([1]), torch.tensor([0])
     context = make_plan(table, row, zero, 4, 20, last_position=100)

@@ -23,12 +23,14 @@ from specplug import (
     Draft,
     DraftInput,
     FutureMap,
+    HostCapabilities,
     RequestReport,
     Runtime,
     SpecConfig,
     StateTensor,
     StepReport,
     TargetOutput,
+    UsageError,
     VerifyOutput,
     hookimpl,
     verify_tree,
@@ -203,7 +205,7 @@ class ToyHost:
     """Prefills, receives and decodes requests by the order of hooks alone. A request's index is
     its row in the request table."""
 
-    def __init__(self, *, tree: bool = False) -> None:
+    def __init__(self, *, tree: bool = False, **gives: Any) -> None:
         self.events: list[str] = []
         self.plugin = Everything(self.events, tree=tree)
         self.generated: defaultdict[int, list[int]] = defaultdict(list)
@@ -212,7 +214,12 @@ class ToyHost:
         config = self.hooks.validate_config(SpecConfig.resolve(selected.info))
         self.hooks.supports_target_verify_for_draft()
         self.runtime: Any = SimpleNamespace(
-            config=config, device=CPU, vocab_size=VOCAB, req_table_size=9, worker=None
+            host=HostCapabilities(**{"name": "a toy host", "verify": True, **gives}),
+            config=config,
+            device=CPU,
+            vocab_size=VOCAB,
+            req_table_size=9,
+            worker=None,
         )
         self.runtime.worker = self.hooks.create_worker(self.runtime)
         self.future_map = self.hooks.create_future_map(self.runtime)
@@ -275,11 +282,13 @@ class ToyHost:
         output = compact(verified, half.tokens, {"after": following(half.tokens)})
         self.order.extend(half, half.seq_lens + verified.accept_lens, output)
 
-    def begin(self, rows: Sequence[int], max_draft_nodes: int) -> tuple[Half, Draft]:
+    def begin(
+        self, rows: Sequence[int], max_draft_nodes: int, *, greedy: bool = True
+    ) -> tuple[Half, Draft]:
         half = self._half(rows)
         views = [View(request_id=str(row), token_ids=()) for row in rows]
         most = (max_draft_nodes,) * len(rows)
-        return half, self.order.begin_decode(half, views, most, greedy=True)
+        return half, self.order.begin_decode(half, views, most, greedy=greedy)
 
     def _half(self, rows: Sequence[int] | Mapping[int, Any]) -> Half:
         return Half(req_indices=ids(list(rows)))
@@ -322,6 +331,20 @@ def test_host_generates_what_its_target_does(host: ToyHost) -> None:
         4: 1 + 3 + (1 if host.plugin.tree else 2) + 3,
         5: 1 + (1 if host.plugin.tree else 2) + 2 + 2,
     }
+
+
+@pytest.mark.parametrize("foreseeable", [True, False])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_drafts_are_greedy_where_noise_is_not_foreseen(foreseeable: bool, greedy: bool) -> None:
+    host = ToyHost(foreseeable_noise=foreseeable)
+    host.prefill(PROMPTS)
+    half, _ = host.begin([2, 5], 4, greedy=greedy)
+    assert half.batch.greedy is (greedy or not foreseeable)
+
+
+def test_host_that_verifies_refuses_a_verify_hook() -> None:
+    with pytest.raises(UsageError, match=r"^EVERYTHING has a verify\(\) of its own"):
+        ToyHost(verify=False)
 
 
 def test_decode_step_calls_resolve_to_stash(host: ToyHost) -> None:

@@ -35,7 +35,7 @@ class Eagle:
             name="EAGLE",
             summary="EAGLE-2: one layer over the target's last feature, dynamic trees and chains",
             api_version=1,
-            capabilities=Capabilities(branching=True, draft_model=True),
+            capabilities=Capabilities(branching=True, draft_model=True, captures={"lm_head_input"}),
             defaults=Defaults(num_steps=5, topk=1, num_draft_tokens=6),
             paper="https://arxiv.org/abs/2406.16858",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},

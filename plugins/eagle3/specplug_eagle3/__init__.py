@@ -32,7 +32,7 @@ class Eagle3:
             name="EAGLE3",
             summary="EAGLE-3: one draft layer over fused target features, chains and dynamic trees",
             api_version=1,
-            capabilities=Capabilities(branching=True, draft_model=True),
+            capabilities=Capabilities(branching=True, draft_model=True, captures={"layer_inputs"}),
             defaults=Defaults(num_steps=5, topk=1, num_draft_tokens=6),
             paper="https://arxiv.org/abs/2503.01840",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},

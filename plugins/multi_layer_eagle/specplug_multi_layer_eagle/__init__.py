@@ -37,7 +37,7 @@ class MultiLayerEagle:
             name="MULTI_LAYER_EAGLE",
             summary="Multi-token-prediction layers: one layer for each drafted token, chains",
             api_version=1,
-            capabilities=Capabilities(draft_model=True),
+            capabilities=Capabilities(draft_model=True, captures={"lm_head_input"}),
             defaults=Defaults(num_steps=5),
             paper="https://arxiv.org/abs/2412.19437",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},

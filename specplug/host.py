@@ -1,0 +1,83 @@
+"""What a host gives the algorithms that it runs, and whether that is enough for one. No torch here.
+
+A host is an engine that runs plugins: the embedded one, vLLM, SGLang. Its ``Runtime`` has its
+``HostCapabilities`` as ``host``. An algorithm or a setting that needs more is refused at start,
+with the names of both; nothing is cut silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+from attrs import validators
+
+from specplug.algorithm import CAPTURES, AlgorithmInfo, SpecConfig, names_of
+from specplug.errors import UsageError
+
+
+@attrs.frozen(kw_only=True)
+class HostCapabilities:
+    """What a host gives. It gives nothing that it does not name.
+
+    Attributes:
+        name: what messages call the host, with its version: ``vLLM 0.32.0 (model runner V1)``.
+        draft_models: embeddings, LM head, KV caches and attention plans for draft models.
+        captures: the hidden states of the target that algorithms may read, of ``CAPTURES``.
+        trees: its target verifies drafts that branch.
+        verify: an algorithm's or an extension's ``verify`` hook is called.
+        overlap: a step may be launched before the last one's result is read.
+        exact_sampling: the token at a position depends on the request's seed, the position and the
+            text before it alone. Then sampled output is that of plain decoding too, not only
+            greedy output.
+        foreseeable_noise: ``Runtime.gumbel_noise`` is the noise with which the host will choose.
+            Without it drafts choose as for greedy requests.
+        disaggregation: prefill and decode instances exchange draft states.
+    """
+
+    name: str = attrs.field(validator=validators.instance_of(str))
+    draft_models: bool = False
+    captures: frozenset[str] = attrs.field(
+        default=frozenset(),
+        converter=names_of,
+        validator=validators.deep_iterable(validators.in_(CAPTURES)),
+    )
+    trees: bool = False
+    verify: bool = False
+    overlap: bool = False
+    exact_sampling: bool = False
+    foreseeable_noise: bool = False
+    disaggregation: bool = False
+
+    def obstacles(
+        self, info: AlgorithmInfo, config: SpecConfig | None = None, *, own_verify: bool = False
+    ) -> Iterator[str]:
+        """Yield why an algorithm cannot run here, a line each; nothing if it can.
+
+        Args:
+            info: what it declares.
+            config: settings to judge too; None: those with which it fits best.
+            own_verify: whether a plugin of the run implements ``verify``.
+        """
+        able = info.capabilities
+        if able.draft_model and not self.draft_models:
+            yield f"{info.name} has a draft model, and {self.name} runs none"
+        for capture in sorted(able.captures - self.captures):
+            yield f"{info.name} reads {CAPTURES[capture]}, and {self.name} does not give them"
+        if own_verify and not self.verify:
+            yield f"{info.name} has a verify() of its own, and {self.name} verifies by itself"
+        if config is not None and config.topk > 1 and not self.trees:
+            yield (
+                f"{info.name} with topk={config.topk} drafts trees, and {self.name} verifies "
+                "chains only; use topk=1"
+            )
+
+    def check(self, info: AlgorithmInfo, config: SpecConfig, *, own_verify: bool = False) -> None:
+        """Refuse a run that needs more than the host gives.
+
+        Raises:
+            UsageError: it does, with all reasons.
+        """
+        found = "; ".join(self.obstacles(info, config, own_verify=own_verify))
+        if found:
+            raise UsageError(found)

@@ -1,0 +1,118 @@
+"""Every installed algorithm runs on a ``Runtime`` that has nothing but the protocol.
+
+The embedded engine gives its plugins no more than any other host could. Plugins get a runtime whose
+other names raise, KV caches that are bare handles, and plans of the protocol's methods alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+from torch import Tensor
+
+from specplug import LLM, AttentionPlan, Batch, KVCache, Runtime, SamplingParams
+from specplug.engine.engine_runtime import EngineRuntime
+from specplug.registry import Registry
+from specplug.speculative.plugin_guard import PluginGuard
+
+MEMBERS = {*Runtime.__annotations__, *(n for n in vars(Runtime) if not n.startswith("_"))}
+PLAN = {name for name in vars(AttentionPlan) if not name.startswith("_")}
+PROMPTS = ["def f(x):\n    return ", "class Queue:\n    def ", "import os\nimport "]
+
+
+class Handle(KVCache):
+    """A cache that has nothing to read."""
+
+
+@attrs.frozen(eq=False)
+class BarePlan:
+    """An ``AttentionPlan``, from handles to the engine's caches."""
+
+    plan: Any
+    caches: dict[KVCache, KVCache]
+
+    @property
+    def positions(self) -> Tensor:
+        found: Tensor = self.plan.positions
+        return found
+
+    def attend(self, cache: KVCache, *given: Any, **named: Any) -> Tensor:
+        out: Tensor = self.plan.attend(self.caches[cache], *given, **named)
+        return out
+
+    def write(self, cache: KVCache, *given: Any, **named: Any) -> None:
+        self.plan.write(self.caches[cache], *given, **named)
+
+
+class BareRuntime:
+    """What the protocol names, from an engine's runtime.
+
+    Attributes:
+        used: the members that were asked for.
+    """
+
+    def __init__(self, runtime: EngineRuntime, used: set[str]) -> None:
+        self._runtime, self.used = runtime, used
+        self._caches: dict[KVCache, KVCache] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in MEMBERS:
+            raise AttributeError(f"{name!r} is no member of Runtime")
+        self.used.add(name)
+        return getattr(self._runtime, name)
+
+    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:
+        handle = Handle()
+        self._caches[handle] = self._runtime.allocate_kv(num_layers, num_kv_heads, head_dim)
+        return handle
+
+    def plan_attention(
+        self, batch: Batch, starts: Tensor, width: int | Sequence[int], **layout: Any
+    ) -> BarePlan:
+        plan = self._runtime.plan_attention(batch, starts, width, **layout)
+        return BarePlan(plan, self._caches)
+
+
+def _generate(algorithm: str, **settings: Any) -> list[tuple[int, ...]]:
+    params = [
+        SamplingParams(max_tokens=16, ignore_eos=True),
+        SamplingParams(max_tokens=16, temperature=0.8, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=12, ignore_eos=True),
+    ]
+    with LLM(
+        speculative_algorithm=algorithm, device="cpu", max_total_tokens=1024,
+        chunked_prefill_size=8, **settings,
+    ) as llm:  # fmt: skip
+        return [output.token_ids for output in llm.generate(PROMPTS, params)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[tuple[int, ...]]:
+    """What NONE generates."""
+    return _generate("NONE")
+
+
+@pytest.mark.parametrize("name", sorted({*Registry().names()} - {"NONE"}))
+def test_algorithm_needs_nothing_but_the_protocol(
+    name: str, plain: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, bare, used = PluginGuard.call, dict[int, BareRuntime](), set[str]()
+
+    def call_with_bare(self: PluginGuard, hook: str, **arguments: Any) -> Any:
+        runtime = arguments.get("runtime")
+        if isinstance(runtime, EngineRuntime):
+            arguments["runtime"] = bare.setdefault(id(runtime), BareRuntime(runtime, used))
+        batch = arguments.get("batch")
+        if batch is not None and batch.attention is not None:
+            caches = arguments["runtime"]._caches
+            batch = attrs.evolve(batch, attention=BarePlan(batch.attention, caches))
+            arguments["batch"] = batch
+        return call(self, hook, **arguments)
+
+    monkeypatch.setattr(PluginGuard, "call", call_with_bare)
+    branches = Registry().select(name).info.capabilities.branching
+    assert _generate(name, speculative_eagle_topk=3 if branches else 1) == plain
+    assert "config" in used
