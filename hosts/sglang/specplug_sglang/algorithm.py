@@ -1,0 +1,108 @@
+"""A specplug algorithm as SGLang's scheduler sees it."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
+
+from specplug_sglang.settings import choose
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.server_args import ServerArgs
+
+    from specplug_sglang.worker import SpecplugWorker
+
+logger = logging.getLogger(__name__)
+
+_OF_BUILTIN = vars(SpeculativeAlgorithm)
+
+
+class SpecplugAlgorithm(CustomSpecAlgo):
+    """One of the registered algorithms, in each of SGLang's processes.
+
+    ``CustomSpecAlgo`` has the methods that begin with ``is_`` and ``supports_``. The scheduler
+    calls further ones of its own algorithms, which are here.
+    """
+
+    algorithm: str
+    worker: SpecplugWorker | None = None
+
+    def handle_server_args(self, server_args: ServerArgs) -> None:
+        """Fill in the algorithm's own defaults: SGLang sizes its pools by them."""
+        from sglang.srt.configs.model_config import ModelConfig
+
+        target = ModelConfig.from_server_args(server_args).hf_config.to_dict()
+        chosen = choose(self.algorithm, server_args, target)
+        config = chosen.config
+        for adjustment in config.adjustments:
+            logger.warning("%s: %s", self.name, adjustment)
+        server_args.speculative_num_steps = config.num_steps
+        server_args.speculative_eagle_topk = config.topk
+        server_args.speculative_num_draft_tokens = config.num_draft_tokens
+        # A step with prompts and decoding requests in one pass has no draft extend.
+        server_args.enable_mixed_chunk = False
+
+    def create_worker(self, server_args: ServerArgs) -> Any:
+        from specplug_sglang.sglang_names import check_names
+
+        check_names()
+        return super().create_worker(server_args)
+
+    def has_draft_kv(self) -> bool:
+        """Whether each branch of a tree needs pages of its own: drafts stand in consecutive slots
+        after the committed ones, whatever their shape."""
+        return False
+
+    def need_topk(self) -> bool:
+        """Whether SGLang's map relays candidates: the draft state is in the algorithm's own."""
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        """Whether disaggregation sends hidden states."""
+        return False
+
+    def supports_target_verify_for_draft(self) -> bool:
+        """Whether SGLang's graph runner may record a draft model of its own: there is none."""
+        return False
+
+    def create_future_map(
+        self,
+        device: torch.device,
+        req_to_token_pool: ReqToTokenPool,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> FutureMap:
+        """Return the map by which SGLang's scheduler learns how long the requests have become, and
+        make the algorithm's, by its own hook."""
+        assert self.worker is not None
+        self.worker.begin()
+        made: FutureMap = _OF_BUILTIN["create_future_map"](
+            self, device, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
+        )
+        return made
+
+
+def register_algorithm(name: str, algorithm: str) -> None:
+    """Register an installed algorithm in this process, once."""
+    if get_spec(name) is not None:
+        return
+
+    class Algorithm(SpecplugAlgorithm):
+        pass
+
+    Algorithm.algorithm = algorithm
+
+    def factory(server_args: ServerArgs) -> Any:
+        from specplug_sglang.worker import SpecplugWorker
+
+        return partial(SpecplugWorker, get_spec(name))
+
+    register = SpeculativeAlgorithm.register(name, supports_overlap=True, spec_class=Algorithm)
+    register(factory)

@@ -1,0 +1,120 @@
+"""SGLang's requests, as plugins see them, and what is known of each by its row."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import attrs
+from torch import Tensor
+
+from specplug import RequestReport
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+_NO_STATE: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class View:
+    """A ``RequestView`` of one of SGLang's requests. It holds no request alive."""
+
+    draft_state = _NO_STATE
+
+    def __init__(self, request: Req) -> None:
+        self._request = weakref.ref(request)
+        self.request_id: str = request.rid
+        self.prompt_token_ids: Sequence[int] = list(request.origin_input_ids)
+        self.max_tokens: int = request.sampling_params.max_new_tokens
+        self._tokens = list(self.prompt_token_ids)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The prompt, and the output that the scheduler knows."""
+        request = self._request()
+        if request is not None:
+            known = len(self._tokens) - len(self.prompt_token_ids)
+            self._tokens.extend(request.output_ids[known:])
+        return self._tokens
+
+    def is_of(self, request: Req) -> bool:
+        """Return whether it is this request's, and not an earlier one's of the same name."""
+        return self._request() is request
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the scheduler is done with it."""
+        request = self._request()
+        return request is None or request.finished()
+
+    def report(self) -> RequestReport:
+        """Describe it after its end, as far as it is known."""
+        request = self._request()
+        reason = getattr(request, "finished_reason", None)
+        kind = "" if reason is None else str(reason.to_json().get("type", ""))
+        return RequestReport(
+            request_id=self.request_id,
+            finish_reason=kind if kind in ("stop", "length", "abort") else "",
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_output_tokens=len(self.token_ids) - len(self.prompt_token_ids),
+        )
+
+
+@attrs.define
+class _Row:
+    """A row of the request table: whose it is, and how far its prompt is prefilled."""
+
+    request_id: str
+    prefilled: int
+    is_last: bool
+
+
+class Requests:
+    """The requests that the worker has seen and that have not ended."""
+
+    def __init__(self) -> None:
+        self._views: dict[str, View] = {}
+        self._rows: dict[int, _Row] = {}
+
+    def views(self, requests: Sequence[Req]) -> list[View]:
+        """Return the views of a batch, one object for each request as long as it runs."""
+        return [
+            self._views.get(request.rid) or self._views.setdefault(request.rid, View(request))
+            for request in requests
+        ]
+
+    def begin_chunk(self, row: int, request: Req, start: int, end: int, is_last: bool) -> bool:
+        """Note a chunk of a prompt, and return whether the request has just got its row: it is not
+        the one that was there, or it has been retracted and begins again.
+
+        Args:
+            start, end: positions of the chunk.
+        """
+        known = self._rows.get(row)
+        goes_on = (
+            known is not None
+            and (known.request_id, known.prefilled) == (request.rid, start)
+            and not known.is_last
+        )
+        self._rows[row] = _Row(request.rid, end, is_last)
+        return not goes_on
+
+    def end(self, request_id: str) -> Iterator[View]:
+        """Forget a request, and yield its view if it was known."""
+        view = self._views.pop(request_id, None)
+        if view is not None:
+            yield view
+
+    def ended(self, batch: Sequence[Req]) -> Iterator[View]:
+        """Forget those that have ended without a word, and yield them: SGLang tells its workers of
+        requests that end in a decode step alone.
+
+        Args:
+            batch: the requests of the next step, which have not ended.
+        """
+        running = {request.rid: request for request in batch}
+        for name, view in list(self._views.items()):
+            if not view.is_of(running[name]) if name in running else view.has_ended:
+                yield from self.end(name)

@@ -1,0 +1,151 @@
+"""``Runtime`` over SGLang's model runner: all that a plugin can reach of SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specplug import Batch, PluginError, SpecConfig, UsageError
+from specplug.speculative.output_kind import PerTokenOutput
+from specplug.speculative.padding import Padding
+from specplug.speculative.runtime import RankInfo
+from specplug_sglang.captures import Captures
+from specplug_sglang.paged_plan import DraftPools, PagedPlan, StepSlots
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.server_args import ServerArgs
+
+
+class SglangRuntime:
+    """Implements ``Runtime``.
+
+    Args:
+        runner: of the target, which is loaded; its pools come later (``allocate``).
+        server_args: of this process.
+        config: of the run.
+
+    Attributes:
+        step: where the requests of the running step have their slots. Set by the worker.
+        sampling: what they want of the sampler. Set by the worker.
+    """
+
+    worker: Any = None
+    rank = RankInfo()
+    req_table_size: int
+    step: StepSlots
+    sampling: SamplingBatchInfo
+
+    def __init__(self, runner: ModelRunner, server_args: ServerArgs, config: SpecConfig) -> None:
+        target = runner.model_config
+        self._runner = runner
+        self.config = config
+        self.device = torch.device(runner.device)
+        self.dtype = runner.dtype
+        self.vocab_size = target.vocab_size
+        self.hidden_size = target.hidden_size
+        self.num_layers = target.num_hidden_layers
+        self.context_len = target.context_len
+        self.page_size = server_args.page_size or 1
+        chunk = server_args.chunked_prefill_size
+        self.chunked_prefill_size = chunk if chunk is not None and chunk > 0 else None
+        self.overlap = not server_args.disable_overlap_schedule
+        self.captures = Captures(runner.model, self.num_layers, self.hidden_size)
+        self._draft_pools: list[tuple[DraftPools, tuple[int, int, int]]] = []
+        self._sealed = False
+
+    @property
+    def max_running_requests(self) -> int:
+        """The greatest bs of a decode step. SGLang computes it with its pools; before them it is
+        what was asked for."""
+        return int(self._runner.max_running_requests or 0)
+
+    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+        embedded: Tensor = self._runner.model.model.embed_tokens(token_ids)
+        return embedded
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        head = self._runner.model.lm_head
+        # SGLang pads the vocabulary of its heads.
+        return torch.nn.functional.linear(hidden, head.weight[: self.vocab_size])
+
+    def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
+        self._check_open("capture_layer_inputs")
+        return self.captures.layer_inputs(layer_ids)
+
+    def capture_lm_head_input(self) -> str:
+        self._check_open("capture_lm_head_input")
+        return self.captures.lm_head_input()
+
+    def add_output(self, output: PerTokenOutput) -> None:
+        raise UsageError(
+            f"output {output.name!r}: SGLang hands out tokens and log-probabilities alone; "
+            "expected no extension that adds outputs, disable it (SPECPLUG_DISABLE)"
+        )
+
+    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> DraftPools:
+        self._check_open("allocate_kv")
+        pools = DraftPools()
+        self._draft_pools.append((pools, (num_layers, num_kv_heads, head_dim)))
+        return pools
+
+    def plan_attention(
+        self,
+        batch: Batch,
+        starts: Tensor,
+        width: int | Sequence[int],
+        *,
+        offset: int = 0,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> PagedPlan:
+        padding = None
+        if not isinstance(width, int):
+            widths, width = width, max(width)
+            padding = Padding.of(widths, width, self.device)
+        return PagedPlan(
+            step=self.step,
+            starts=starts,
+            width=width,
+            offset=offset,
+            given_positions=positions,
+            mask=mask,
+            padding=padding,
+        )
+
+    def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        self._check_open("record_draft")
+        return forward
+
+    def temperatures(self, batch: Batch) -> Tensor:
+        return self.sampling.temperatures.view(batch.size, 1)
+
+    def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
+        raise PluginError("gumbel_noise: SGLang's noise is not foreseen; every batch is greedy")
+
+    def _check_open(self, method: str) -> None:
+        if self._sealed:
+            raise PluginError(
+                f"runtime.{method}() was called after create_worker(); expected it there, before "
+                "SGLang makes its pools; call it in create_worker()"
+            )
+
+    # What the worker uses
+
+    def seal(self) -> None:
+        """Refuse further captures and caches, and have the target return what was asked for."""
+        self._sealed = True
+        self.captures.install()
+
+    def allocate(self, num_slots: int) -> None:
+        """Make the draft models' pools, with the slots of SGLang's."""
+        for pools, (layers, heads, head_dim) in self._draft_pools:
+            for tensors in (pools.keys, pools.values):
+                tensors += [
+                    torch.zeros(num_slots, heads, head_dim, dtype=self.dtype, device=self.device)
+                    for _ in range(layers)
+                ]

@@ -1,0 +1,96 @@
+"""The token that SGLang's own sampler chooses after each node of a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+_BY_REQUEST = (
+    "temperatures",
+    "top_ps",
+    "top_ks",
+    "min_ps",
+    "sampling_seed",
+    "logit_bias",
+    "acc_additive_penalties",
+    "acc_scaling_penalties",
+)
+
+
+def decodes_plainly(request: Req) -> bool:
+    """Return whether the token after a node depends on more than SGLang's sampler can be told of a
+    node: on the tokens before it (penalties, a least length), on a grammar's state, or on code of
+    the user's. Such a request drafts nothing, and SGLang's sampler treats it as ever."""
+    wants = request.sampling_params
+    return bool(
+        request.grammar is not None
+        or request.custom_logit_processor
+        or wants.frequency_penalty
+        or wants.presence_penalty
+        or wants.repetition_penalty != 1.0
+        or wants.min_new_tokens
+    )
+
+
+def sample_nodes(
+    runner: ModelRunner,
+    batch: ScheduleBatch,
+    output: LogitsProcessorOutput,
+    widths: Sequence[int],
+    positions: Tensor,
+) -> Tensor:
+    """Return the token after each of the T nodes, [T] int64: what plain decoding would choose
+    there.
+
+    With ``--enable-deterministic-inference`` SGLang's noise is a function of a request's seed and
+    the position, and so the choice depends on no draft. Otherwise each node's token is drawn anew:
+    the text has the distribution of plain decoding, and there is no seed to repeat it by.
+
+    Args:
+        output: of the target's pass. Its logits [T, V] may be overwritten.
+        widths: nodes of each request.
+        positions: [T] int64 of the nodes.
+    """
+    info = _by_node(batch.sampling_info, widths)
+    runner._preprocess_logits(output, info)
+    nodes = len(positions)
+    tokens = runner.sampler(output, info, False, [0] * nodes, [None] * nodes, positions)
+    return tokens.to(torch.int64)
+
+
+def _by_node(info: SamplingBatchInfo, widths: Sequence[int]) -> SamplingBatchInfo:
+    """Return what the requests want, once for each of their nodes."""
+    if all(width == 1 for width in widths):
+        return info
+    request_of = [row for row, width in enumerate(widths) for _ in range(width)]
+    rows = torch.tensor(request_of, device=info.temperatures.device)
+    own = {name: getattr(info, name) for name in _BY_REQUEST}
+    changed = {name: value[rows] for name, value in own.items() if value is not None}
+    # What follows is for requests of one node alone, and stands at that.
+    first = [total - width for total, width in zip(accumulate(widths), widths, strict=True)]
+    if info.grammars:
+        changed["grammars"] = [None] * len(request_of)
+        for node, grammar in zip(first, info.grammars, strict=True):
+            changed["grammars"][node] = grammar
+    if info.has_custom_logit_processor:
+        changed["custom_params"] = [info.custom_params[row] for row in request_of]
+        changed["custom_logit_processor"] = {
+            key: replace(
+                entry,
+                rows=[first[row] for row in entry.rows],
+                indices=torch.tensor([first[row] for row in entry.rows], device=rows.device),
+            )
+            for key, entry in info.custom_logit_processor.items()
+        }
+    return replace(info, **changed)

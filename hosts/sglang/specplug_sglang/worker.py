@@ -1,0 +1,278 @@
+"""The speculative worker of SGLang's scheduler, around one algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.forward_batch_info import ForwardMode as SglangMode
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from torch import Tensor
+
+from specplug import Batch, CommittedOutput, RequestReport, VerifyOutput
+from specplug.speculative.batch import ForwardMode
+from specplug.speculative.hook_order import Half, HookOrder
+from specplug_sglang.paged_plan import PagedPlan, StepSlots
+from specplug_sglang.relay import RelayedRoots
+from specplug_sglang.request_views import Requests
+from specplug_sglang.runtime import SglangRuntime
+from specplug_sglang.sampling import decodes_plainly, sample_nodes
+from specplug_sglang.settings import choose
+from specplug_sglang.verify_pass import VerifyInput, teach_torch_native
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.server_args import ServerArgs
+
+    from specplug_sglang.algorithm import SpecplugAlgorithm
+
+Publish = Callable[[Tensor], None]
+
+
+@attrs.define(eq=False, kw_only=True)
+class SglangHalf(Half):
+    """The requests of one of SGLang's batches: it never prefills and decodes in one pass.
+
+    Attributes:
+        plan: of the target's rows.
+        publish: of the scheduler's map, with overlap: takes the lengths after the step.
+        verified: of a decode step.
+        committed: what the step has left.
+    """
+
+    plan: PagedPlan = attrs.field(init=False)
+    publish: Publish | None = None
+    verified: VerifyOutput | None = None
+    committed: CommittedOutput = attrs.field(init=False)
+
+
+class SpecplugWorker(BaseSpecWorker):
+    """Runs the target, and drives the hooks. Implements ``Host`` for ``HookOrder``.
+
+    Args:
+        algorithm: as it is registered in this process.
+        server_args, target_worker: of SGLang. The rest is not used.
+    """
+
+    draft_worker = None  # a plugin's draft model is none of SGLang's runners
+
+    def __init__(
+        self,
+        algorithm: SpecplugAlgorithm,
+        server_args: ServerArgs,
+        gpu_id: int,
+        nccl_port: int,
+        target_worker: TpModelWorker,
+    ) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self._runner = target_worker.model_runner
+        target = self._runner.model_config.hf_config.to_dict()
+        chosen = choose(algorithm.algorithm, server_args, target)
+        self._hooks, config = chosen.hooks, chosen.config
+        self._num_draft_tokens = config.num_draft_tokens
+        self._runtime = SglangRuntime(self._runner, server_args, config)
+        self._requests = Requests()
+        self._hooks.supports_target_verify_for_draft()
+        with torch.inference_mode():
+            self._runtime.worker = self._hooks.create_worker(self._runtime)
+        self._runtime.seal()
+        teach_torch_native()
+        algorithm.worker = self
+
+    # What the scheduler calls before the first step, in this order
+
+    def alloc_memory_pool(
+        self,
+        memory_pool_config: Any = None,
+        req_to_token_pool: ReqToTokenPool = None,
+        token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator = None,
+    ) -> None:
+        """Take SGLang's pools, and make the draft models'."""
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        self._pool = token_to_kv_pool_allocator.get_kvcache()
+        self._table = req_to_token_pool.req_to_token
+        self._runtime.req_table_size = len(self._table)
+        self._floors = torch.zeros(len(self._table), dtype=torch.int64, device=self._table.device)
+        with torch.inference_mode():
+            self._runtime.allocate(len(self._pool.get_key_buffer(0)))
+
+    def begin(self) -> None:
+        """Make the algorithm's future map, once the pools are there."""
+        with torch.inference_mode():
+            future_map = self._hooks.create_future_map(self._runtime)
+            self._order = HookOrder(self._runtime, self._hooks, future_map, self)
+
+    @property
+    def last_shared_read_runner(self) -> Any:
+        """Who tells when SGLang may write to the request table again: nobody before the whole step
+        is done, since the draft extend reads it last."""
+        return SimpleNamespace(shared_read_done_event=None)
+
+    # Steps
+
+    @torch.inference_mode()
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Publish | None = None,
+        grammar_barrier: Callable[[], None] | None = None,
+        pp_proxy_tensors: Any = None,
+    ) -> GenerationBatchResult:
+        """Run a step of the scheduler's batch."""
+        self._report_ended(self._requests.ended(batch.reqs))
+        half = SglangHalf(req_indices=batch.req_pool_indices.to(torch.int64), publish=on_publish)
+        if batch.forward_mode.is_extend():
+            return self._prefill(batch, half)
+        return self._decode(batch, half)
+
+    def _prefill(self, batch: ScheduleBatch, half: SglangHalf) -> GenerationBatchResult:
+        views = self._requests.views(batch.reqs)
+        starts, widths = list(batch.prefix_lens), tuple(batch.extend_lens)
+        ends = tuple(start + width for start, width in zip(starts, widths, strict=True))
+        last = tuple(end >= len(v.token_ids) for end, v in zip(ends, views, strict=True))
+        rows = batch.req_pool_indices.tolist()
+        chunks = zip(rows, batch.reqs, starts, ends, last, strict=True)
+        first = tuple([self._requests.begin_chunk(*chunk) for chunk in chunks])
+        half.seq_lens = torch.tensor(starts, device=self._table.device)
+        self._set_floors(half, first)
+        half.tokens = batch.input_ids.to(torch.int64)
+        half.batch = Batch(
+            mode=ForwardMode.PREFILL,
+            requests=views,
+            req_indices=half.req_indices.clone(),
+            seq_lens=half.seq_lens.clone(),
+            chunk_widths=widths,
+            chunk_ends=ends,
+            first_chunk=first,
+            last_chunk=last,
+        )
+        self._begin_step(batch, half, ends)
+        half.plan = self._runtime.plan_attention(half.batch, half.seq_lens, widths)
+        captures = self._runtime.captures
+        result = self._target_worker.forward_batch_generation(
+            batch, capture_hidden_mode=CaptureHiddenMode.FULL if captures else None
+        )
+        predict = result.next_token_ids.to(torch.int64)
+        per_node = captures.of(result.logits_output.hidden_states)
+        last_rows = torch.tensor(widths, device=predict.device).cumsum(0) - 1
+        if half.publish is not None:
+            half.publish(batch.seq_lens)
+        self._order.finish_prefill(half, last_rows, predict, per_node)
+        result.logits_output.hidden_states = None
+        result.next_draft_input = RelayedRoots(predict)
+        result.new_seq_lens = batch.seq_lens
+        return result
+
+    def _set_floors(self, half: SglangHalf, first: Sequence[bool]) -> None:
+        """Note where each request begins to write: after what was found in the prefix cache."""
+        begun = torch.tensor(first, device=self._table.device)
+        rows = half.req_indices
+        self._floors[rows] = torch.where(begun, half.seq_lens, self._floors[rows])
+
+    def _begin_step(self, batch: ScheduleBatch, half: SglangHalf, counts: Sequence[int]) -> None:
+        self._runtime.sampling = batch.sampling_info
+        self._runtime.step = StepSlots.of(
+            self._table, half.req_indices, counts, self._floors, self._runtime.context_len
+        )
+
+    def _decode(self, batch: ScheduleBatch, half: SglangHalf) -> GenerationBatchResult:
+        runtime, stride = self._runtime, self._num_draft_tokens
+        self._begin_step(batch, half, [request.kv.kv_allocated_len for request in batch.reqs])
+        most = tuple(1 if decodes_plainly(request) else stride for request in batch.reqs)
+        views = self._requests.views(batch.reqs)
+        draft = self._order.begin_decode(half, views, most, greedy=True)
+        widths = draft.widths or (draft.width,) * len(views)
+        half.plan = self._plan_nodes(half)
+        batch.forward_mode = SglangMode.TARGET_VERIFY
+        batch.input_ids = half.tokens
+        batch.out_cache_loc = half.plan.slots
+        batch.spec_info = VerifyInput(half.plan, draft.width, bool(runtime.captures))
+        result = self._target_worker.forward_batch_generation(batch, is_verify=True)
+        output = result.logits_output
+        per_node = runtime.captures.of(output.hidden_states)
+        output.hidden_states = None
+        logits = output.next_token_logits
+        predict = sample_nodes(self._runner, batch, output, widths, half.plan.positions)
+        self._order.finish_decode(half, predict, logits, per_node)
+        return self._decoded(batch, half, result)
+
+    def _plan_nodes(self, half: SglangHalf) -> PagedPlan:
+        draft = half.draft
+        assert draft is not None
+        return PagedPlan(
+            step=self._runtime.step,
+            starts=half.seq_lens,
+            width=draft.width,
+            given_positions=None if draft.is_chain else half.seq_lens.unsqueeze(1) + draft.depths,
+            mask=None if draft.is_chain else draft.mask,
+            padding=draft.padding,
+        )
+
+    def _decoded(
+        self, batch: ScheduleBatch, half: SglangHalf, result: GenerationBatchResult
+    ) -> GenerationBatchResult:
+        verified, committed = half.verified, half.committed
+        assert verified is not None
+        if batch.return_logprob:
+            compute_spec_logprobs(
+                batch, result.logits_output, verified.predict, accept_index=verified.accept_index
+            )
+        return GenerationBatchResult(
+            logits_output=result.logits_output,
+            next_token_ids=committed.next_tokens.to(torch.int32),
+            accept_lens=committed.accept_lens.to(torch.int32),
+            new_seq_lens=half.seq_lens + committed.accept_lens,
+            next_draft_input=RelayedRoots(committed.bonus_tokens),
+            can_run_cuda_graph=result.can_run_cuda_graph,
+            speculative_num_draft_tokens=self._num_draft_tokens,
+            speculative_output_stride=verified.accept_index.shape[1],
+        )
+
+    # Host
+
+    def keep_accepted(self, half: SglangHalf, verified: VerifyOutput) -> None:
+        """Move the KV of a tree's accepted nodes to the first of the request's slots."""
+        half.verified, draft = verified, half.draft
+        assert draft is not None
+        if draft.is_chain:
+            return
+        index, slots = verified.accept_index, half.plan.slots
+        node = index.clamp(min=0)
+        first = draft.offsets.unsqueeze(1) + torch.arange(index.shape[1], device=index.device)
+        accepted = index >= 0
+        source = torch.where(accepted, slots[node], 0)
+        target = torch.where(accepted, slots[first.clamp(max=len(slots) - 1)], 0)
+        self._pool.move_kv_cache(target.flatten(), source.flatten())
+
+    def deliver(self, half: SglangHalf, output: CommittedOutput) -> None:
+        """Keep what the scheduler is to be given, and tell it the lengths after the step."""
+        half.batch.attention = half.plan
+        half.committed = attrs.evolve(
+            output,
+            next_tokens=output.next_tokens.clone(),
+            accept_lens=output.accept_lens.clone(),
+            bonus_tokens=output.bonus_tokens.clone(),
+        )
+        if not half.batch.is_prefill and half.publish is not None:
+            half.publish(half.seq_lens + output.accept_lens)
+
+    # Ends
+
+    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        """Tell the plugins that a request has ended."""
+        self._report_ended(self._requests.end(rid))
+
+    def _report_ended(self, views: Any) -> None:
+        for view in views:
+            report: RequestReport = view.report()
+            self._hooks.on_request_finished(self._runtime, report)

@@ -1,0 +1,21 @@
+"""What the tests compare with: SGLang's own output."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from engines import ASSETS, running
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[str]:
+    lines = (ASSETS / "prompts" / "held_out.jsonl").read_text().splitlines()
+    return [json.loads(line)["prompt"] for line in lines[:12]]
+
+
+@pytest.fixture(scope="session")
+def plain(prompts: list[str]) -> list[list[int]]:
+    """SGLang's own output of the prompts, without speculation."""
+    with running() as engine:
+        return engine.generate(prompts).tokens
