@@ -147,7 +147,7 @@ def longest(prompts: tuple[str, ...]) -> int:
     """Tokens of the longest prompt."""
     from transformers import AutoTokenizer
 
-    from specplug.model.loading import ASSETS
+    from specplug.algorithm import ASSETS
 
     tokenizer = AutoTokenizer.from_pretrained(str(ASSETS / "tiny_code"))
     return max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts)
@@ -209,7 +209,7 @@ class Judge:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from specplug.model.loading import ASSETS
+        from specplug.algorithm import ASSETS
 
         path = str(ASSETS / "tiny_code")
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)

@@ -435,7 +435,7 @@ def default_tokenizer() -> Any:
     """The default model's ``tokenizers.Tokenizer``."""
     from transformers import AutoTokenizer
 
-    from specplug.model.loading import ASSETS
+    from specplug.algorithm import ASSETS
 
     return AutoTokenizer.from_pretrained(str(ASSETS / "tiny_code")).backend_tokenizer
 

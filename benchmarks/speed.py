@@ -33,7 +33,7 @@ def transformers_generate(tokens: int) -> Complete:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from specplug.model.loading import ASSETS
+    from specplug.algorithm import ASSETS
 
     path = str(ASSETS / "tiny_code")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -69,8 +69,8 @@ def main() -> int:
     import torch
     from transformers import AutoTokenizer
 
+    from specplug.algorithm import ASSETS
     from specplug.bench.dataset import HELD_OUT, read_prompts
-    from specplug.model.loading import ASSETS
 
     none = plain(arguments.max_tokens)
     generate = transformers_generate(arguments.max_tokens)

@@ -155,7 +155,7 @@ def compare(
 ) -> str:
     """Return a row of the table."""
     import specplug_eagle3
-    from specplug.model.loading import ASSETS
+    from specplug.algorithm import ASSETS
 
     algorithm, batch = case.split(":")
     size = int(batch)
@@ -225,8 +225,8 @@ def main() -> int:
 
     from transformers import AutoTokenizer
 
+    from specplug.algorithm import ASSETS
     from specplug.bench.dataset import HELD_OUT, read_prompts
-    from specplug.model.loading import ASSETS
 
     tokenizer = AutoTokenizer.from_pretrained(str(ASSETS / "tiny_code"))
     prompts = [tokenizer(prompt.content)["input_ids"] for prompt in read_prompts(HELD_OUT)]

@@ -29,6 +29,9 @@ DEFAULT_MODEL = "tiny-code"
 """Name of the model that ships with specplug; plugins key their shipped weights by it."""
 
 
+ASSETS = Path(__file__).parent / "assets"
+"""The models and prompts that ship with specplug."""
+
 CAPTURES = {
     "layer_inputs": "the hidden states before layers (capture_layer_inputs)",
     "lm_head_input": "the hidden states after the final norm (capture_lm_head_input)",
@@ -212,7 +215,8 @@ class SpecConfig:
         """Combine the user's settings with the algorithm's defaults.
 
         Args:
-            model_name: the target's name, if it is one that plugins ship weights for.
+            model_name: the target's name or folder: plugins ship weights for models that ship with
+                specplug.
 
         Raises:
             UsageError: a number is out of range, the algorithm cannot branch, or it needs a draft
@@ -241,6 +245,20 @@ class SpecConfig:
             draft_model_path=_draft_model_path(info, draft_model_path, model_name),
             target_config=dict(target_config or {}),
         )
+
+
+def find_model(model: str | Path | None) -> str:
+    """Return a model's folder or hub id; for None and ``"tiny-code"`` the default model's."""
+    if model is None or str(model) == DEFAULT_MODEL:
+        return str(ASSETS / "tiny_code")
+    return str(model)
+
+
+def shipped_name(model: str | Path) -> str:
+    """Return the name of the model that ships in a folder; of another model what was given."""
+    if Path(model).expanduser().resolve() == (ASSETS / "tiny_code").resolve():
+        return DEFAULT_MODEL
+    return str(model)
 
 
 def _num_draft_tokens(
@@ -274,8 +292,9 @@ def _draft_model_path(
         return None
     if typed is not None:
         return Path(typed)
-    if model_name is not None and model_name in info.weights:
-        return Path(info.weights[model_name])
+    name = None if model_name is None else shipped_name(model_name)
+    if name is not None and name in info.weights:
+        return Path(info.weights[name])
     shipped = ", ".join(info.weights) or "no model"
     raise UsageError(
         f"{info.name} needs draft weights for this target: it ships them for {shipped}; "

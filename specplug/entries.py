@@ -17,6 +17,7 @@ from specplug.contract import Problem, error_line, nearest
 
 ALGORITHMS = "specplug.algorithms"
 EXTENSIONS = "specplug.extensions"
+HOSTS = "specplug.hosts"
 DISABLE = "SPECPLUG_DISABLE"
 
 
@@ -81,7 +82,14 @@ class ExtensionEntry(PluginEntry):
     kind: ClassVar[str] = "extension"
 
 
-Entry = TypeVar("Entry", AlgorithmEntry, ExtensionEntry)
+@attrs.frozen(kw_only=True)
+class HostEntry(PluginEntry):
+    """An installed host (group ``specplug.hosts``): another engine that runs algorithms."""
+
+    kind: ClassVar[str] = "host"
+
+
+Entry = TypeVar("Entry", AlgorithmEntry, ExtensionEntry, HostEntry)
 
 
 def installed_entry_points() -> list[EntryPoint]:
@@ -104,6 +112,11 @@ def installed_algorithms(entry_points: Iterable[EntryPoint]) -> list[AlgorithmEn
 def installed_extensions(entry_points: Iterable[EntryPoint]) -> list[ExtensionEntry]:
     """Return the extensions among ``entry_points``, by name."""
     return _entries(ExtensionEntry, EXTENSIONS, entry_points)
+
+
+def installed_hosts(entry_points: Iterable[EntryPoint]) -> list[HostEntry]:
+    """Return the hosts among ``entry_points``, by name."""
+    return _entries(HostEntry, HOSTS, entry_points)
 
 
 def disabled_names() -> frozenset[str]:
@@ -182,7 +195,7 @@ def _entry_points_text(distribution: Any) -> tuple[str, str]:
 
 
 def _lost(distribution: Any) -> Iterator[AlgorithmEntry]:
-    groups = ALGORITHMS, EXTENSIONS
+    groups = ALGORITHMS, EXTENSIONS, HOSTS
     points = list(_salvaged(distribution))
     if all(point.group in groups for point in points):
         return

@@ -1,13 +1,18 @@
 """What a host gives the algorithms that it runs, and whether that is enough for one. No torch here.
 
-A host is an engine that runs plugins: the embedded one, vLLM, SGLang. Its ``Runtime`` has its
-``HostCapabilities`` as ``host``. An algorithm or a setting that needs more is refused at start,
-with the names of both; nothing is cut silently.
+A host is an engine that runs plugins: the embedded one, or another whose package is installed. Its
+``Runtime`` has its ``HostCapabilities`` as ``host``. An algorithm or a setting that needs more is
+refused at start, with the names of both; nothing is cut silently.
+
+A package that brings specplug to an engine names a ``HostPlugin`` in the entry-point group
+``specplug.hosts``, by the name that users type: ``specplug list --engine NAME``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
 
 import attrs
 from attrs import validators
@@ -81,3 +86,53 @@ class HostCapabilities:
         found = "; ".join(self.obstacles(info, config, own_verify=own_verify))
         if found:
             raise UsageError(found)
+
+
+@attrs.frozen(kw_only=True)
+class ServerOptions:
+    """What ``specplug serve --engine NAME`` has been told.
+
+    Attributes:
+        model: the target's folder or id; the default model's folder if none was given.
+        algorithm: the algorithm's name.
+        num_steps, topk, num_draft_tokens: as typed; None: the algorithm's defaults.
+        draft_model_path: folder of the draft weights; None: those that are shipped.
+        address: host name and port to listen at.
+        served_model_name: what clients call the model; None: its folder or id.
+        dtype: as typed; "auto": the engine's own choice.
+        more: arguments for the engine's own server, as they were typed after ``--``.
+    """
+
+    model: str
+    algorithm: str
+    num_steps: int | None = None
+    topk: int | None = None
+    num_draft_tokens: int | None = None
+    draft_model_path: Path | None = None
+    address: tuple[str, int] = ("127.0.0.1", 30000)
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    more: Sequence[str] = ()
+
+
+class HostPlugin(Protocol):
+    """What a host's package offers the command line. Its module imports neither torch nor the
+    engine at its top."""
+
+    def versions(self) -> Mapping[str, str | None]:
+        """Return the engine's distributions with the versions that are installed, or None, from
+        metadata alone."""
+
+    def describe(self) -> HostCapabilities:
+        """Return what the installed engine gives.
+
+        Raises:
+            UsageError: it is not installed, or a version that was not tested; with those that were.
+        """
+
+    def server_command(self, options: ServerOptions) -> Sequence[str]:
+        """Return the command that starts the engine's own server with an algorithm.
+
+        Raises:
+            UsageError: the engine cannot do what is asked.
+        """

@@ -1,15 +1,15 @@
 """Find plugins by entry point, and import only the chosen one. No torch here.
 
 ``Registry`` lists what is installed from metadata alone, checks and selects algorithms, and loads
-extensions. ``build_plugin_manager`` assembles the plugins of a run. A listing reports a broken
-plugin; it is an error only when it is chosen, and never stops another.
+extensions and hosts. ``build_plugin_manager`` assembles the plugins of a run. A listing reports a
+broken plugin; it is an error only when it is chosen, and never stops another.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -32,16 +32,19 @@ from specplug.entries import (
     DISABLE,
     AlgorithmEntry,
     ExtensionEntry,
+    HostEntry,
     PluginEntry,
     disabled_names,
     import_failure,
     installed_algorithms,
     installed_entry_points,
     installed_extensions,
+    installed_hosts,
     lost_entries,
     parse_value,
 )
 from specplug.errors import PluginError, UnknownAlgorithm, UsageError, shown
+from specplug.host import HostPlugin
 
 if TYPE_CHECKING:
     import click
@@ -52,6 +55,7 @@ __all__ = [
     "Examination",
     "Extension",
     "ExtensionEntry",
+    "HostEntry",
     "PluginEntry",
     "PluginWarning",
     "Problem",
@@ -61,7 +65,7 @@ __all__ = [
     "register_commands",
 ]
 
-Entry = TypeVar("Entry", AlgorithmEntry, ExtensionEntry)
+Entry = TypeVar("Entry", AlgorithmEntry, ExtensionEntry, HostEntry)
 
 
 @attrs.frozen
@@ -110,6 +114,7 @@ class Registry:
         self.disabled = disabled_names()
         self._algorithms = installed_algorithms(found)
         self._extensions = installed_extensions(found)
+        self._hosts = installed_hosts(found)
 
     def entries(self) -> list[AlgorithmEntry]:
         """List every installed algorithm by name; import nothing."""
@@ -118,6 +123,10 @@ class Registry:
     def extension_entries(self) -> list[ExtensionEntry]:
         """List every installed extension by name; import nothing."""
         return list(self._extensions)
+
+    def host_entries(self) -> list[HostEntry]:
+        """List every installed host by name; import nothing."""
+        return list(self._hosts)
 
     def lost(self) -> list[AlgorithmEntry]:
         """List entry points meant for specplug that no listing finds, with the reason."""
@@ -148,6 +157,8 @@ class Registry:
                 found.append(unloadable)
             elif isinstance(entry, ExtensionEntry):
                 found += examine_extension(plugin, entry.subject)
+            elif isinstance(entry, HostEntry):
+                found += _examine_host(plugin, entry)
             else:
                 info, wrong = examine_algorithm(plugin, entry.subject, entry.name)
                 found += wrong
@@ -186,6 +197,27 @@ class Registry:
         if examined.entry.problems or examined.info is None:
             raise _plugin_error(examined.entry.problems)
         return SelectedAlgorithm(entry.name, examined.plugin, examined.info, examined.entry)
+
+    def host(self, name: str) -> HostPlugin:
+        """Import the host that users call ``name``.
+
+        Raises:
+            UsageError: none of that name is installed.
+            PluginError: it is broken.
+        """
+        typed = name.strip().lower()
+        entry = next((entry for entry in self._hosts if entry.name.lower() == typed), None)
+        if entry is None:
+            known = ", ".join(sorted({entry.name for entry in self._hosts})) or "none"
+            raise UsageError(
+                f"unknown engine {shown(name)}: installed are {known}; a host is a package, "
+                "specplug-NAME (pip install)"
+            )
+        examined = self.examine(entry)
+        if examined.entry.problems:
+            raise _plugin_error(examined.entry.problems)
+        plugin: HostPlugin = examined.plugin
+        return plugin
 
     def check_extensions(self, names: Iterable[str]) -> frozenset[str]:
         """Check names of extensions and return them in upper case.
@@ -317,6 +349,16 @@ def _select_object(plugin: object) -> SelectedAlgorithm:
         examined=True,
     )
     return SelectedAlgorithm(info.name, plugin, info, entry)
+
+
+def _examine_host(plugin: object, entry: HostEntry) -> Iterator[Problem]:
+    """Find what a host's object lacks of ``HostPlugin``."""
+    methods = [name for name in vars(HostPlugin) if not name.startswith("_")]
+    missing = [name for name in methods if not callable(getattr(plugin, name, None))]
+    if isinstance(plugin, type) or missing:
+        what = f"it has no {', '.join(missing)}()" if missing else "it is a class"
+        fix = f"fix it, or tell the author of {entry.distribution}"
+        yield entry.problem(what, "an object with the methods of specplug.host.HostPlugin", fix)
 
 
 def _plugin_error(problems: Iterable[Problem]) -> PluginError:

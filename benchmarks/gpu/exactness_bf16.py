@@ -117,7 +117,7 @@ def default_workload(count: int, max_tokens: int) -> Workload:
     """The default model on held-out prompts."""
     from transformers import AutoTokenizer
 
-    from specplug.model.loading import ASSETS
+    from specplug.algorithm import ASSETS
 
     tokenizer = AutoTokenizer.from_pretrained(str(ASSETS / "tiny_code"))
     texts = [prompt.content for prompt in read_prompts(HELD_OUT)[:count]]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import attrs
 
-from specplug.model.loading import ASSETS
+from specplug.algorithm import ASSETS
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_code"
 CORPUS = "train.npy", "train_starts.npy", "held_out.npy", "held_out_starts.npy"

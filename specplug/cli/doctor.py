@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,16 @@ from specplug.cli.printable import printable
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
 from specplug.contract import Problem, error_line, let_ctrl_c_pass, plugin_traceback
-from specplug.entries import DISABLE, AlgorithmEntry, ExtensionEntry, PluginEntry, parse_value
-from specplug.registry import Extension, Registry, register_commands
+from specplug.entries import (
+    DISABLE,
+    AlgorithmEntry,
+    ExtensionEntry,
+    HostEntry,
+    PluginEntry,
+    parse_value,
+)
+from specplug.errors import UsageError
+from specplug.registry import Examination, Extension, Registry, register_commands
 from specplug.sources import heavy_imports, look
 
 DISTRIBUTIONS = ("specplug", "torch", "triton", "transformers", "tokenizers", "safetensors")
@@ -32,22 +40,26 @@ DISTRIBUTIONS = ("specplug", "torch", "triton", "transformers", "tokenizers", "s
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Import every plugin and report every problem with its fix.
 
-    Exits with 1 if any plugin is broken. Disabled algorithms are not imported.
+    Exits with 1 if any plugin is broken. Disabled algorithms are not imported. Of a host, a package
+    that runs algorithms in another engine, it says which versions of that engine are installed, and
+    whether algorithms can run there.
     """
     with reserve_standard_output() as out:
         registry = Registry()
         algorithms = [_visit(registry, entry) for entry in registry.entries()]
         algorithms += [Visit(entry) for entry in registry.lost()]
         extensions = [_visit(registry, entry) for entry in registry.extension_entries()]
-        visits = [*algorithms, *extensions]
+        hosts = [_visit(registry, entry) for entry in registry.host_entries()]
+        visits = [*algorithms, *extensions, *hosts]
         notes = _notes(registry, visits)
         if as_json:
             import json
 
             report = {
-                "versions": _versions(),
+                "versions": _versions(hosts),
                 "algorithms": [visit.as_mapping() for visit in algorithms],
                 "extensions": [visit.as_mapping() for visit in extensions],
+                "hosts": [visit.as_mapping() for visit in hosts],
                 "notes": notes,
             }
             click.echo(json.dumps(report, indent=2), file=out)
@@ -65,12 +77,16 @@ class Visit:
         file: of its module, or None.
         heavy: modules that its package imports at its top and should not, such as torch.
         commands: names of the commands that an extension adds.
+        engine: of a host, the installed versions of its engine, by distribution.
+        runs: of a host, what its engine is called; or why no algorithm can run there.
     """
 
     entry: PluginEntry
     file: Path | None = None
     heavy: Sequence[str] = ()
     commands: Sequence[str] = ()
+    engine: Mapping[str, str | None] = attrs.field(factory=dict)
+    runs: str = ""
 
     @property
     def broken(self) -> bool:
@@ -99,16 +115,22 @@ class Visit:
                 for problem in entry.problems
             ],
         }
-        return {**found, "commands": list(self.commands)} if entry.kind == "extension" else found
+        own: dict[str, dict[str, Any]] = {
+            "extension": {"commands": list(self.commands)},
+            "host": {"engine": dict(self.engine), "runs": self.runs},
+        }
+        return {**found, **own.get(entry.kind, {})}
 
 
-def _visit(registry: Registry, entry: AlgorithmEntry | ExtensionEntry) -> Visit:
+def _visit(registry: Registry, entry: AlgorithmEntry | ExtensionEntry | HostEntry) -> Visit:
     """Import a plugin and examine it; do not import one that is disabled."""
     source = look(entry)
     if entry.disabled:
         return Visit(entry, source.file)
     if isinstance(entry, AlgorithmEntry):
         return Visit(registry.examine(entry).entry, source.file, _heavy(entry))
+    if isinstance(entry, HostEntry):
+        return _visit_host(registry.examine(entry), source.file)
     examined = registry.examine(entry)
     if examined.entry.problems:
         return Visit(examined.entry, source.file, _heavy(entry))
@@ -117,6 +139,25 @@ def _visit(registry: Registry, entry: AlgorithmEntry | ExtensionEntry) -> Visit:
     if problem is not None:
         found = attrs.evolve(found, problems=(problem,))
     return Visit(found, source.file, _heavy(entry), names)
+
+
+def _visit_host(examined: Examination[HostEntry], file: Path | None) -> Visit:
+    """Ask a host for its engine's versions, and whether algorithms can run there."""
+    entry, host, heavy = examined.entry, examined.plugin, _heavy(examined.entry)
+    if entry.problems:
+        return Visit(entry, file, heavy)
+    try:
+        engine = dict(host.versions())
+        try:
+            runs = host.describe().name
+        except UsageError as error:
+            runs = f"no: {error}"
+    except BaseException as error:
+        let_ctrl_c_pass(error)
+        what, trace = f"asking it raised {error_line(error)}", plugin_traceback(error)
+        problem = entry.problem(what, "versions() and describe() of HostPlugin", "fix it", trace)
+        return Visit(attrs.evolve(entry, problems=(problem,)), file, heavy)
+    return Visit(entry, file, heavy, engine=engine, runs=runs)
 
 
 def _heavy(entry: PluginEntry) -> list[str]:
@@ -138,7 +179,8 @@ def _commands(extension: Extension) -> tuple[list[str], Problem | None]:
         return [], extension.entry.problem(what, "commands of click", fix, trace)
 
 
-def _versions() -> dict[str, str | None]:
+def _versions(hosts: Sequence[Visit]) -> dict[str, str | None]:
+    """Return the versions of what a bug report needs, and of the hosts' engines."""
     versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "platform": f"{sys.platform} {platform.machine()}",
@@ -149,6 +191,8 @@ def _versions() -> dict[str, str | None]:
             versions[distribution] = importlib_metadata.version(distribution)
         except Exception:  # not installed, or its metadata lacks the version
             versions[distribution] = None
+    for host in hosts:
+        versions.update(host.engine)
     return versions
 
 
@@ -174,7 +218,7 @@ def _notes(registry: Registry, visits: Sequence[Visit]) -> list[str]:
 
 
 def _print_report(visits: Sequence[Visit], notes: Sequence[str]) -> None:
-    versions = _versions().items()
+    versions = _versions(visits).items()
     print_table(("what", "version"), [(k, v or "not installed") for k, v in versions])
     click.echo()
     rows = [
@@ -193,6 +237,8 @@ def _print_report(visits: Sequence[Visit], notes: Sequence[str]) -> None:
         if visit.commands:
             names = ", ".join(visit.commands)
             click.echo(printable(f"commands of {visit.entry.name}: {names}"))
+        if visit.runs:
+            click.echo(printable(f"algorithms run in {visit.entry.name}: {visit.runs}"))
         _print_problems(visit.entry)
     for note in notes:
         click.echo(f"\nnote: {printable(note)}")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import attrs
 import click
+from click.core import ParameterSource
 
+from specplug.algorithm import SpecConfig, find_model
 from specplug.cli import say
 from specplug.cli.options import (
     COUNT,
@@ -25,7 +31,9 @@ from specplug.cli.options import (
 from specplug.cli.progress import loading_bars
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.config import EngineConfig
-from specplug.errors import SpecplugError
+from specplug.contract import implemented_hooks
+from specplug.errors import SpecplugError, UsageError
+from specplug.host import ServerOptions
 from specplug.registry import Registry
 from specplug.settings import MAX_PORT
 from specplug.text_file import read_text
@@ -35,6 +43,12 @@ _NEEDED = ("fastapi", "prometheus_client", "uvicorn", "zmq")
 _SECONDS = Duration()
 
 SERVER = (
+    click.Option(
+        ["--engine"],
+        metavar="NAME",
+        show_default="specplug's own",
+        help="Another engine to serve with; its package must be installed.",
+    ),
     click.Option(
         ["--host"],
         default="127.0.0.1",
@@ -136,16 +150,45 @@ LIMITS = (
 """What clients may do."""
 
 
+MORE = click.Argument(["more"], nargs=-1, type=click.UNPROCESSED)
+"""The own options of another engine's server."""
+
+TOLD = (
+    "engine",
+    "more",
+    "model",
+    "dtype",
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "host",
+    "port",
+    "served_model_name",
+)
+"""What another engine's server is told."""
+
+
 @click.command(
     cls=GroupedCommand,
-    params=[*SERVER, *LIMITS, *ENGINE, *DISAGGREGATION],
+    params=[*SERVER, *LIMITS, *ENGINE, *DISAGGREGATION, MORE],
     headings={"Server": SERVER, "Limits": LIMITS},
 )
-def serve(**options: Any) -> None:
+@click.pass_context
+def serve(ctx: click.Context, /, **options: Any) -> None:
     """Serve a model to OpenAI's clients, until SIGTERM or Ctrl-C.
 
     When it is ready, its address is printed.
+
+    With --engine another engine's own server runs the algorithm, if that engine's package is
+    installed (specplug-NAME). The model, speculation, --dtype, --host, --port and
+    --served-model-name are told to it; its own options follow after `--`.
     """
+    if options["engine"] is not None:
+        _serve_elsewhere(ctx, options)
+    elif options["more"]:
+        raise click.UsageError(f"Got unexpected extra argument ({' '.join(options['more'])})")
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise SpecplugError(
@@ -193,6 +236,58 @@ def serve(**options: Any) -> None:
             on_warning=lambda message: say("warning", message),
         )
         asyncio.run(server.run())
+
+
+def _serve_elsewhere(ctx: click.Context, options: Mapping[str, Any]) -> NoReturn:
+    """Become the server of another engine.
+
+    Raises:
+        UsageError: that engine is not installed, or cannot do what is asked.
+    """
+    engine = options["engine"]
+    refused = [
+        option.opts[0]
+        for option in ctx.command.params
+        if option.name not in TOLD and _is_typed(ctx, option)
+    ]
+    if refused:
+        raise UsageError(
+            f"{', '.join(refused)}: an option of the embedded engine; expected options of "
+            f"{engine}'s own server, after '--': specplug serve --engine {engine} -- --help"
+        )
+    config = EngineConfig(**{n: options[n] for n in TOLD if n in attrs.fields_dict(EngineConfig)})
+    draft = config.speculative_draft_model_path
+    with reserve_standard_output():
+        registry = Registry()
+        host = registry.host(engine)
+        selected = registry.select(config.speculative_algorithm)
+        check_speculation(selected.info, config)
+        host.describe().check(
+            selected.info,
+            SpecConfig(algorithm=selected.name, topk=config.speculative_eagle_topk or 1),
+            own_verify="verify" in implemented_hooks(selected.plugin),
+        )
+        command = host.server_command(
+            ServerOptions(
+                model=find_model(config.model),
+                algorithm=selected.name,
+                num_steps=config.speculative_num_steps,
+                topk=config.speculative_eagle_topk,
+                num_draft_tokens=config.speculative_num_draft_tokens,
+                draft_model_path=None if draft is None else Path(draft).expanduser(),
+                address=(options["host"], options["port"]),
+                served_model_name=options["served_model_name"],
+                dtype=str(config.dtype),
+                more=options["more"],
+            )
+        )
+    sys.stdout.flush()
+    os.execvp(command[0], [*command])
+
+
+def _is_typed(ctx: click.Context, option: click.Parameter) -> bool:
+    source = ctx.get_parameter_source(option.name or "")
+    return source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 def _announce(address: str) -> None:

@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 
-from specplug.algorithm import DEFAULT_MODEL, AlgorithmInfo, SpecConfig
+from specplug.algorithm import AlgorithmInfo, SpecConfig, find_model
 from specplug.config import EngineConfig
 from specplug.distributed.rank_group import RankGroup
 from specplug.errors import CheckpointError, UsageError, shown, warn_fallback
 from specplug.model.checkpoint import DATA_ONLY, check_model_path, needs_code, refuse_code
 from specplug.model.target import Target
 from specplug.startup import Startup
-
-ASSETS = Path(__file__).parent.parent / "assets"
 
 
 def silence_libraries() -> None:
@@ -72,7 +70,7 @@ def resolve_speculation(config: EngineConfig, algorithm: AlgorithmInfo) -> SpecC
         topk=config.speculative_eagle_topk,
         num_draft_tokens=config.speculative_num_draft_tokens,
         draft_model_path=None if folder is None else Path(folder).expanduser(),
-        model_name=DEFAULT_MODEL if path == str(ASSETS / "tiny_code") else None,
+        model_name=path,
         target_config=read_target_config(path),
     )
 
@@ -97,13 +95,6 @@ def load_target(
         compiled=not config.disable_cpu_kernels,
         num_threads=config.num_threads,
     )
-
-
-def find_model(model: str | Path | None) -> str:
-    """Return a model's folder or hub id; for None and ``"tiny-code"`` the default model's."""
-    if model is None or str(model) == DEFAULT_MODEL:
-        return str(ASSETS / "tiny_code")
-    return str(model)
 
 
 def read_target_config(path: str) -> dict[str, Any]:

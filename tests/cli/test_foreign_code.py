@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 
 import specplug
 from specplug import LLM, CheckpointError, FallbackWarning, UsageError
+from specplug.algorithm import ASSETS
 from specplug.cli import main
-from specplug.model.loading import ASSETS
 
 CODE = """
 from pathlib import Path

@@ -391,7 +391,7 @@ def test_draft_model_of_another_target(tmp_path):
 def test_draft_weights_for_another_target_must_be_named(tmp_path):
     import shutil
 
-    from specplug.model.loading import ASSETS
+    from specplug.algorithm import ASSETS
 
     shutil.copytree(ASSETS / "tiny_code", tmp_path / "model")
     code, line = failure("--model", tmp_path / "model", "--speculative-algorithm", "EAGLE3", "x")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import specplug
 from conftest import Plain, Site, finish, step_until
 from specplug import LLM, SamplingParams, UsageError
+from specplug.algorithm import ASSETS
 from specplug.disagg.identity import (
     HandshakeError,
     Identity,
@@ -25,7 +26,6 @@ from specplug.disagg.identity import (
     model_fingerprint,
 )
 from specplug.model.checkpoint import weights_fingerprint
-from specplug.model.loading import ASSETS
 
 PARAMS = SamplingParams(max_tokens=8)
 

@@ -18,11 +18,11 @@ from test_false_peers import FalsePeer, caches, finish_with, last, part_with
 
 from conftest import Pair, Plain, Site, check_whole, finish, step_until
 from specplug import LLM, PluginError, SamplingParams, UsageError, hookimpl
+from specplug.algorithm import ASSETS
 from specplug.disagg.identity import HandshakeError
 from specplug.disagg.wire_message import WireError, WireMessage, decode, encode
 from specplug.disagg.zmq_transport import ZmqTransport
 from specplug.engine import kv_transfer
-from specplug.model.loading import ASSETS
 from specplug.speculative.plain import Plain as NoDraft
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.7, seed=5)

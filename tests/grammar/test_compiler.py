@@ -19,12 +19,12 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specplug import SamplingParams, UsageError
+from specplug.algorithm import ASSETS
 from specplug.grammar import compiler as grammar_compiler
 from specplug.grammar import state as grammar_state
 from specplug.grammar.compiler import GrammarCompiler
 from specplug.grammar.masks import allocate_masks
 from specplug.grammar.state import GrammarState
-from specplug.model.loading import ASSETS
 from specplug.sampling_params import Needs
 from specplug.speculative.draft import Draft
 
