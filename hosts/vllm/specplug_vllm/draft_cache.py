@@ -1,0 +1,170 @@
+"""The KV caches of draft models, in the blocks that vLLM's own manager hands out.
+
+vLLM sees layers that attend to nothing: it allocates their tensors, gives their requests blocks,
+shares blocks by the prefix cache and takes them back. How keys and values lie inside a block is
+ours, since only an ``AttentionPlan`` of ours reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from specplug import PluginError
+from specplug.kv.tensors import PagedKVCache
+from specplug_vllm.vllm_names import attention_classes
+
+_VLLM: Any = attention_classes()
+
+PREFIX = "specplug_draft."
+"""How the names of the draft models' layers begin."""
+
+
+class _NoAttention(_VLLM.impl):
+    """Is asked for nothing: draft models attend by their plans."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError("draft models attend by their plans")
+
+
+class _NoMetadata(_VLLM.metadata_builder):
+    """Makes nothing for a step."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+class DraftBackend(_VLLM.backend):
+    """The attention backend of draft models, for vLLM's KV manager alone. It takes any head size,
+    block size and layout."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "SPECPLUG_DRAFT"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        return _NoAttention
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return _NoMetadata
+
+
+class DraftLayer(nn.Module, _VLLM.layer):
+    """A draft model's layer, as vLLM's KV manager sees it.
+
+    Args:
+        num_kv_heads, head_dim, dtype: of its keys and values.
+        num_heads: query heads of the target, by which vLLM groups layers.
+    """
+
+    is_draft_layer = True
+
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_heads: int
+    ) -> None:
+        super().__init__()
+        self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
+        self.num_heads = num_heads
+        self.kv_cache = torch.tensor([])  # bound by vLLM
+
+    def get_attn_backend(self) -> type:
+        return DraftBackend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        return _VLLM.full_attention_spec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_dim,
+            dtype=self.dtype,
+        )
+
+
+@attrs.define(eq=False)
+class DraftCache(PagedKVCache):
+    """A draft model's layers.
+
+    A block holds the keys of its tokens, then their values. So keys [slots, Hkv, D] and values are
+    the same memory, the values' view a block's tokens further, and block b's first slot is
+    ``2 * b * block_size`` in both. Slot 0 is of vLLM's null block, which no request has.
+
+    Attributes:
+        layers: as vLLM knows them.
+        keys, values: of each layer; none until the first step.
+    """
+
+    layers: list[DraftLayer] = attrs.field(factory=list)
+
+    def view(self, block_size: int) -> None:
+        """View the memory that vLLM has bound to the layers."""
+        for layer in self.layers:
+            memory = layer.kv_cache
+            if not memory.is_contiguous():
+                raise PluginError(
+                    f"vLLM gives a draft model's layer blocks of {tuple(memory.shape)} with "
+                    f"strides {memory.stride()}; expected them without gaps: turn off what pads "
+                    "or interleaves KV blocks"
+                )
+            flat = memory.view(-1, layer.num_kv_heads, layer.head_dim)
+            self.keys.append(flat[:-block_size])
+            self.values.append(flat[block_size:])
+
+
+class SlotTable:
+    """The slots of each request, by row and position.
+
+    Args:
+        num_rows: rows, row 0 (padding) included.
+        context_len: most tokens of a request.
+        lookahead: slots after them that drafts may write.
+        block_size: tokens of a block.
+
+    Attributes:
+        slots: [rows, positions] int64; 0 where a request has no block.
+        floors: [rows] int64, the first position that each may write; those before it were found in
+            the prefix cache.
+    """
+
+    def __init__(self, num_rows: int, context_len: int, lookahead: int, block_size: int) -> None:
+        blocks = -(-(context_len + lookahead) // block_size)
+        self.block_size = block_size
+        self.slots = torch.zeros(num_rows, blocks * block_size, dtype=torch.int64)
+        self.floors = torch.zeros(num_rows, dtype=torch.int64)
+        self._by_block = self.slots.numpy().reshape(num_rows, blocks, block_size)
+        self._counts = np.zeros(num_rows, dtype=np.int64)
+        self._inside = np.arange(block_size)
+
+    def start(self, row: int, floor: int) -> None:
+        """Give a row to a request that starts at ``floor``."""
+        self._by_block[row] = 0
+        self._counts[row] = 0
+        self.floors[row] = floor
+
+    def fill(self, rows: np.ndarray, blocks: np.ndarray, counts: np.ndarray) -> None:
+        """Add the blocks that requests got since the last step.
+
+        Args:
+            rows: [n] int, of the requests.
+            blocks: [n, most] int, their block numbers.
+            counts: [n] int, how many each has.
+        """
+        counts = np.minimum(counts[: len(rows)], self._by_block.shape[1])
+        for index in np.nonzero(self._counts[rows] < counts)[0]:
+            row, end = rows[index], counts[index]
+            new = blocks[index, self._counts[row] : end].astype(np.int64)
+            first = 2 * self.block_size * new
+            self._by_block[row, self._counts[row] : end] = first[:, None] + self._inside
+            self._counts[row] = end

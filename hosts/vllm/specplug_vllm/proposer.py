@@ -1,0 +1,291 @@
+"""The proposer that vLLM's model runner of version 1 asks for drafts: an algorithm of specplug.
+
+A step of vLLM's verifies by itself and ends with the next step's drafts. So one call here is the
+end of a step and the beginning of the next: the committed tokens go to the algorithm (``extend``,
+``finish_prefill``), and what it drafts then (``begin_decode``) goes to vLLM's scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from specplug import (
+    AttentionPlan,
+    Batch,
+    CommittedOutput,
+    PluginError,
+    RequestReport,
+    VerifyOutput,
+)
+from specplug.errors import warn_fallback
+from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, load_cpu_kernels
+from specplug.registry import build_plugin_manager
+from specplug.speculative.batch import ForwardMode
+from specplug.speculative.defaults import CoreDefaults
+from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.hook_order import Half, HookOrder
+from specplug_vllm import vllm_names
+from specplug_vllm.draft_cache import PREFIX
+from specplug_vllm.request_rows import RequestRows
+from specplug_vllm.run_settings import RunSettings
+from specplug_vllm.runtime import VllmRuntime
+
+
+@attrs.define(eq=False, kw_only=True)
+class VllmHalf(Half):
+    """A ``Half``, with the plan of a prefill's rows."""
+
+    plan: AttentionPlan | None = None
+
+
+class Proposer:
+    """What vLLM makes for ``specplug_vllm.NAME``.
+
+    Args:
+        vllm_config: vLLM's.
+        name: the algorithm's.
+
+    Raises:
+        SpecplugError: the version of vLLM, the algorithm or a setting does not fit.
+
+    Attributes:
+        decode_steps: requests' decode steps so far, those of all requests together.
+        captured_layers: whose inputs the target returns, in ascending order.
+    """
+
+    def __init__(self, vllm_config: Any, name: str) -> None:
+        from specplug_vllm.patches import patch_all
+
+        patch_all()
+        self._vllm_config = vllm_config
+        run = RunSettings.of(vllm_config, name)
+        manager = build_plugin_manager(run.selected, run.extensions, CoreDefaults())
+        self._hooks = HookCalls(manager, run.selected, run.extensions)
+        self._config = run.validated(self._hooks)
+        for adjustment in self._config.adjustments:
+            warn_fallback(f"{name}: {adjustment}")
+        self._target: nn.Module | None = None
+        self.captured_layers: tuple[int, ...] = ()
+        self.decode_steps = 0
+        self._told: set[str] = set()
+
+    # What vLLM calls
+
+    def load_model(self, target: nn.Module) -> None:
+        """Take the target, which has been loaded. ``attach`` follows."""
+        self._target = target
+
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """Raise: vLLM gives this too little, and calls ``step`` where ``patches`` says so."""
+        raise RuntimeError("specplug_vllm: vLLM's model runner was not patched before its step")
+
+    # What the patches call
+
+    @torch.inference_mode()
+    def attach(self, runner: Any) -> None:
+        """Make the algorithm's worker, and ask the target for what it captures."""
+        assert self._target is not None
+        vllm_names.check_runner(runner)
+        self._runner = runner
+        self._hooks.supports_target_verify_for_draft()
+        found = load_cpu_kernels()
+        kernels = found if isinstance(found, CPUKernels) else None
+        self._runtime = runtime = VllmRuntime(
+            self._vllm_config, self._target, runner.device, self._config, kernels
+        )
+        with cpu_kernels_of_draft(kernels):
+            runtime.worker = self._hooks.create_worker(runtime)
+        runtime.seal()
+        future_map = self._hooks.create_future_map(runtime)
+        self._order = HookOrder(runtime, self._hooks, future_map, self)
+        self._rows = RequestRows(runtime.req_table_size, runtime.context_len)
+        self._block_group = 0
+        vllm_names.keep_drafting_near_the_end(runner)
+        self.captured_layers = runtime.captured_layers
+        if self.captured_layers:
+            vllm_names.capture_layers(runner, self._target, self.captured_layers)
+
+    def forget(self, ended: Iterable[str], preempted: Iterable[str]) -> None:
+        """Free the rows of requests that have ended or lost their blocks, and tell plugins of those
+        that have ended."""
+        for request_id in preempted:
+            self._rows.free(request_id)
+        for request_id in ended:
+            self._rows.free(request_id)
+            report = RequestReport(request_id=request_id)
+            try:
+                self._hooks.on_request_finished(self._runtime, report)
+            except PluginError as error:
+                self._tell(error)
+
+    @torch.inference_mode()
+    def step(self, step: vllm_names.RunnerStep) -> list[list[int]]:
+        """Return the tokens to verify next for each request of a step, at most
+        ``step.most_drafts`` each."""
+        rows = self._rows
+        prefill, decode, ready = rows.sort(step)
+        if self._runtime.has_draft_cache:
+            self._locate(step)
+        if len(prefill):
+            self._guard(prefill, partial(self._prefill, step, prefill))
+        if len(decode):
+            self.decode_steps += len(decode)
+            self._guard(decode, partial(self._decode, step, decode))
+        drafts: list[list[int]] = [[] for _ in step.states]
+        ready = ready[~rows.failed[rows.of_step[ready]]]
+        if len(ready):
+            self._guard(ready, partial(self._draft, step, ready, drafts))
+        return drafts
+
+    def _guard(self, chosen: np.ndarray, call: Callable[[], None]) -> None:
+        """Call hooks. If a plugin fails, draft no more for these requests: a draft changes no
+        token, so they go on without."""
+        chosen_rows = self._rows.of_step[chosen]
+        try:
+            call()
+        except PluginError as error:
+            self._rows.failed[chosen_rows] = True
+            self._tell(error)
+
+    def _tell(self, error: PluginError) -> None:
+        """Log a plugin's failure, each once."""
+        text = str(error)
+        if text not in self._told:
+            self._told.add(text)
+            vllm_names.log_error(
+                "%s. Requests of that step go on without drafts; their tokens are right.", text
+            )
+
+    def _locate(self, step: vllm_names.RunnerStep) -> None:
+        """Note where vLLM keeps the draft models' keys of each request."""
+        if self._runtime.table is None:
+            self._block_group = vllm_names.draft_block_group(self._runner, PREFIX)
+            self._runtime.bind(vllm_names.block_size(self._runner, self._block_group))
+        table, rows = self._runtime.table, self._rows
+        assert table is not None
+        for index in rows.started:
+            table.start(rows.of_step[index], step.starts[index])
+        blocks, counts = vllm_names.block_rows(self._runner, self._block_group)
+        table.fill(rows.of_step, blocks, counts)
+        self._runtime.note_longest(int(step.lengths.max()))
+
+    # The two halves of a step, and the next one's drafts
+
+    def _prefill(self, step: vllm_names.RunnerStep, chosen: np.ndarray) -> None:
+        """Feed the algorithm the chunks of requests whose prompt is computed."""
+        rows, starts = self._rows, step.starts[chosen]
+        widths = step.widths[chosen]
+        ends = starts + widths
+        places = _ranges(starts, widths)
+        owners = np.repeat(chosen, widths)
+        half = self._half(chosen)
+        half.seq_lens = _tensor(starts)
+        half.tokens = _tensor(step.tokens[owners, places])
+        half.batch = Batch(
+            mode=ForwardMode.PREFILL,
+            requests=self._views(step, chosen),
+            req_indices=half.req_indices.clone(),
+            seq_lens=half.seq_lens.clone(),
+            chunk_widths=tuple(widths.tolist()),
+            chunk_ends=tuple(ends.tolist()),
+            first_chunk=tuple(rows.is_first[chosen].tolist()),
+            last_chunk=tuple(rows.ends_prompt[chosen].tolist()),
+        )
+        if self._runtime.has_draft_cache:
+            plan = self._runtime.plan_attention(half.batch, half.seq_lens, half.batch.chunk_widths)
+            half.plan = plan
+        # The token after each chunk is the next of the prompt, or the one that was sampled.
+        after = _tensor(step.tokens[chosen, ends])
+        last_rows = _tensor(widths.cumsum() - 1)
+        per_node = self._per_node(step, _ranges(_first_rows(step)[chosen], widths))
+        self._order.finish_prefill(half, last_rows, after, per_node)
+
+    def _decode(self, step: vllm_names.RunnerStep, chosen: np.ndarray) -> None:
+        """Feed the algorithm what vLLM accepted of its drafts: of C columns each request uses as
+        many as it got tokens, and repeats its root in the others."""
+        starts, counts = step.starts[chosen], step.sampled[chosen]
+        columns = int(counts.max())
+        column = np.arange(columns)
+        used = np.where(column < counts[:, None], column, 0)
+        places, owners = starts[:, None] + used, chosen[:, None]
+        next_tokens = _tensor(step.tokens[owners, places + 1])
+        half = self._half(chosen)
+        half.seq_lens = _tensor(starts)
+        half.batch = Batch(
+            mode=ForwardMode.DECODE,
+            requests=self._views(step, chosen),
+            req_indices=half.req_indices.clone(),
+            seq_lens=half.seq_lens.clone(),
+        )
+        rows = _first_rows(step)[chosen][:, None] + used
+        last = np.arange(len(chosen)) * columns + counts - 1
+        output = CommittedOutput(
+            next_tokens=next_tokens.view(-1),
+            own_tokens=_tensor(step.tokens[owners, places]).view(-1),
+            per_node=self._per_node(step, rows.reshape(-1)),
+            last_rows=_tensor(last),
+            accept_lens=_tensor(counts),
+            bonus_tokens=next_tokens.view(-1)[_tensor(last)],
+        )
+        self._order.extend(half, half.seq_lens + output.accept_lens, output)
+
+    def _draft(
+        self, step: vllm_names.RunnerStep, chosen: np.ndarray, drafts: list[list[int]]
+    ) -> None:
+        """Draft for the requests that decode next; put their tokens into ``drafts``."""
+        most = self._rows.max_nodes(step, chosen, self._config.num_draft_tokens)
+        half = self._half(chosen)
+        draft = self._order.begin_decode(half, self._views(step, chosen), most, greedy=True)
+        if not draft.is_chain:
+            raise PluginError(
+                f"{self._config.algorithm}: propose() returned a tree with topk=1; expected a "
+                "chain, as vLLM verifies nothing else; fix the plugin"
+            )
+        widths = draft.widths or (draft.width,) * len(chosen)
+        tokens = draft.tokens[:, 1:].tolist()
+        for index, row, width in zip(chosen.tolist(), tokens, widths, strict=True):
+            drafts[index] = row[: width - 1]
+
+    def _half(self, chosen: np.ndarray) -> VllmHalf:
+        return VllmHalf(req_indices=_tensor(self._rows.of_step[chosen]))
+
+    def _views(self, step: vllm_names.RunnerStep, chosen: np.ndarray) -> list[Any]:
+        views = self._rows.views
+        return [views[step.states[index].req_id] for index in chosen.tolist()]
+
+    def _per_node(self, step: vllm_names.RunnerStep, rows: np.ndarray) -> Mapping[str, Tensor]:
+        return self._runtime.per_node(_tensor(rows), step.hidden_states, step.layer_inputs)
+
+    # The callbacks of the order of hooks
+
+    def keep_accepted(self, half: VllmHalf, verified: VerifyOutput) -> None:
+        """Not called: vLLM verifies by itself."""
+
+    def deliver(self, half: VllmHalf, output: CommittedOutput) -> None:
+        """Give the plan; vLLM hands out the tokens."""
+        half.batch.attention = half.plan
+
+
+def _tensor(values: np.ndarray) -> Tensor:
+    """Copy integers to a tensor of int64."""
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def _first_rows(step: vllm_names.RunnerStep) -> np.ndarray:
+    """Return each request's first row of the target's pass, [n]."""
+    rows: np.ndarray = step.widths.cumsum() - step.widths
+    return rows
+
+
+def _ranges(starts: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Return ``starts[i]``, ``starts[i] + 1``, …: ``widths[i]`` numbers for each i."""
+    before = widths.cumsum() - widths
+    numbers: np.ndarray = np.arange(widths.sum()) + np.repeat(starts - before, widths)
+    return numbers

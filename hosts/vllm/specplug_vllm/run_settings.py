@@ -1,0 +1,102 @@
+"""What a run of vLLM asks of an algorithm, and whether this host can give it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from specplug import HostCapabilities, SpecConfig, UsageError
+from specplug.registry import Extension, Registry, SelectedAlgorithm
+from specplug_vllm.settings import Settings
+from specplug_vllm.vllm_names import installed_version
+
+if TYPE_CHECKING:
+    from specplug.speculative.hook_calls import HookCalls
+
+MODULE = "specplug_vllm"
+
+
+@attrs.frozen(kw_only=True)
+class RunSettings:
+    """The algorithm of a run, its extensions, and its settings as they were typed."""
+
+    selected: SelectedAlgorithm
+    extensions: list[Extension]
+    typed: SpecConfig
+
+    @classmethod
+    def of(cls, vllm_config: Any, name: str) -> RunSettings:
+        """Read them from vLLM's configuration.
+
+        Raises:
+            SpecplugError: the algorithm is broken, or a setting does not fit.
+        """
+        _refuse_what_is_missing(vllm_config, name)
+        settings = Settings.of(vllm_config.additional_config)
+        registry = Registry()
+        selected = registry.select(name)
+        model = vllm_config.model_config
+        typed = settings.resolve(
+            selected.info,
+            num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
+            target=model.model,
+            target_config=model.hf_text_config.to_dict(),
+        )
+        extensions = registry.extensions(settings.disable_extensions)
+        return cls(selected=selected, extensions=extensions, typed=typed)
+
+    def validated(self, hooks: HookCalls) -> SpecConfig:
+        """Return the settings as the algorithm takes them.
+
+        Raises:
+            UsageError: it refuses them, or needs what vLLM has not.
+        """
+        config = hooks.validate_config(self.typed)
+        host().check(self.selected.info, config, own_verify=not hooks.core_verifies)
+        return config
+
+
+def host() -> HostCapabilities:
+    """Return what vLLM's model runner of version 1 gives."""
+    return HostCapabilities(
+        name=f"vLLM {installed_version()} (model runner V1)",
+        draft_models=True,
+        captures={"layer_inputs", "lm_head_input"},
+    )
+
+
+def algorithm_of(vllm_config: Any) -> str | None:
+    """Return the algorithm that vLLM's configuration names; None if it is none of ours."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != "custom_class":
+        return None
+    module, _, name = str(speculative.model).rpartition(".")
+    return name if module == MODULE else None
+
+
+def lookahead_of(vllm_config: Any) -> int | None:
+    """Return the slots that drafts may write after a step's tokens; None if the run is none of
+    ours."""
+    name = algorithm_of(vllm_config)
+    if name is None:
+        return None
+    run = RunSettings.of(vllm_config, name)
+    return run.typed.num_lookahead_slots if run.selected.info.capabilities.draft_model else 0
+
+
+def _refuse_what_is_missing(vllm_config: Any, name: str) -> None:
+    """Refuse what this host cannot run yet, with the setting's name."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    device = vllm_config.device_config.device_type
+    for found, expected in (
+        (device != "cpu", f"device {device!r}: expected 'cpu'"),
+        (
+            parallel.world_size > 1,
+            f"tensor_parallel_size={parallel.tensor_parallel_size}, pipeline_parallel_size="
+            f"{parallel.pipeline_parallel_size}: expected 1 of each",
+        ),
+        (model.enable_prompt_embeds, "enable_prompt_embeds: expected prompts of tokens"),
+    ):
+        if found:
+            raise UsageError(f"{expected}; {name} in {host().name} runs without")

@@ -1,0 +1,232 @@
+"""specplug's ``Runtime`` over a model runner of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specplug import Batch, PerTokenOutput, PluginError, SpecConfig, UsageError
+from specplug.kernels.cpu_kernels import CPUKernels
+from specplug.model.paged_plan import LentPlan, PagedPlan, RequestSlots
+from specplug.speculative.padding import Padding
+from specplug.speculative.runtime import RankInfo
+from specplug_vllm import vllm_names
+from specplug_vllm.draft_cache import PREFIX, DraftCache, DraftLayer, SlotTable
+from specplug_vllm.run_settings import host
+
+_LM_HEAD_INPUT = "lm_head_input"
+
+
+class VllmRuntime:
+    """Implements ``Runtime``.
+
+    Args:
+        vllm_config: vLLM's.
+        target: vLLM's model, loaded.
+        device: of it.
+        config: of the run's speculation.
+        cpu_kernels: attend on the CPU in float32; None: torch does.
+
+    Attributes:
+        captured_layers: whose inputs the target is to return, in ascending order.
+        has_draft_cache: whether a draft model keeps KV.
+    """
+
+    worker: Any = None
+    overlap = False
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        target: Any,
+        device: torch.device,
+        config: SpecConfig,
+        cpu_kernels: CPUKernels | None,
+    ) -> None:
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        scheduler = vllm_config.scheduler_config
+        self.host = host()
+        self.config = config
+        self.device, self.dtype = device, model.dtype
+        self.vocab_size = model.get_vocab_size()
+        self.hidden_size = model.get_hidden_size()
+        self.num_layers = model.get_total_num_hidden_layers()
+        self.context_len = model.max_model_len
+        self.max_running_requests = scheduler.max_num_seqs
+        self.req_table_size = self.max_running_requests + 1
+        self.page_size = vllm_config.cache_config.block_size
+        chunked = scheduler.enable_chunked_prefill
+        self.chunked_prefill_size = scheduler.max_num_batched_tokens if chunked else None
+        self.rank = RankInfo(
+            rank=parallel.data_parallel_rank, world_size=parallel.data_parallel_size
+        )
+        self._vllm_config, self._target, self._cpu_kernels = vllm_config, target, cpu_kernels
+        self._captures: dict[str, tuple[int, ...]] = {}
+        self._caches: list[DraftCache] = []
+        self._sealed = False
+        self._table: SlotTable | None = None
+        self._max_slots = 1
+
+    # What plugins may use: ``Runtime`` says what each does
+
+    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+        embeds: Tensor = self._target.embed_input_ids(token_ids)
+        return embeds
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._target.compute_logits(hidden)
+        return logits
+
+    def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
+        self._check_open("capture_layer_inputs")
+        kind = type(self._target).__name__
+        if not vllm_names.captures_layers(self._target):
+            raise UsageError(
+                f"{kind}: vLLM captures no hidden states of it, and {self.config.algorithm} reads "
+                f"those before the layers {layer_ids}; expected a target that vLLM runs EAGLE-3 "
+                "with"
+            )
+        for layer in layer_ids:
+            if not 0 <= layer <= self.num_layers:
+                raise UsageError(
+                    f"capture of layer {layer}: expected 0 to {self.num_layers}, the layers of "
+                    f"{kind} and their end"
+                )
+        name = "layer_inputs:" + ",".join(map(str, layer_ids))
+        self._captures[name] = tuple(layer_ids)
+        return name
+
+    def capture_lm_head_input(self) -> str:
+        self._check_open("capture_lm_head_input")
+        self._captures[_LM_HEAD_INPUT] = ()
+        return _LM_HEAD_INPUT
+
+    def add_output(self, output: PerTokenOutput) -> None:
+        raise UsageError(
+            f"output {output.name!r}: vLLM hands out its own outputs alone; expected none of a "
+            "plugin's, disable the extension that adds it"
+        )
+
+    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> DraftCache:
+        self._check_open("allocate_kv")
+        heads = self._vllm_config.model_config.get_num_attention_heads(
+            self._vllm_config.parallel_config
+        )
+        known = self._vllm_config.compilation_config.static_forward_context
+        first = self.num_layers + sum(len(cache.layers) for cache in self._caches)
+        layers = []
+        for index in range(first, first + num_layers):
+            layer = DraftLayer(num_kv_heads, head_dim, self.dtype, heads)
+            known[f"{PREFIX}layers.{index}.attn"] = layer
+            layers.append(layer)
+        self._caches.append(DraftCache(layers=layers))
+        return self._caches[-1]
+
+    def plan_attention(
+        self,
+        batch: Batch,
+        starts: Tensor,
+        width: int | Sequence[int],
+        *,
+        offset: int = 0,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> LentPlan:
+        padding = None
+        if not isinstance(width, int):
+            widths, width = width, max(width)
+            padding = Padding.of(widths, width, self.device)
+        if self._table is None:
+            raise PluginError("plan_attention: there is no draft cache; allocate_kv() makes one")
+        plan = PagedPlan(
+            requests=self._slots,
+            req_indices=batch.req_indices,
+            starts=starts,
+            width=width,
+            length=min(self._max_slots, self._table.slots.shape[1]),
+            offset=offset,
+            given_positions=positions,
+            mask=mask,
+            padding=padding,
+        )
+        return LentPlan(plan)
+
+    def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        self._check_open("record_draft")
+        return forward  # there are no graphs on the CPU
+
+    def temperatures(self, batch: Batch) -> Tensor:
+        return torch.ones(batch.size, 1, device=self.device)
+
+    def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
+        raise NotImplementedError("not called: drafts choose greedily, as vLLM's noise is unknown")
+
+    def _check_open(self, method: str) -> None:
+        if self._sealed:
+            raise PluginError(
+                f"runtime.{method}() was called after create_worker(); expected it there, before "
+                "vLLM makes the KV cache; call it in create_worker()"
+            )
+
+    # What the proposer uses
+
+    def seal(self) -> None:
+        """Refuse further captures and caches: the worker has been made."""
+        self._sealed = True
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        return tuple(sorted({layer for layers in self._captures.values() for layer in layers}))
+
+    @property
+    def has_draft_cache(self) -> bool:
+        return any(cache.layers for cache in self._caches)
+
+    @property
+    def table(self) -> SlotTable | None:
+        """The slots of each request; None without a draft cache, and before the first step."""
+        return self._table
+
+    def bind(self, block_size: int) -> None:
+        """View the caches, which vLLM has allocated by now in blocks of so many tokens."""
+        for cache in self._caches:
+            cache.view(block_size)
+        lookahead = self.config.num_lookahead_slots
+        self._table = table = SlotTable(
+            self.req_table_size, self.context_len, lookahead, block_size
+        )
+        slots = [len(keys) for cache in self._caches for keys in cache.keys]
+        self._slots = RequestSlots(
+            slots=table.slots,
+            last_position=self.context_len - 1,
+            floors=table.floors,
+            cpu_kernels=self._cpu_kernels,
+            page_size=block_size,
+            num_slots=min(slots, default=0),
+        )
+
+    def note_longest(self, tokens: int) -> None:
+        """Note how many tokens the longest request of the step has."""
+        assert self._table is not None
+        size = self._table.block_size
+        self._max_slots = -(-(tokens + self.config.num_lookahead_slots) // size) * size
+
+    def per_node(
+        self, rows: Tensor, hidden_states: Tensor, layer_inputs: Mapping[int, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return what plugins captured of the target's pass.
+
+        Args:
+            rows: [R] int64, of the pass.
+            hidden_states: [R or more, H].
+            layer_inputs: by layer [R or more, H].
+        """
+        return {
+            name: torch.cat([layer_inputs[layer][rows] for layer in layers], dim=-1)
+            if layers
+            else hidden_states[rows]
+            for name, layers in self._captures.items()
+        }

@@ -1,0 +1,117 @@
+"""Real vLLM engines of the default model, in float32 on the CPU, and what plain decoding gives."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine runs in this process, where tests look inside
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_LOGGING_LEVEL="WARNING",
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    SPECPLUG_DEBUG="1",  # results of hooks are checked by value
+)
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import vllm
+
+import specplug
+
+MODEL = Path(specplug.__file__).parent / "assets" / "tiny_code"
+FORMS = {"EAGLE3": 5, "EAGLE": 5, "MULTI_LAYER_EAGLE": 7, "DFLASH": 7, "NGRAM": 7}
+"""The built-in algorithms, with the tokens that each drafts in a step."""
+
+
+@attrs.frozen
+class Hosted:
+    """An engine of vLLM's, with ways to look inside."""
+
+    llm: vllm.LLM
+
+    def generate(
+        self, prompts: Sequence[Any], max_tokens: int = 64, **sampling: Any
+    ) -> list[list[int]]:
+        """Return the tokens of each prompt, greedy unless said otherwise."""
+        params = vllm.SamplingParams(max_tokens=max_tokens, **{"temperature": 0, **sampling})
+        outputs = self.llm.generate(list(prompts), params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def runner(self) -> Any:
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def drafter(self) -> Any:
+        return self.runner.drafter
+
+    def metric(self, name: str) -> int:
+        """Return one of vLLM's own counters."""
+        return next(int(each.value) for each in self.llm.get_metrics() if each.name == name)
+
+
+class Engines:
+    """Makes engines, each once. All are kept until the end: vLLM takes the process groups, which
+    its engines in one process share, down with the first that is freed."""
+
+    def __init__(self) -> None:
+        self._shared: dict[str, Hosted] = {}
+        self._all: list[Hosted] = []
+
+    def __call__(
+        self,
+        algorithm: str | None = None,
+        tokens: int = 5,
+        settings: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Hosted:
+        """Return an engine.
+
+        Args:
+            algorithm: of specplug; None: vLLM's plain decoding.
+            tokens: ``num_speculative_tokens``.
+            settings: of specplug.
+            more: arguments of ``vllm.LLM``.
+        """
+        key = json.dumps([algorithm, tokens, settings, more], sort_keys=True)
+        if key not in self._shared:
+            self._shared[key] = self.make(algorithm, tokens, settings, **more)
+        return self._shared[key]
+
+    def make(
+        self,
+        algorithm: str | None = None,
+        tokens: int = 5,
+        settings: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Hosted:
+        """Make an engine that nobody shares."""
+        speculative = None
+        if algorithm is not None:
+            speculative = {
+                "model": f"specplug_vllm.{algorithm}",
+                "num_speculative_tokens": tokens,
+            }
+        defaults = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16}
+        made = Hosted(
+            vllm.LLM(
+                model=str(MODEL),
+                dtype="float32",
+                speculative_config=speculative,
+                additional_config={} if settings is None else {"specplug": settings},
+                disable_log_stats=False,
+                **{**defaults, **more},
+            )
+        )
+        self._all.append(made)
+        return made
