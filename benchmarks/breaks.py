@@ -322,10 +322,10 @@ BREAKS = (
     ),
     Break(
         "write-before-floor",
-        "specplug/model/paged_plan.py",
+        "specplug/speculative/paged_plan.py",
         "torch.where(index >= self.requests.floors[row], slots, 0)",
         "torch.where(index >= 0, slots, 0)",
-        ("tests/model/test_paged_plan.py", "tests/kv/test_prefix_cache.py"),
+        ("tests/speculative/test_paged_plan.py", "tests/kv/test_prefix_cache.py"),
     ),
     Break(
         "rows-of-a-rank",

@@ -23,8 +23,8 @@ from shapes import SHAPES, write_shape
 
 from specplug import LLM, Draft
 from specplug.model.padded_passes import PassPart
-from specplug.model.paged_plan import JoinedPlan
 from specplug.speculative.padding import Padding
+from specplug.speculative.paged_plan import JoinedPlan
 
 ROUNDS, PASSES = 3, 20
 CHUNKS = (16, 32, 64, 128, 192, 256, 384, 504)

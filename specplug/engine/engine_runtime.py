@@ -14,17 +14,24 @@ from specplug.errors import PluginError
 from specplug.host import HostCapabilities
 from specplug.kernels.dispatch import runs_kernels
 from specplug.kv.request_table import RequestTable
-from specplug.kv.tensors import KVShape, PagedKVCache, drop_tensors, fill_cache
+from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
 from specplug.model.graph_runner import GraphRunner, PassRunner
 from specplug.model.hidden_states import AUX_HIDDEN_STATES, LM_HEAD_INPUT
 from specplug.model.model_runner import ModelRunner
-from specplug.model.paged_plan import LENGTH_STEP, LentPlan, PagedPlan, RequestSlots, round_up
 from specplug.model.rotary import FIXED
 from specplug.model.sampler import Sampler
 from specplug.speculative.batch import Batch
 from specplug.speculative.draft import described
 from specplug.speculative.output_kind import OutputKind, PerTokenOutput
 from specplug.speculative.padding import Padding
+from specplug.speculative.paged_plan import (
+    LENGTH_STEP,
+    LentPlan,
+    PagedKVCache,
+    PagedPlan,
+    RequestSlots,
+    round_up,
+)
 from specplug.speculative.runtime import RankInfo
 
 EMBEDDED = HostCapabilities(

@@ -17,11 +17,11 @@ from specplug.engine.step_result import DecodeResult, PrefillResult
 from specplug.grammar.state import HostTree
 from specplug.kernels.dispatch import runs_tree_kernels
 from specplug.kv.tensors import move_slots
-from specplug.model.paged_plan import LentPlan, PagedPlan
 from specplug.sampling_params import Needs
 from specplug.speculative.draft import Draft
 from specplug.speculative.hook_order import Half
 from specplug.speculative.host_copy import host_copy
+from specplug.speculative.paged_plan import LentPlan, PagedPlan
 from specplug.speculative.target_output import CommittedOutput
 from specplug.speculative.verify import VerifyOutput
 

@@ -26,7 +26,6 @@ from specplug.engine.step_result import StepResult
 from specplug.grammar.state import HostTree
 from specplug.model.model_runner import ModelRunner
 from specplug.model.padded_passes import PassOutput, PassPart
-from specplug.model.paged_plan import JoinedPlan, PagedPlan
 from specplug.sampling_params import Needs
 from specplug.speculative.batch import Batch, ForwardMode
 from specplug.speculative.draft import Draft
@@ -35,6 +34,7 @@ from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import HookOrder
 from specplug.speculative.host_copy import Arrival, upload
 from specplug.speculative.padding import Padding
+from specplug.speculative.paged_plan import JoinedPlan, PagedPlan
 from specplug.speculative.target_output import CommittedOutput
 
 Key = TypeVar("Key")

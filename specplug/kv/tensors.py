@@ -10,19 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.speculative.runtime import KVCache
-
-
-@attrs.define(eq=False)
-class PagedKVCache(KVCache):
-    """The keys and values of the target or of a draft model, all over the same slots.
-
-    Attributes:
-        keys, values: [slots, Hkv, D] of each layer; none until the pool is allocated.
-    """
-
-    keys: list[Tensor] = attrs.field(factory=list)
-    values: list[Tensor] = attrs.field(factory=list)
+from specplug.speculative.paged_plan import PagedKVCache
 
 
 @attrs.frozen

@@ -11,8 +11,7 @@ import attrs
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specplug.kv.tensors import PagedKVCache
-from specplug.model.paged_plan import JoinedPlan, PagedPlan
+from specplug.speculative.paged_plan import JoinedPlan, PagedKVCache, PagedPlan
 
 IMPLEMENTATION = "specplug"
 """The name under which transformers' ``AttentionInterface`` knows our attention."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from specplug.errors import PluginError, warn_fallback
 from specplug.model.graph_recorder import failure_of, record_graph
-from specplug.model.paged_plan import plan_of
 from specplug.model.pass_arguments import (
     Parts,
     Remake,
@@ -24,6 +23,7 @@ from specplug.model.pass_arguments import (
     shapes_of,
 )
 from specplug.model.pass_form import batch_bucket
+from specplug.speculative.paged_plan import plan_of
 
 _MOST_GRAPHS = 128
 """The most shapes that one pass is recorded for; others run eagerly."""

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specplug.kv.tensors import PagedKVCache
 from specplug.model.attention import TARGET_PASS, TargetPass, running
 from specplug.model.quantization import is_plain_linear
+from specplug.speculative.paged_plan import PagedKVCache
 
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
                "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip

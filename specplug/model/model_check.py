@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from specplug.errors import CheckpointError, SpecplugError
 from specplug.kernels.cpu_kernels import CPUKernels
-from specplug.kv.tensors import KVShape, PagedKVCache, drop_tensors, fill_cache
+from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
 from specplug.model.attention import IMPLEMENTATION, attention, running
-from specplug.model.paged_plan import PagedPlan, RequestSlots
 from specplug.speculative.draft import Draft
 from specplug.speculative.padding import Padding
+from specplug.speculative.paged_plan import PagedKVCache, PagedPlan, RequestSlots
 
 if TYPE_CHECKING:
     from specplug.kernels.paged_attention_kernels import PagedAttention

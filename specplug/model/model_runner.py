@@ -15,10 +15,10 @@ from specplug.model.graph_recorder import GraphRecorder
 from specplug.model.graph_runner import GraphRunner
 from specplug.model.hidden_states import Point
 from specplug.model.padded_passes import PaddedPasses, PassOutput, PassPart, Record, size_of
-from specplug.model.paged_plan import JoinedPlan, PagedPlan
 from specplug.model.pass_form import PassForm, PassSize, batch_bucket
 from specplug.model.target import Target
 from specplug.speculative.draft import Draft
+from specplug.speculative.paged_plan import JoinedPlan, PagedPlan
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")

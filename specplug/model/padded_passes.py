@@ -18,9 +18,9 @@ from torch import Tensor
 
 from specplug.errors import warn_fallback
 from specplug.model.graph_recorder import failure_of
-from specplug.model.paged_plan import JoinedPlan, PagedPlan, RequestSlots
 from specplug.model.pass_form import NOTHING, PartForm, PartSize, PassForm, PassSize
 from specplug.speculative.padding import Padding
+from specplug.speculative.paged_plan import JoinedPlan, PagedPlan, RequestSlots
 
 _MOST_FORMS = 96
 """The most forms that are recorded; passes of others run as they are."""

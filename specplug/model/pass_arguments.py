@@ -16,9 +16,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.model.paged_plan import LentPlan, PagedPlan, plan_of
 from specplug.speculative.batch import Batch
 from specplug.speculative.draft import Draft, DraftInput
+from specplug.speculative.paged_plan import LentPlan, PagedPlan, plan_of
 from specplug.speculative.target_output import CommittedOutput
 
 _PIECE = 16 << 10

@@ -13,7 +13,7 @@ from specplug.distributed.rank_group import RankGroup
 from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
 from specplug.kernels.dispatch import HALF, runs_pass_kernels
-from specplug.kv.tensors import KVShape, PagedKVCache, drop_tensors
+from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import running
 from specplug.model.checkpoint import (
     CPU,
@@ -28,12 +28,12 @@ from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.layer_fusion import FusedLayer
 from specplug.model.model_check import ModelCheck
 from specplug.model.padded_passes import PassOutput
-from specplug.model.paged_plan import JoinedPlan, PagedPlan
 from specplug.model.quantization import count_parameters, drop_weights, stored_tensors
 from specplug.model.rotary import FIXED, RotaryByLength
 from specplug.model.rotary_table import keep_rotary_tables
 from specplug.model.sharded_mlp import shard_mlps
 from specplug.model.threads import set_threads
+from specplug.speculative.paged_plan import JoinedPlan, PagedKVCache, PagedPlan
 from specplug.startup import Startup
 
 if TYPE_CHECKING:

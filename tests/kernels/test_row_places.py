@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specplug.kernels.kv_write import kv_write
 from specplug.kernels.row_places import row_places
-from specplug.model.paged_plan import PagedPlan, RequestSlots
 from specplug.speculative.padding import Padding
+from specplug.speculative.paged_plan import PagedPlan, RequestSlots
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

@@ -15,8 +15,8 @@ from torch import nn
 from specplug import LLM, CheckpointError, SamplingParams
 from specplug.model import target as target_file
 from specplug.model.model_check import ModelCheck
-from specplug.model.paged_plan import PagedPlan
 from specplug.model.target import Target
+from specplug.speculative.paged_plan import PagedPlan
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {

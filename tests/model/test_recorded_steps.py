@@ -34,9 +34,9 @@ from specplug.engine.step import StepRunner
 from specplug.errors import PluginError
 from specplug.model import graph_runner
 from specplug.model.graph_runner import GraphRunner
-from specplug.model.paged_plan import PagedPlan, RequestSlots
 from specplug.model.pass_arguments import fill
 from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.paged_plan import PagedPlan, RequestSlots
 from specplug.speculative.target_output import compact
 
 ON_GPU = torch.cuda.is_available()

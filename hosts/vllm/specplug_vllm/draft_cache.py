@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specplug import PluginError
-from specplug.kv.tensors import PagedKVCache
+from specplug.speculative.paged_plan import PagedKVCache
 from specplug_vllm.vllm_names import attention_classes
 
 _VLLM: Any = attention_classes()

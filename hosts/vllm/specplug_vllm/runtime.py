@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specplug import Batch, PerTokenOutput, PluginError, SpecConfig, UsageError
 from specplug.kernels.cpu_kernels import CPUKernels
-from specplug.model.paged_plan import LentPlan, PagedPlan, RequestSlots
 from specplug.speculative.padding import Padding
+from specplug.speculative.paged_plan import LentPlan, PagedPlan, RequestSlots
 from specplug.speculative.runtime import RankInfo
 from specplug_vllm import vllm_names
 from specplug_vllm.draft_cache import PREFIX, DraftCache, DraftLayer, SlotTable

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from specplug import Draft
 from specplug.kernels import grouped_attention
-from specplug.kv.tensors import PagedKVCache
-from specplug.model.paged_plan import PagedPlan, RequestSlots
 from specplug.speculative.padding import Padding
+from specplug.speculative.paged_plan import PagedKVCache, PagedPlan, RequestSlots
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM, MOST = 4, 2, 3, 48

@@ -1,4 +1,8 @@
-"""The plan of a pass: where its rows stand, what they see, and who attends."""
+"""The plan of a pass: where its rows stand, what they see, and who attends.
+
+The embedded engine's, for its target and for draft models. Another host may use it whose pools can
+be viewed as [slots, Hkv, D] a layer; ``RequestSlots`` is all that it needs to know.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,6 @@ from specplug.kernels.cpu_kernels import CPUKernels, CPURows
 from specplug.kernels.dispatch import HALF
 from specplug.kernels.grouped_attention import GroupedAttention, group_requests
 from specplug.kernels.paged_attention import paged_attention_reference
-from specplug.kv.tensors import PagedKVCache
 from specplug.speculative.draft import Draft, described
 from specplug.speculative.padding import Padding
 from specplug.speculative.runtime import KVCache
@@ -32,6 +35,18 @@ LENGTH_STEP = 32
 def round_up(length: int, step: int = LENGTH_STEP) -> int:
     """Round ``length`` up to a multiple of ``step``."""
     return -(-length // step) * step
+
+
+@attrs.define(eq=False)
+class PagedKVCache(KVCache):
+    """The keys and values of the target or of a draft model, all over the same slots.
+
+    Attributes:
+        keys, values: [slots, Hkv, D] of each layer; none until the pool is allocated.
+    """
+
+    keys: list[Tensor] = attrs.field(factory=list)
+    values: list[Tensor] = attrs.field(factory=list)
 
 
 @attrs.frozen(eq=False, kw_only=True)
