@@ -29,7 +29,7 @@ from shapes import DRAFTS
 
 HERE = Path(__file__).parent
 AT_ONCE = 'warm_up="off"'
-"""For stages that make many engines, and time none of their starts."""
+"""For stages that time no engine's start: on a new machine a warm-up compiles for a minute."""
 SMALL = "llama-small", "qwen3-small"
 """The targets of ``exactness_bf16.py``."""
 
@@ -77,13 +77,25 @@ MAPPED = [
 ]  # fmt: skip
 """Plain decoding and each algorithm that ships."""
 
+
+def steps_of(shape: str) -> Stage:
+    """Return the stage of a shape's decode steps, beside vLLM's."""
+    settings = [AT_ONCE]
+    return Stage(["decode_step.py"], shape, WITH_BARS, settings, tiny=ONCE, with_peer=True)
+
+
+def map_of(variant: str) -> Stage:
+    """Return the stage of one algorithm of the map."""
+    return Stage(["acceptance.py", "map"], "llama-8b", [variant], [AT_ONCE])
+
+
 STAGES: dict[str, Stage] = {
-    "llama-steps": Stage(["decode_step.py"], "llama-8b", WITH_BARS, tiny=ONCE, with_peer=True),
-    "llama-trace": Stage(["kernel_trace.py"], "llama-8b", ["plain"]),
-    "llama-known": Stage(["acceptance.py", "known"], "llama-8b", tiny=ONCE),
-    **{f"llama-map-{name}": Stage(["acceptance.py", "map"], "llama-8b", [name]) for name in MAPPED},
-    "llama-price": Stage(["exactness_price.py"], "llama-8b", tiny=ONCE),
-    "qwen-steps": Stage(["decode_step.py"], "qwen3-8b", WITH_BARS, tiny=ONCE, with_peer=True),
+    "llama-steps": steps_of("llama-8b"),
+    "llama-trace": Stage(["kernel_trace.py"], "llama-8b", ["plain"], [AT_ONCE]),
+    "llama-known": Stage(["acceptance.py", "known"], "llama-8b", settings=[AT_ONCE], tiny=ONCE),
+    **{f"llama-map-{name}": map_of(name) for name in MAPPED},
+    "llama-price": Stage(["exactness_price.py"], "llama-8b", settings=[AT_ONCE], tiny=ONCE),
+    "qwen-steps": steps_of("qwen3-8b"),
     "exactness": Stage([*EXACTNESS, "--seconds", "250"], settings=[AT_ONCE], tiny=FEW),
     "cublas": Stage(
         [*EXACTNESS, "--seconds", "50", "--cublas"],
