@@ -22,10 +22,11 @@ def register() -> None:
 
     It does nothing to a version of vLLM that was not tested: who then chooses an algorithm is told.
     """
-    from specplug_vllm.patches import patch_config
-    from specplug_vllm.vllm_names import untested
+    from specplug_vllm.host import untested
 
     if untested() is None:
+        from specplug_vllm.patches import patch_config
+
         patch_config()
 
 

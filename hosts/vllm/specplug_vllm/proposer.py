@@ -24,6 +24,7 @@ from specplug import (
     RequestReport,
     VerifyOutput,
 )
+from specplug.debug import DEBUG
 from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, load_cpu_kernels
 from specplug.registry import build_plugin_manager
@@ -75,6 +76,11 @@ class Proposer:
         self.captured_layers: tuple[int, ...] = ()
         self.decode_steps = 0
         self._told: set[str] = set()
+
+    @property
+    def undrafted(self) -> int:
+        """How many requests went on without drafts, because a plugin failed."""
+        return self._rows.num_failed
 
     # What vLLM calls
 
@@ -151,7 +157,7 @@ class Proposer:
         try:
             call()
         except PluginError as error:
-            self._rows.failed[chosen_rows] = True
+            self._rows.fail(chosen_rows)
             self._tell(error)
 
     def _tell(self, error: PluginError) -> None:
@@ -160,7 +166,8 @@ class Proposer:
         if text not in self._told:
             self._told.add(text)
             vllm_names.log_error(
-                "%s. Requests of that step go on without drafts; their tokens are right.", text
+                f"{text}. Requests of that step go on without drafts; their tokens are right.",
+                error.__cause__ if DEBUG else None,
             )
 
     def _locate(self, step: vllm_names.RunnerStep) -> None:

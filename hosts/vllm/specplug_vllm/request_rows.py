@@ -21,7 +21,9 @@ class RequestRows:
 
     Attributes:
         views: the requests as hooks see them, by id.
-        failed: [rows] bool, for which a plugin has failed: they are drafted for no more.
+        failed: [rows] bool, requests that are drafted for no more: a plugin has failed with them,
+            or a step of theirs was not seen.
+        num_failed: how many have failed so far.
         of_step: [n] int, the row of each request of the step that was sorted last.
         is_first, ends_prompt: [n] bool, whether the step is the first of a request since it got its
             row, and whether it computes the last token known before it.
@@ -31,6 +33,7 @@ class RequestRows:
     def __init__(self, num_rows: int, context_len: int) -> None:
         self.views: dict[str, VllmRequest] = {}
         self.failed = np.zeros(num_rows, dtype=bool)
+        self.num_failed = 0
         self.of_step = np.zeros(0, dtype=np.int64)
         self.is_first = self.ends_prompt = np.zeros(0, dtype=bool)
         self.started: list[int] = []
@@ -47,6 +50,11 @@ class RequestRows:
         self.views.pop(request_id, None)
         if row is not None:
             self._free.append(row)
+
+    def fail(self, rows: np.ndarray) -> None:
+        """Draft for the requests of these rows no more."""
+        self.num_failed += int((~self.failed[rows]).sum())
+        self.failed[rows] = True
 
     def sort(self, step: RunnerStep) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Give rows to new requests, and find what each request did in a step.
@@ -67,7 +75,7 @@ class RequestRows:
         ends = step.starts + step.widths
         self.ends_prompt = ends >= known
         decoded = self._decodes[rows] & (step.starts + 1 == known) & (step.sampled > 0)
-        self.failed[rows] |= ~self.is_first & (self._length[rows] != step.starts)
+        self.fail(rows[~self.is_first & (self._length[rows] != step.starts)])
         works = ~self.failed[rows]
         self._length[rows] = np.where(decoded, step.starts + step.sampled, ends)
         self._decodes[rows] = decoded | self.ends_prompt

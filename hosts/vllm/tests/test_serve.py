@@ -1,0 +1,84 @@
+"""vLLM's own server with an algorithm of specplug's: streams to the openai client."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from hosted_engines import MODEL
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server that was started by specplug's command line, with its engine in a process."""
+    port = free_port()
+    log = tmp_path_factory.mktemp("serve") / "log"
+    more = ["--max-model-len", "1024", "--enforce-eager", "--num-gpu-blocks-override", "48"]
+    command = [Path(sys.executable).with_name("specplug"), "serve", "--engine", "vllm"]
+    command += ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "5"]
+    command += ["--model", str(MODEL), "--served-model-name", "tiny", "--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--", *more]
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    with log.open("w") as output:
+        server = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        found = f"http://127.0.0.1:{port}"
+        for _ in range(240):
+            assert server.poll() is None, log.read_text()[-4000:]
+            if is_up(found):
+                break
+            time.sleep(0.5)
+        else:
+            pytest.fail(log.read_text()[-4000:])
+        yield found
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def is_up(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+def test_streams_are_plain_through_the_openai_client(
+    address: str, prompts: list[str], plain: list[list[int]], engines: object
+) -> None:
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+    streams = [
+        client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=64, temperature=0, stream=True
+        )
+        for prompt in prompts
+    ]
+    texts = ["".join(chunk.choices[0].text for chunk in stream) for stream in streams]
+    tokenizer = engines().llm.get_tokenizer()  # type: ignore[operator]
+    assert texts == [tokenizer.decode(tokens) for tokens in plain]
+
+
+def test_server_speculates(address: str) -> None:
+    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    counters = {line.partition("{")[0]: line.rpartition(" ")[2] for line in lines}
+    accepted = float(counters["vllm:spec_decode_num_accepted_tokens_total"])
+    drafts = float(counters["vllm:spec_decode_num_drafts_total"])
+    assert accepted / drafts > 2, json.dumps(counters, indent=1)[:2000]
