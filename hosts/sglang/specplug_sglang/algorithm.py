@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_RUNNING_REQUESTS = 48
+"""Unless the user says otherwise: what SGLang takes for its own algorithms."""
+
 _OF_BUILTIN = vars(SpeculativeAlgorithm)
 
 
@@ -46,6 +49,9 @@ class SpecplugAlgorithm(CustomSpecAlgo):
         server_args.speculative_num_steps = config.num_steps
         server_args.speculative_eagle_topk = config.topk
         server_args.speculative_num_draft_tokens = config.num_draft_tokens
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = MAX_RUNNING_REQUESTS
+            logger.warning("%s: max_running_requests=%d", self.name, MAX_RUNNING_REQUESTS)
         # A step with prompts and decoding requests in one pass has no draft extend.
         server_args.enable_mixed_chunk = False
 

@@ -30,7 +30,7 @@ class Captures:
     """
 
     def __init__(self, model: nn.Module, num_layers: int, hidden_size: int) -> None:
-        self._model = model
+        self._model: Any = model
         self._num_layers = num_layers
         self._hidden_size = hidden_size
         self._layers: dict[str, tuple[int, ...]] = {}  # by name
@@ -121,7 +121,7 @@ class Captures:
         assert hidden_states is not None
         order = [*self._inner, *([self._num_layers] if self._after_layers else [])]
         place = {layer: i for i, layer in enumerate(order)}
-        columns = hidden_states.unflatten(1, (-1, self._hidden_size))
+        columns = hidden_states.view(len(hidden_states), -1, self._hidden_size)
         found = {}
         for name, layers in self._layers.items():
             places = [place[layer] for layer in layers]

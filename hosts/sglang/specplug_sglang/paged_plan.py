@@ -134,7 +134,7 @@ class PagedPlan:
     def _padded(self, flat: Tensor) -> Tensor:
         """[R, …] -> [bs, Q, …]; places without a row repeat the first one."""
         rows = flat if self.padding is None else flat[self.padding.padded_rows]
-        return rows.unflatten(0, (self.bs, self.width))
+        return rows.view(self.bs, self.width, *rows.shape[1:])
 
     def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
         """Write keys and values, as ``AttentionPlan.write`` says."""
@@ -175,10 +175,10 @@ class PagedPlan:
             [R, H * D], D that of the values.
         """
         table = self.step.slots
-        held = [pool[table].to(q.dtype).transpose(1, 2) for pool in (keys, values)]
         out = scaled_dot_product_attention(
             self._padded(q).transpose(1, 2),
-            *held,  # [bs, Hkv, L, D]
+            keys[table].to(q.dtype).transpose(1, 2),  # [bs, Hkv, L, D]
+            values[table].to(q.dtype).transpose(1, 2),
             attn_mask=self._visible(window).unsqueeze(1),
             scale=scale,
             enable_gqa=True,

@@ -36,7 +36,7 @@ class RelayedRoots(SpecInput):
 
     def merge_batch(self, other: RelayedRoots) -> None:
         """Add another batch's requests after these."""
-        if self.future_indices is not None:
+        if self.future_indices is not None and other.future_indices is not None:
             self.future_indices = torch.cat((self.future_indices, other.future_indices))
         else:
             self.bonus_tokens = torch.cat((self.bonus_tokens, other.bonus_tokens))

@@ -14,6 +14,8 @@ from specplug.speculative.padding import Padding
 from specplug.speculative.runtime import RankInfo
 from specplug_sglang.captures import Captures
 from specplug_sglang.paged_plan import DraftPools, PagedPlan, StepSlots
+from specplug_sglang.sampling import seeded_noise
+from specplug_sglang.settings import capabilities
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -42,6 +44,7 @@ class SglangRuntime:
 
     def __init__(self, runner: ModelRunner, server_args: ServerArgs, config: SpecConfig) -> None:
         target = runner.model_config
+        self.host = capabilities(server_args)
         self._runner = runner
         self.config = config
         self.device = torch.device(runner.device)
@@ -50,6 +53,7 @@ class SglangRuntime:
         self.hidden_size = target.hidden_size
         self.num_layers = target.num_hidden_layers
         self.context_len = target.context_len
+        self.max_running_requests = int(server_args.max_running_requests or 0)
         self.page_size = server_args.page_size or 1
         chunk = server_args.chunked_prefill_size
         self.chunked_prefill_size = chunk if chunk is not None and chunk > 0 else None
@@ -57,12 +61,6 @@ class SglangRuntime:
         self.captures = Captures(runner.model, self.num_layers, self.hidden_size)
         self._draft_pools: list[tuple[DraftPools, tuple[int, int, int]]] = []
         self._sealed = False
-
-    @property
-    def max_running_requests(self) -> int:
-        """The greatest bs of a decode step. SGLang computes it with its pools; before them it is
-        what was asked for."""
-        return int(self._runner.max_running_requests or 0)
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         embedded: Tensor = self._runner.model.model.embed_tokens(token_ids)
@@ -122,10 +120,14 @@ class SglangRuntime:
         return forward
 
     def temperatures(self, batch: Batch) -> Tensor:
-        return self.sampling.temperatures.view(batch.size, 1)
+        temperatures: Tensor = self.sampling.temperatures.view(batch.size, 1)
+        return temperatures
 
     def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
-        raise PluginError("gumbel_noise: SGLang's noise is not foreseen; every batch is greedy")
+        bs, width = positions.shape
+        seeds = self.sampling.sampling_seed.repeat_interleave(width, output_size=bs * width)
+        noise = seeded_noise(seeds, positions.reshape(-1), token_ids)
+        return noise.view(bs, width, -1).to(torch.float32)
 
     def _check_open(self, method: str) -> None:
         if self._sealed:

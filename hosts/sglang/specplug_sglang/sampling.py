@@ -65,8 +65,39 @@ def sample_nodes(
     info = _by_node(batch.sampling_info, widths)
     runner._preprocess_logits(output, info)
     nodes = len(positions)
-    tokens = runner.sampler(output, info, False, [0] * nodes, [None] * nodes, positions)
+    logprobs = [0] * nodes, [None] * nodes  # none: they are made of the accepted rows alone
+    tokens: Tensor = runner.sampler(output, info, False, *logprobs, positions)
     return tokens.to(torch.int64)
+
+
+def has_foreseen_noise(info: SamplingBatchInfo) -> bool:
+    """Return whether ``seeded_noise`` is what the sampler adds for every request of the batch.
+
+    Where one of them wants the likeliest tokens alone, or takes the likeliest, SGLang adds the
+    noise to all requests' tokens by their rank, and nobody knows the ranks before the pass.
+    """
+    filtered = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
+    return info.sampling_seed is not None and not filtered
+
+
+def seeded_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the noise that SGLang adds to the log-probabilities of the tokens: what its
+    ``multinomial_with_seed`` computes.
+
+    Args:
+        seeds: [T] int64.
+        positions: [T] int64 of the tokens that are chosen; SGLang counts that of the token before.
+        token_ids: [V] int64.
+
+    Returns:
+        [T, V] float64.
+    """
+    from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
+
+    hashed = murmur_hash32(seeds.to(torch.uint64), positions - 1, token_ids)
+    uniform = hashed.to(torch.float64) / torch.iinfo(torch.uint32).max
+    least, most = torch.finfo(torch.float64).min, -(2.0**-32)
+    return -uniform.log().clamp(least, most).neg().log()
 
 
 def _by_node(info: SamplingBatchInfo, widths: Sequence[int]) -> SamplingBatchInfo:

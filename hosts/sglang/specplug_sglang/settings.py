@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 import specplug
-from specplug import SpecConfig, UsageError
+from specplug import HostCapabilities, SpecConfig, UsageError
+from specplug.algorithm import CAPTURES
 from specplug.registry import Registry, SelectedAlgorithm, build_plugin_manager
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
+from specplug_sglang.sglang_names import check_version
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -44,7 +46,7 @@ def choose(algorithm: str, args: ServerArgs, target_config: Mapping[str, Any]) -
     manager = build_plugin_manager(selected, extensions, CoreDefaults())
     hooks = HookCalls(manager, selected, extensions)
     path = args.speculative_draft_model_path
-    config = SpecConfig.resolve(
+    typed = SpecConfig.resolve(
         selected.info,
         num_steps=args.speculative_num_steps,
         topk=args.speculative_eagle_topk,
@@ -63,7 +65,27 @@ def choose(algorithm: str, args: ServerArgs, target_config: Mapping[str, Any]) -
             f"{algorithm} cannot begin in the middle of a prompt; start SGLang with "
             "--disable-radix-cache"
         )
-    return Chosen(selected, hooks, hooks.validate_config(config))
+    config = hooks.validate_config(typed)
+    capabilities(args).check(selected.info, config, own_verify=not hooks.core_verifies)
+    return Chosen(selected, hooks, config)
+
+
+def capabilities(args: ServerArgs) -> HostCapabilities:
+    """Return what SGLang gives with these settings.
+
+    Its noise is a function of a request's seed and the position with
+    ``--enable-deterministic-inference`` alone; else it is drawn in the order of the steps.
+    """
+    return HostCapabilities(
+        name=f"SGLang {check_version()}",
+        draft_models=True,
+        captures=CAPTURES,
+        trees=True,
+        verify=True,
+        overlap=not args.disable_overlap_schedule,
+        exact_sampling=bool(args.enable_deterministic_inference),
+        foreseeable_noise=bool(args.enable_deterministic_inference),
+    )
 
 
 def _refused(args: ServerArgs) -> Iterator[str]:

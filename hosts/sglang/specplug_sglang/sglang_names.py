@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 TESTED = ("0.5.23",)
 """Versions of SGLang."""
@@ -70,6 +71,7 @@ FUNCTIONS: Mapping[str, str] = {
     "sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits": (
         "self, logits_output, sampling_info, observer"
     ),
+    "sglang.kernels.ops.sampling.murmur_hash:murmur_hash32": "seed, positions, col_indices",
     "sglang.srt.layers.logprob_processor:compute_spec_logprobs": (
         "batch, logits_output, predict, accept_index, chain_stride"
     ),
@@ -92,7 +94,7 @@ FIELDS: Mapping[str, str] = {
     "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": (
         "temperatures, top_ps, top_ks, min_ps, sampling_seed, logit_bias, acc_additive_penalties, "
         "acc_scaling_penalties, grammars, has_custom_logit_processor, custom_params, "
-        "custom_logit_processor"
+        "custom_logit_processor, need_top_k_sampling, need_top_p_sampling, need_min_p_sampling"
     ),
 }
 """By ``module:class``, fields that it has."""
@@ -147,11 +149,11 @@ def _differences() -> Iterator[str]:
                 yield f"{name} has no field {field}"
 
 
-def _found(name: str) -> object:
+def _found(name: str) -> Any:
     """Return what ``module:name`` names; None if there is nothing of that name."""
     module, _, path = name.partition(":")
     try:
-        found: object = import_module(module)
+        found: Any = import_module(module)
     except ImportError:
         return None
     for part in path.split("."):

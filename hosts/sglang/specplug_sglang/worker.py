@@ -22,7 +22,7 @@ from specplug_sglang.paged_plan import PagedPlan, StepSlots
 from specplug_sglang.relay import RelayedRoots
 from specplug_sglang.request_views import Requests
 from specplug_sglang.runtime import SglangRuntime
-from specplug_sglang.sampling import decodes_plainly, sample_nodes
+from specplug_sglang.sampling import decodes_plainly, has_foreseen_noise, sample_nodes
 from specplug_sglang.settings import choose
 from specplug_sglang.verify_pass import VerifyInput, teach_torch_native
 
@@ -190,7 +190,8 @@ class SpecplugWorker(BaseSpecWorker):
         self._begin_step(batch, half, [request.kv.kv_allocated_len for request in batch.reqs])
         most = tuple(1 if decodes_plainly(request) else stride for request in batch.reqs)
         views = self._requests.views(batch.reqs)
-        draft = self._order.begin_decode(half, views, most, greedy=True)
+        greedy = not has_foreseen_noise(batch.sampling_info)
+        draft = self._order.begin_decode(half, views, most, greedy=greedy)
         widths = draft.widths or (draft.width,) * len(views)
         half.plan = self._plan_nodes(half)
         batch.forward_mode = SglangMode.TARGET_VERIFY
