@@ -58,12 +58,15 @@ def sample_nodes(
     the text has the distribution of plain decoding, and there is no seed to repeat it by.
 
     Args:
-        output: of the target's pass. Its logits [T, V] may be overwritten.
+        output: of the target's pass; its logits [T, V] are left as SGLang's log-probabilities are
+            made of them, with what is added to them but before the temperature.
         widths: nodes of each request.
         positions: [T] int64 of the nodes.
     """
     info = _by_node(batch.sampling_info, widths)
     runner._preprocess_logits(output, info)
+    if not info.is_all_greedy:  # SGLang's sampler makes probabilities of them, in their place
+        output = replace(output, next_token_logits=output.next_token_logits.clone())
     nodes = len(positions)
     logprobs = [0] * nodes, [None] * nodes  # none: they are made of the accepted rows alone
     tokens: Tensor = runner.sampler(output, info, False, *logprobs, positions)
@@ -94,7 +97,7 @@ def seeded_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """
     from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
 
-    hashed = murmur_hash32(seeds.to(torch.uint64), positions - 1, token_ids)
+    hashed: Tensor = murmur_hash32(seeds.to(torch.uint64), positions - 1, token_ids)
     uniform = hashed.to(torch.float64) / torch.iinfo(torch.uint32).max
     least, most = torch.finfo(torch.float64).min, -(2.0**-32)
     return -uniform.log().clamp(least, most).neg().log()

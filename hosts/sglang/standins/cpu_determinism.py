@@ -1,8 +1,8 @@
 """``--enable-deterministic-inference`` on the CPU, where SGLang has none: for seeded sampling.
 
 Its matrix products are replaced by kernels for GPUs, and its torch attention is not among those
-that it takes for deterministic. In float32 both are what plain decoding has too. Run with ``TORCHDYNAMO_DISABLE=1``: SGLang
-compiles the function that samples.
+that it takes for deterministic. In float32 both are what plain decoding has too. Run with
+``TORCHDYNAMO_DISABLE=1``: SGLang compiles the function that samples.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +14,23 @@ import attrs
 
 import specplug
 
-os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # read when SGLang is imported
+THIRD_PARTY = Path(__file__).parent / "third_party"
+os.environ.update(
+    SGLANG_USE_CPU_ENGINE="1",  # read when SGLang is imported
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    TORCHDYNAMO_DISABLE="1",  # SGLang compiles functions of its sampler
+    SPECPLUG_DEBUG="1",  # what hooks return is checked by value
+    PYTHONPATH=os.pathsep.join(filter(None, (str(THIRD_PARTY), os.environ.get("PYTHONPATH")))),
+)
 
-STANDINS = Path(__file__).parents[1] / "standins"
 ASSETS = Path(specplug.__file__).parent / "assets"
 MODEL = ASSETS / "tiny_code"
-GREEDY = {"temperature": 0, "max_new_tokens": 64}
-
+TREE = {
+    "speculative_num_steps": 5,
+    "speculative_eagle_topk": 4,
+    "speculative_num_draft_tokens": 16,
+}
 ON_CPU: dict[str, Any] = {
     "model_path": str(MODEL),
     "device": "cpu",
@@ -32,25 +44,57 @@ ON_CPU: dict[str, Any] = {
 
 @attrs.frozen
 class Generated:
-    """Of a list of prompts: their output, and how many verify steps it took."""
+    """Of a list of prompts: their output, SGLang's words on each, and all verify steps."""
 
     tokens: list[list[int]]
-    steps: int
+    about: list[dict[str, Any]]
+
+    @property
+    def steps(self) -> int:
+        return sum(each.get("spec_verify_ct", 0) for each in self.about)
 
 
+@attrs.frozen
 class Engine:
-    """One of SGLang's engines."""
+    """One of SGLang's engines, and what plugins saw in it."""
 
-    def __init__(self, sglang_engine: Any) -> None:
-        self.sglang = sglang_engine
+    sglang: Any
+    witness: Path
 
-    def generate(self, prompts: Sequence[str], sampling: Any = GREEDY, **more: Any) -> Generated:
-        """Generate for all prompts in one batch."""
-        replies = self.sglang.generate(list(prompts), sampling, **more)
-        return Generated(
-            [list(reply["output_ids"]) for reply in replies],
-            sum(reply["meta_info"].get("spec_verify_ct", 0) for reply in replies),
-        )
+    def generate(
+        self, prompts: Sequence[str], sampling: Any = None, max_tokens: int = 64
+    ) -> Generated:
+        """Generate for all prompts in one batch, greedy unless said otherwise."""
+        wanted = {"temperature": 0, "max_new_tokens": max_tokens} if sampling is None else sampling
+        replies = self.sglang.generate(list(prompts), wanted)
+        tokens = [list(reply["output_ids"]) for reply in replies]
+        return Generated(tokens, [reply["meta_info"] for reply in replies])
+
+    def seen(self, kind: str) -> list[Any]:
+        """Return what an extension was told of: prefill chunks, finished requests, idle steps."""
+        events = [json.loads(line) for line in self.witness.read_text().splitlines()]
+        return [event[kind] for event in events if kind in event]
+
+    @property
+    def chunks(self) -> list[tuple[str, int, int, bool, bool]]:
+        """Of each chunk that was prefilled: whose it is, start, end, whether it is the first one
+        of its request, and the last."""
+        return [tuple(chunk) for step in self.seen("prefill") for chunk in step]
+
+
+@contextmanager
+def environment(**names: str) -> Iterator[None]:
+    """Set environment variables, which SGLang's processes inherit."""
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -60,8 +104,9 @@ def running(algorithm: str | None = None, **settings: Any) -> Iterator[Engine]:
 
     if algorithm is not None:
         settings["speculative_algorithm"] = f"SPECPLUG_{algorithm}"
-    engine = SglangEngine(**{**ON_CPU, **settings})
-    try:
-        yield Engine(engine)
-    finally:
-        engine.shutdown()
+    with tempfile.NamedTemporaryFile() as file, environment(WITNESS_FILE=file.name):
+        engine = SglangEngine(**{**ON_CPU, **settings})
+        try:
+            yield Engine(engine, Path(file.name))
+        finally:
+            engine.shutdown()

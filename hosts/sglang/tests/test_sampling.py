@@ -1,0 +1,72 @@
+"""Sampled tokens are those of plain decoding where SGLang has seeds, and so are log-probabilities;
+what cannot be told of a node is decoded plainly."""
+
+from __future__ import annotations
+
+import pytest
+from engines import running
+
+PLAIN = [{"temperature": 0.8, "max_new_tokens": 32, "sampling_seed": seed} for seed in range(6)]
+FILTERED = [{**each, "top_p": 0.9, "top_k": 50} for each in PLAIN]
+GREEDY = {"temperature": 0, "max_new_tokens": 32}
+PENALIZED = [
+    {**GREEDY, "frequency_penalty": 0.5},
+    {**GREEDY, "presence_penalty": 0.5},
+    {**GREEDY, "repetition_penalty": 1.2},
+    GREEDY,
+    {**GREEDY, "logit_bias": {"10": 3.0}},
+    {**GREEDY, "min_new_tokens": 16},
+]
+WANTED = {"plain": PLAIN, "filtered": FILTERED, "penalized": PENALIZED}
+
+
+@pytest.fixture(scope="module")
+def replies(prompts):
+    """Tokens and log-probabilities of each list of wishes, without speculation and with it."""
+
+    def answers(algorithm):
+        # With overlap SGLang counts a token for penalties a step late.
+        settings = {"enable_deterministic_inference": True, "disable_overlap_schedule": True}
+        with running(algorithm, **settings) as engine:
+            return {
+                name: engine.sglang.generate(
+                    prompts[:6], wanted, return_logprob=True, top_logprobs_num=2
+                )
+                for name, wanted in WANTED.items()
+            }
+
+    return answers(None), answers("EAGLE3")
+
+
+@pytest.mark.parametrize("wanted", WANTED)
+def test_sampled_tokens_are_those_of_plain_decoding(wanted, replies):
+    plain, made = (engine[wanted] for engine in replies)
+    assert [each["output_ids"] for each in made] == [each["output_ids"] for each in plain]
+
+
+@pytest.mark.parametrize("wanted", ["plain", "filtered"])
+def test_sampled_tokens_take_fewer_steps(wanted, replies):
+    made = replies[1][wanted]
+    assert sum(each["meta_info"]["spec_verify_ct"] for each in made) < 6 * 31 * 0.75
+
+
+def test_penalized_requests_draft_nothing(replies):
+    made = replies[1]["penalized"]
+    assert [each["meta_info"]["spec_verify_ct"] == 31 for each in made] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_log_probabilities_are_those_of_plain_decoding(replies):
+    plain, made = (engine["plain"] for engine in replies)
+    for ours, theirs in zip(made, plain, strict=True):
+        values = [
+            [value for value, *_ in each["meta_info"]["output_token_logprobs"]]
+            for each in (ours, theirs)
+        ]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
