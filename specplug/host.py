@@ -10,15 +10,18 @@ A package that brings specplug to an engine names a ``HostPlugin`` in the entry-
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 from attrs import validators
 
 from specplug.algorithm import CAPTURES, AlgorithmInfo, SpecConfig, names_of
 from specplug.errors import UsageError
+
+if TYPE_CHECKING:
+    from specplug.sampling_params import SamplingParams
 
 
 @attrs.frozen(kw_only=True)
@@ -89,18 +92,16 @@ class HostCapabilities:
 
 
 @attrs.frozen(kw_only=True)
-class ServerOptions:
-    """What ``specplug serve --engine NAME`` has been told.
+class RunOptions:
+    """What the command line has been told of a run in another engine.
 
     Attributes:
         model: the target's folder or id; the default model's folder if none was given.
-        algorithm: the algorithm's name.
+        algorithm: the algorithm's name; NONE: the engine decodes plainly, without specplug.
         num_steps, topk, num_draft_tokens: as typed; None: the algorithm's defaults.
         draft_model_path: folder of the draft weights; None: those that are shipped.
-        address: host name and port to listen at.
-        served_model_name: what clients call the model; None: its folder or id.
         dtype: as typed; "auto": the engine's own choice.
-        more: arguments for the engine's own server, as they were typed after ``--``.
+        more: the engine's own arguments, as they were typed after ``--``.
     """
 
     model: str
@@ -109,10 +110,89 @@ class ServerOptions:
     topk: int | None = None
     num_draft_tokens: int | None = None
     draft_model_path: Path | None = None
-    address: tuple[str, int] = ("127.0.0.1", 30000)
-    served_model_name: str | None = None
     dtype: str = "auto"
     more: Sequence[str] = ()
+
+
+@attrs.frozen(kw_only=True)
+class ServerOptions(RunOptions):
+    """What ``specplug serve --engine NAME`` has been told.
+
+    Attributes:
+        address: host name and port to listen at.
+        served_model_name: what clients call the model; None: its folder or id.
+    """
+
+    address: tuple[str, int] = ("127.0.0.1", 30000)
+    served_model_name: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class EngineOptions(RunOptions):
+    """What ``specplug bench --engine NAME`` asks of an engine.
+
+    Attributes:
+        max_running_requests: the requests that it runs together.
+        seed: of the sampling noise.
+    """
+
+    max_running_requests: int = 1
+    seed: int = 0
+
+
+class Completion(Protocol):
+    """What an engine has generated for a prompt.
+
+    Attributes:
+        token_ids: of the output.
+    """
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+class MeasuredEngine(Protocol):
+    """An engine that ``specplug bench`` measures, in its own process. ``LLM`` is one.
+
+    Attributes:
+        effective_config: its settings as they are used, with "dtype" and "device".
+        tokenizer: of transformers; None: prompts are token ids.
+        context_len: most tokens of a request, prompt and output.
+    """
+
+    @property
+    def effective_config(self) -> Mapping[str, Any]: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def context_len(self) -> int: ...
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams,
+        *,
+        on_finished: Callable[[Any], None] | None = None,
+    ) -> Sequence[Completion]:
+        """Complete prompts together; the completions are in their order.
+
+        Raises:
+            UsageError: ``sampling_params`` ask for what the engine has not.
+        """
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return totals since ``reset_stats``: the tokens "accepted" by so many "verifications"
+        (bonus tokens included), "drafted_by_position" and "accepted_by_position", lists; "seconds"
+        by part of a decode step ("propose", "target", "verify", "extend") as far as known, and
+        "prefill_seconds"."""
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+
+    def close(self) -> None:
+        """Free the engine."""
 
 
 class HostPlugin(Protocol):
@@ -132,6 +212,13 @@ class HostPlugin(Protocol):
 
     def server_command(self, options: ServerOptions) -> Sequence[str]:
         """Return the command that starts the engine's own server with an algorithm.
+
+        Raises:
+            UsageError: the engine cannot do what is asked.
+        """
+
+    def open_engine(self, options: EngineOptions) -> MeasuredEngine:
+        """Make an engine to be measured, in this process.
 
         Raises:
             UsageError: the engine cannot do what is asked.

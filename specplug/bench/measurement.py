@@ -13,11 +13,12 @@ from specplug.bench.dataset import Deal, Prompt
 from specplug.bench.variant import Variant
 from specplug.contract import error_line, let_ctrl_c_pass
 from specplug.errors import SpecplugError, UsageError
-from specplug.llm import LLM
-from specplug.outputs import RequestOutput
+from specplug.host import Completion, MeasuredEngine
 from specplug.sampling_params import SamplingParams
 
 Tokens = tuple[int, ...]
+OpenEngine = Callable[[Variant, int], MeasuredEngine]
+"""Makes the engine of a variant, for so many requests together."""
 
 
 @attrs.frozen(kw_only=True)
@@ -78,7 +79,7 @@ class Observer:
 
     say: Callable[[str], None] = lambda text: None
     advance: Callable[[int], None] = lambda count: None
-    waiting: Callable[[RequestOutput], None] | None = None
+    waiting: Callable[[Any], None] | None = None
 
 
 def measure(
@@ -86,7 +87,7 @@ def measure(
     batch_size: int,
     deal: Deal,
     params: SamplingParams,
-    shared: Mapping[str, Any],
+    open_engine: OpenEngine,
     observer: Observer,
 ) -> list[Series]:
     """Load all variants, warm each up, and run them in turn; the first is the baseline.
@@ -96,14 +97,14 @@ def measure(
 
     Args:
         params: of every prompt.
-        shared: arguments of ``LLM`` that are the same for all variants.
+        open_engine: makes the engine of a variant, for so many requests together.
 
     Raises:
         SpecplugError: the baseline, or a variant that was named, cannot be loaded; or the
             baseline or a prompt fails.
     """
     with ExitStack() as stack:
-        entrants = [Entrant(c, batch_size, params, shared) for c in variants]
+        entrants = [Entrant(c, batch_size, params, open_engine) for c in variants]
         for entrant in entrants:
             observer.say(f"loading {entrant.label}")
             stack.callback(entrant.close)
@@ -133,7 +134,7 @@ class Entrant:
         variant: to run.
         batch_size: prompts that run together.
         params: of every prompt.
-        shared: arguments of ``LLM``.
+        open_engine: makes the engine.
     """
 
     def __init__(
@@ -141,23 +142,20 @@ class Entrant:
         variant: Variant,
         batch_size: int,
         params: SamplingParams,
-        shared: Mapping[str, Any],
+        open_engine: OpenEngine,
     ) -> None:
         self.variant = variant
         self.label = f"{variant.label}, batch {batch_size}"
         self.series = Series(variant=variant, batch_size=batch_size)
-        self._arguments = {
-            **shared,
-            **variant.arguments,
-            "max_running_requests": batch_size,
-        }
+        self._batch_size = batch_size
+        self._open = open_engine
         self._params = params
-        self._llm: LLM | None = None
+        self._engine: MeasuredEngine | None = None
 
     def load(self) -> None:
         """Make the engine; one that the user did not name may fail."""
         try:
-            self._llm = LLM(speculative_algorithm=self.variant.algorithm, **self._arguments)
+            self._engine = self._open(self.variant, self._batch_size)
         except BaseException as error:
             let_ctrl_c_pass(error)
             if self.variant.named:
@@ -165,12 +163,12 @@ class Entrant:
             self._fail(error)
             self.series.skipped = True
         else:
-            self.series.config = self._llm.effective_config
+            self.series.config = self._engine.effective_config
 
     def check_prompts(self, deal: Deal) -> None:
         """Refuse a prompt that is too long, before anything is measured."""
-        assert self._llm is not None
-        tokenizer, limit = self._llm.tokenizer, self._llm.context_len - 1
+        assert self._engine is not None
+        tokenizer, limit = self._engine.tokenizer, self._engine.context_len - 1
         batches = [deal.warm_up, *(batch for batches in deal.rounds for batch in batches)]
         for prompt in (prompt for batch in batches for prompt in batch):
             if not isinstance(prompt.content, str):
@@ -191,18 +189,18 @@ class Entrant:
     def run(
         self,
         batches: Sequence[Sequence[Prompt]],
-        on_finished: Callable[[RequestOutput], None] | None,
+        on_finished: Callable[[Any], None] | None,
     ) -> None:
         """Complete prompts, batch by batch, and record outputs and time."""
-        if self._llm is None:
+        if self._engine is None:
             return
-        outputs: list[RequestOutput] = []
-        self._llm.reset_stats()
+        outputs: list[Completion] = []
+        self._engine.reset_stats()
         started = time.perf_counter()
         try:
             for batch in batches:
                 contents = [prompt.content for prompt in batch]
-                outputs += self._llm.generate(contents, self._params, on_finished=on_finished)
+                outputs += self._engine.generate(contents, self._params, on_finished=on_finished)
         except BaseException as error:
             let_ctrl_c_pass(error)
             if self.variant.is_baseline:
@@ -211,7 +209,7 @@ class Entrant:
             return
         seconds = time.perf_counter() - started
         tokens = tuple(tuple(output.token_ids) for output in outputs)
-        run = Run(seconds=seconds, outputs=tokens, statistics=self._llm.stats())
+        run = Run(seconds=seconds, outputs=tokens, statistics=self._engine.stats())
         self.series.runs.append(run)
 
     def forget(self) -> None:
@@ -220,9 +218,9 @@ class Entrant:
 
     def close(self) -> None:
         """Free the engine."""
-        if self._llm is not None:
-            self._llm.close()
-            self._llm = None
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def _fail(self, error: BaseException) -> None:
         known = isinstance(error, SpecplugError)

@@ -16,6 +16,7 @@ import click
 from specplug.bench.dataset import HELD_OUT, Deal, deal, read_prompts
 from specplug.bench.variant import EVERY, SETTINGS, Variant, parse_variants
 from specplug.cli import say
+from specplug.cli.engines import MORE, check_options, check_run, run_options
 from specplug.cli.options import (
     COUNT,
     ENGINE,
@@ -31,12 +32,13 @@ from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
 from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError
+from specplug.host import EngineOptions, HostPlugin, MeasuredEngine
 from specplug.registry import Registry
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from specplug.bench.measurement import Observer
+    from specplug.bench.measurement import Observer, OpenEngine
     from specplug.bench.summary import Report, Summary
     from specplug.sampling_params import SamplingParams
 
@@ -53,6 +55,12 @@ def _batch_sizes(ctx: click.Context, option: click.Parameter, value: str) -> lis
 
 
 MEASUREMENT = (
+    click.Option(
+        ["--engine"],
+        metavar="NAME",
+        show_default="specplug's own",
+        help="Another engine to measure in; its package must be installed.",
+    ),
     click.Option(
         ["--speculative-algorithms"],
         multiple=True,
@@ -102,6 +110,9 @@ MEASUREMENT = (
 SPECULATION = tuple(option for option in ENGINE if option.name in SETTINGS.values())
 """Arguments of ``LLM`` for all variants but the baseline; a variant's own go before them."""
 
+TOLD = frozenset(option.name or "" for option in (*MEASUREMENT, *SAMPLING, VERBOSE)) | {"seed"}
+"""What is asked in any engine, besides what all are told."""
+
 _OURS = "speculative_algorithm", "max_running_requests"
 SHARED = tuple(
     option for option in ENGINE if option not in SPECULATION and option.name not in _OURS
@@ -111,7 +122,7 @@ SHARED = tuple(
 
 @click.command(
     cls=GroupedCommand,
-    params=[*MEASUREMENT, *SPECULATION, *SHARED, *SAMPLING, VERBOSE],
+    params=[*MEASUREMENT, *SPECULATION, *SHARED, *SAMPLING, VERBOSE, MORE],
     headings={"Measurement": MEASUREMENT},
 )
 @click.pass_context
@@ -121,7 +132,11 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
     They take turns on the same prompts in one process, each loaded once and warmed up. Their
     outputs are compared with those of NONE: exits with 1 if any differs, as rounding in bfloat16 on
     a GPU can make it do.
+
+    With --engine all of them run in another engine, NONE without specplug, if that engine's package
+    is installed (specplug-NAME); its own arguments follow after `--`.
     """
+    check_options(ctx, options["engine"], TOLD)
     with told(verbose=options["verbose"]), reserve_standard_output() as out:
         variants, problems = _variants(options)
         prompts = read_prompts(options["dataset"] or HELD_OUT)
@@ -150,12 +165,13 @@ def _variants(options: Mapping[str, Any]) -> tuple[list[Variant], list[dict[str,
     """Who takes part, and who cannot; one that was named must."""
     registry = Registry()
     registry.check_extensions(options["disable_extensions"])
+    host = None if options["engine"] is None else registry.host(options["engine"])
     enabled = dict.fromkeys(entry.name for entry in registry.entries() if not entry.disabled)
     common = {k: v for k, v in chosen(SPECULATION, options).items() if v is not None}
     found, problems = [], []
     for variant in parse_variants(options["speculative_algorithms"], list(enabled)):
         try:
-            found.append(_fitted(variant, registry, common))
+            found.append(_fitted(variant, registry, common, host))
         except SpecplugError as error:
             if variant.named:
                 raise
@@ -164,14 +180,20 @@ def _variants(options: Mapping[str, Any]) -> tuple[list[Variant], list[dict[str,
     return found, problems
 
 
-def _fitted(variant: Variant, registry: Registry, common: Mapping[str, Any]) -> Variant:
+def _fitted(
+    variant: Variant, registry: Registry, common: Mapping[str, Any], host: HostPlugin | None
+) -> Variant:
     """A variant under its settings, if it can run like that."""
-    info = registry.select(variant.algorithm).info
+    selected = registry.select(variant.algorithm)
     fitting = dict(common)
-    if not info.capabilities.draft_model:
+    if not selected.info.capabilities.draft_model:
         fitting.pop("speculative_draft_model_path", None)
     fitted = variant.with_common(fitting)
-    check_speculation(info, EngineConfig(**fitted.arguments))
+    config = EngineConfig(**fitted.arguments)
+    if host is None:
+        check_speculation(selected.info, config)
+    else:
+        check_run(host, selected, config)
     return fitted
 
 
@@ -206,16 +228,40 @@ def _measure(
     from specplug.model.loading import silence_libraries
 
     silence_libraries()
-    shared = chosen(SHARED, options)
+    open_engine = _opener(options)
     summaries, told = [], list(problems)
     count = len(variants) * sum(deal.num_prompts for deal in deals.values())
     with _progress(count) as observer:
         for size, dealt in deals.items():
             left = [c for c in variants if c.label not in {p["variant"] for p in told}]
-            complete, failed = summarize(measure(left, size, dealt, params, shared, observer))
+            complete, failed = summarize(measure(left, size, dealt, params, open_engine, observer))
             summaries += complete
             told += failed
     return _report(summaries, told, deals, options)
+
+
+def _opener(options: Mapping[str, Any]) -> OpenEngine:
+    """Return what makes the engine of a variant: the embedded one, or another."""
+    shared, engine = chosen(SHARED, options), options["engine"]
+
+    def open_embedded(variant: Variant, size: int) -> MeasuredEngine:
+        from specplug.llm import LLM
+
+        return LLM(
+            speculative_algorithm=variant.algorithm,
+            **{**shared, **variant.arguments, "max_running_requests": size},
+        )
+
+    def open_other(variant: Variant, size: int) -> MeasuredEngine:
+        config = EngineConfig(model=shared["model"], dtype=shared["dtype"], **variant.arguments)
+        asked = run_options(config, variant.algorithm, options["more"])
+        return (
+            Registry()
+            .host(engine)
+            .open_engine(EngineOptions(**asked, max_running_requests=size, seed=shared["seed"]))
+        )
+
+    return open_embedded if engine is None else open_other
 
 
 def _report(
@@ -231,6 +277,7 @@ def _report(
     names = {summary.series.variant.algorithm for summary in summaries}
     plugins = [entry.distribution for entry in Registry().entries() if entry.name in names]
     settings = {
+        "in": options["engine"] or "the embedded engine",
         "model": EngineConfig(model=options["model"]).model,
         "dtype": config["dtype"],
         "device": config["device"],

@@ -12,10 +12,9 @@ from typing import Any, NoReturn
 
 import attrs
 import click
-from click.core import ParameterSource
 
-from specplug.algorithm import SpecConfig, find_model
 from specplug.cli import say
+from specplug.cli.engines import MORE, check_options, check_run, run_options
 from specplug.cli.options import (
     COUNT,
     DISAGGREGATION,
@@ -31,8 +30,7 @@ from specplug.cli.options import (
 from specplug.cli.progress import loading_bars
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.config import EngineConfig
-from specplug.contract import implemented_hooks
-from specplug.errors import SpecplugError, UsageError
+from specplug.errors import SpecplugError
 from specplug.host import ServerOptions
 from specplug.registry import Registry
 from specplug.settings import MAX_PORT
@@ -150,24 +148,8 @@ LIMITS = (
 """What clients may do."""
 
 
-MORE = click.Argument(["more"], nargs=-1, type=click.UNPROCESSED)
-"""The own options of another engine's server."""
-
-TOLD = (
-    "engine",
-    "more",
-    "model",
-    "dtype",
-    "speculative_algorithm",
-    "speculative_draft_model_path",
-    "speculative_num_steps",
-    "speculative_eagle_topk",
-    "speculative_num_draft_tokens",
-    "host",
-    "port",
-    "served_model_name",
-)
-"""What another engine's server is told."""
+TOLD = "speculative_algorithm", "host", "port", "served_model_name"
+"""What another engine's server is told, besides what all are."""
 
 
 @click.command(
@@ -185,10 +167,9 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
     installed (specplug-NAME). The model, speculation, --dtype, --host, --port and
     --served-model-name are told to it; its own options follow after `--`.
     """
+    check_options(ctx, options["engine"], TOLD)
     if options["engine"] is not None:
-        _serve_elsewhere(ctx, options)
-    elif options["more"]:
-        raise click.UsageError(f"Got unexpected extra argument ({' '.join(options['more'])})")
+        _serve_elsewhere(options)
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise SpecplugError(
@@ -238,56 +219,28 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
         asyncio.run(server.run())
 
 
-def _serve_elsewhere(ctx: click.Context, options: Mapping[str, Any]) -> NoReturn:
+def _serve_elsewhere(options: Mapping[str, Any]) -> NoReturn:
     """Become the server of another engine.
 
     Raises:
-        UsageError: that engine is not installed, or cannot do what is asked.
+        SpecplugError: that engine is not installed, or cannot do what is asked.
     """
-    engine = options["engine"]
-    refused = [
-        option.opts[0]
-        for option in ctx.command.params
-        if option.name not in TOLD and _is_typed(ctx, option)
-    ]
-    if refused:
-        raise UsageError(
-            f"{', '.join(refused)}: an option of the embedded engine; expected options of "
-            f"{engine}'s own server, after '--': specplug serve --engine {engine} -- --help"
-        )
-    config = EngineConfig(**{n: options[n] for n in TOLD if n in attrs.fields_dict(EngineConfig)})
-    draft = config.speculative_draft_model_path
+    settings = attrs.fields_dict(EngineConfig)
+    config = EngineConfig(**{name: options[name] for name in options if name in settings})
     with reserve_standard_output():
         registry = Registry()
-        host = registry.host(engine)
+        host = registry.host(options["engine"])
         selected = registry.select(config.speculative_algorithm)
-        check_speculation(selected.info, config)
-        host.describe().check(
-            selected.info,
-            SpecConfig(algorithm=selected.name, topk=config.speculative_eagle_topk or 1),
-            own_verify="verify" in implemented_hooks(selected.plugin),
-        )
+        check_run(host, selected, config)
         command = host.server_command(
             ServerOptions(
-                model=find_model(config.model),
-                algorithm=selected.name,
-                num_steps=config.speculative_num_steps,
-                topk=config.speculative_eagle_topk,
-                num_draft_tokens=config.speculative_num_draft_tokens,
-                draft_model_path=None if draft is None else Path(draft).expanduser(),
+                **run_options(config, selected.name, options["more"]),
                 address=(options["host"], options["port"]),
                 served_model_name=options["served_model_name"],
-                dtype=str(config.dtype),
-                more=options["more"],
             )
         )
     sys.stdout.flush()
     os.execvp(command[0], [*command])
-
-
-def _is_typed(ctx: click.Context, option: click.Parameter) -> bool:
-    source = ctx.get_parameter_source(option.name or "")
-    return source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 def _announce(address: str) -> None:

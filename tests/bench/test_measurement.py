@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from specplug.bench import measurement
 from specplug.bench.dataset import Deal, Prompt, deal
 from specplug.bench.measurement import Observer, measure
 from specplug.bench.variant import Variant
@@ -53,14 +52,15 @@ class Engine:
 def engine(monkeypatch):
     monkeypatch.setattr(Engine, "calls", [], raising=False)
     monkeypatch.setattr(Engine, "failing", {}, raising=False)
-    monkeypatch.setattr(measurement, "LLM", Engine)
     return Engine
 
 
-def run(*variants, dealt: Deal | None = None, observer: Observer | None = None):
+def run(*variants, dealt: Deal | None = None, observer: Observer | None = None, kind=Engine):
+    def open_engine(variant, size):
+        return kind(variant.algorithm, max_running_requests=size, **variant.arguments)
+
     dealt = dealt or deal(PROMPTS, batch_size=2, rounds=3, num_prompts=4)
-    shared = {"page_size": 4}
-    return measure(variants, 2, dealt, SamplingParams(), shared, observer or Observer())
+    return measure(variants, 2, dealt, SamplingParams(), open_engine, observer or Observer())
 
 
 def test_they_take_turns_and_each_round_another_one_begins(engine):
@@ -82,20 +82,18 @@ def test_they_take_turns_and_each_round_another_one_begins(engine):
     assert first.tokens_per_second == pytest.approx(4 / first.seconds)
 
 
-def test_arguments(monkeypatch):
+def test_arguments():
     made = []
 
     class Noting(Engine):
-        def __init__(self, **arguments):
-            made.append(arguments)
-            super().__init__(**arguments)
+        def __init__(self, *given, **arguments):
+            made.append((*given, arguments))
+            super().__init__(*given, **arguments)
 
-    monkeypatch.setattr(measurement, "LLM", Noting)
-    run(NONE, Variant("A").with_common({"speculative_num_steps": 3}))
-    same = {"page_size": 4, "max_running_requests": 2}
+    run(NONE, Variant("A").with_common({"speculative_num_steps": 3}), kind=Noting)
     assert made == [
-        {"speculative_algorithm": "NONE", **same},
-        {"speculative_algorithm": "A", "speculative_num_steps": 3, **same},
+        ("NONE", {"max_running_requests": 2}),
+        ("A", {"max_running_requests": 2, "speculative_num_steps": 3}),
     ]
 
 
@@ -151,14 +149,13 @@ def test_a_prompt_that_is_too_long_is_told_at_once(engine):
     assert engine.calls == [("NONE", "load"), ("NONE", "close")]
 
 
-def test_a_model_without_a_tokenizer_takes_token_ids(monkeypatch):
+def test_a_model_without_a_tokenizer_takes_token_ids():
     class Bare(Engine):
-        def __init__(self, **arguments):
-            super().__init__(**arguments)
+        def __init__(self, *given, **arguments):
+            super().__init__(*given, **arguments)
             self.tokenizer = None
 
-    monkeypatch.setattr(measurement, "LLM", Bare)
     ids = [Prompt([n, n], n) for n in range(20)]
-    assert run(NONE, dealt=deal(ids, batch_size=2, rounds=1))[0].runs
+    assert run(NONE, dealt=deal(ids, batch_size=2, rounds=1), kind=Bare)[0].runs
     with pytest.raises(UsageError, match="the model has no tokenizer; expected a --dataset whose"):
-        run(NONE)
+        run(NONE, kind=Bare)

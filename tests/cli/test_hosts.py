@@ -27,6 +27,19 @@ class Host:
     def server_command(self, options):
         return [sys.executable, "-c", "import sys; print(sys.argv[1:])", repr(options)]
 
+    def open_engine(self, options):
+        from specplug import LLM
+
+        assert options.more == ("--its-own",)
+        return LLM(
+            options.model,
+            speculative_algorithm=options.algorithm,
+            speculative_num_steps=options.num_steps,
+            max_running_requests=options.max_running_requests,
+            seed=options.seed,
+            device="cpu",
+        )
+
 
 algorithm = Host()
 """
@@ -132,10 +145,36 @@ def test_serve_becomes_the_engines_server(engine, tmp_path: Path):
         assert told in served
 
 
+def test_bench_measures_in_another_engine(engine):
+    report = json.loads(
+        said(
+            engine, "bench", "--engine", "x", "--speculative-algorithms", "NGRAM:steps=3,EAGLE3",
+            "--batch-sizes", "2", "--rounds", "1", "--num-prompts", "2", "--max-new-tokens", "8",
+            "--seed", "5", "--json", "--", "--its-own",
+        )
+    )  # fmt: skip
+    assert report["settings"]["in"] == "x"
+    found = {each["variant"]: each for each in report["results"]}
+    assert set(found) == {"NONE", "NGRAM:steps=3", "EAGLE3"}
+    for each in found.values():
+        assert each["identical"]
+        assert (each["config"]["max_running_requests"], each["config"]["seed"]) == (2, 5)
+    assert found["NGRAM:steps=3"]["config"]["num_steps"] == 3
+
+
+def test_bench_leaves_out_what_cannot_run_there(engine):
+    error = said(
+        engine, "bench", "--engine", "x", "--speculative-algorithms", "EAGLE", "--", "-x", code=2
+    )
+    assert "EAGLE reads the hidden states after the final norm" in error
+    error = said(engine, "bench", "--engine", "x", "--page-size", "4", code=2)
+    assert "--page-size: an option of the embedded engine; expected x's own options" in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--max-queue", "3"), "--max-queue: an option of the embedded engine; expected options"),
+        (("--max-queue", "3"), "--max-queue: an option of the embedded engine; expected x's own"),
         (("--speculative-algorithm", "EAGLE"), "EAGLE reads the hidden states after the final"),
         (
             ("--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", "4"),
