@@ -1,5 +1,6 @@
 # make run: complete held-out code under every installed algorithm. make test: the whole suite.
-# Both install the core and every plugin of plugins/ into .venv first, once.
+# Both install the core and every plugin of plugins/ into .venv first, once. make test-hosts: the tests
+# inside other engines, each in an environment that hosts/*/test.mk makes.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,9 +9,10 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 PROJECTS := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST_ARGS ?= -n 2 --dist worksteal
+HOST_PYTEST_ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: run test lint bench clean
+.PHONY: run test test-hosts lint bench clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/complete.py
@@ -18,6 +20,10 @@ run: $(VENV)/.installed
 # Some hundred processes import the same modules, which are compiled once.
 test: $(VENV)/.installed
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# All of them, though one fails.
+test-hosts:
+	@$(MAKE) --keep-going $(HOST_TESTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -30,7 +36,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/speed.py
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-*
 
 # The folder plugins/ is newer when a plugin was added to it or taken away.
 $(VENV)/.installed: $(PROJECTS) constraints.txt plugins | $(BIN)/python
@@ -45,3 +51,6 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	"specplug needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
+
+# Each adds its target to HOST_TESTS, after all that it uses of the above.
+include $(wildcard hosts/*/test.mk)
