@@ -138,6 +138,8 @@ def plot_maps(rows: Sequence[Row], stem: Path) -> list[Path]:
 
     files: list[Path] = []
     found = latest(rows, "map", "shape", "variant", "batch", "context")
+    plain = {(r["shape"], r["context"]) for r in found if r["variant"] == "plain"}
+    found = [row for row in found if (row["shape"], row["context"]) in plain]
     for shape in dict.fromkeys(row["shape"] for row in found):
         steps = {(r["variant"], r["batch"], r["context"]): r for r in found if r["shape"] == shape}
         variants = list(dict.fromkeys(variant for variant, _, _ in steps))
