@@ -155,7 +155,8 @@ class MeasuredEngine(Protocol):
     """An engine that ``specplug bench`` measures, in its own process. ``LLM`` is one.
 
     Attributes:
-        effective_config: its settings as they are used, with "dtype" and "device".
+        effective_config: its settings as they are used, with "dtype", "device", "page_size",
+            "num_steps", "topk" and "num_draft_tokens".
         tokenizer: of transformers; None: prompts are token ids.
         context_len: most tokens of a request, prompt and output.
     """
@@ -185,8 +186,8 @@ class MeasuredEngine(Protocol):
     def stats(self) -> Mapping[str, Any]:
         """Return totals since ``reset_stats``: the tokens "accepted" by so many "verifications"
         (bonus tokens included), "drafted_by_position" and "accepted_by_position", lists; "seconds"
-        by part of a decode step ("propose", "target", "verify", "extend") as far as known, and
-        "prefill_seconds"."""
+        by part of a decode step ("propose", "target", "verify", "extend") and "prefill_seconds";
+        {} and 0 where they are not known."""
 
     def reset_stats(self) -> None:
         """Start counting anew."""

@@ -67,11 +67,14 @@ STYLE: Any = {
 Color = tuple[float, float, float]
 
 
-def save(report: Report, folder: Path) -> None:
-    """Write all plots of ``PLOTS``."""
-    for name, draw in PLOTS.items():
+def save(report: Report, folder: Path) -> list[str]:
+    """Write the plots of ``PLOTS``, that of the parts of a step if the engine knows them; return
+    their names."""
+    names = [name for name in PLOTS if report.knows_parts or PLOTS[name] is not draw_time_split]
+    for name in names:
         with rc_context(STYLE):
-            draw(report).savefig(folder / name, dpi=DPI)
+            PLOTS[name](report).savefig(folder / name, dpi=DPI)
+    return names
 
 
 def draw_speed_up(report: Report) -> Figure:

@@ -229,6 +229,11 @@ class Report:
         return not failed and not any(summary.differences for summary in self.summaries)
 
     @property
+    def knows_parts(self) -> bool:
+        """Whether the engine says what the parts of its steps took."""
+        return any(summary.time.other < summary.time.wall for summary in self.summaries)
+
+    @property
     def batch_sizes(self) -> list[int]:
         """The batch sizes that were measured, in order."""
         return list(dict.fromkeys(summary.batch_size for summary in self.summaries))

@@ -24,7 +24,8 @@ class Table:
 
 
 def tables(report: Report) -> list[Table]:
-    """Make the tables: speed, time by part and, if anything was drafted, acceptance by position."""
+    """Make the tables: speed, time by part if the engine knows it and, if anything was drafted,
+    acceptance by position."""
     shape, rate = ("S", "K", "N"), ("tokens/s", "speed-up", "quartiles")
     speed = Table(
         ("algorithm", "batch", *shape, *rate, "accept length", "identical"),
@@ -39,20 +40,24 @@ def tables(report: Report) -> list[Table]:
         ("algorithm", "batch", *(f"pos {position}" for position in range(1, depth + 1))),
         [_acceptance(summary, depth) for summary in report.summaries if summary.drafted],
     )
-    return [speed, time, acceptance] if depth else [speed, time]
+    return [speed, *([time] if report.knows_parts else []), *([acceptance] if depth else [])]
 
 
 def legend(report: Report) -> list[str]:
     """Explain the figures of the tables."""
     rounds = _count(report.settings["rounds"], "round")
     gpu = " on a GPU waiting for it is other;" if report.machine["gpu"] else ""
+    parts = (
+        "draft, verify (both of decode steps), prefill, other: shares of wall time, by the host's "
+    )
+    parts += f"clock;{gpu} "
     return [
         f"tokens/s and speed-up: medians of {rounds}, the speed-up against NONE in the same "
         "round; quartiles: half of the rounds lie between",
         "S draft steps, K branches kept per step (topk), N tokens verified per step; "
         "accept length: tokens per verification, bonus token included",
-        f"draft, verify (both of decode steps), prefill, other: shares of wall time, by the host's "
-        f"clock;{gpu} pos i: share of the drafts reaching position i in which it was accepted",
+        f"{parts if report.knows_parts else ''}pos i: share of the drafts reaching position i in "
+        "which it was accepted",
     ]
 
 
@@ -65,8 +70,9 @@ def caption(report: Report) -> list[str]:
     prompts = " or ".join(_count(n, "prompt") for n in dict.fromkeys(settings["num_prompts"]))
     device = machine["gpu"] or f"{machine['cpu']}, {_count(machine['threads'], 'thread')}"
     versions = [f"{name} {version}" for name, version in report.versions.items()]
+    where = "" if settings.get("in") is None else f"in {settings['in']}; "
     return [
-        f"{settings['model']}, {settings['dtype']}, on {device}; {how}, at most "
+        f"{where}{settings['model']}, {settings['dtype']}, on {device}; {how}, at most "
         f"{sampling['max_tokens']} new tokens per prompt, page size {engine['page_size']}; "
         f"{_count(settings['rounds'], 'round')} of {prompts} of {settings['dataset']}",
         ", ".join(versions),

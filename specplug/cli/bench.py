@@ -275,9 +275,11 @@ def _report(
 
     config = summaries[0].series.config
     names = {summary.series.variant.algorithm for summary in summaries}
+    host = None if options["engine"] is None else Registry().host(options["engine"])
+    others = {} if host is None else {k: v for k, v in host.versions().items() if v is not None}
     plugins = [entry.distribution for entry in Registry().entries() if entry.name in names]
     settings = {
-        "in": options["engine"] or "the embedded engine",
+        "in": None if host is None else host.describe().name,
         "model": EngineConfig(model=options["model"]).model,
         "dtype": config["dtype"],
         "device": config["device"],
@@ -285,7 +287,7 @@ def _report(
         "rounds": options["rounds"],
         "batch_sizes": list(deals),
         "num_prompts": [deal.num_prompts_per_round for deal in deals.values()],
-        "engine": chosen([*SPECULATION, *SHARED], options),
+        "engine": {**chosen([*SPECULATION, *SHARED], options), "page_size": config["page_size"]},
         "sampling": chosen(SAMPLING, options),
     }
     again = [str(size) for size, deal in deals.items() if deal.comes_again]
@@ -298,7 +300,7 @@ def _report(
         problems=problems,
         settings=settings,
         machine=describe_machine(config["device"]),
-        versions=versions(["specplug", "torch", "transformers", *plugins]),
+        versions={**versions(["specplug", "torch", "transformers", *plugins]), **others},
         notes=notes if again else [],
     )
 
@@ -378,13 +380,13 @@ def _tell(report: Report) -> None:
 def _write(report: Report, folder: Path) -> None:
     import json
 
-    from specplug.bench.plots import PLOTS, save
+    from specplug.bench.plots import save
 
     try:
         text = json.dumps(report.as_mapping(), indent=2)
         (folder / "bench.json").write_text(text + "\n", encoding="utf-8")
-        save(report, folder)
+        plots = save(report, folder)
     except OSError as error:
         why = error.strerror or error
         raise SpecplugError(f"--output {str(folder)!r} cannot be written: {why}") from error
-    click.secho(f"written to {folder}: bench.json, {', '.join(PLOTS)}", dim=True, err=True)
+    click.secho(f"written to {folder}: bench.json, {', '.join(plots)}", dim=True, err=True)

@@ -14,6 +14,7 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 from specplug.bench.plots import COLORS, DPI, PLOTS, STYLE, WIDTH, save
+from specplug.bench.tables import legend, tables
 
 SPEC = "A,B:steps=3,topk=2,tokens=9,B:draft=some/where/else,C"
 SECONDS = {
@@ -114,3 +115,17 @@ def test_the_whole_bar_is_the_time_a_token_takes(figures, report):
 def test_the_baseline_alone(make_series, make_report, tmp_path):
     save(make_report(make_series("NONE", {"NONE": [1.0]})), tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_an_engine_that_knows_no_parts_of_a_step_has_no_plot_and_no_table_of_them(
+    make_series, make_report, tmp_path
+):
+    known = make_series("A", {"NONE": [4.0], "A": [2.0]})
+    for series in known:
+        for run in series.runs:
+            run.statistics.update(seconds={}, prefill_seconds=0.0)
+    report = make_report(known)
+    assert save(report, tmp_path) == ["speedup.png", "acceptance.png"]
+    assert {file.name for file in tmp_path.iterdir()} == {"speedup.png", "acceptance.png"}
+    assert ["draft" in table.columns for table in tables(report)] == [False, False]
+    assert "draft, verify" not in " ".join(legend(report))

