@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
+
+if find_spec("sglang") is None:
+    pytest.exit("SGLang is not installed here: make test-sglang makes an environment with it", 0)
+
 from engines import ASSETS, running
 
 

@@ -1,4 +1,4 @@
-"""SGLang's engines on the default model: float32 on the CPU, one at a time."""
+"""SGLang's engines on the default model: float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def environment(**names: str) -> Iterator[None]:
 @contextmanager
 def running(algorithm: str | None = None, **settings: Any) -> Iterator[Engine]:
     """Run an engine, with an algorithm by its own name, or with none."""
-    from sglang import Engine as SglangEngine
+    from fast_start import FastEngine
 
     if algorithm is not None:
         settings["speculative_algorithm"] = f"SPECPLUG_{algorithm}"
     with tempfile.NamedTemporaryFile() as file, environment(WITNESS_FILE=file.name):
-        engine = SglangEngine(**{**ON_CPU, **settings})
+        engine = FastEngine(**{**ON_CPU, **settings})
         try:
             yield Engine(engine, Path(file.name))
         finally:
