@@ -117,9 +117,7 @@ def test_the_baseline_alone(make_series, make_report, tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_an_engine_that_knows_no_parts_of_a_step_has_no_plot_and_no_table_of_them(
-    make_series, make_report, tmp_path
-):
+def test_parts_of_a_step_that_no_engine_knows_are_not_shown(make_series, make_report, tmp_path):
     known = make_series("A", {"NONE": [4.0], "A": [2.0]})
     for series in known:
         for run in series.runs:
