@@ -8,12 +8,6 @@ from __future__ import annotations
 
 import logging
 
-PREFIX = "SPECPLUG_"
-"""What the names of the algorithms begin with in SGLang."""
-
-PLAIN = "NONE"
-"""The algorithm that drafts nothing: SGLang without an algorithm is the same, and faster."""
-
 
 def register() -> None:
     """Register every installed algorithm, if this is a version of SGLang that was tested.
@@ -21,7 +15,7 @@ def register() -> None:
     Another version is refused in one line on the log, and SGLang then knows none of the names: an
     exception here would come out of every start of SGLang, speculation or not.
     """
-    from specplug_sglang.sglang_names import UntestedVersion, check_version
+    from specplug_sglang.host import PLAIN, PREFIX, UntestedVersion, check_version
 
     try:
         check_version()

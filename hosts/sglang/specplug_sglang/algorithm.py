@@ -10,6 +10,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
 from specplug_sglang.settings import choose
+from specplug_sglang.sglang_names import check_names
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,12 @@ class SpecplugAlgorithm(CustomSpecAlgo):
     worker: SpecplugWorker | None = None
 
     def handle_server_args(self, server_args: ServerArgs) -> None:
-        """Fill in the algorithm's own defaults: SGLang sizes its pools by them."""
+        """Fill in the algorithm's own defaults: SGLang sizes its pools by them.
+
+        Raises:
+            UsageError: SGLang cannot run the algorithm like that, or is not what was tested.
+        """
+        check_names()
         from sglang.srt.configs.model_config import ModelConfig
 
         target = ModelConfig.from_server_args(server_args).hf_config.to_dict()
@@ -54,12 +60,6 @@ class SpecplugAlgorithm(CustomSpecAlgo):
             logger.warning("%s: max_running_requests=%d", self.name, MAX_RUNNING_REQUESTS)
         # A step with prompts and decoding requests in one pass has no draft extend.
         server_args.enable_mixed_chunk = False
-
-    def create_worker(self, server_args: ServerArgs) -> Any:
-        from specplug_sglang.sglang_names import check_names
-
-        check_names()
-        return super().create_worker(server_args)
 
     def has_draft_kv(self) -> bool:
         """Whether each branch of a tree needs pages of its own: drafts stand in consecutive slots

@@ -15,7 +15,7 @@ from specplug.speculative.runtime import RankInfo
 from specplug_sglang.captures import Captures
 from specplug_sglang.paged_plan import DraftPools, PagedPlan, StepSlots
 from specplug_sglang.sampling import seeded_noise
-from specplug_sglang.settings import capabilities
+from specplug_sglang.settings import given_by
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -44,7 +44,7 @@ class SglangRuntime:
 
     def __init__(self, runner: ModelRunner, server_args: ServerArgs, config: SpecConfig) -> None:
         target = runner.model_config
-        self.host = capabilities(server_args)
+        self.host = given_by(server_args)
         self._runner = runner
         self.config = config
         self.device = torch.device(runner.device)

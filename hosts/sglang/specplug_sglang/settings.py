@@ -10,17 +10,13 @@ import attrs
 
 import specplug
 from specplug import HostCapabilities, SpecConfig, UsageError
-from specplug.algorithm import CAPTURES
 from specplug.registry import Registry, SelectedAlgorithm, build_plugin_manager
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
-from specplug_sglang.sglang_names import check_version
+from specplug_sglang.host import ATTENTION, capabilities
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
-
-ATTENTION = "torch_native"
-"""The attention backend whose verification of drafts was tested."""
 
 
 @attrs.frozen
@@ -66,25 +62,15 @@ def choose(algorithm: str, args: ServerArgs, target_config: Mapping[str, Any]) -
             "--disable-radix-cache"
         )
     config = hooks.validate_config(typed)
-    capabilities(args).check(selected.info, config, own_verify=not hooks.core_verifies)
+    given_by(args).check(selected.info, config, own_verify=not hooks.core_verifies)
     return Chosen(selected, hooks, config)
 
 
-def capabilities(args: ServerArgs) -> HostCapabilities:
-    """Return what SGLang gives with these settings.
-
-    Its noise is a function of a request's seed and the position with
-    ``--enable-deterministic-inference`` alone; else it is drawn in the order of the steps.
-    """
-    return HostCapabilities(
-        name=f"SGLang {check_version()}",
-        draft_models=True,
-        captures=CAPTURES,
-        trees=True,
-        verify=True,
+def given_by(args: ServerArgs) -> HostCapabilities:
+    """Return what SGLang gives with these settings."""
+    return capabilities(
         overlap=not args.disable_overlap_schedule,
-        exact_sampling=bool(args.enable_deterministic_inference),
-        foreseeable_noise=bool(args.enable_deterministic_inference),
+        seeded=bool(args.enable_deterministic_inference),
     )
 
 

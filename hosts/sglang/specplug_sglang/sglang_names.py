@@ -1,19 +1,20 @@
-"""The versions of SGLang that this package was tested with, and every private name that it uses.
+"""Every name of SGLang that this package uses, with the form that was tested.
 
-Nothing of SGLang that is not listed here is touched. ``check_version`` looks at the version alone
-and imports nothing; ``check_names`` imports what is listed and compares it.
+Nothing of SGLang that is not listed here is touched. Before a run begins ``check_names`` imports
+what is listed and compares it, and ``check_objects`` looks at what SGLang has made. The versions
+stand in ``host``.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
-TESTED = ("0.5.23",)
-"""Versions of SGLang."""
+from specplug import UsageError
+from specplug_sglang.host import UntestedVersion
 
 FUNCTIONS: Mapping[str, str] = {
     # the way in
@@ -94,34 +95,58 @@ FIELDS: Mapping[str, str] = {
     "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": (
         "temperatures, top_ps, top_ks, min_ps, sampling_seed, logit_bias, acc_additive_penalties, "
         "acc_scaling_penalties, grammars, has_custom_logit_processor, custom_params, "
-        "custom_logit_processor, need_top_k_sampling, need_top_p_sampling, need_min_p_sampling"
+        "custom_logit_processor, need_top_k_sampling, need_top_p_sampling, need_min_p_sampling, "
+        "is_all_greedy"
+    ),
+    "sglang.srt.sampling.sampling_params:SamplingParams": (
+        "max_new_tokens, frequency_penalty, presence_penalty, repetition_penalty, min_new_tokens"
+    ),
+    "sglang.srt.layers.logits_processor:LogitsProcessorOutput": "next_token_logits, hidden_states",
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch": (
+        "forward_mode, spec_info, out_cache_loc"
+    ),
+    "sglang.srt.server_args:ServerArgs": (
+        "model_path, device, page_size, random_seed, max_running_requests, chunked_prefill_size, "
+        "disable_overlap_schedule, disable_radix_cache, enable_mixed_chunk, attention_backend, "
+        "tp_size, pp_size, dp_size, enable_return_hidden_states, enable_deterministic_inference, "
+        "disaggregation_mode, speculative_num_steps, "
+        "speculative_eagle_topk, speculative_num_draft_tokens, speculative_draft_model_path"
     ),
 }
 """By ``module:class``, fields that it has."""
 
+MEMBERS: Mapping[str, str] = {
+    "sglang.srt.model_executor.forward_batch_info:CaptureHiddenMode": "NULL, FULL",
+    "sglang.srt.model_executor.forward_batch_info:ForwardMode": (
+        "TARGET_VERIFY, is_extend, is_target_verify, is_idle"
+    ),
+    "sglang.srt.speculative.spec_info:SpecInputType": "EAGLE_DRAFT, NGRAM_VERIFY",
+    "sglang.srt.managers.schedule_batch:Req": "finished",
+    "sglang.srt.configs.model_config:ModelConfig": "from_server_args",
+    "sglang.srt.layers.radix_attention:RadixAttention": "forward",
+    "sglang.srt.mem_cache.allocator:BaseTokenToKVPoolAllocator": "get_kvcache",
+    "sglang.srt.mem_cache.memory_pool:ReqToTokenPool": "alloc",
+    "sglang.srt.entrypoints.engine:Engine": "generate, shutdown",
+}
+"""By ``module:class``, members and methods that it has."""
 
-class UntestedVersion(RuntimeError):
-    """SGLang is not one that was tested: its version differs, or a name that is used does."""
-
-    def __init__(self, found: str) -> None:
-        super().__init__(
-            f"specplug-sglang: {found}; tested with sglang {', '.join(TESTED)}, install that"
-        )
-
-
-def check_version() -> str:
-    """Return the installed version.
-
-    Raises:
-        UntestedVersion: it is not in ``TESTED``.
-    """
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        raise UntestedVersion("sglang is not installed") from None
-    if found not in TESTED:
-        raise UntestedVersion(f"sglang {found}")
-    return found
+OBJECTS: Mapping[str, str] = {
+    "runner": "model_config, device, dtype, model, sampler",
+    "runner.model_config": ("vocab_size, hidden_size, num_hidden_layers, context_len, hf_config"),
+    "runner.model": "model, lm_head, logits_processor",
+    "runner.model.model": "embed_tokens, norm",
+    "runner.model.lm_head": "weight",
+    "request": (
+        "rid, origin_input_ids, output_ids, sampling_params, finished_reason, grammar, "
+        "custom_logit_processor, kv"
+    ),
+    "request.kv": "kv_allocated_len",
+    "layer": "layer_id, tp_q_head_num, qk_head_dim, scaling, sliding_window_size",
+    "backend": "token_to_kv_pool, swa_out_cache_loc",
+    "engine": "tokenizer_manager",
+    "engine.tokenizer_manager": "model_config, tokenizer",
+}
+"""What SGLang has made, and the attributes that are read of it."""
 
 
 def check_names() -> None:
@@ -132,7 +157,59 @@ def check_names() -> None:
     """
     wrong = next(_differences(), None)
     if wrong is not None:
-        raise UntestedVersion(f"sglang {version('sglang')} has been changed: {wrong}")
+        raise _changed(wrong)
+
+
+def check_objects(**objects: Any) -> None:
+    """Look for what is read of objects that SGLang has made.
+
+    Args:
+        objects: by their names in ``OBJECTS``.
+
+    Raises:
+        UntestedVersion: an attribute is missing.
+    """
+    for place, names in OBJECTS.items():
+        name, *path = place.split(".")
+        if name not in objects:
+            continue
+        found = objects[name]
+        for part in path:
+            found = getattr(found, part)
+        for attribute in names.split(", "):
+            if not hasattr(found, attribute):
+                raise _changed(f"{type(found).__name__} has no {attribute}")
+
+
+def new_engine(arguments: Sequence[str]) -> tuple[Any, Any]:
+    """Make an engine, and return it and its settings as they are used.
+
+    Args:
+        arguments: of SGLang's command line.
+
+    Raises:
+        UsageError: SGLang does not know an argument, or takes no such value, or does not start.
+    """
+    from sglang import Engine
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    try:
+        settings = prepare_server_args([*arguments])
+    except SystemExit as error:  # of argparse, which has said why on standard error
+        raise UsageError(
+            f"SGLang's arguments {' '.join(arguments)}: refused; see python -m "
+            "sglang.launch_server --help"
+        ) from error
+    engine = Engine(server_args=settings)
+    check_objects(engine=engine)
+    return engine, resolving_view(settings)
+
+
+def _changed(what: str) -> UntestedVersion:
+    return UntestedVersion(f"sglang {version('sglang')} has been changed: {what}")
 
 
 def _differences() -> Iterator[str]:
@@ -142,10 +219,18 @@ def _differences() -> Iterator[str]:
             yield f"there is no {name}"
         elif ", ".join(inspect.signature(found).parameters) != expected:
             yield f"{name}{inspect.signature(found)}, expected ({expected})"
+    for name, members in MEMBERS.items():
+        for member in members.split(", "):
+            if not hasattr(_found(name), member):
+                yield f"{name} has no {member}"
     for name, fields in FIELDS.items():
         found = _found(name)
+        known = {
+            *getattr(found, "__dataclass_fields__", ()),
+            *getattr(found, "__struct_fields__", ()),
+        }
         for field in fields.split(", "):
-            if found is None or field not in getattr(found, "__dataclass_fields__", ()):
+            if field not in known:
                 yield f"{name} has no field {field}"
 
 

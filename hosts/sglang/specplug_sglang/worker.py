@@ -24,6 +24,7 @@ from specplug_sglang.request_views import Requests
 from specplug_sglang.runtime import SglangRuntime
 from specplug_sglang.sampling import decodes_plainly, has_foreseen_noise, sample_nodes
 from specplug_sglang.settings import choose
+from specplug_sglang.sglang_names import check_objects
 from specplug_sglang.verify_pass import VerifyInput, teach_torch_native
 
 if TYPE_CHECKING:
@@ -76,12 +77,14 @@ class SpecplugWorker(BaseSpecWorker):
         super().__init__()
         self._target_worker = target_worker
         self._runner = target_worker.model_runner
+        check_objects(runner=self._runner)
         target = self._runner.model_config.hf_config.to_dict()
         chosen = choose(algorithm.algorithm, server_args, target)
         self._hooks, config = chosen.hooks, chosen.config
         self._num_draft_tokens = config.num_draft_tokens
         self._runtime = SglangRuntime(self._runner, server_args, config)
         self._requests = Requests()
+        self._has_run = False
         self._hooks.supports_target_verify_for_draft()
         with torch.inference_mode():
             self._runtime.worker = self._hooks.create_worker(self._runtime)
@@ -129,6 +132,9 @@ class SpecplugWorker(BaseSpecWorker):
         pp_proxy_tensors: Any = None,
     ) -> GenerationBatchResult:
         """Run a step of the scheduler's batch."""
+        if not self._has_run:
+            self._has_run = True
+            check_objects(request=batch.reqs[0])
         self._report_ended(self._requests.ended(batch.reqs))
         half = SglangHalf(req_indices=batch.req_pool_indices.to(torch.int64), publish=on_publish)
         if batch.forward_mode.is_extend():

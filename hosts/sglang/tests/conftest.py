@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
 if find_spec("sglang") is None:
     pytest.exit("SGLang is not installed here: make test-sglang makes an environment with it", 0)
 
-from engines import ASSETS, running
+from engines import ASSETS, MODEL, running
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +25,10 @@ def plain(prompts: list[str]) -> list[list[int]]:
     """SGLang's own output of the prompts, without speculation."""
     with running() as engine:
         return engine.generate(prompts).tokens
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(MODEL)

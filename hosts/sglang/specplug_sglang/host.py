@@ -1,0 +1,151 @@
+"""SGLang as specplug's command line knows it: versions, what it gives, how its server starts.
+
+It imports neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from specplug import HostCapabilities, UsageError
+from specplug.algorithm import CAPTURES
+
+if TYPE_CHECKING:
+    from specplug.host import EngineOptions, MeasuredEngine, RunOptions, ServerOptions
+
+TESTED = ("0.5.23",)
+"""Versions of SGLang."""
+
+PREFIX = "SPECPLUG_"
+"""What the names of the algorithms begin with in SGLang, which reserves those of its own."""
+
+PLAIN = "NONE"
+"""The algorithm that drafts nothing: SGLang without an algorithm is the same, and faster."""
+
+ATTENTION = "torch_native"
+"""The attention backend whose verification of drafts was tested."""
+
+_ON_CPU = "SGLANG_USE_CPU_ENGINE"
+
+_DISTRIBUTIONS = ("sglang", "sglang-kernel")
+
+
+class UntestedVersion(UsageError):
+    """SGLang is not one that was tested: its version differs, or a name that is used does."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"{found}; specplug-sglang was tested with sglang {', '.join(TESTED)}; install that"
+        )
+
+
+def check_version() -> str:
+    """Return the installed version.
+
+    Raises:
+        UntestedVersion: it is not in ``TESTED``.
+    """
+    found = _version("sglang")
+    if found is None:
+        raise UntestedVersion("sglang is not installed")
+    if found not in TESTED:
+        raise UntestedVersion(f"sglang {found}")
+    return found
+
+
+def capabilities(*, overlap: bool = True, seeded: bool = False) -> HostCapabilities:
+    """Return what SGLang gives.
+
+    Args:
+        overlap: False with ``--disable-overlap-schedule``.
+        seeded: with ``--enable-deterministic-inference``: the noise is a function of a request's
+            seed and the position. Else it is drawn in the order of the steps.
+
+    Raises:
+        UntestedVersion: SGLang is not installed, or a version that was not tested.
+    """
+    return HostCapabilities(
+        name=f"SGLang {check_version()}",
+        draft_models=True,
+        captures=CAPTURES,
+        trees=True,
+        verify=True,
+        overlap=overlap,
+        exact_sampling=seeded,
+        foreseeable_noise=seeded,
+    )
+
+
+class SglangHost:
+    """Implements ``HostPlugin``."""
+
+    def versions(self) -> Mapping[str, str | None]:
+        return {name: _version(name) for name in _DISTRIBUTIONS}
+
+    def describe(self) -> HostCapabilities:
+        return capabilities()
+
+    def server_command(self, options: ServerOptions) -> Sequence[str]:
+        _check(options)
+        address, port = options.address
+        command = [sys.executable, "-m", "sglang.launch_server", *arguments(options)]
+        command += ["--host", address, "--port", str(port)]
+        if options.served_model_name is not None:
+            command += ["--served-model-name", options.served_model_name]
+        return [*command, *options.more]
+
+    def open_engine(self, options: EngineOptions) -> MeasuredEngine:
+        _check(options)
+        from specplug_sglang.measured_engine import SglangEngine
+
+        # Plain decoding too: what is compared then differs in the algorithm alone.
+        own = ["--log-level", "error", "--random-seed", str(options.seed)]
+        own += ["--attention-backend", ATTENTION]
+        own += ["--max-running-requests", str(options.max_running_requests)]
+        return SglangEngine([*arguments(options), *own, *options.more])
+
+
+host = SglangHost()
+
+
+def arguments(options: RunOptions) -> list[str]:
+    """Return a run's settings as SGLang's command line has them."""
+    found = ["--model-path", options.model, "--dtype", options.dtype]
+    if options.algorithm == PLAIN:
+        return found
+    found += ["--speculative-algorithm", PREFIX + options.algorithm]
+    found += ["--attention-backend", ATTENTION]
+    path = options.draft_model_path
+    typed = {
+        "--speculative-num-steps": options.num_steps,
+        "--speculative-eagle-topk": options.topk,
+        "--speculative-num-draft-tokens": options.num_draft_tokens,
+        "--speculative-draft-model-path": None if path is None else str(path),
+    }
+    for name, value in typed.items():
+        if value is not None:
+            found += [name, str(value)]
+    return found
+
+
+def _check(options: RunOptions) -> None:
+    """Refuse what SGLang would not tell in a line.
+
+    Raises:
+        UsageError: it is not the tested SGLang, or it is to run on a CPU and is not told so.
+    """
+    check_version()
+    on_cpu = {*zip(options.more, options.more[1:], strict=False)} & {("--device", "cpu")}
+    if (on_cpu or "--device=cpu" in options.more) and os.environ.get(_ON_CPU) != "1":
+        raise UsageError(f"--device cpu: SGLang reads {_ON_CPU} from the environment; set it to 1")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

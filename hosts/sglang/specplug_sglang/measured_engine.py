@@ -1,0 +1,243 @@
+"""An engine of SGLang as ``specplug bench --engine sglang`` measures it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from multiprocessing.connection import Connection
+from typing import Any
+
+import attrs
+
+from specplug import SamplingParams, SpecplugError, UsageError
+from specplug.host import Completion
+from specplug_sglang.sglang_names import new_engine
+
+_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "seed": "sampling_seed",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+}
+"""Sampling settings by our name: SGLang's, with the same meaning."""
+
+
+@attrs.frozen
+class Tokens:
+    """What SGLang has generated for a prompt."""
+
+    token_ids: Sequence[int]
+
+
+@attrs.define
+class DraftCounts:
+    """What SGLang says of the drafts of finished requests, added up."""
+
+    verifications: int = 0
+    taken: int = 0
+    lengths: list[int] = attrs.field(factory=list)
+
+    def add(self, about: Mapping[str, Any]) -> None:
+        """Add a request.
+
+        Args:
+            about: its ``meta_info``.
+        """
+        self.verifications += about.get("spec_verify_ct", 0)
+        self.taken += about.get("spec_num_correct_drafts", 0)
+        found = about.get("spec_correct_drafts_histogram", ())
+        self.lengths = [a + b for a, b in zip_longest(self.lengths, found, fillvalue=0)]
+
+    def as_stats(self) -> dict[str, Any]:
+        """Return what ``MeasuredEngine.stats`` does.
+
+        SGLang does not tell how long each draft was: every position that was ever accepted is
+        counted as drafted in each verification.
+        """
+        accepted = [sum(self.lengths[first:]) for first in range(1, len(self.lengths))]
+        while accepted and not accepted[-1]:
+            accepted.pop()
+        return {
+            "accepted": self.verifications + self.taken,  # each gives a bonus token, too
+            "verifications": self.verifications,
+            "drafted_by_position": [self.verifications] * len(accepted),
+            "accepted_by_position": accepted,
+            "seconds": {},
+            "prefill_seconds": 0.0,
+        }
+
+
+@attrs.frozen
+class Facts:
+    """What is known of an engine that has started.
+
+    Attributes:
+        config: ``MeasuredEngine.effective_config``.
+        tokenizer: of transformers.
+        context_len: most tokens of a request.
+        is_seeded: whether sampled tokens depend on a request's seed, the position and its text.
+    """
+
+    config: Mapping[str, Any]
+    tokenizer: Any
+    context_len: int
+    is_seeded: bool
+
+
+class SglangEngine:
+    """Implements ``MeasuredEngine``: an engine of SGLang's, in a process of its own.
+
+    SGLang keeps the settings of the engine that was made last for a whole process, and a benchmark
+    has several at a time.
+
+    Args:
+        arguments: of SGLang's command line.
+
+    Raises:
+        SpecplugError: SGLang does not take the arguments, or does not start.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        spawned = multiprocessing.get_context("spawn")
+        self._connection, theirs = spawned.Pipe()
+        self._process = spawned.Process(target=_run_engine, args=(theirs, list(arguments)))
+        self._process.start()
+        theirs.close()  # so that its end is noticed
+        self._facts: Facts = self._received()
+        self._counts = DraftCounts()
+
+    @property
+    def effective_config(self) -> Mapping[str, Any]:
+        return self._facts.config
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._facts.tokenizer
+
+    @property
+    def context_len(self) -> int:
+        return self._facts.context_len
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams,
+        *,
+        on_finished: Callable[[Any], None] | None = None,
+    ) -> list[Completion]:
+        wanted = as_sglang_has_them(sampling_params)
+        if sampling_params.temperature and not self._facts.is_seeded:
+            raise UsageError(
+                f"temperature={sampling_params.temperature}: SGLang's sampled tokens are others in "
+                "every run; expected 0, or --enable-deterministic-inference after '--'"
+            )
+        tokenizer = self.tokenizer
+        tokens = [tokenizer(p)["input_ids"] if isinstance(p, str) else list(p) for p in prompts]
+        self._connection.send((tokens, wanted))
+        outputs: list[Completion] = []
+        for token_ids, about in self._received():
+            self._counts.add(about)
+            outputs.append(Tokens(token_ids))
+        return outputs
+
+    def stats(self) -> dict[str, Any]:
+        return self._counts.as_stats()
+
+    def reset_stats(self) -> None:
+        self._counts = DraftCounts()
+
+    def close(self) -> None:
+        self._connection.close()  # which ends the process
+        self._process.join(_PATIENCE)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _received(self) -> Any:
+        """Return what the engine's process answers.
+
+        Raises:
+            SpecplugError: it has failed.
+        """
+        try:
+            error, answer = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            raise SpecplugError(
+                f"SGLang's engine has ended with exit code {self._process.exitcode}; it says why "
+                "on standard error"
+            ) from None
+        if error:
+            self.close()
+            raise UsageError(error)
+        return answer
+
+
+_PATIENCE = 30
+"""Seconds that SGLang may take to end its processes."""
+
+
+def _run_engine(connection: Connection, arguments: Sequence[str]) -> None:
+    """Run an engine, until the connection is closed."""
+    try:
+        engine, settings = new_engine(arguments)
+    except UsageError as error:
+        connection.send((str(error), None))
+        return
+    try:
+        connection.send(("", _facts(engine, settings)))
+        while True:
+            tokens, wanted = connection.recv()
+            replies = engine.generate(input_ids=tokens, sampling_params=wanted)
+            connection.send(("", [(reply["output_ids"], reply["meta_info"]) for reply in replies]))
+    except EOFError:
+        engine.shutdown()
+
+
+def _facts(engine: Any, settings: Any) -> Facts:
+    manager = engine.tokenizer_manager
+    model = manager.model_config
+    return Facts(
+        config={
+            "model": settings.model_path,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": settings.device,
+            "max_running_requests": settings.max_running_requests,
+            "context_len": model.context_len,
+            "page_size": settings.page_size,
+            "seed": settings.random_seed,
+            "num_steps": settings.speculative_num_steps or 0,
+            "topk": settings.speculative_eagle_topk or 1,
+            "num_draft_tokens": settings.speculative_num_draft_tokens or 1,
+        },
+        tokenizer=manager.tokenizer,
+        context_len=model.context_len,
+        is_seeded=bool(settings.enable_deterministic_inference),
+    )
+
+
+def as_sglang_has_them(params: SamplingParams) -> dict[str, Any]:
+    """Return sampling settings by SGLang's names.
+
+    Raises:
+        UsageError: SGLang has not the like of one.
+    """
+    usual, known = SamplingParams(), {*_NAMES, "stop", "stop_token_ids"}
+    fields = [name for name in attrs.fields_dict(SamplingParams) if name not in known]
+    other = [name for name in fields if getattr(params, name) != getattr(usual, name)]
+    if other:
+        raise UsageError(f"{', '.join(other)}: not measured in SGLang; leave it out")
+    found = {name: getattr(params, own) for own, name in _NAMES.items()}
+    found |= {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
+    if not params.top_k:
+        found["top_k"] = -1  # all
+    return found
