@@ -15,9 +15,11 @@ from specplug_sglang.sglang_names import check_names
 if TYPE_CHECKING:
     import torch
     from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs
 
+    from specplug_sglang.relay import RelayedRoots
     from specplug_sglang.worker import SpecplugWorker
 
 logger = logging.getLogger(__name__)
@@ -75,8 +77,8 @@ class SpecplugAlgorithm(CustomSpecAlgo):
         return False
 
     def supports_target_verify_for_draft(self) -> bool:
-        """Whether SGLang's graph runner may record a draft model of its own: there is none."""
-        return False
+        """Whether SGLang's graph runner may record the draft model, by the algorithm's own hook."""
+        return self.worker is not None and self.worker.supports_target_verify_for_draft
 
     def create_future_map(
         self,
@@ -93,6 +95,20 @@ class SpecplugAlgorithm(CustomSpecAlgo):
             self, device, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
         )
         return made
+
+    def build_disagg_draft_input(
+        self, batch: ScheduleBatch, last_tokens_tensor: torch.Tensor, future_map: FutureMap
+    ) -> RelayedRoots:
+        """Begin requests that another instance has prefilled, by the algorithm's own hook."""
+        assert self.worker is not None
+        relayed = self.worker.receive(batch, last_tokens_tensor)
+        if batch.enable_overlap:
+            from sglang.srt.managers.overlap_utils import RelayPayload
+
+            relayed.future_indices = batch.req_pool_indices
+            future_map.publish(relayed.future_indices, batch.seq_lens)
+            future_map.stash(relayed.future_indices, RelayPayload(bonus_tokens=last_tokens_tensor))
+        return relayed
 
 
 def register_algorithm(name: str, algorithm: str) -> None:

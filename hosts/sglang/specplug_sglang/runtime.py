@@ -151,3 +151,12 @@ class SglangRuntime:
                     torch.zeros(num_slots, heads, head_dim, dtype=self.dtype, device=self.device)
                     for _ in range(layers)
                 ]
+
+    def clear_drafts(self) -> None:
+        """Forget what drafts' caches hold at the slots of the running step's requests."""
+        slots = self.step.slots
+        order = torch.arange(slots.shape[1], device=slots.device)
+        own = torch.where(order >= self.step.floors.unsqueeze(1), slots, 0).flatten()
+        for pools, _ in self._draft_pools:
+            for pool in (*pools.keys, *pools.values):
+                pool[own] = 0

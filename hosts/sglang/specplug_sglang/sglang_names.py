@@ -54,6 +54,10 @@ FUNCTIONS: Mapping[str, str] = {
     "sglang.srt.managers.overlap_utils:FutureMap.__init__": (
         "self, device, spec_algo, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay"
     ),
+    "sglang.srt.managers.overlap_utils:FutureMap.publish": (
+        "self, future_indices, new_seq_lens, confidence"
+    ),
+    "sglang.srt.managers.overlap_utils:FutureMap.stash": "self, future_indices, payload",
     # the target's pass
     "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend.forward_extend": (
         "self, q, k, v, layer, forward_batch, save_kv_cache"
@@ -88,6 +92,7 @@ FIELDS: Mapping[str, str] = {
         "reqs, forward_mode, input_ids, out_cache_loc, req_pool_indices, seq_lens, prefix_lens, "
         "extend_lens, spec_info, sampling_info, return_logprob"
     ),
+    "sglang.srt.managers.overlap_utils:RelayPayload": "bonus_tokens",
     "sglang.srt.managers.utils:GenerationBatchResult": (
         "logits_output, next_token_ids, can_run_cuda_graph, accept_lens, new_seq_lens, "
         "next_draft_input, speculative_num_draft_tokens, speculative_output_stride"

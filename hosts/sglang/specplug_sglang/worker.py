@@ -85,7 +85,7 @@ class SpecplugWorker(BaseSpecWorker):
         self._runtime = SglangRuntime(self._runner, server_args, config)
         self._requests = Requests()
         self._has_run = False
-        self._hooks.supports_target_verify_for_draft()
+        self.supports_target_verify_for_draft = self._hooks.supports_target_verify_for_draft()
         with torch.inference_mode():
             self._runtime.worker = self._hooks.create_worker(self._runtime)
         self._runtime.seal()
@@ -132,10 +132,12 @@ class SpecplugWorker(BaseSpecWorker):
         pp_proxy_tensors: Any = None,
     ) -> GenerationBatchResult:
         """Run a step of the scheduler's batch."""
-        if not self._has_run:
+        if batch.reqs and not self._has_run:
             self._has_run = True
             check_objects(request=batch.reqs[0])
         self._report_ended(self._requests.ended(batch.reqs))
+        if batch.forward_mode.is_idle():
+            return self._idle(batch)
         half = SglangHalf(req_indices=batch.req_pool_indices.to(torch.int64), publish=on_publish)
         if batch.forward_mode.is_extend():
             return self._prefill(batch, half)
@@ -244,6 +246,53 @@ class SpecplugWorker(BaseSpecWorker):
             speculative_num_draft_tokens=self._num_draft_tokens,
             speculative_output_stride=verified.accept_index.shape[1],
         )
+
+    # Without a step
+
+    def _idle(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Take part in other ranks' pass, without a request."""
+        result = self._target_worker.forward_batch_generation(batch, is_verify=True)
+        nothing = batch.seq_lens.to(torch.int64)
+        logits = torch.empty(0, self._runtime.vocab_size, device=nothing.device)
+        self._order.idle(logits)
+        return GenerationBatchResult(
+            logits_output=result.logits_output,
+            next_token_ids=nothing.to(torch.int32),
+            accept_lens=nothing.to(torch.int32),
+            new_seq_lens=nothing,
+            next_draft_input=RelayedRoots(nothing),
+            can_run_cuda_graph=result.can_run_cuda_graph,
+            speculative_num_draft_tokens=self._num_draft_tokens,
+            speculative_output_stride=self._num_draft_tokens,
+        )
+
+    @torch.inference_mode()
+    def receive(self, batch: ScheduleBatch, roots: Tensor) -> RelayedRoots:
+        """Begin requests that another instance has prefilled: SGLang has brought their target's KV,
+        and no state or KV of a draft model.
+
+        Args:
+            roots: [bs] int64, the token after each prompt.
+        """
+        half = SglangHalf(req_indices=batch.req_pool_indices.to(torch.int64))
+        half.seq_lens = batch.seq_lens.to(torch.int64)
+        ends, rows = half.seq_lens.tolist(), half.req_indices.tolist()
+        for row, request, start, end in zip(rows, batch.reqs, batch.prefix_lens, ends, strict=True):
+            self._requests.begin_chunk(row, request, start, end, True)
+        views = self._requests.views(batch.reqs)
+        self._floors[half.req_indices] = torch.tensor(batch.prefix_lens, device=roots.device)
+        self._begin_step(batch, half, ends)
+        self._runtime.clear_drafts()
+        own = [view.token_ids[end - 1] for view, end in zip(views, ends, strict=True)]
+        half.tokens = torch.tensor(own, device=roots.device)
+        half.batch = Batch(
+            mode=ForwardMode.DECODE,
+            requests=views,
+            req_indices=half.req_indices.clone(),
+            seq_lens=half.seq_lens.clone(),
+        )
+        self._order.receive(half, roots)
+        return RelayedRoots(roots)
 
     # Host
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from sglang.srt.entrypoints import engine as sglang_engine
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
 _IMPORTED = ["sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"]
 
@@ -27,10 +28,44 @@ def _run(role: str, environment: dict[str, str], *arguments: Any) -> None:
 
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
     scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
+    if os.environ.get("IDLE_STEPS"):
+        _idle_between_steps(scheduler.Scheduler)
     if role == "scheduler":
         scheduler.run_scheduler_process(*arguments)
     else:
         detokenizer_manager.run_detokenizer_process(*arguments)
+
+
+def _idle_between_steps(scheduler: Any) -> None:
+    """Let the scheduler run a few idle batches whenever it has nothing else to run, as a
+    data-parallel rank does while others have requests: SGLang's own batch, in its own loop."""
+    left = [0]
+    choose = scheduler.get_next_batch_to_run
+
+    def get_next_batch_to_run(self: Any, *arguments: Any, **named: Any) -> Any:
+        plan = choose(self, *arguments, **named)
+        if plan.batch_to_run is not None:
+            left[0] = 3
+        elif left[0]:
+            left[0] -= 1
+            plan.batch_to_run = self.dp_attn_adapter.get_idle_batch()
+        return plan
+
+    scheduler.get_next_batch_to_run = get_next_batch_to_run
+    RotaryEmbedding.forward_native = _rotated(RotaryEmbedding.forward_native)
+
+
+def _rotated(forward: Any) -> Any:
+    """SGLang's torch rotary embedding cannot rotate nothing, which its kernels can."""
+
+    def forward_native(
+        self: Any, positions: Any, query: Any, key: Any, *arguments: Any, **named: Any
+    ) -> Any:
+        if not len(positions):
+            return query, key
+        return forward(self, positions, query, key, *arguments, **named)
+
+    return forward_native
 
 
 class FastEngine(sglang_engine.Engine):

@@ -52,7 +52,7 @@ def after(root: int, tokens: Sequence[int], most: int) -> list[int]:
 
 
 class Witness:
-    """Writes down prefill chunks, decode steps, idle steps and ends."""
+    """Writes down prefill chunks, received prefills, idle steps and ends."""
 
     def write(self, **event) -> None:
         path = os.environ.get("WITNESS_FILE")
@@ -69,6 +69,23 @@ class Witness:
                 ids, starts, batch.chunk_ends, batch.first_chunk, batch.last_chunk, strict=True
             )
             self.write(prefill=list(chunks))
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def create_future_map(self):
+        future_map = yield
+        self.write(future_map=type(future_map).__name__)
+        return future_map
+
+    @hookimpl(wrapper=True)
+    def build_disagg_draft_input(self, batch: Batch):
+        prompts = [len(request.prompt_token_ids) for request in batch.requests]
+        self.write(received=[prompts, batch.seq_lens.tolist()])
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def supports_target_verify_for_draft(self):
+        self.write(asked=True)
         return (yield)
 
     @hookimpl(wrapper=True)

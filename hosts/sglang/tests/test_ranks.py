@@ -1,0 +1,66 @@
+"""What SGLang's scheduler asks of an algorithm besides steps: all of it by the plugins' hooks."""
+
+from __future__ import annotations
+
+import pytest
+from engines import TREE, environment, running
+
+ALGORITHMS = {"EAGLE3": TREE, "EAGLE": {}, "MULTI_LAYER_EAGLE": {}, "DFLASH": {}, "NGRAM": {}}
+GREEDY = {"temperature": 0, "max_new_tokens": 24}
+
+
+def received(algorithm, prompts, **settings):
+    """Decode, in an instance that decodes alone, prompts whose KV SGLang's stand-in for a transfer
+    leaves as it is: zeros, in a pool that is new."""
+    decodes = {
+        "disaggregation_mode": "decode",
+        "disaggregation_transfer_backend": "fake",
+        "disaggregation_decode_retraction_backup": "none",  # its usual one needs a GPU
+    }
+    with running(algorithm, **decodes, **settings) as engine:
+        replies = engine.sglang.generate(
+            prompts,
+            GREEDY,
+            rid=[f"request {number}" for number in range(len(prompts))],
+            bootstrap_host=["2.2.2.2"] * len(prompts),
+            bootstrap_room=list(range(len(prompts))),
+        )
+        return [reply["output_ids"] for reply in replies], engine.seen("received")
+
+
+@pytest.fixture(scope="module")
+def plainly_received(prompts):
+    return received(None, prompts[:4])[0]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overlap"), [*((name, True) for name in ALGORITHMS), ("EAGLE3", False)]
+)
+def test_received_prefills_keep_tokens(algorithm, overlap, prompts, plainly_received, tokenizer):
+    settings = {"disable_overlap_schedule": not overlap, **ALGORITHMS[algorithm]}
+    tokens, batches = received(algorithm, prompts[:4], **settings)
+    assert tokens == plainly_received
+    lengths = [length for _, lens in batches for length in lens]
+    assert sorted(lengths) == sorted(len(tokenizer(prompt)["input_ids"]) for prompt in prompts[:4])
+    assert all(prompt_lens == lens for prompt_lens, lens in batches)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_idle_steps_between_requests_keep_tokens(algorithm, prompts, plain):
+    with environment(IDLE_STEPS="1"), running(algorithm, **ALGORITHMS[algorithm]) as engine:
+        for number in range(3):
+            assert engine.generate(prompts[number : number + 1]).tokens == [plain[number]]
+        assert engine.seen("idle")
+        assert len(engine.seen("future_map")) == 1
+        assert engine.seen("asked") == [True]
+
+
+def test_two_engines_in_one_process_take_turns(prompts, plain):
+    """Both must speculate: SGLang keeps one engine's settings for all of a process, and its
+    tokenizer manager looks for draft counts which plain decoding does not send."""
+    with running("EAGLE3", **TREE) as first, running("NGRAM") as second:
+        assert first.generate(prompts[:4]).tokens == plain[:4]
+        assert second.generate(prompts[:4]).tokens == plain[:4]
+        assert first.generate(prompts[4:8]).tokens == plain[4:8]
+    with running() as after:
+        assert after.generate(prompts[:4]).tokens == plain[:4]
