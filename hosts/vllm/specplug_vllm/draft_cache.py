@@ -7,6 +7,7 @@ ours, since only an ``AttentionPlan`` of ours reads them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -35,7 +36,9 @@ class _NoAttention(_VLLM.impl):
 
 
 class _NoMetadata(_VLLM.metadata_builder):
-    """Makes nothing for a step."""
+    """Makes nothing for a step, and so never stands in the way of a CUDA graph of the target's."""
+
+    _cudagraph_support = _VLLM.graph_support.ALWAYS
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -61,6 +64,16 @@ class DraftBackend(_VLLM.backend):
     @staticmethod
     def get_builder_cls() -> type:
         return _NoMetadata
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        return num_blocks, 2, block_size, num_kv_heads, head_size
 
 
 class DraftLayer(nn.Module, _VLLM.layer):
@@ -126,11 +139,14 @@ class DraftCache(PagedKVCache):
 class SlotTable:
     """The slots of each request, by row and position.
 
+    vLLM's blocks come here as it hands them out, so that a step without a new one costs nothing.
+
     Args:
         num_rows: rows, row 0 (padding) included.
         context_len: most tokens of a request.
         lookahead: slots after them that drafts may write.
         block_size: tokens of a block.
+        device: of the tensors.
 
     Attributes:
         slots: [rows, positions] int64; 0 where a request has no block.
@@ -138,20 +154,29 @@ class SlotTable:
             the prefix cache.
     """
 
-    def __init__(self, num_rows: int, context_len: int, lookahead: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        context_len: int,
+        lookahead: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
         blocks = -(-(context_len + lookahead) // block_size)
         self.block_size = block_size
-        self.slots = torch.zeros(num_rows, blocks * block_size, dtype=torch.int64)
-        self.floors = torch.zeros(num_rows, dtype=torch.int64)
-        self._by_block = self.slots.numpy().reshape(num_rows, blocks, block_size)
+        self.slots = torch.zeros(num_rows, blocks * block_size, dtype=torch.int64, device=device)
+        self.floors = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._by_block = self.slots.view(num_rows, blocks, block_size)
         self._counts = np.zeros(num_rows, dtype=np.int64)
-        self._inside = np.arange(block_size)
+        self._inside = torch.arange(block_size, device=device)
+        self._started: dict[int, int] = {}
+        self._new: list[np.ndarray] = []
 
     def start(self, row: int, floor: int) -> None:
         """Give a row to a request that starts at ``floor``."""
-        self._by_block[row] = 0
         self._counts[row] = 0
-        self.floors[row] = floor
+        self._started[row] = floor
+        self._new = [new for new in self._new if new[0, 0] != row]
 
     def fill(self, rows: np.ndarray, blocks: np.ndarray, counts: np.ndarray) -> None:
         """Add the blocks that requests got since the last step.
@@ -161,10 +186,31 @@ class SlotTable:
             blocks: [n, most] int, their block numbers.
             counts: [n] int, how many each has.
         """
-        counts = np.minimum(counts[: len(rows)], self._by_block.shape[1])
-        for index in np.nonzero(self._counts[rows] < counts)[0]:
-            row, end = rows[index], counts[index]
-            new = blocks[index, self._counts[row] : end].astype(np.int64)
-            first = 2 * self.block_size * new
-            self._by_block[row, self._counts[row] : end] = first[:, None] + self._inside
-            self._counts[row] = end
+        for index in np.nonzero(self._counts[rows] < counts[: len(rows)])[0]:
+            row = rows[index]
+            self.add(row, blocks[index, self._counts[row] : counts[index]])
+
+    def add(self, row: int, blocks: Sequence[int] | np.ndarray) -> None:
+        """Add blocks to those of a row."""
+        start = self._counts[row]
+        new = np.asarray(blocks, dtype=np.int64)[: self._by_block.shape[1] - start]
+        if len(new):
+            columns = np.arange(start, start + len(new))
+            self._new.append(np.stack((np.full_like(columns, row), columns, new)))
+            self._counts[row] += len(new)
+
+    def update(self) -> None:
+        """Write what was started and added since the last call to the tensors."""
+        device = self.slots.device
+        if self._started:
+            started = torch.tensor([list(self._started), list(self._started.values())])
+            rows, floors = started.to(device, non_blocking=True)
+            self.slots.index_fill_(0, rows, 0)
+            self.floors.index_copy_(0, rows, floors)
+            self._started.clear()
+        if self._new:
+            new = torch.from_numpy(np.concatenate(self._new, axis=1))
+            rows, columns, blocks = new.to(device, non_blocking=True)
+            first = 2 * self.block_size * blocks
+            self._by_block[rows, columns] = first.unsqueeze(1) + self._inside
+            self._new.clear()

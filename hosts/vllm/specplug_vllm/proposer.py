@@ -67,6 +67,7 @@ class Proposer:
         patch_all()
         self._vllm_config = vllm_config
         run = RunSettings.of(vllm_config, name)
+        self._host = run.host
         manager = build_plugin_manager(run.selected, run.extensions, CoreDefaults())
         self._hooks = HookCalls(manager, run.selected, run.extensions)
         self._config = run.validated(self._hooks)
@@ -101,10 +102,10 @@ class Proposer:
         vllm_names.check_runner(runner)
         self._runner = runner
         self._hooks.supports_target_verify_for_draft()
-        found = load_cpu_kernels()
+        found = load_cpu_kernels() if runner.device.type == "cpu" else None
         kernels = found if isinstance(found, CPUKernels) else None
         self._runtime = runtime = VllmRuntime(
-            self._vllm_config, self._target, runner.device, self._config, kernels
+            self._vllm_config, self._target, runner.device, self._host, self._config, kernels
         )
         with cpu_kernels_of_draft(kernels):
             runtime.worker = self._hooks.create_worker(runtime)
@@ -181,6 +182,7 @@ class Proposer:
             table.start(rows.of_step[index], step.starts[index])
         blocks, counts = vllm_names.block_rows(self._runner, self._block_group)
         table.fill(rows.of_step, blocks, counts)
+        table.update()
         self._runtime.note_longest(int(step.lengths.max()))
 
     # The two halves of a step, and the next one's drafts
@@ -193,8 +195,8 @@ class Proposer:
         places = _ranges(starts, widths)
         owners = np.repeat(chosen, widths)
         half = self._half(chosen)
-        half.seq_lens = _tensor(starts)
-        half.tokens = _tensor(step.tokens[owners, places])
+        half.seq_lens = self._tensor(starts)
+        half.tokens = self._tensor(step.tokens[owners, places])
         half.batch = Batch(
             mode=ForwardMode.PREFILL,
             requests=self._views(step, chosen),
@@ -209,8 +211,8 @@ class Proposer:
             plan = self._runtime.plan_attention(half.batch, half.seq_lens, half.batch.chunk_widths)
             half.plan = plan
         # The token after each chunk is the next of the prompt, or the one that was sampled.
-        after = _tensor(step.tokens[chosen, ends])
-        last_rows = _tensor(widths.cumsum() - 1)
+        after = self._tensor(step.tokens[chosen, ends])
+        last_rows = self._tensor(widths.cumsum() - 1)
         per_node = self._per_node(step, _ranges(_first_rows(step)[chosen], widths))
         self._order.finish_prefill(half, last_rows, after, per_node)
 
@@ -222,9 +224,9 @@ class Proposer:
         column = np.arange(columns)
         used = np.where(column < counts[:, None], column, 0)
         places, owners = starts[:, None] + used, chosen[:, None]
-        next_tokens = _tensor(step.tokens[owners, places + 1])
+        next_tokens = self._tensor(step.tokens[owners, places + 1])
         half = self._half(chosen)
-        half.seq_lens = _tensor(starts)
+        half.seq_lens = self._tensor(starts)
         half.batch = Batch(
             mode=ForwardMode.DECODE,
             requests=self._views(step, chosen),
@@ -235,11 +237,11 @@ class Proposer:
         last = np.arange(len(chosen)) * columns + counts - 1
         output = CommittedOutput(
             next_tokens=next_tokens.view(-1),
-            own_tokens=_tensor(step.tokens[owners, places]).view(-1),
+            own_tokens=self._tensor(step.tokens[owners, places]).view(-1),
             per_node=self._per_node(step, rows.reshape(-1)),
-            last_rows=_tensor(last),
-            accept_lens=_tensor(counts),
-            bonus_tokens=next_tokens.view(-1)[_tensor(last)],
+            last_rows=self._tensor(last),
+            accept_lens=self._tensor(counts),
+            bonus_tokens=next_tokens.view(-1)[self._tensor(last)],
         )
         self._order.extend(half, half.seq_lens + output.accept_lens, output)
 
@@ -260,15 +262,20 @@ class Proposer:
         for index, row, width in zip(chosen.tolist(), tokens, widths, strict=True):
             drafts[index] = row[: width - 1]
 
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        """Copy integers to a tensor of int64 on the device."""
+        made = torch.from_numpy(values.astype(np.int64))
+        return made.to(self._runtime.device, non_blocking=True)
+
     def _half(self, chosen: np.ndarray) -> VllmHalf:
-        return VllmHalf(req_indices=_tensor(self._rows.of_step[chosen]))
+        return VllmHalf(req_indices=self._tensor(self._rows.of_step[chosen]))
 
     def _views(self, step: vllm_names.RunnerStep, chosen: np.ndarray) -> list[Any]:
         views = self._rows.views
         return [views[step.states[index].req_id] for index in chosen.tolist()]
 
     def _per_node(self, step: vllm_names.RunnerStep, rows: np.ndarray) -> Mapping[str, Tensor]:
-        return self._runtime.per_node(_tensor(rows), step.hidden_states, step.layer_inputs)
+        return self._runtime.per_node(self._tensor(rows), step.hidden_states, step.layer_inputs)
 
     # The callbacks of the order of hooks
 
@@ -278,11 +285,6 @@ class Proposer:
     def deliver(self, half: VllmHalf, output: CommittedOutput) -> None:
         """Give the plan; vLLM hands out the tokens."""
         half.batch.attention = half.plan
-
-
-def _tensor(values: np.ndarray) -> Tensor:
-    """Copy integers to a tensor of int64."""
-    return torch.from_numpy(values.astype(np.int64))
 
 
 def _first_rows(step: vllm_names.RunnerStep) -> np.ndarray:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from specplug import SpecConfig, UsageError
+from specplug import HostCapabilities, SpecConfig, UsageError
 from specplug.registry import Extension, Registry, SelectedAlgorithm
-from specplug_vllm.host import capabilities
+from specplug_vllm.host import WITH_RUNNER_V2, capabilities, installed_version
 from specplug_vllm.settings import Settings
 
 if TYPE_CHECKING:
@@ -19,8 +19,9 @@ MODULE = "specplug_vllm"
 
 @attrs.frozen(kw_only=True)
 class RunSettings:
-    """The algorithm of a run, its extensions, and its settings as they were typed."""
+    """What vLLM gives a run, its algorithm and extensions, and its settings as they were typed."""
 
+    host: HostCapabilities
     selected: SelectedAlgorithm
     extensions: list[Extension]
     typed: SpecConfig
@@ -32,7 +33,8 @@ class RunSettings:
         Raises:
             SpecplugError: the algorithm is broken, or a setting does not fit.
         """
-        _refuse_what_is_missing(vllm_config, name)
+        host = host_of(vllm_config)
+        _refuse_what_is_missing(vllm_config, name, host)
         settings = Settings.of(vllm_config.additional_config)
         registry = Registry()
         selected = registry.select(name)
@@ -44,7 +46,7 @@ class RunSettings:
             target_config=model.hf_text_config.to_dict(),
         )
         extensions = registry.extensions(settings.disable_extensions)
-        return cls(selected=selected, extensions=extensions, typed=typed)
+        return cls(host=host, selected=selected, extensions=extensions, typed=typed)
 
     def validated(self, hooks: HookCalls) -> SpecConfig:
         """Return the settings as the algorithm takes them.
@@ -53,7 +55,7 @@ class RunSettings:
             UsageError: it refuses them, or needs what vLLM has not.
         """
         config = hooks.validate_config(self.typed)
-        capabilities().check(self.selected.info, config, own_verify=not hooks.core_verifies)
+        self.host.check(self.selected.info, config, own_verify=not hooks.core_verifies)
         return config
 
 
@@ -76,18 +78,39 @@ def lookahead_of(vllm_config: Any) -> int | None:
     return run.typed.num_lookahead_slots if run.selected.info.capabilities.draft_model else 0
 
 
-def _refuse_what_is_missing(vllm_config: Any, name: str) -> None:
+def host_of(vllm_config: Any) -> HostCapabilities:
+    """Return what the model runner that vLLM chooses for a configuration gives.
+
+    Raises:
+        UsageError: this vLLM was not tested.
+    """
+    if not runs_on_v2(vllm_config):
+        return capabilities()
+    found = capabilities(runner=2, overlap=bool(vllm_config.scheduler_config.async_scheduling))
+    # Its noise in double precision is another function, which nobody here computes.
+    foreseeable = not vllm_config.model_config.use_fp64_gumbel
+    return attrs.evolve(found, foreseeable_noise=foreseeable)
+
+
+def runs_on_v2(vllm_config: Any) -> bool:
+    """Return whether vLLM chooses its model runner of version 2, and that was tested."""
+    return installed_version() in WITH_RUNNER_V2 and bool(vllm_config.use_v2_model_runner)
+
+
+def _refuse_what_is_missing(vllm_config: Any, name: str, host: HostCapabilities) -> None:
     """Refuse what this host cannot run yet, with the setting's name."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     device = vllm_config.device_config.device_type
+    ranks = parallel.pipeline_parallel_size if runs_on_v2(vllm_config) else parallel.world_size
     for found, expected in (
-        (device != "cpu", f"device {device!r}: expected 'cpu'"),
+        (device not in ("cpu", "cuda"), f"device {device!r}: expected 'cuda' or 'cpu'"),
         (
-            parallel.world_size > 1,
+            ranks > 1,
             f"tensor_parallel_size={parallel.tensor_parallel_size}, pipeline_parallel_size="
-            f"{parallel.pipeline_parallel_size}: expected 1 of each",
+            f"{parallel.pipeline_parallel_size}: expected pipeline_parallel_size 1, and on model "
+            "runner V1 1 of each",
         ),
         (model.enable_prompt_embeds, "enable_prompt_embeds: expected prompts of tokens"),
     ):
         if found:
-            raise UsageError(f"{expected}; {name} in {capabilities().name} runs without")
+            raise UsageError(f"{expected}; {name} in {host.name} runs without")

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from specplug import Batch, PerTokenOutput, PluginError, SpecConfig, UsageError
+from specplug import (
+    Batch,
+    HostCapabilities,
+    PerTokenOutput,
+    PluginError,
+    SpecConfig,
+    UsageError,
+)
 from specplug.kernels.cpu_kernels import CPUKernels
+from specplug.kernels.dispatch import runs_pass_kernels
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedPlan, RequestSlots
 from specplug.speculative.runtime import RankInfo
 from specplug_vllm import vllm_names
 from specplug_vllm.draft_cache import PREFIX, DraftCache, DraftLayer, SlotTable
-from specplug_vllm.host import capabilities
+
+if TYPE_CHECKING:
+    from specplug.kernels.paged_attention_kernels import PagedAttention
+    from specplug_vllm.seeded_noise import SamplingRows
 
 _LM_HEAD_INPUT = "lm_head_input"
 
@@ -27,28 +38,31 @@ class VllmRuntime:
         vllm_config: vLLM's.
         target: vLLM's model, loaded.
         device: of it.
+        host: what vLLM gives.
         config: of the run's speculation.
         cpu_kernels: attend on the CPU in float32; None: torch does.
 
     Attributes:
         captured_layers: whose inputs the target is to return, in ascending order.
         has_draft_cache: whether a draft model keeps KV.
+        sampling: what requests want of the sampler; None where its noise is not foreseeable.
     """
 
     worker: Any = None
-    overlap = False
+    sampling: SamplingRows | None = None
 
     def __init__(
         self,
         vllm_config: Any,
         target: Any,
         device: torch.device,
+        host: HostCapabilities,
         config: SpecConfig,
         cpu_kernels: CPUKernels | None,
     ) -> None:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         scheduler = vllm_config.scheduler_config
-        self.host = capabilities()
+        self.host, self.overlap = host, host.overlap
         self.config = config
         self.device, self.dtype = device, model.dtype
         self.vocab_size = model.get_vocab_size()
@@ -159,10 +173,14 @@ class VllmRuntime:
         return forward  # there are no graphs on the CPU
 
     def temperatures(self, batch: Batch) -> Tensor:
-        return torch.ones(batch.size, 1, device=self.device)
+        if self.sampling is None:
+            return torch.ones(batch.size, 1, device=self.device)
+        return self.sampling.divisors(batch.req_indices)
 
     def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
-        raise NotImplementedError("not called: drafts choose greedily, as vLLM's noise is unknown")
+        if self.sampling is None:
+            raise NotImplementedError("not called: this runner's noise is not foreseeable")
+        return self.sampling.noise(batch.req_indices, positions, token_ids)
 
     def _check_open(self, method: str) -> None:
         if self._sealed:
@@ -196,17 +214,26 @@ class VllmRuntime:
             cache.view(block_size)
         lookahead = self.config.num_lookahead_slots
         self._table = table = SlotTable(
-            self.req_table_size, self.context_len, lookahead, block_size
+            self.req_table_size, self.context_len, lookahead, block_size, self.device
         )
         slots = [len(keys) for cache in self._caches for keys in cache.keys]
         self._slots = RequestSlots(
             slots=table.slots,
             last_position=self.context_len - 1,
             floors=table.floors,
+            kernels=self._attention_kernels(),
             cpu_kernels=self._cpu_kernels,
             page_size=block_size,
             num_slots=min(slots, default=0),
         )
+
+    def _attention_kernels(self) -> PagedAttention | None:
+        """Return what attends on a GPU in half precision. Elsewhere torch attends."""
+        if not runs_pass_kernels(self.device, self.dtype):
+            return None
+        from specplug.kernels.paged_attention_kernels import PagedAttention
+
+        return PagedAttention(self.device)
 
     def note_longest(self, tokens: int) -> None:
         """Note how many tokens the longest request of the step has."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -19,7 +20,6 @@ from specplug import UsageError
 from specplug_vllm.host import TESTED, capabilities, installed_version
 
 _FUNCTIONS = {
-    "vllm.config:VllmConfig.num_lookahead_tokens": ("self",),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": (
         "self",
         "scheduler_output",
@@ -49,7 +49,6 @@ _LAYER = "vllm.model_executor.layers.attention_layer_base"
 _FUNCTIONS |= {
     f"{_LAYER}:AttentionLayerBase.get_attn_backend": ("self",),
     f"{_LAYER}:AttentionLayerBase.get_kv_cache_spec": ("self", "vllm_config"),
-    f"{_LAYER}:AttentionLayerBase.bind_kv_cache": ("self", "kv_cache"),
     f"{_ATTENTION}:AttentionMetadataBuilder.__init__": (
         "self",
         "kv_cache_spec",
@@ -58,6 +57,30 @@ _FUNCTIONS |= {
         "device",
     ),
 }
+
+_OF_VERSION: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "0.25.0": {
+        "vllm.config:VllmConfig.__post_init__": ("self",),
+        "vllm.config:VllmConfig._get_v2_model_runner_unsupported_features": ("self",),
+        "vllm.config:SchedulerConfig.get_scheduler_cls": ("self",),
+        "vllm.v1.core.sched.scheduler:Scheduler.__init__": (
+            "self",
+            "vllm_config",
+            "kv_cache_config",
+            "structured_output_manager",
+            "block_size",
+            "hash_block_size",
+            "mm_registry",
+            "include_finished_set",
+            "log_stats",
+        ),
+    },
+    "0.32.0": {
+        "vllm.config:VllmConfig.num_lookahead_tokens": ("self",),
+        f"{_LAYER}:AttentionLayerBase.bind_kv_cache": ("self", "kv_cache"),
+    },
+}
+"""More of them, which differ between versions."""
 
 _FIELDS = {
     "vllm.v1.core.sched.output:SchedulerOutput": (
@@ -115,13 +138,24 @@ def check() -> None:
         UsageError: it is another version, or has other forms.
     """
     capabilities()
-    for place, parameters in _FUNCTIONS.items():
+    check_forms({**_FUNCTIONS, **_OF_VERSION[installed_version() or ""]}, _FIELDS)
+
+
+def check_forms(
+    functions: Mapping[str, tuple[str, ...]], fields: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Compare functions' parameters and classes' fields with those of the installed vLLM.
+
+    Raises:
+        UsageError: something differs.
+    """
+    for place, parameters in functions.items():
         found = _find(place)
         function: Any = found.fget if isinstance(found, property) else found
         _compare(place, tuple(inspect.signature(function).parameters), parameters)
-    for place, fields in _FIELDS.items():
+    for place, expected in fields.items():
         known = tuple(inspect.signature(_find(place)).parameters)
-        _compare(place, tuple(name for name in fields if name in known), fields)
+        _compare(place, tuple(name for name in expected if name in known), expected)
 
 
 def check_runner(runner: Any) -> None:
@@ -130,8 +164,17 @@ def check_runner(runner: Any) -> None:
     Raises:
         UsageError: something is missing.
     """
-    for part, names in _ATTRIBUTES.items():
-        owner = getattr(runner, part) if part else runner
+    check_attributes(runner, _ATTRIBUTES)
+
+
+def check_attributes(runner: Any, attributes: Mapping[str, tuple[str, ...]]) -> None:
+    """Look for the attributes of a model runner and of its parts.
+
+    Raises:
+        UsageError: something is missing.
+    """
+    for part, names in attributes.items():
+        owner = attrgetter(part)(runner) if part else runner
         place = ".".join(filter(None, (type(runner).__name__, part)))
         _compare(place, tuple(name for name in names if hasattr(owner, name)), names)
 
@@ -225,6 +268,7 @@ class AttentionClasses:
     backend: Any
     impl: Any
     metadata_builder: Any
+    graph_support: Any
     full_attention_spec: Any
 
 
@@ -236,8 +280,15 @@ def attention_classes() -> AttentionClasses:
         backend=backend.AttentionBackend,
         impl=backend.AttentionImpl,
         metadata_builder=backend.AttentionMetadataBuilder,
+        graph_support=backend.AttentionCGSupport,
         full_attention_spec=import_module("vllm.v1.kv_cache_interface").FullAttentionSpec,
     )
+
+
+def executor_overlaps(vllm_config: Any) -> bool:
+    """Return whether the executor of a configuration can launch a step before the last is done."""
+    executor = import_module("vllm.v1.executor").Executor.get_class(vllm_config)
+    return bool(executor.supports_async_scheduling())
 
 
 def ended_requests(scheduler_output: Any) -> tuple[set[str], set[str]]:

@@ -1,0 +1,39 @@
+"""The Triton kernels of model runner V2."""
+
+from __future__ import annotations
+
+import triton
+from triton import language as tl
+
+
+@triton.jit
+def accept_drafts(chosen, drafted, starts, tokens, counts, width, BLOCK: tl.constexpr):
+    """Find the first node of a request whose chosen token is not the next one drafted."""
+    request = tl.program_id(0)
+    start = tl.load(starts + request)
+    num_nodes = tl.load(starts + request + 1) - start
+    node = tl.arange(0, BLOCK)
+    is_node = node < num_nodes
+    has_next = node + 1 < num_nodes
+    after = tl.load(chosen + start + node, mask=is_node, other=0)
+    following = tl.load(drafted + start + node + 1, mask=has_next, other=-1).to(tl.int64)
+    ends = (after != following) | (node + 1 >= num_nodes)
+    last = tl.min(tl.where(ends, node, BLOCK), axis=0)
+    tl.store(tokens + request * width + node, after, mask=node < width)
+    tl.store(counts + request, last + 1)
+
+
+@triton.jit
+def hash_uniformly(
+    out, req_indices, positions, token_ids, seeds, width, vocabulary, BLOCK: tl.constexpr
+):
+    """Hash as vLLM's ``gumbel_block_argmax`` does, in single precision: a number above 0."""
+    row = tl.program_id(0)
+    block = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = block < vocabulary
+    seed = tl.load(seeds + tl.load(req_indices + row // width))
+    # vLLM counts the position of the token before the one that is chosen.
+    hashed = tl.randint(seed, tl.load(positions + row) - 1)
+    tokens = tl.load(token_ids + block, mask=inside, other=0).to(tl.int32)
+    uniform = tl.maximum(tl.rand(hashed, tokens), 4.6566127342e-10)
+    tl.store(out + row.to(tl.int64) * vocabulary + block, uniform, mask=inside)

@@ -1,0 +1,378 @@
+"""The speculator that vLLM's model runner of version 2 asks for drafts: an algorithm of specplug.
+
+Its steps are scheduled before the last one's result is known. So what a request got, and where it
+stands, is read on the device alone, and the drafts stay there. vLLM schedules as many drafted
+tokens as it was told at start for every request: a shorter draft is filled up with token 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from specplug import (
+    AttentionPlan,
+    Batch,
+    CommittedOutput,
+    PluginError,
+    RequestReport,
+    VerifyOutput,
+)
+from specplug.errors import warn_fallback
+from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, load_cpu_kernels
+from specplug.registry import build_plugin_manager
+from specplug.speculative.batch import ForwardMode
+from specplug.speculative.defaults import CoreDefaults
+from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.hook_order import Half, HookOrder
+from specplug_vllm import v2_names, vllm_names
+from specplug_vllm.draft_cache import PREFIX
+from specplug_vllm.exact_sampler import ExactSampler
+from specplug_vllm.failures import FailureLog
+from specplug_vllm.request_view import VllmRequest
+from specplug_vllm.run_settings import RunSettings
+from specplug_vllm.runtime import VllmRuntime
+from specplug_vllm.seeded_noise import SamplingRows
+from specplug_vllm.v2_names import Step
+
+
+@attrs.define(eq=False, kw_only=True)
+class V2Half(Half):
+    """A ``Half``, with the plan of a prefill's rows."""
+
+    plan: AttentionPlan | None = None
+
+
+class Speculator(DraftModelSpeculator):
+    """What model runner V2 has as its ``speculator`` for ``specplug_vllm.NAME``.
+
+    Args:
+        vllm_config: vLLM's.
+        device: of the target.
+        name: the algorithm's.
+
+    Raises:
+        SpecplugError: the algorithm or a setting does not fit.
+
+    Attributes:
+        captured_layers: whose inputs the target returns, in ascending order.
+        decode_steps: requests' decode steps so far, those of all requests together.
+    """
+
+    supports_mm_inputs = False
+    captured_layers: tuple[int, ...] = ()
+
+    def __init__(self, vllm_config: Any, device: torch.device, name: str) -> None:
+        super().__init__(vllm_config, device)
+        run = RunSettings.of(vllm_config, name)
+        manager = build_plugin_manager(run.selected, run.extensions, CoreDefaults())
+        self._host = run.host
+        self._hooks = HookCalls(manager, run.selected, run.extensions)
+        self._config = run.validated(self._hooks)
+        for adjustment in self._config.adjustments:
+            warn_fallback(f"{name}: {adjustment}")
+        self.model = nn.Module()  # vLLM looks for experts in it
+        self.decode_steps = 0
+        self._failures = FailureLog()
+        self._views: dict[str, VllmRequest] = {}
+        self._fresh: dict[str, int] = {}
+        self._blocks: list[tuple[str, Sequence[Sequence[int]]]] = []
+        self._failed = np.zeros(self.max_num_reqs + 1, dtype=bool)
+
+    @property
+    def undrafted(self) -> int:
+        """How many running requests go on without drafts, because a plugin failed."""
+        return int(self._failed.sum())
+
+    # What vLLM calls
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: Any) -> nn.Module:
+        """Not called: ``load_model`` is ours."""
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def load_model(self, target_model: nn.Module) -> None:
+        """Make the algorithm's worker for the target, which has been loaded."""
+        self._hooks.supports_target_verify_for_draft()
+        found = load_cpu_kernels() if self.device.type == "cpu" else None
+        kernels = found if isinstance(found, CPUKernels) else None
+        self._runtime = runtime = VllmRuntime(
+            self.vllm_config, target_model, self.device, self._host, self._config, kernels
+        )
+        if self._host.foreseeable_noise:
+            runtime.sampling = SamplingRows(runtime.req_table_size, self.device)
+        with cpu_kernels_of_draft(kernels):
+            runtime.worker = self._hooks.create_worker(runtime)
+        runtime.seal()
+        future_map = self._hooks.create_future_map(runtime)
+        self._order = HookOrder(runtime, self._hooks, future_map, self)
+        self.captured_layers = runtime.captured_layers
+
+    def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any) -> None:
+        """Note where the draft models' blocks are told."""
+        self._cache_config, self._block_tables = kv_cache_config, block_tables
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Do nothing: ``Runtime.record_draft`` records."""
+
+    def capture(self, attn_states: Any) -> None:
+        """Do nothing: what a draft model records it records when it first runs."""
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        num_tokens_across_dp: Tensor | None = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+    ) -> Tensor:
+        """Return the tokens to verify next: [n, num_speculative_tokens] int64."""
+        if dummy_run:
+            return torch.zeros_like(self.draft_tokens[: input_batch.num_reqs])
+        step = Step.of(
+            self._runner,
+            input_batch,
+            last_hidden_states,
+            aux_hidden_states,
+            num_sampled,
+            last_sampled,
+            self.captured_layers,
+        )
+        sampling = self._runtime.sampling
+        if sampling is not None and not step.greedy:
+            sampling.update(temperature, seeds)
+        return self._next_drafts(step)
+
+    # What the patches call
+
+    def attach(self, runner: Any) -> None:
+        """Take a runner whose target is loaded: ask it for what the algorithm captures, and sample
+        exactly."""
+        v2_names.check_runner(runner)
+        self._runner = runner
+        if self.captured_layers:
+            vllm_names.capture_layers(runner, runner.model, self.captured_layers)
+        runner.rejection_sampler = ExactSampler(
+            runner.sampler, self.speculative_config, self.device
+        )
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """Note, before a step, who has ended, who begins, and who got blocks."""
+        ended, preempted = vllm_names.ended_requests(scheduler_output)
+        for request_id in preempted:
+            self._views.pop(request_id, None)
+        for request_id in ended:
+            if self._views.pop(request_id, None) is not None:
+                self._report_end(request_id)
+        for new in v2_names.new_requests(scheduler_output):
+            self._views[new.req_id] = VllmRequest(new, self.max_model_len)
+            self._fresh[new.req_id] = new.num_computed
+        if self._runtime.has_draft_cache:
+            self._blocks.extend(v2_names.new_blocks(scheduler_output))
+
+    def _report_end(self, request_id: str) -> None:
+        try:
+            self._hooks.on_request_finished(self._runtime, RequestReport(request_id=request_id))
+        except PluginError as error:
+            self._failures.tell(error)
+
+    # A step
+
+    def _next_drafts(self, step: Step) -> Tensor:
+        first = self._begin(step)
+        ends = np.minimum(step.starts + step.widths, step.prefill_lens)
+        works = ~self._failed[step.rows]
+        prefill = np.nonzero(works & step.prefills)[0]
+        decode = np.nonzero(works & ~step.prefills)[0]
+        if len(prefill):
+            self._guard(step, prefill, partial(self._prefill, step, prefill, ends, first))
+        if len(decode):
+            self.decode_steps += len(decode)
+            self._guard(step, decode, partial(self._decode, step, decode))
+        ready = ~step.prefills | (ends == step.prefill_lens)
+        chosen = np.nonzero(ready & ~self._failed[step.rows])[0]
+        drafts = torch.zeros(
+            len(step.ids), self.num_speculative_steps, dtype=torch.int64, device=self.device
+        )
+        if len(chosen):
+            self._guard(step, chosen, partial(self._draft, step, chosen, drafts))
+        return drafts
+
+    def _begin(self, step: Step) -> np.ndarray:
+        """Give rows to the requests that begin and slots to those with new blocks. Return who
+        begins, [n] bool."""
+        first = np.array([request_id in self._fresh for request_id in step.ids])
+        table = self._slot_table()
+        for request_id, row in zip(step.ids, step.rows.tolist(), strict=True):
+            floor = self._fresh.pop(request_id, None)
+            if floor is not None:
+                self._failed[row] = False
+                if table is not None:
+                    table.start(row, floor)
+        if table is not None:
+            group, _, split = self._place
+            index = self._runner.req_states.req_id_to_index
+            for request_id, blocks in self._blocks:
+                if request_id in index:
+                    table.add(index[request_id] + 1, _split(blocks[group], split))
+            self._blocks.clear()
+            table.update()
+            self._runtime.note_longest(step.longest)
+        return first
+
+    @cached_property
+    def _place(self) -> tuple[int, int, int]:
+        return v2_names.draft_group(self._cache_config, self._block_tables, PREFIX)
+
+    def _slot_table(self) -> Any:
+        """Return the slots of the draft models' caches; None without such a cache."""
+        if self._runtime.has_draft_cache and self._runtime.table is None:
+            self._runtime.bind(self._place[1])
+        return self._runtime.table
+
+    def _guard(self, step: Step, chosen: np.ndarray, call: Callable[[], None]) -> None:
+        """Call hooks. If a plugin fails, draft no more for these requests: a draft changes no
+        token, so they go on without."""
+        try:
+            call()
+        except PluginError as error:
+            self._failed[step.rows[chosen]] = True
+            self._failures.tell(error)
+
+    def _prefill(self, step: Step, chosen: np.ndarray, ends: np.ndarray, first: np.ndarray) -> None:
+        """Feed the algorithm the chunks of requests whose prompt is computed."""
+        starts, ends = step.starts[chosen], ends[chosen]
+        widths = ends - starts
+        rows = self._upload(_ranges(step.first_rows[chosen], widths))
+        half = self._half(step, chosen)
+        half.seq_lens = self._upload(starts)
+        half.tokens = step.tokens[rows].to(torch.int64)
+        half.batch = Batch(
+            mode=ForwardMode.PREFILL,
+            requests=self._views_of(step, chosen),
+            req_indices=half.req_indices.clone(),
+            seq_lens=half.seq_lens.clone(),
+            chunk_widths=tuple(widths.tolist()),
+            chunk_ends=tuple(ends.tolist()),
+            first_chunk=tuple(first[chosen].tolist()),
+            last_chunk=tuple((ends == step.prefill_lens[chosen]).tolist()),
+            is_warm_up=step.is_warm_up,
+        )
+        if self._runtime.has_draft_cache:
+            plan = self._runtime.plan_attention(half.batch, half.seq_lens, half.batch.chunk_widths)
+            half.plan = plan
+        after = self._of(step.last_sampled, chosen)
+        last_rows = self._upload(widths.cumsum() - 1)
+        self._order.finish_prefill(half, last_rows, after, self._per_node(step, rows))
+
+    def _decode(self, step: Step, chosen: np.ndarray) -> None:
+        """Feed the algorithm what was accepted of its drafts: of C columns each request uses as
+        many as it got tokens, and repeats its root in the others."""
+        columns = int(step.widths[chosen].max())
+        counts, bonus = self._of(step.sampled, chosen), self._of(step.last_sampled, chosen)
+        first_rows = self._of(step.pass_rows, chosen)
+        column = torch.arange(columns, device=self.device)
+        lens = counts.unsqueeze(1)
+        used = torch.where(column < lens, column, 0)
+        rows = (first_rows.unsqueeze(1) + used).view(-1)
+        # What follows an accepted node is the node after it, and after the last one what was
+        # sampled.
+        following = step.tokens[(rows + 1).clamp_(max=len(step.tokens) - 1)].view(-1, columns)
+        next_tokens = torch.where(used == lens - 1, bonus.unsqueeze(1), following)
+        half = self._half(step, chosen)
+        half.seq_lens = step.positions[first_rows].to(torch.int64)
+        half.batch = Batch(
+            mode=ForwardMode.DECODE,
+            requests=self._views_of(step, chosen),
+            req_indices=half.req_indices.clone(),
+            seq_lens=half.seq_lens.clone(),
+            greedy=step.greedy,
+            is_warm_up=step.is_warm_up,
+        )
+        output = CommittedOutput(
+            next_tokens=next_tokens.view(-1),
+            own_tokens=step.tokens[rows].to(torch.int64),
+            per_node=self._per_node(step, rows),
+            last_rows=torch.arange(-1, (len(chosen) - 1) * columns, columns, device=self.device)
+            + counts,
+            accept_lens=counts,
+            bonus_tokens=bonus,
+        )
+        self._order.extend(half, half.seq_lens + counts, output)
+
+    def _draft(self, step: Step, chosen: np.ndarray, drafts: Tensor) -> None:
+        """Draft for the requests that decode next; put their tokens into ``drafts``."""
+        most = (min(self._config.num_draft_tokens, drafts.shape[1] + 1),) * len(chosen)
+        half = self._half(step, chosen)
+        views = self._views_of(step, chosen)
+        draft = self._order.begin_decode(half, views, most, greedy=step.greedy)
+        if not draft.is_chain:
+            raise PluginError(
+                f"{self._config.algorithm}: propose() returned a tree with topk=1; expected a "
+                "chain, as vLLM verifies nothing else; fix the plugin"
+            )
+        tokens = draft.tokens[:, 1:]
+        if len(chosen) == len(drafts):
+            drafts[:, : tokens.shape[1]] = tokens
+        else:
+            drafts[self._upload(chosen), : tokens.shape[1]] = tokens
+
+    def _half(self, step: Step, chosen: np.ndarray) -> V2Half:
+        return V2Half(req_indices=self._of(step.req_indices, chosen), is_warm_up=step.is_warm_up)
+
+    def _views_of(self, step: Step, chosen: np.ndarray) -> list[VllmRequest]:
+        return [self._views[step.ids[index]] for index in chosen.tolist()]
+
+    def _of(self, values: Tensor, chosen: np.ndarray) -> Tensor:
+        """Return those of some requests, [n, …] -> [m, …]."""
+        return values if len(chosen) == len(values) else values[self._upload(chosen)]
+
+    def _upload(self, values: np.ndarray) -> Tensor:
+        """Start copying integers to the device: int64."""
+        made = torch.from_numpy(values.astype(np.int64, copy=False))
+        return made.to(self.device, non_blocking=True)
+
+    def _per_node(self, step: Step, rows: Tensor) -> dict[str, Tensor]:
+        return self._runtime.per_node(rows, step.hidden_states, step.layer_inputs)
+
+    # The callbacks of the order of hooks
+
+    def keep_accepted(self, half: V2Half, verified: VerifyOutput) -> None:
+        """Not called: vLLM verifies by itself."""
+
+    def deliver(self, half: V2Half, output: CommittedOutput) -> None:
+        """Give the plan; vLLM hands out the tokens."""
+        half.batch.attention = half.plan
+
+
+def _ranges(starts: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Return ``starts[i]``, ``starts[i] + 1``, …: ``widths[i]`` numbers for each i."""
+    before = widths.cumsum() - widths
+    numbers: np.ndarray = np.arange(widths.sum()) + np.repeat(starts - before, widths)
+    return numbers
+
+
+def _split(blocks: Sequence[int], parts: int) -> Sequence[int]:
+    """Return the blocks of memory that a scheduler's blocks consist of."""
+    if parts == 1:
+        return blocks
+    return [block * parts + part for block in blocks for part in range(parts)]
