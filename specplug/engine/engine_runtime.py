@@ -15,13 +15,13 @@ from specplug.host import HostCapabilities
 from specplug.kernels.dispatch import runs_kernels
 from specplug.kv.request_table import RequestTable
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
-from specplug.model.graph_runner import GraphRunner, PassRunner
 from specplug.model.hidden_states import AUX_HIDDEN_STATES, LM_HEAD_INPUT
 from specplug.model.model_runner import ModelRunner
 from specplug.model.rotary import FIXED
 from specplug.model.sampler import Sampler
 from specplug.speculative.batch import Batch
 from specplug.speculative.draft import described
+from specplug.speculative.graph_runner import GraphRunner, PassRunner
 from specplug.speculative.output_kind import OutputKind, PerTokenOutput
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import (

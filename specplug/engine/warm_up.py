@@ -17,8 +17,9 @@ from specplug.engine.request import Request
 from specplug.engine.scheduler import SchedulerConfig
 from specplug.engine.step import StepRunner
 from specplug.engine.step_plan import Decode, Prefill, PrefillChunk, Step
-from specplug.model.pass_form import MOST_ROWS, batch_bucket, row_buckets
+from specplug.model.pass_form import MOST_ROWS, row_buckets
 from specplug.sampling_params import SamplingParams
+from specplug.speculative.graph_runner import batch_bucket
 from specplug.speculative.hook_calls import HookCalls
 
 _LONGEST_PROMPT = 2048

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from specplug.distributed.rank_group import RankGroup
-from specplug.model.graph_recorder import GraphRecorder
-from specplug.model.graph_runner import GraphRunner
 from specplug.model.hidden_states import Point
 from specplug.model.padded_passes import PaddedPasses, PassOutput, PassPart, Record, size_of
-from specplug.model.pass_form import PassForm, PassSize, batch_bucket
+from specplug.model.pass_form import PassForm, PassSize
 from specplug.model.target import Target
 from specplug.speculative.draft import Draft
+from specplug.speculative.graph_recorder import GraphRecorder
+from specplug.speculative.graph_runner import GraphRunner, batch_bucket
 from specplug.speculative.paged_plan import JoinedPlan, PagedPlan
 
 Key = TypeVar("Key", bound=Hashable)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from specplug.errors import warn_fallback
-from specplug.model.graph_recorder import failure_of
 from specplug.model.pass_form import NOTHING, PartForm, PartSize, PassForm, PassSize
+from specplug.speculative.graph_recorder import failure_of
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import JoinedPlan, PagedPlan, RequestSlots
 

@@ -10,18 +10,13 @@ from typing import Self
 
 import attrs
 
+from specplug.speculative.graph_runner import batch_bucket
+
 MOST_ROWS = 512
 """Rows of the largest pass that is padded to a form, the default of ``chunked_prefill_size``. A
 larger one keeps a GPU busy for longer than the host takes to launch its kernels one by one."""
 
-_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-
-
-def batch_bucket(bs: int) -> int:
-    """Return the batch size that a batch of ``bs`` is padded to."""
-    place = bisect_left(_BATCHES, bs)
-    return _BATCHES[place] if place < len(_BATCHES) else -(-bs // 64) * 64
 
 
 def row_bucket(rows: int) -> int:

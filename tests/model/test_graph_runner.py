@@ -112,7 +112,7 @@ def test_a_draft_pass_is_recorded_if_the_hook_says_so(
 
 @needs_cuda
 def test_a_pass_that_cannot_be_recorded_runs_as_it_is() -> None:
-    from specplug.model.graph_runner import GraphRunner
+    from specplug.speculative.graph_runner import GraphRunner
 
     def waits(x: torch.Tensor) -> torch.Tensor:
         return x + x.sum().item()

@@ -15,10 +15,10 @@ from torch import Tensor
 from specplug import LLM, SamplingParams
 from specplug.kernels import paged_attention_kernels as kernels
 from specplug.kernels.paged_attention_kernels import PagedAttention
-from specplug.model.graph_recorder import GraphRecorder
 from specplug.model.padded_passes import PaddedPasses, PassPart, size_of
 from specplug.model.pass_form import PassForm, row_buckets
 from specplug.speculative.draft import ancestor_mask
+from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import JoinedPlan, PagedKVCache, PagedPlan, RequestSlots
 

@@ -32,11 +32,11 @@ from specplug import (
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.step import StepRunner
 from specplug.errors import PluginError
-from specplug.model import graph_runner
-from specplug.model.graph_runner import GraphRunner
-from specplug.model.pass_arguments import fill
+from specplug.speculative import graph_runner
+from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.paged_plan import PagedPlan, RequestSlots
+from specplug.speculative.pass_arguments import fill
 from specplug.speculative.target_output import compact
 
 ON_GPU = torch.cuda.is_available()

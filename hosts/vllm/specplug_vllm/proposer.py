@@ -101,11 +101,17 @@ class Proposer:
         assert self._target is not None
         vllm_names.check_runner(runner)
         self._runner = runner
-        self._hooks.supports_target_verify_for_draft()
+        records = self._hooks.supports_target_verify_for_draft()
         found = load_cpu_kernels() if runner.device.type == "cpu" else None
         kernels = found if isinstance(found, CPUKernels) else None
         self._runtime = runtime = VllmRuntime(
-            self._vllm_config, self._target, runner.device, self._host, self._config, kernels
+            self._vllm_config,
+            self._target,
+            runner.device,
+            self._host,
+            self._config,
+            kernels,
+            records=records,
         )
         with cpu_kernels_of_draft(kernels):
             runtime.worker = self._hooks.create_worker(runtime)

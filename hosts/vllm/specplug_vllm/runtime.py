@@ -18,6 +18,7 @@ from specplug import (
 )
 from specplug.kernels.cpu_kernels import CPUKernels
 from specplug.kernels.dispatch import runs_pass_kernels
+from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedPlan, RequestSlots
 from specplug.speculative.runtime import RankInfo
@@ -41,6 +42,7 @@ class VllmRuntime:
         host: what vLLM gives.
         config: of the run's speculation.
         cpu_kernels: attend on the CPU in float32; None: torch does.
+        records: whether the algorithm's passes can be recorded.
 
     Attributes:
         captured_layers: whose inputs the target is to return, in ascending order.
@@ -59,6 +61,8 @@ class VllmRuntime:
         host: HostCapabilities,
         config: SpecConfig,
         cpu_kernels: CPUKernels | None,
+        *,
+        records: bool,
     ) -> None:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         scheduler = vllm_config.scheduler_config
@@ -82,6 +86,15 @@ class VllmRuntime:
         self._caches: list[DraftCache] = []
         self._sealed = False
         self._table: SlotTable | None = None
+        self._attention = _attention_kernels(device, self.dtype)
+        # Where torch attends there would be a recording for each length of a context; and the
+        # collectives of several ranks are vLLM's own to record.
+        self._records = (
+            records
+            and self._attention is not None
+            and parallel.world_size == 1
+            and not model.enforce_eager
+        )
         self._max_slots = 1
 
     # What plugins may use: ``Runtime`` says what each does
@@ -170,7 +183,10 @@ class VllmRuntime:
 
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         self._check_open("record_draft")
-        return forward  # there are no graphs on the CPU
+        if not self._records:
+            return forward
+        # vLLM's threads use the device too.
+        return GraphRunner(forward, pads=True, beside_threads=True)
 
     def temperatures(self, batch: Batch) -> Tensor:
         if self.sampling is None:
@@ -221,19 +237,11 @@ class VllmRuntime:
             slots=table.slots,
             last_position=self.context_len - 1,
             floors=table.floors,
-            kernels=self._attention_kernels(),
+            kernels=self._attention,
             cpu_kernels=self._cpu_kernels,
             page_size=block_size,
             num_slots=min(slots, default=0),
         )
-
-    def _attention_kernels(self) -> PagedAttention | None:
-        """Return what attends on a GPU in half precision. Elsewhere torch attends."""
-        if not runs_pass_kernels(self.device, self.dtype):
-            return None
-        from specplug.kernels.paged_attention_kernels import PagedAttention
-
-        return PagedAttention(self.device)
 
     def note_longest(self, tokens: int) -> None:
         """Note how many tokens the longest request of the step has."""
@@ -257,3 +265,12 @@ class VllmRuntime:
             else hidden_states[rows]
             for name, layers in self._captures.items()
         }
+
+
+def _attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
+    """Return what attends on a GPU in half precision. Elsewhere torch attends."""
+    if not runs_pass_kernels(device, dtype):
+        return None
+    from specplug.kernels.paged_attention_kernels import PagedAttention
+
+    return PagedAttention(device)

@@ -100,11 +100,17 @@ class Speculator(DraftModelSpeculator):
     @torch.inference_mode()
     def load_model(self, target_model: nn.Module) -> None:
         """Make the algorithm's worker for the target, which has been loaded."""
-        self._hooks.supports_target_verify_for_draft()
+        records = self._hooks.supports_target_verify_for_draft()
         found = load_cpu_kernels() if self.device.type == "cpu" else None
         kernels = found if isinstance(found, CPUKernels) else None
         self._runtime = runtime = VllmRuntime(
-            self.vllm_config, target_model, self.device, self._host, self._config, kernels
+            self.vllm_config,
+            target_model,
+            self.device,
+            self._host,
+            self._config,
+            kernels,
+            records=records,
         )
         if self._host.foreseeable_noise:
             runtime.sampling = SamplingRows(runtime.req_table_size, self.device)

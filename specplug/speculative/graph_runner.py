@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from copy import copy
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from specplug.errors import PluginError, warn_fallback
-from specplug.model.graph_recorder import failure_of, record_graph
-from specplug.model.pass_arguments import (
+from specplug.speculative.graph_recorder import capture_mode, failure_of, record_graph
+from specplug.speculative.paged_plan import plan_of
+from specplug.speculative.pass_arguments import (
     Parts,
     Remake,
     apart,
@@ -22,14 +24,19 @@ from specplug.model.pass_arguments import (
     pad,
     shapes_of,
 )
-from specplug.model.pass_form import batch_bucket
-from specplug.speculative.paged_plan import plan_of
 
+_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _MOST_GRAPHS = 128
 """The most shapes that one pass is recorded for; others run eagerly."""
 
 _MOST_SEQUELS = 32
 """The most forms of what follows a recorded pass that are recorded with it."""
+
+
+def batch_bucket(bs: int) -> int:
+    """Return the batch size that a batch of ``bs`` is padded to."""
+    place = bisect_left(_BATCHES, bs)
+    return _BATCHES[place] if place < len(_BATCHES) else -(-bs // 64) * 64
 
 
 class PassRunner:
@@ -112,6 +119,7 @@ class GraphRunner(PassRunner):
             attends; None: the kernels do, and need no length.
         leads: whether a sequel may follow (``follow``). What the pass computes of its arguments is
             kept for it.
+        beside_threads: see ``GraphRecorder``.
     """
 
     def __init__(
@@ -121,11 +129,13 @@ class GraphRunner(PassRunner):
         pads: bool,
         length: Callable[[], int] | None = None,
         leads: bool = False,
+        beside_threads: bool = False,
     ) -> None:
         super().__init__(forward)
         self._pads = pads
         self._length = length
         self._leads = leads
+        self._mode = capture_mode(beside_threads)
         self._recordings: dict[Any, _Recording] = {}
         self._last: _Recording | None = None
         self._pool = torch.cuda.graph_pool_handle()
@@ -237,7 +247,9 @@ class GraphRunner(PassRunner):
     ) -> tuple[torch.cuda.CUDAGraph, Any] | None:
         """Return a recording and its output; None if that fails."""
         try:
-            graph, output, seconds = record_graph(run, self._pool, warms_up=warms_up)
+            graph, output, seconds = record_graph(
+                run, self._pool, warms_up=warms_up, mode=self._mode
+            )
         except RuntimeError as error:
             self.failure = failure_of(error)
             warn_fallback(f"cuda_graph is off: {self.failure}")

@@ -19,7 +19,7 @@ class GraphRecorder:
 
     def __init__(self, *, beside_threads: bool = False) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._mode = "thread_local" if beside_threads else "global"
+        self._mode = capture_mode(beside_threads)
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
@@ -45,6 +45,11 @@ class GraphRecorder:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+
+
+def capture_mode(beside_threads: bool) -> str:
+    """Return what CUDA forbids the threads of the process while one of them records."""
+    return "thread_local" if beside_threads else "global"
 
 
 def failure_of(error: RuntimeError) -> str:
