@@ -20,6 +20,8 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS="1",
     TORCHDYNAMO_DISABLE="1",  # SGLang compiles functions of its sampler
+    SGLANG_CUDA_COREDUMP_BEFORE_CRASH="0",  # it waits for a minute
+    SGLANG_PYSPY_DUMP_BEFORE_CRASH="0",
     SPECPLUG_DEBUG="1",  # what hooks return is checked by value
     PYTHONPATH=os.pathsep.join(filter(None, (str(THIRD_PARTY), os.environ.get("PYTHONPATH")))),
 )

@@ -17,7 +17,7 @@ import openai
 import pytest
 from engines import MODEL
 
-from specplug import SamplingParams, UsageError
+from specplug import SamplingParams, SpecplugError, UsageError
 from specplug.host import EngineOptions, ServerOptions
 from specplug_sglang.host import host
 from specplug_sglang.measured_engine import DraftCounts, as_sglang_has_them
@@ -37,7 +37,7 @@ def test_list_says_that_all_built_in_algorithms_run():
     assert found["engine"] == "SGLang 0.5.23"
     told = {each["name"]: each["obstacles"] for each in found["algorithms"]}
     built_in = {"DFLASH", "EAGLE", "EAGLE3", "MULTI_LAYER_EAGLE", "NGRAM", "NONE"}
-    assert told == {name: [] for name in (*built_in, "ECHO")}
+    assert told == {name: [] for name in (*built_in, "BROKEN", "ECHO", "SYNC")}
 
 
 def test_doctor_knows_the_versions():
@@ -124,6 +124,16 @@ def test_bench_compares_with_plain_decoding():
     assert made["identical"]
     assert made["mean_accept_length"] > 2 > (plain["mean_accept_length"] or 1)
     assert (made["config"]["topk"], made["config"]["num_draft_tokens"]) == (4, 16)
+
+
+def test_engine_whose_plugin_fails_says_so():
+    options = EngineOptions(model=str(MODEL), algorithm="BROKEN", dtype="float32", more=ON_CPU)
+    engine = host.open_engine(options)
+    try:
+        with pytest.raises(SpecplugError, match="SGLang's engine has ended with exit code -9; it "):
+            engine.generate([[5, 6, 7]], SamplingParams(max_tokens=16))
+    finally:
+        engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 import specplug
-from specplug import AlgorithmInfo, Batch, Defaults, Draft, DraftInput, hookimpl
+from specplug import AlgorithmInfo, Batch, Capabilities, Defaults, Draft, DraftInput, hookimpl
 
 
 class Echo:
@@ -49,6 +49,37 @@ def after(root: int, tokens: Sequence[int], most: int) -> list[int]:
         if tokens[place] == root:
             return list(tokens[place : place + most])
     return [root]
+
+
+class Sync(Echo):
+    """The same, of an algorithm that waits for each step and cannot begin within a prompt."""
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(
+            name="SYNC",
+            summary="what followed the last token, step by step",
+            api_version=1,
+            capabilities=Capabilities(overlap=False, prefix_cache=False),
+            defaults=Defaults(num_steps=3),
+        )
+
+
+class Broken(Echo):
+    """Fails at its fifth step."""
+
+    steps = 0
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(name="BROKEN", summary="fails at its fifth step", api_version=1)
+
+    @hookimpl
+    def propose(self, runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        self.steps += 1
+        if self.steps == 5:
+            raise ValueError("no more ideas")
+        return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
 
 
 class Witness:
@@ -99,4 +130,6 @@ class Witness:
 
 
 algorithm = Echo()
+sync = Sync()
+broken = Broken()
 extension = Witness()

@@ -1,0 +1,100 @@
+"""Settings that are filled in, and those that are refused before anything starts, in one line."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+from engines import MODEL, ON_CPU, running
+
+from specplug import SpecplugError
+
+
+def settings_of(algorithm, **settings):
+    """Return SGLang's settings as it would use them."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    given = {**ON_CPU, "speculative_algorithm": f"SPECPLUG_{algorithm}", **settings}
+    args = ServerArgs(**given)
+    args.resolve_once()
+    return resolving_view(args)
+
+
+def test_algorithms_own_defaults_are_filled_in():
+    found = settings_of("EAGLE3")
+    assert (found.speculative_num_steps, found.speculative_num_draft_tokens) == (5, 6)
+    assert (found.speculative_eagle_topk, found.max_running_requests) == (1, 48)
+    tree = settings_of("EAGLE3", speculative_eagle_topk=4, max_running_requests=3)
+    assert (tree.speculative_eagle_topk, tree.max_running_requests) == (4, 3)
+
+
+def test_adjusted_setting_is_logged(caplog):
+    found = settings_of("MULTI_LAYER_EAGLE", speculative_num_steps=9)
+    assert found.speculative_num_steps == 6
+    assert "SPECPLUG_MULTI_LAYER_EAGLE: num_steps 9 -> 6: the draft model has one" in caplog.text
+
+
+def test_mixed_chunks_are_turned_off():
+    assert not settings_of("NGRAM", enable_mixed_chunk=True).enable_mixed_chunk
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "told"),
+    [
+        ("EAGLE3", {"tp_size": 2}, "EAGLE3: tp_size=2: expected 1, drafts are made on one rank"),
+        ("NGRAM", {"pp_size": 2}, "NGRAM: pp_size=2: expected 1, drafts are made on one rank"),
+        (
+            "NGRAM",
+            {"attention_backend": "triton"},
+            "NGRAM: attention_backend='triton': drafts are verified with 'torch_native'; start "
+            "SGLang with --attention-backend torch_native",
+        ),
+        (
+            "EAGLE",
+            {"enable_return_hidden_states": True},
+            "EAGLE: enable_return_hidden_states: the hidden states of a pass are the algorithm's",
+        ),
+        (
+            "SYNC",
+            {},
+            "SYNC needs the result of a step before the next one; start SGLang with",
+        ),
+        (
+            "SYNC",
+            {"disable_overlap_schedule": True},
+            "SYNC cannot begin in the middle of a prompt; start SGLang with --disable-radix-cache",
+        ),
+        ("DFLASH", {"speculative_eagle_topk": 4}, "DFLASH drafts chains only"),
+        ("EAGLE3", {"speculative_num_steps": 0}, "num_steps"),
+    ],
+)
+def test_setting_that_cannot_be_given_is_refused(algorithm, settings, told):
+    with pytest.raises(SpecplugError) as raised:
+        settings_of(algorithm, **settings)
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_draft_weights_that_are_not_shipped_are_asked_for(tmp_path):
+    for file in MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(SpecplugError, match="EAGLE3 needs draft weights for this target"):
+        settings_of("EAGLE3", model_path=str(tmp_path))
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MULTI_LAYER_EAGLE", "DFLASH"])
+def test_typed_folder_of_draft_weights_is_taken(algorithm):
+    package = importlib.import_module(f"specplug_{algorithm.lower()}")
+    folder = str(Path(package.__file__).parent / "weights" / "tiny_code")
+    found = settings_of(algorithm, speculative_draft_model_path=folder)
+    assert found.speculative_draft_model_path == folder
+
+
+def test_algorithm_that_waits_for_each_step_runs_where_sglang_does(prompts, plain):
+    settings = {"disable_overlap_schedule": True, "disable_radix_cache": True}
+    with running("SYNC", **settings) as engine:
+        assert engine.generate(prompts).tokens == plain
