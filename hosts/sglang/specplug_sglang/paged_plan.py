@@ -54,10 +54,11 @@ class StepSlots:
         Args:
             req_to_token: [rows, positions] of SGLang.
             counts: how many positions of each row are the request's; what stands after them is
-                what another one has left there.
+                what another one has left there. None are left of a request that has ended while
+                its next step was planned.
             floors: [rows] int64.
         """
-        length = max(counts)
+        length = max(1, *counts)
         slots = req_to_token[req_indices, :length].to(torch.int64)
         order = torch.arange(length, device=slots.device)
         own = order < torch.tensor(counts, device=slots.device).unsqueeze(1)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
-from sglang.srt.layers.logprob_processor import compute_spec_logprobs
-from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode as SglangMode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from specplug import Batch, CommittedOutput, RequestReport, VerifyOutput
 from specplug.speculative.batch import ForwardMode
-from specplug.speculative.hook_order import Half, HookOrder
+from specplug.speculative.hook_order import HookOrder
 from specplug_sglang.paged_plan import PagedPlan, StepSlots
 from specplug_sglang.relay import RelayedRoots
 from specplug_sglang.request_views import Requests
@@ -25,35 +23,18 @@ from specplug_sglang.runtime import SglangRuntime
 from specplug_sglang.sampling import decodes_plainly, has_foreseen_noise, sample_nodes
 from specplug_sglang.settings import choose
 from specplug_sglang.sglang_names import check_objects
+from specplug_sglang.step_result import Publish, SglangHalf, decoded, idled
 from specplug_sglang.verify_pass import VerifyInput, teach_torch_native
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs
 
     from specplug_sglang.algorithm import SpecplugAlgorithm
-
-Publish = Callable[[Tensor], None]
-
-
-@attrs.define(eq=False, kw_only=True)
-class SglangHalf(Half):
-    """The requests of one of SGLang's batches: it never prefills and decodes in one pass.
-
-    Attributes:
-        plan: of the target's rows.
-        publish: of the scheduler's map, with overlap: takes the lengths after the step.
-        verified: of a decode step.
-        committed: what the step has left.
-    """
-
-    plan: PagedPlan = attrs.field(init=False)
-    publish: Publish | None = None
-    verified: VerifyOutput | None = None
-    committed: CommittedOutput = attrs.field(init=False)
 
 
 class SpecplugWorker(BaseSpecWorker):
@@ -213,7 +194,7 @@ class SpecplugWorker(BaseSpecWorker):
         logits = output.next_token_logits
         predict = sample_nodes(self._runner, batch, output, widths, half.plan.positions)
         self._order.finish_decode(half, predict, logits, per_node)
-        return self._decoded(batch, half, result)
+        return decoded(batch, half, result, stride)
 
     def _plan_nodes(self, half: SglangHalf) -> PagedPlan:
         draft = half.draft
@@ -227,26 +208,6 @@ class SpecplugWorker(BaseSpecWorker):
             padding=draft.padding,
         )
 
-    def _decoded(
-        self, batch: ScheduleBatch, half: SglangHalf, result: GenerationBatchResult
-    ) -> GenerationBatchResult:
-        verified, committed = half.verified, half.committed
-        assert verified is not None
-        if batch.return_logprob:
-            compute_spec_logprobs(
-                batch, result.logits_output, verified.predict, accept_index=verified.accept_index
-            )
-        return GenerationBatchResult(
-            logits_output=result.logits_output,
-            next_token_ids=committed.next_tokens.to(torch.int32),
-            accept_lens=committed.accept_lens.to(torch.int32),
-            new_seq_lens=half.seq_lens + committed.accept_lens,
-            next_draft_input=RelayedRoots(committed.bonus_tokens),
-            can_run_cuda_graph=result.can_run_cuda_graph,
-            speculative_num_draft_tokens=self._num_draft_tokens,
-            speculative_output_stride=verified.accept_index.shape[1],
-        )
-
     # Without a step
 
     def _idle(self, batch: ScheduleBatch) -> GenerationBatchResult:
@@ -255,16 +216,7 @@ class SpecplugWorker(BaseSpecWorker):
         nothing = batch.seq_lens.to(torch.int64)
         logits = torch.empty(0, self._runtime.vocab_size, device=nothing.device)
         self._order.idle(logits)
-        return GenerationBatchResult(
-            logits_output=result.logits_output,
-            next_token_ids=nothing.to(torch.int32),
-            accept_lens=nothing.to(torch.int32),
-            new_seq_lens=nothing,
-            next_draft_input=RelayedRoots(nothing),
-            can_run_cuda_graph=result.can_run_cuda_graph,
-            speculative_num_draft_tokens=self._num_draft_tokens,
-            speculative_output_stride=self._num_draft_tokens,
-        )
+        return idled(nothing, result, self._num_draft_tokens)
 
     @torch.inference_mode()
     def receive(self, batch: ScheduleBatch, roots: Tensor) -> RelayedRoots:

@@ -62,6 +62,18 @@ def test_penalized_requests_draft_nothing(replies):
     ]
 
 
+def test_requests_with_a_grammar_are_those_of_plain_decoding(prompts):
+    """SGLang ends such a request before the step that it has planned for it runs."""
+    regex = {**GREEDY, "regex": "[a-z ]{5,20}"}
+    found = []
+    for algorithm in (None, "EAGLE3"):
+        with running(algorithm) as engine:
+            alone = engine.generate(prompts[:1], regex)
+            mixed = engine.generate(prompts[:4], [regex, GREEDY, regex, GREEDY])
+            found.append((alone.tokens, mixed.tokens))
+    assert found[0] == found[1]
+
+
 def test_log_probabilities_are_those_of_plain_decoding(replies):
     plain, made = (engine["plain"] for engine in replies)
     for ours, theirs in zip(made, plain, strict=True):
