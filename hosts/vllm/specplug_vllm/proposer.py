@@ -83,6 +83,11 @@ class Proposer:
         """How many requests went on without drafts, because a plugin failed."""
         return self._rows.num_failed
 
+    @property
+    def num_recordings(self) -> int:
+        """The forms of the draft model's passes that are recorded."""
+        return self._runtime.num_recordings
+
     # What vLLM calls
 
     def load_model(self, target: nn.Module) -> None:

@@ -86,6 +86,7 @@ class VllmRuntime:
         self._caches: list[DraftCache] = []
         self._sealed = False
         self._table: SlotTable | None = None
+        self._recorders: list[GraphRunner] = []
         self._attention = _attention_kernels(device, self.dtype)
         # Where torch attends there would be a recording for each length of a context; and the
         # collectives of several ranks are vLLM's own to record.
@@ -186,7 +187,8 @@ class VllmRuntime:
         if not self._records:
             return forward
         # vLLM's threads use the device too.
-        return GraphRunner(forward, pads=True, beside_threads=True)
+        self._recorders.append(GraphRunner(forward, pads=True, beside_threads=True))
+        return self._recorders[-1]
 
     def temperatures(self, batch: Batch) -> Tensor:
         if self.sampling is None:
@@ -214,6 +216,11 @@ class VllmRuntime:
     @property
     def captured_layers(self) -> tuple[int, ...]:
         return tuple(sorted({layer for layers in self._captures.values() for layer in layers}))
+
+    @property
+    def num_recordings(self) -> int:
+        """The forms of passes that are recorded."""
+        return sum(recorder.num_recordings for recorder in self._recorders)
 
     @property
     def has_draft_cache(self) -> bool:

@@ -91,6 +91,11 @@ class Speculator(DraftModelSpeculator):
         """How many running requests go on without drafts, because a plugin failed."""
         return int(self._failed.sum())
 
+    @property
+    def num_recordings(self) -> int:
+        """The forms of the draft model's passes that are recorded."""
+        return self._runtime.num_recordings
+
     # What vLLM calls
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: Any) -> nn.Module:
