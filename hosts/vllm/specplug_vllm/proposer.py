@@ -32,7 +32,7 @@ from specplug.speculative.batch import ForwardMode
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import Half, HookOrder
-from specplug_vllm import vllm_names
+from specplug_vllm import cpu_sampling, vllm_names
 from specplug_vllm.draft_cache import PREFIX
 from specplug_vllm.request_rows import RequestRows
 from specplug_vllm.run_settings import RunSettings
@@ -67,6 +67,8 @@ class Proposer:
         patch_all()
         self._vllm_config = vllm_config
         run = RunSettings.of(vllm_config, name)
+        if vllm_config.device_config.device_type == "cpu":
+            cpu_sampling.mend()
         self._host = run.host
         manager = build_plugin_manager(run.selected, run.extensions, CoreDefaults())
         self._hooks = HookCalls(manager, run.selected, run.extensions)
@@ -157,7 +159,8 @@ class Proposer:
             self.decode_steps += len(decode)
             self._guard(decode, partial(self._decode, step, decode))
         drafts: list[list[int]] = [[] for _ in step.states]
-        ready = ready[~rows.failed[rows.of_step[ready]]]
+        if rows.num_failed:
+            ready = ready[~rows.failed[rows.of_step[ready]]]
         if len(ready):
             self._guard(ready, partial(self._draft, step, ready, drafts))
         return drafts
@@ -165,11 +168,10 @@ class Proposer:
     def _guard(self, chosen: np.ndarray, call: Callable[[], None]) -> None:
         """Call hooks. If a plugin fails, draft no more for these requests: a draft changes no
         token, so they go on without."""
-        chosen_rows = self._rows.of_step[chosen]
         try:
             call()
         except PluginError as error:
-            self._rows.fail(chosen_rows)
+            self._rows.fail(self._rows.of_step[chosen])
             self._tell(error)
 
     def _tell(self, error: PluginError) -> None:
@@ -235,7 +237,7 @@ class Proposer:
         column = np.arange(columns)
         used = np.where(column < counts[:, None], column, 0)
         places, owners = starts[:, None] + used, chosen[:, None]
-        next_tokens = self._tensor(step.tokens[owners, places + 1])
+        tokens = self._tensor(step.tokens[owners, places + 1]).view(-1)
         half = self._half(chosen)
         half.seq_lens = self._tensor(starts)
         half.batch = Batch(
@@ -245,14 +247,14 @@ class Proposer:
             seq_lens=half.seq_lens.clone(),
         )
         rows = _first_rows(step)[chosen][:, None] + used
-        last = np.arange(len(chosen)) * columns + counts - 1
+        last_rows = self._tensor(np.arange(len(chosen)) * columns + counts - 1)
         output = CommittedOutput(
-            next_tokens=next_tokens.view(-1),
+            next_tokens=tokens,
             own_tokens=self._tensor(step.tokens[owners, places]).view(-1),
             per_node=self._per_node(step, rows.reshape(-1)),
-            last_rows=self._tensor(last),
+            last_rows=last_rows,
             accept_lens=self._tensor(counts),
-            bonus_tokens=next_tokens.view(-1)[self._tensor(last)],
+            bonus_tokens=tokens[last_rows],
         )
         self._order.extend(half, half.seq_lens + output.accept_lens, output)
 
@@ -286,6 +288,8 @@ class Proposer:
         return [views[step.states[index].req_id] for index in chosen.tolist()]
 
     def _per_node(self, step: vllm_names.RunnerStep, rows: np.ndarray) -> Mapping[str, Tensor]:
+        if not self._runtime.captures:
+            return {}
         return self._runtime.per_node(self._tensor(rows), step.hidden_states, step.layer_inputs)
 
     # The callbacks of the order of hooks

@@ -75,22 +75,25 @@ class RequestRows:
         ends = step.starts + step.widths
         self.ends_prompt = ends >= known
         decoded = self._decodes[rows] & (step.starts + 1 == known) & (step.sampled > 0)
-        self.fail(rows[~self.is_first & (self._length[rows] != step.starts)])
+        unseen = self._length[rows] != step.starts
+        if unseen.any():
+            self.fail(rows[~self.is_first & unseen])
         works = ~self.failed[rows]
         self._length[rows] = np.where(decoded, step.starts + step.sampled, ends)
         self._decodes[rows] = decoded | self.ends_prompt
         ready = works & self._decodes[rows] & (step.lengths < self._most_tokens[rows])
         chunk = works & ~decoded
-        return np.nonzero(chunk)[0], np.nonzero(works & decoded)[0], np.nonzero(ready)[0]
+        return chunk.nonzero()[0], (works & decoded).nonzero()[0], ready.nonzero()[0]
 
     def max_nodes(self, step: RunnerStep, chosen: np.ndarray, most: int) -> tuple[int, ...]:
         """Return how many nodes of each request vLLM may verify next: no more than it has tokens
         left, and what fits into the context, as vLLM's scheduler counts it."""
-        lengths = step.lengths[chosen]
-        left = self._most_tokens[self.of_step[chosen]] - lengths
-        nodes = np.minimum(left, self._context_len - lengths)
-        nodes = nodes.clip(1, min(most, step.most_drafts + 1))
-        return tuple(nodes.tolist())
+        most = min(most, step.most_drafts + 1)
+        lengths = step.lengths[chosen].tolist()
+        tokens = self._most_tokens[self.of_step[chosen]].tolist()
+        context = self._context_len
+        pairs = zip(lengths, tokens, strict=True)
+        return tuple(max(min(end - at, context - at, most), 1) for at, end in pairs)
 
     def _row(self, index: int, state: Any) -> int:
         row = self._rows.get(state.req_id)

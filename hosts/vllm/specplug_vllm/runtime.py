@@ -45,6 +45,7 @@ class VllmRuntime:
         records: whether the algorithm's passes can be recorded.
 
     Attributes:
+        captures: the layers of each output that plugins capture, by its name; none: the last state.
         captured_layers: whose inputs the target is to return, in ascending order.
         has_draft_cache: whether a draft model keeps KV.
         sampling: what requests want of the sampler; None where its noise is not foreseeable.
@@ -82,7 +83,7 @@ class VllmRuntime:
             rank=parallel.data_parallel_rank, world_size=parallel.data_parallel_size
         )
         self._vllm_config, self._target, self._cpu_kernels = vllm_config, target, cpu_kernels
-        self._captures: dict[str, tuple[int, ...]] = {}
+        self.captures: dict[str, tuple[int, ...]] = {}
         self._caches: list[DraftCache] = []
         self._sealed = False
         self._table: SlotTable | None = None
@@ -124,12 +125,12 @@ class VllmRuntime:
                     f"{kind} and their end"
                 )
         name = "layer_inputs:" + ",".join(map(str, layer_ids))
-        self._captures[name] = tuple(layer_ids)
+        self.captures[name] = tuple(layer_ids)
         return name
 
     def capture_lm_head_input(self) -> str:
         self._check_open("capture_lm_head_input")
-        self._captures[_LM_HEAD_INPUT] = ()
+        self.captures[_LM_HEAD_INPUT] = ()
         return _LM_HEAD_INPUT
 
     def add_output(self, output: PerTokenOutput) -> None:
@@ -215,7 +216,7 @@ class VllmRuntime:
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
-        return tuple(sorted({layer for layers in self._captures.values() for layer in layers}))
+        return tuple(sorted({layer for layers in self.captures.values() for layer in layers}))
 
     @property
     def num_recordings(self) -> int:
@@ -270,7 +271,7 @@ class VllmRuntime:
             name: torch.cat([layer_inputs[layer][rows] for layer in layers], dim=-1)
             if layers
             else hidden_states[rows]
-            for name, layers in self._captures.items()
+            for name, layers in self.captures.items()
         }
 
 

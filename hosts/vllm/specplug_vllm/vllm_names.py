@@ -78,6 +78,18 @@ _OF_VERSION: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "0.32.0": {
         "vllm.config:VllmConfig.num_lookahead_tokens": ("self",),
         f"{_LAYER}:AttentionLayerBase.bind_kv_cache": ("self", "kv_cache"),
+        "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens": (
+            "x",
+            "cu_num_tokens",
+            "num_tokens",
+            "replace_from",
+            "replace_to",
+        ),
+        "vllm.v1.sample.rejection_sampler:apply_sampling_constraints": (
+            "logits",
+            "cu_num_draft_tokens",
+            "sampling_metadata",
+        ),
     },
 }
 """More of them, which differ between versions."""
