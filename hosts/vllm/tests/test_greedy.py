@@ -31,7 +31,8 @@ def test_tokens_of_every_algorithm_are_plain(
     algorithm: str, engines: Engines, prompts: list[str], plain: list[list[int]]
 ) -> None:
     tokens = FORMS[algorithm]
-    hosted = engines(algorithm, tokens)
+    # NGRAM remembers what others have asked of its engine.
+    hosted = (engines.make if algorithm == "NGRAM" else engines)(algorithm, tokens)
     before = hosted.drafter.decode_steps
     assert hosted.generate(prompts) == plain
     steps = hosted.drafter.decode_steps - before
