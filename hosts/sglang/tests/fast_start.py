@@ -7,6 +7,7 @@ for a crash of its own.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 from sglang.srt.entrypoints import engine as sglang_engine
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.managers.tokenizer_manager import SignalHandler
 
 _IMPORTED = ["sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"]
 
@@ -68,6 +70,17 @@ def _rotated(forward: Any) -> Any:
     return forward_native
 
 
+def _cancel(handler: Any, *arguments: Any) -> None:
+    """Fail what waits for an engine, one of whose processes has died. SGLang's own ends this
+    process, and with it all tests."""
+    for task in asyncio.all_tasks(handler.tokenizer_manager.event_loop):
+        task.cancel("a process of the engine's has died; standard error says why")
+
+
+def _go_on(*arguments: Any) -> None:
+    """Let the engine's start fail by itself, in the place of ending this process."""
+
+
 class FastEngine(sglang_engine.Engine):
     def __init__(self, **settings: Any) -> None:
         multiprocessing.set_start_method("forkserver", force=True)
@@ -76,7 +89,8 @@ class FastEngine(sglang_engine.Engine):
         environment = dict(os.environ)
         self.run_scheduler_process_func = partial(_run, "scheduler", environment)
         self.run_detokenizer_process_func = partial(_run, "detokenizer", environment)
-        super().__init__(**settings)
+        SignalHandler.running_phase_sigquit_handler = _cancel
+        super().__init__(custom_sigquit_handler=_go_on, **settings)
 
     def shutdown(self) -> None:
         atexit.unregister(self.shutdown)
