@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specplug import UsageError
+from specplug_sglang.sglang_names import part_of
 
 LAYER_INPUTS = "layer_inputs"
 LM_HEAD_INPUT = "lm_head_input"
@@ -79,11 +80,11 @@ class Captures:
             # SGLang counts the outputs of layers, we their inputs.
             self._model.set_eagle3_layers_to_capture([layer - 1 for layer in self._inner])
         if self._after_layers:
-            self._model.model.norm.register_forward_pre_hook(self._keep_before_norm)
+            norm = part_of(self._model, "model.norm")
+            norm.register_forward_pre_hook(self._keep_before_norm)
         if self._after_layers or (self._lm_head_input and self._inner):
-            self._model.logits_processor.register_forward_pre_hook(
-                self._hand_over, with_kwargs=True
-            )
+            processor = part_of(self._model, "logits_processor")
+            processor.register_forward_pre_hook(self._hand_over, with_kwargs=True)
 
     @property
     def _after_layers(self) -> bool:

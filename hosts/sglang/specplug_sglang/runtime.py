@@ -16,6 +16,7 @@ from specplug_sglang.captures import Captures
 from specplug_sglang.paged_plan import DraftPools, PagedPlan, StepSlots
 from specplug_sglang.sampling import seeded_noise
 from specplug_sglang.settings import given_by
+from specplug_sglang.sglang_names import part_of
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -63,13 +64,13 @@ class SglangRuntime:
         self._sealed = False
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
-        embedded: Tensor = self._runner.model.model.embed_tokens(token_ids)
+        embedded: Tensor = part_of(self._runner.model, "model.embed_tokens")(token_ids)
         return embedded
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        head = self._runner.model.lm_head
+        weight = part_of(self._runner.model, "lm_head.weight")
         # SGLang pads the vocabulary of its heads.
-        return torch.nn.functional.linear(hidden, head.weight[: self.vocab_size])
+        return torch.nn.functional.linear(hidden, weight[: self.vocab_size])
 
     def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
         self._check_open("capture_layer_inputs")

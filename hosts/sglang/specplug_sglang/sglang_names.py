@@ -138,9 +138,6 @@ MEMBERS: Mapping[str, str] = {
 OBJECTS: Mapping[str, str] = {
     "runner": "model_config, device, dtype, model, sampler",
     "runner.model_config": ("vocab_size, hidden_size, num_hidden_layers, context_len, hf_config"),
-    "runner.model": "model, lm_head, logits_processor",
-    "runner.model.model": "embed_tokens, norm",
-    "runner.model.lm_head": "weight",
     "request": (
         "rid, origin_input_ids, output_ids, sampling_params, finished_reason, grammar, "
         "custom_logit_processor, kv"
@@ -151,7 +148,7 @@ OBJECTS: Mapping[str, str] = {
     "engine": "tokenizer_manager",
     "engine.tokenizer_manager": "model_config, tokenizer",
 }
-"""What SGLang has made, and the attributes that are read of it."""
+"""What SGLang has made, and the attributes that are read of it. Of its models see ``part_of``."""
 
 
 def check_names() -> None:
@@ -184,6 +181,24 @@ def check_objects(**objects: Any) -> None:
         for attribute in names.split(", "):
             if not hasattr(found, attribute):
                 raise _changed(f"{type(found).__name__} has no {attribute}")
+
+
+def part_of(model: Any, path: str) -> Any:
+    """Return a part of one of SGLang's models: ``model.embed_tokens``, ``model.norm``,
+    ``lm_head.weight`` or ``logits_processor``.
+
+    Raises:
+        UsageError: the model is not built like that.
+    """
+    found = model
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    if found is None:
+        raise UsageError(
+            f"SGLang's {type(model).__name__} has no {path}, which the algorithm needs; expected a "
+            "text model as its LlamaForCausalLM; use an algorithm that has no draft model"
+        )
+    return found
 
 
 def new_engine(arguments: Sequence[str]) -> tuple[Any, Any]:

@@ -77,6 +77,14 @@ def test_missing_attribute_is_refused(place):
         sglang_names.check_objects(**{place: found})
 
 
+def test_model_that_is_built_otherwise_is_refused_when_a_part_is_needed():
+    model = SimpleNamespace(model=SimpleNamespace(norm="norm"))
+    assert sglang_names.part_of(model, "model.norm") == "norm"
+    told = "SGLang's SimpleNamespace has no model.embed_tokens, which the algorithm needs"
+    with pytest.raises(UsageError, match=told):
+        sglang_names.part_of(model, "model.embed_tokens")
+
+
 def test_all_that_is_imported_of_sglang_is_listed():
     listed = set()
     for name in (*FUNCTIONS, *FIELDS, *MEMBERS):

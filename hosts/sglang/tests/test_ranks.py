@@ -55,6 +55,15 @@ def test_idle_steps_between_requests_keep_tokens(algorithm, prompts, plain):
         assert engine.seen("asked") == [True]
 
 
+def test_two_replicas_of_an_engine_keep_tokens_and_steps(prompts, plain):
+    threads = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}  # which cores each takes
+    with environment(**threads), running("EAGLE3", dp_size=2, **TREE) as engine:
+        made = engine.generate(prompts)
+        assert made.tokens == plain
+        assert made.steps == 177
+        assert {about["dp_rank"] for about in made.about} == {0, 1}
+
+
 def test_two_engines_in_one_process_take_turns(prompts, plain):
     """Both must speculate: SGLang keeps one engine's settings for all of a process, and its
     tokenizer manager looks for draft counts which plain decoding does not send."""
