@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -34,9 +35,10 @@ MARK = "RESULT "
 VARIANTS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
-    "invariant": {"dtype": "bfloat16"},
+    "invariant": {"dtype": "bfloat16", "attention_backend": "TRITON_ATTN"},
 }
-"""Arithmetic by name: ``invariant`` is bf16 with vLLM's batch invariance."""
+"""Arithmetic by name. ``invariant`` is bf16 with vLLM's batch invariance, and with the attention
+that gives a row the same bits in a pass of one row of each request and of several."""
 
 Row = dict[str, Any]
 
@@ -279,13 +281,13 @@ class Case:
         runner: of vLLM.
         config: its ``speculative_config``; DRAFT stands for the folder of the EAGLE-3 draft.
         rows: of a request in a decode step.
-        refuted: whether prompts are to make n-gram lookups draft in each step, always wrongly.
+        looks_up: whether it drafts what followed before: then no prompt comes twice.
     """
 
     runner: int
     config: Row | None
     rows: int
-    refuted: bool = False
+    looks_up: bool = False
 
 
 _LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": NUM_TOKENS}
@@ -297,10 +299,10 @@ CASES = {
         NUM_TOKENS + 1,
     ),
     "EAGLE3, ours": Case(2, speculative("EAGLE3"), NUM_TOKENS + 1),
-    "ngram, vLLM's": Case(1, {"method": "ngram", **_LOOKUP}, NUM_TOKENS + 1, refuted=True),
-    "NGRAM, ours": Case(2, speculative("NGRAM"), NUM_TOKENS + 1, refuted=True),
+    "ngram, vLLM's": Case(1, {"method": "ngram", **_LOOKUP}, NUM_TOKENS + 1, looks_up=True),
+    "NGRAM, ours": Case(2, speculative("NGRAM"), NUM_TOKENS + 1, looks_up=True),
     "EAGLE3 on V1, ours": Case(1, speculative("EAGLE3"), NUM_TOKENS + 1),
-    "NGRAM on V1, ours": Case(1, speculative("NGRAM"), NUM_TOKENS + 1, refuted=True),
+    "NGRAM on V1, ours": Case(1, speculative("NGRAM"), NUM_TOKENS + 1, looks_up=True),
 }
 FIRST = list(CASES)[:5]
 POINTS = (1, 128), (8, 1024), (32, 1024)
@@ -324,6 +326,7 @@ def speed(arguments: argparse.Namespace, log: Log) -> None:
             "tiny": arguments.tiny,
             "compile": arguments.compile,
             "rounds": arguments.rounds,
+            "taken": arguments.taken,
         }
         more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if arguments.in_process else {}
         file = log.folder / f"speed-{name.replace(' ', '-').replace(',', '')}.log"
@@ -342,6 +345,9 @@ def speed_process(asked: Row) -> None:
     case, base, tiny = CASES[asked["name"]], Path(asked["base"]), asked["tiny"]
     config = None if case.config is None else dict(case.config)
     additional: Row = {}
+    if config is not None and asked["taken"] is not None:
+        config["rejection_sample_method"] = "synthetic"
+        config["synthetic_acceptance_length"] = asked["taken"]
     if config is not None and config.get("model") == "DRAFT":
         config["model"] = str(base / "eagle3")
     elif config is not None and config.get("model") == "specplug_vllm.EAGLE3":
@@ -370,40 +376,31 @@ def speed_process(asked: Row) -> None:
     tell(kind="ready", seconds=round(time.monotonic() - began, 1), about=_about(llm))
     vocabulary = json.loads((base / "target/config.json").read_text())["vocab_size"]
     for batch, context in ((1, 16), (2, 32)) if tiny else POINTS:
-        for kind, prompts in _prompts(llm, batch, context, vocabulary, refuted=case.refuted):
-            try:
-                row = _time(llm, prompts, asked["rounds"], long=24 if tiny else 96)
-            except Exception as error:
-                traceback.print_exc()
-                tell(kind="failure", error=f"{type(error).__name__}: {error}"[:500])
-                raise
-            tell(kind="step", batch=batch, context=context, prompts=kind, **row)
+        prompts = _prompts(batch, context, vocabulary, again=not case.looks_up)
+        try:
+            row = _time(llm, prompts, asked["rounds"], long=24 if tiny else 96)
+        except Exception as error:
+            traceback.print_exc()
+            tell(kind="failure", error=f"{type(error).__name__}: {error}"[:500])
+            raise
+        tell(kind="step", batch=batch, context=context, taken=asked["taken"], **row)
     tell(kind="done", seconds=round(time.monotonic() - began, 1), about=_about(llm))
 
 
 def _prompts(
-    llm: Any, batch: int, context: int, vocabulary: int, *, refuted: bool
-) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yield random prompts; then, if ``refuted``, some in which each token that the target will
-    generate stands once, before another token than it generates."""
-    import random
-
+    batch: int, context: int, vocabulary: int, *, again: bool
+) -> Iterator[list[list[int]]]:
+    """Yield random prompts for one generation after another: the same ones if ``again``, which are
+    then found in the cache, else new ones, of which a lookup knows nothing."""
     rng = random.Random(3)
-
-    def drawn(count: int) -> list[int]:
-        return [rng.randrange(10, vocabulary - 10) for _ in range(count)]
-
-    prompts = [drawn(context) for _ in range(batch)]
-    yield "random", prompts
-    if not refuted:
-        return
-    length = min(96, (context - 2) // 2)
-    made = []
-    for prompt, tokens in zip(prompts, _generate(llm, prompts, length)[1], strict=True):
-        pairs = [each for token in (prompt[-1], *tokens) for each in (token, *drawn(1))]
-        body = [*prompt, *pairs][-(context - 1) :]
-        made.append([*body, prompt[-1]])
-    yield "refuted", made
+    while True:
+        prompts = [
+            [rng.randrange(10, vocabulary - 10) for _ in range(context)] for _ in range(batch)
+        ]
+        while True:
+            yield prompts
+            if not again:
+                break
 
 
 def _generate(llm: Any, prompts: Sequence[list[int]], length: int) -> tuple[float, list[list[int]]]:
@@ -417,26 +414,26 @@ def _generate(llm: Any, prompts: Sequence[list[int]], length: int) -> tuple[floa
     return seconds, [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def _time(llm: Any, prompts: list[list[int]], rounds: int, *, long: int) -> Row:
+def _time(llm: Any, prompts: Iterator[list[list[int]]], rounds: int, *, long: int) -> Row:
     """Time the tokens from ``short`` to ``long``: the prefill falls out."""
     short = 16
-    _generate(llm, prompts, long + 8)
-    _generate(llm, prompts, short)
+    _generate(llm, next(prompts), long + 8)
+    batch = len(_generate(llm, next(prompts), short)[1])
     shorts, longs, drafts = [], [], []
     for _ in range(rounds):
-        shorts.append(_generate(llm, prompts, short)[0])
+        shorts.append(_generate(llm, next(prompts), short)[0])
         before = counted(llm)
-        longs.append(_generate(llm, prompts, long)[0])
+        longs.append(_generate(llm, next(prompts), long)[0])
         drafts.append([now - then for now, then in zip(counted(llm), before, strict=True)])
     quickest = min(longs) - min(shorts)
     num_drafts, accepted = drafts[-1]
     return {
         "ms_per_token": round(quickest / (long - short) * 1e3, 4),
-        "tokens_per_s": round(len(prompts) * (long - short) / quickest, 1),
+        "tokens_per_s": round(batch * (long - short) / quickest, 1),
         "rounds": [
             round((b - a) / (long - short) * 1e3, 3) for a, b in zip(shorts, longs, strict=True)
         ],
-        "drafts_per_request": round(num_drafts / len(prompts), 1),
+        "drafts_per_request": round(num_drafts / batch, 1),
         "accept_length": round(1 + accepted / num_drafts, 3) if num_drafts else None,
     }
 
@@ -495,8 +492,6 @@ def ranks_process(asked: Row) -> None:
         ),
     )
     vocabulary = json.loads((base / "target/config.json").read_text())["vocab_size"]
-    import random
-
     rng = random.Random(5)
     prompts = [
         {"prompt_token_ids": [rng.randrange(10, vocabulary - 10) for _ in range(40)]}
@@ -541,6 +536,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=FIRST, choices=CASES)
     parser.add_argument("--shape", default="llama-8b")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--taken", type=float, help="tokens a step gives, of drafts at random")
     parser.add_argument("--compile", action="store_true", help="as vLLM comes; 30 s an engine more")
     parser.add_argument("--in-process", action="store_true", help="no process for the engine core")
     parser.add_argument("--size", type=int, default=2, help="ranks")

@@ -177,14 +177,15 @@ class Speculator(DraftModelSpeculator):
 
     def attach(self, runner: Any) -> None:
         """Take a runner whose target is loaded: ask it for what the algorithm captures, and sample
-        exactly."""
+        exactly, unless vLLM is asked to accept drafts otherwise."""
         v2_names.check_runner(runner)
         self._runner = runner
         if self.captured_layers:
             vllm_names.capture_layers(runner, runner.model, self.captured_layers)
-        runner.rejection_sampler = ExactSampler(
-            runner.sampler, self.speculative_config, self.device
-        )
+        if self.speculative_config.rejection_sample_method == "standard":
+            runner.rejection_sampler = ExactSampler(
+                runner.sampler, self.speculative_config, self.device
+            )
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Note, before a step, who has ended, who begins, and who got blocks."""
