@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import openai
 import pytest
 from hosted_engines import MODEL
+from test_readme import COMMANDS
 
 
 def free_port() -> int:
@@ -26,14 +28,15 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server that was started by specplug's command line, with its engine in a process."""
+    """A server that was started by README.md's command, with its engine in a process."""
     port = free_port()
     log = tmp_path_factory.mktemp("serve") / "log"
-    more = ["--max-model-len", "1024", "--enforce-eager", "--num-gpu-blocks-override", "48"]
-    command = [Path(sys.executable).with_name("specplug"), "serve", "--engine", "vllm"]
-    command += ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "5"]
-    command += ["--model", str(MODEL), "--served-model-name", "tiny", "--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--", *more]
+    more = ["--enforce-eager", "--num-gpu-blocks-override", "48"]
+    (typed,) = (command for command in COMMANDS if command.startswith("specplug serve "))
+    ours = ["--served-model-name", "tiny", "--dtype", "float32", "--port", str(port)]
+    name, *words = shlex.split(typed.replace("TARGET", str(MODEL)))
+    split = words.index("--")
+    command = [Path(sys.executable).with_name(name), *words[:split], *ours, *words[split:], *more]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     with log.open("w") as output:
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
