@@ -29,6 +29,11 @@ _ROUNDING = 1e-6
 """Tolerance of an angle, a position: kernels differ in the last bit of a float32 power."""
 
 
+_SINCE = 5, 20
+"""The version of transformers whose rotary modules take frequencies by row, and whose ``generate``
+has the rule of ``LengthRule.recomputes``."""
+
+
 @attrs.frozen(kw_only=True)
 class LengthRule:
     """The rule that gives a sequence of some length its set of frequencies.
@@ -135,6 +140,7 @@ class RotaryByLength:
         limit, self.context_len = kinds.pop()
         if self.context_len <= limit:
             return  # no sequence is longer
+        _check_transformers(type(model).__name__)
         longrope = not any("dynamic" in kind for _, _, _, s in found for kind in s.values())
         self.rule = self._rows.rule = LengthRule(
             limit=limit,
@@ -248,3 +254,15 @@ def _recomputes(model: Any, limit: int) -> bool:
         use_cache=True,
     )
     return bool(inputs["input_ids"].shape[1] > 1)
+
+
+def _check_transformers(model: str) -> None:
+    import transformers
+
+    found = transformers.__version__
+    if tuple(map(int, found.split(".")[:2])) < _SINCE:
+        raise CheckpointError(
+            f"{model}: its rotary frequencies depend on a sequence's length, which transformers "
+            f"{found} does otherwise; expected {'.'.join(map(str, _SINCE))} or newer: "
+            "pip install -U transformers"
+        )

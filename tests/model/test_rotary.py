@@ -164,6 +164,15 @@ def test_requests_of_all_lengths_get_what_generate_gives(
             assert llm.stats()["retractions"] > 0
 
 
+def test_growing_frequencies_of_older_transformers_are_refused(
+    build_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_model(_config(*FAMILIES["phi3 longrope"]))
+    monkeypatch.setattr("transformers.__version__", "5.19.3")
+    with pytest.raises(CheckpointError, match=r"transformers 5\.19\.3 does otherwise; expected 5"):
+        LLM(model, dtype="float32")
+
+
 def test_a_table_that_no_row_can_choose_is_refused(build_model: Callable[..., Path]) -> None:
     scales = {"short_mscale": 1.0, "long_mscale": 1.5}  # PhiMoE takes one for the whole pass
     changes = {
