@@ -43,6 +43,7 @@ class RequestRows:
         self._length = np.zeros(num_rows, dtype=np.int64)
         self._decodes = np.zeros(num_rows, dtype=bool)
         self._most_tokens = np.zeros(num_rows, dtype=np.int64)
+        self._least_tokens = np.zeros(num_rows, dtype=np.int64)
 
     def free(self, request_id: str) -> None:
         """Take the row of a request that has ended or lost its blocks, if it has one."""
@@ -87,13 +88,20 @@ class RequestRows:
 
     def max_nodes(self, step: RunnerStep, chosen: np.ndarray, most: int) -> tuple[int, ...]:
         """Return how many nodes of each request vLLM may verify next: no more than it has tokens
-        left, and what fits into the context, as vLLM's scheduler counts it."""
+        left, and what fits into the context, as vLLM's scheduler counts it.
+
+        While a request is below its ``min_tokens``, all of a step's tokens must be: vLLM keeps the
+        last of them from ending the request if the first is.
+        """
         most = min(most, step.most_drafts + 1)
         lengths = step.lengths[chosen].tolist()
         tokens = self._most_tokens[self.of_step[chosen]].tolist()
+        least = self._least_tokens[self.of_step[chosen]].tolist()
         context = self._context_len
-        pairs = zip(lengths, tokens, strict=True)
-        return tuple(max(min(end - at, context - at, most), 1) for at, end in pairs)
+        return tuple(
+            max(min(end - at, context - at, least_end - at if at < least_end else most, most), 1)
+            for at, end, least_end in zip(lengths, tokens, least, strict=True)
+        )
 
     def _row(self, index: int, state: Any) -> int:
         row = self._rows.get(state.req_id)
@@ -101,6 +109,7 @@ class RequestRows:
             row = self._rows[state.req_id] = self._free.pop()
             self.views[state.req_id] = view = VllmRequest(state, self._context_len)
             self._most_tokens[row] = len(state.prompt_token_ids) + view.max_tokens
+            self._least_tokens[row] = len(state.prompt_token_ids) + view.min_tokens
             self.failed[row] = self._decodes[row] = False
             self.started.append(index)
         return row

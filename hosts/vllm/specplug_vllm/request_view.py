@@ -77,5 +77,11 @@ class VllmRequest:
         return room if most is None else min(most, room)
 
     @property
+    def min_tokens(self) -> int:
+        """Tokens before which nothing ends the request. Hooks do not read it."""
+        params = self._state.sampling_params
+        return 0 if params is None else int(params.min_tokens)
+
+    @property
     def draft_state(self) -> Mapping[str, Tensor]:
         return _NO_STATE

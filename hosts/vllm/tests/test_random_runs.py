@@ -73,7 +73,9 @@ def random_request(rng: random.Random, texts: list[list[int]], length: int) -> A
         (0.1, "presence_penalty", 0.7),
         (0.1, "frequency_penalty", 0.5),
         (0.1, "bad_words", ["self"]),
-        (0.1, "min_tokens", sampling["max_tokens"] // 2),
+        (0.15, "min_tokens", sampling["max_tokens"] // 2),
+        (0.1, "allowed_token_ids", list(range(200, 1500))),
+        (0.1, "skip_special_tokens", False),
     ):
         if rng.random() < chance:
             sampling[name] = value

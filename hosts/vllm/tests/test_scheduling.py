@@ -117,6 +117,17 @@ def test_requests_that_end_inside_a_step_are_plain(engines: Engines, prompts: li
         assert hosted.generate(prompts, **sampling) == plain.generate(prompts, **sampling)
 
 
+@pytest.mark.parametrize("algorithm", ["MULTI_LAYER_EAGLE", "NGRAM"])
+def test_least_tokens_are_kept_and_no_more(
+    algorithm: str, engines: Engines, prompts: list[str], plain: list[list[int]]
+) -> None:
+    hosted = engines(algorithm, FORMS[algorithm])
+    for index in (5, 11):
+        for least in range(index - 3, index + 3):
+            asked = {"stop_token_ids": [tokens[index] for tokens in plain], "min_tokens": least}
+            assert hosted.generate(prompts, **asked) == engines().generate(prompts, **asked)
+
+
 def test_ended_requests_are_told_once(
     engines: Engines, third_party: Any, prompts: list[str]
 ) -> None:
