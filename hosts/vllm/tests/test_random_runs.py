@@ -11,7 +11,7 @@ import pytest
 import vllm
 from hosted_engines import FORMS, Engines, Hosted
 
-SEEDS = range(int(os.environ.get("SPECPLUG_VLLM_RUNS", "4")))
+SEEDS = range(*map(int, os.environ.get("SPECPLUG_VLLM_RUNS", "0:4").split(":")))
 STOPS = ["\n", "self", "return", " =", "):", "zz"]
 
 
