@@ -66,9 +66,7 @@ REFUSED = {
         r"VERIFIES has a verify\(\) of its own, and vLLM 0\.32\.0 \(model runner V1\) verifies by",
     ),
     "ADDS": (
-        {
-            "create": "runtime.add_output(specplug.PerTokenOutput(name='x', dtype=torch.int64, fill=-1))"
-        },
+        {"create": "runtime.add_output(specplug.PerTokenOutput(name='x', dtype=torch.int8))"},
         "vLLM hands out its own outputs alone",
     ),
     "LAYERS": (
