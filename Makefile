@@ -1,6 +1,6 @@
 # make run: complete held-out code under every installed algorithm. make test: the whole suite.
 # Both install the core and every plugin of plugins/ into .venv first, once. make test-hosts: the tests
-# inside other engines, each in an environment that hosts/*/test.mk makes.
+# inside other engines, each in an environment that hosts/*/test*.mk make.
 
 PYTHON ?= python3
 VENV := .venv
@@ -53,4 +53,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Each adds its target to HOST_TESTS, after all that it uses of the above.
-include $(wildcard hosts/*/test.mk)
+include $(wildcard hosts/*/test*.mk)

@@ -17,7 +17,7 @@ os.environ.update(
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import vllm
@@ -53,7 +53,8 @@ class Hosted:
 
     @property
     def drafter(self) -> Any:
-        return self.runner.drafter
+        """What makes the drafts in the runner, of either version."""
+        return getattr(self.runner, "speculator", None) or self.runner.drafter
 
     def metric(self, name: str) -> int:
         """Return one of vLLM's own counters."""
@@ -63,6 +64,13 @@ class Hosted:
 class Engines:
     """Makes engines, each once. All are kept until the end: vLLM takes the process groups, which
     its engines in one process share, down with the first that is freed."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "num_gpu_blocks_override": 48,  # of 128 tokens
+    }
 
     def __init__(self) -> None:
         self._shared: dict[str, Hosted] = {}
@@ -102,12 +110,6 @@ class Engines:
                 "model": f"specplug_vllm.{algorithm}",
                 "num_speculative_tokens": tokens,
             }
-        defaults = {
-            "enforce_eager": True,
-            "max_model_len": 1024,
-            "max_num_seqs": 16,
-            "num_gpu_blocks_override": 48,  # of 128 tokens
-        }
         made = Hosted(
             vllm.LLM(
                 model=str(MODEL),
@@ -115,7 +117,7 @@ class Engines:
                 speculative_config=speculative,
                 additional_config={} if settings is None else {"specplug": settings},
                 disable_log_stats=False,
-                **{**defaults, **more},
+                **{**self.defaults, **more},
             )
         )
         self._all.append(made)

@@ -1,0 +1,64 @@
+"""A third party's package, as a fixture that each folder of tests imports."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+ECHO = '''
+"""A third party's algorithm: the last token again and again."""
+
+import specplug
+
+
+class Echo:
+    fails_at = None  # a step
+    finished = []
+
+    @specplug.hookimpl
+    def describe(self):
+        return specplug.AlgorithmInfo(name="ECHO", summary="The last token again", api_version=1)
+
+    @specplug.hookimpl
+    def create_worker(self, runtime):
+        self.steps = 0
+        return self
+
+    @specplug.hookimpl
+    def build_draft_input(self, runtime, batch, target_output, future_map):
+        return specplug.DraftInput(bonus_tokens=target_output.bonus_tokens)
+
+    @specplug.hookimpl
+    def propose(self, runtime, batch, draft_input):
+        self.steps += 1
+        if self.steps == self.fails_at:
+            raise ValueError("no more ideas")
+        width = min(runtime.config.num_draft_tokens, max(batch.max_draft_nodes))
+        return specplug.Draft.chain(draft_input.bonus_tokens.unsqueeze(1).repeat(1, width))
+
+    @specplug.hookimpl
+    def on_request_finished(self, runtime, report):
+        self.finished.append(report.request_id)
+
+
+algorithm = Echo()
+'''
+
+
+@pytest.fixture(scope="session")
+def third_party(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The algorithm ECHO, installed as a package of its own."""
+    folder = tmp_path_factory.mktemp("third_party")
+    (folder / "specplug_echo.py").write_text(ECHO)
+    metadata = folder / "specplug_echo-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: specplug-echo\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[specplug.algorithms]\nECHO = specplug_echo:algorithm\n"
+    )
+    sys.path.insert(0, str(folder))
+    import specplug_echo
+
+    return specplug_echo.algorithm

