@@ -36,8 +36,14 @@ def test_greedy_tokens_are_plain(
     assert hosted.drafter.decode_steps - before < most * 31 * len(prompts)
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "NGRAM"])
-@pytest.mark.parametrize("sampling", [{"temperature": 1.0}])
+@pytest.mark.parametrize(
+    ("algorithm", "sampling"),
+    [
+        ("EAGLE3", {"temperature": 1.0}),
+        ("NGRAM", {"temperature": 1.0}),
+        ("EAGLE3", {"temperature": 0.8, "top_k": 20}),
+    ],
+)
 def test_seeded_tokens_are_plain(
     algorithm: str, sampling: dict[str, Any], engines: Engines, prompts: list[str]
 ) -> None:

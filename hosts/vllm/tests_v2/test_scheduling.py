@@ -1,13 +1,15 @@
-"""Prompts that are computed in chunks, with model runner V2."""
+"""vLLM's scheduling with model runner V2: chunks, preemptions and aborts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import vllm
 from hosted_engines import FORMS, Engines
 
 ALGORITHMS = ["EAGLE3", "MULTI_LAYER_EAGLE", "DFLASH", "NGRAM"]
+SMALL_BLOCKS = {"block_size": 32, "enable_prefix_caching": True, "num_gpu_blocks_override": 96}
 
 
 def decoded(hosted: Any, prompts: list[Any]) -> tuple[list[list[int]], int]:
@@ -28,3 +30,39 @@ def test_chunked_prefill_keeps_tokens_and_steps(
     if algorithm != "NGRAM":  # which remembers what others have asked of its engine
         whole = decoded(engines(algorithm, tokens), prompts)
         assert chunked[1] == pytest.approx(whole[1], rel=0.05)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3"])
+def test_preempted_requests_keep_their_tokens(
+    algorithm: str, engines: Engines, prompts: list[str], plain: list[list[int]]
+) -> None:
+    longest = max(len(engines().llm.get_tokenizer().encode(prompt)) for prompt in prompts)
+    blocks = -(-(longest + 48) // 32) + 3  # one request fits, and not all four
+    few = {**SMALL_BLOCKS, "num_gpu_blocks_override": blocks, "max_model_len": 32 * (blocks - 1)}
+    hosted = engines(algorithm, FORMS[algorithm], **few)
+    assert hosted.generate(prompts, max_tokens=32) == plain
+    assert hosted.metric("vllm:num_preemptions") > 0
+    assert decoded(hosted, prompts)[0] == plain
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3"])
+def test_aborted_requests_leave_others_alone(
+    algorithm: str, engines: Engines, prompts: list[str], plain: list[list[int]]
+) -> None:
+    hosted = engines(algorithm, FORMS[algorithm])
+    engine = hosted.llm.llm_engine
+    params = vllm.SamplingParams(max_tokens=32, temperature=0)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"request {index}", prompt, params)
+    for _ in range(3):
+        engine.step()
+    engine.abort_request(["request 1"])
+    # The id is used again, with another prompt.
+    engine.add_request("request 1", prompts[0], params)
+    engine.abort_request(["request 3"])
+    tokens = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+    assert tokens == {"request 0": plain[0], "request 1": plain[0], "request 2": plain[2]}
+    assert hosted.drafter.undrafted == 0
