@@ -7,7 +7,7 @@ end of a step and the beginning of the next: the committed tokens go to the algo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ from specplug_vllm.draft_cache import PREFIX
 from specplug_vllm.request_rows import RequestRows
 from specplug_vllm.run_settings import RunSettings
 from specplug_vllm.runtime import VllmRuntime
+from specplug_vllm.step_rows import accepted, first_rows, ranges
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -159,19 +160,18 @@ class Proposer:
             self.decode_steps += len(decode)
             self._guard(decode, partial(self._decode, step, decode))
         drafts: list[list[int]] = [[] for _ in step.states]
-        if rows.num_failed:
-            ready = ready[~rows.failed[rows.of_step[ready]]]
+        ready = [index for index in ready if not rows.failed[rows.of_step[index]]]
         if len(ready):
             self._guard(ready, partial(self._draft, step, ready, drafts))
         return drafts
 
-    def _guard(self, chosen: np.ndarray, call: Callable[[], None]) -> None:
+    def _guard(self, chosen: Sequence[int], call: Callable[[], None]) -> None:
         """Call hooks. If a plugin fails, draft no more for these requests: a draft changes no
         token, so they go on without."""
         try:
             call()
         except PluginError as error:
-            self._rows.fail(self._rows.of_step[chosen])
+            self._rows.fail(self._rows.of_step[index] for index in chosen)
             self._tell(error)
 
     def _tell(self, error: PluginError) -> None:
@@ -194,18 +194,18 @@ class Proposer:
         for index in rows.started:
             table.start(rows.of_step[index], step.starts[index])
         blocks, counts = vllm_names.block_rows(self._runner, self._block_group)
-        table.fill(rows.of_step, blocks, counts)
+        table.fill(np.array(rows.of_step), blocks, counts)
         table.update()
         self._runtime.note_longest(int(step.lengths.max()))
 
     # The two halves of a step, and the next one's drafts
 
-    def _prefill(self, step: vllm_names.RunnerStep, chosen: np.ndarray) -> None:
+    def _prefill(self, step: vllm_names.RunnerStep, chosen: Sequence[int]) -> None:
         """Feed the algorithm the chunks of requests whose prompt is computed."""
         rows, starts = self._rows, step.starts[chosen]
         widths = step.widths[chosen]
         ends = starts + widths
-        places = _ranges(starts, widths)
+        places = ranges(starts, widths)
         owners = np.repeat(chosen, widths)
         half = self._half(chosen)
         half.seq_lens = self._tensor(starts)
@@ -217,8 +217,8 @@ class Proposer:
             seq_lens=half.seq_lens.clone(),
             chunk_widths=tuple(widths.tolist()),
             chunk_ends=tuple(ends.tolist()),
-            first_chunk=tuple(rows.is_first[chosen].tolist()),
-            last_chunk=tuple(rows.ends_prompt[chosen].tolist()),
+            first_chunk=tuple(rows.is_first[index] for index in chosen),
+            last_chunk=tuple(rows.ends_prompt[index] for index in chosen),
         )
         if self._runtime.has_draft_cache:
             plan = self._runtime.plan_attention(half.batch, half.seq_lens, half.batch.chunk_widths)
@@ -226,40 +226,35 @@ class Proposer:
         # The token after each chunk is the next of the prompt, or the one that was sampled.
         after = self._tensor(step.tokens[chosen, ends])
         last_rows = self._tensor(widths.cumsum() - 1)
-        per_node = self._per_node(step, _ranges(_first_rows(step)[chosen], widths))
+        nodes = ranges(first_rows(step)[chosen], widths)
+        per_node = self._per_node(step, self._tensor(nodes))
         self._order.finish_prefill(half, last_rows, after, per_node)
 
-    def _decode(self, step: vllm_names.RunnerStep, chosen: np.ndarray) -> None:
-        """Feed the algorithm what vLLM accepted of its drafts: of C columns each request uses as
-        many as it got tokens, and repeats its root in the others."""
-        starts, counts = step.starts[chosen], step.sampled[chosen]
-        columns = int(counts.max())
-        column = np.arange(columns)
-        used = np.where(column < counts[:, None], column, 0)
-        places, owners = starts[:, None] + used, chosen[:, None]
-        tokens = self._tensor(step.tokens[owners, places + 1]).view(-1)
-        half = self._half(chosen)
-        half.seq_lens = self._tensor(starts)
+    def _decode(self, step: vllm_names.RunnerStep, chosen: Sequence[int]) -> None:
+        """Feed the algorithm what vLLM accepted of its drafts."""
+        found = accepted(step, chosen)
+        req_indices = [self._rows.of_step[index] for index in chosen]
+        made = self._tensors(req_indices, *attrs.astuple(found, recurse=False))
+        half = VllmHalf(req_indices=made[0])
+        half.seq_lens = made[1]
         half.batch = Batch(
             mode=ForwardMode.DECODE,
             requests=self._views(step, chosen),
             req_indices=half.req_indices.clone(),
             seq_lens=half.seq_lens.clone(),
         )
-        rows = _first_rows(step)[chosen][:, None] + used
-        last_rows = self._tensor(np.arange(len(chosen)) * columns + counts - 1)
         output = CommittedOutput(
-            next_tokens=tokens,
-            own_tokens=self._tensor(step.tokens[owners, places]).view(-1),
-            per_node=self._per_node(step, rows.reshape(-1)),
-            last_rows=last_rows,
-            accept_lens=self._tensor(counts),
-            bonus_tokens=tokens[last_rows],
+            next_tokens=made[3],
+            own_tokens=made[4],
+            per_node=self._per_node(step, made[5]),
+            last_rows=made[6],
+            accept_lens=made[7],
+            bonus_tokens=made[8],
         )
-        self._order.extend(half, half.seq_lens + output.accept_lens, output)
+        self._order.extend(half, made[2], output)
 
     def _draft(
-        self, step: vllm_names.RunnerStep, chosen: np.ndarray, drafts: list[list[int]]
+        self, step: vllm_names.RunnerStep, chosen: Sequence[int], drafts: list[list[int]]
     ) -> None:
         """Draft for the requests that decode next; put their tokens into ``drafts``."""
         most = self._rows.max_nodes(step, chosen, self._config.num_draft_tokens)
@@ -272,7 +267,7 @@ class Proposer:
             )
         widths = draft.widths or (draft.width,) * len(chosen)
         tokens = draft.tokens[:, 1:].tolist()
-        for index, row, width in zip(chosen.tolist(), tokens, widths, strict=True):
+        for index, row, width in zip(chosen, tokens, widths, strict=True):
             drafts[index] = row[: width - 1]
 
     def _tensor(self, values: np.ndarray) -> Tensor:
@@ -280,17 +275,24 @@ class Proposer:
         made = torch.from_numpy(values.astype(np.int64))
         return made.to(self._runtime.device, non_blocking=True)
 
-    def _half(self, chosen: np.ndarray) -> VllmHalf:
-        return VllmHalf(req_indices=self._tensor(self._rows.of_step[chosen]))
+    def _tensors(self, *lists: Sequence[int]) -> tuple[Tensor, ...]:
+        """Copy lists of integers to tensors of int64 on the device, in one go."""
+        made = torch.tensor([value for values in lists for value in values])
+        made = made.to(self._runtime.device, non_blocking=True)
+        return torch.split(made, [len(values) for values in lists])
 
-    def _views(self, step: vllm_names.RunnerStep, chosen: np.ndarray) -> list[Any]:
+    def _half(self, chosen: Sequence[int]) -> VllmHalf:
+        (rows,) = self._tensors([self._rows.of_step[index] for index in chosen])
+        return VllmHalf(req_indices=rows)
+
+    def _views(self, step: vllm_names.RunnerStep, chosen: Sequence[int]) -> list[Any]:
         views = self._rows.views
-        return [views[step.states[index].req_id] for index in chosen.tolist()]
+        return [views[step.states[index].req_id] for index in chosen]
 
-    def _per_node(self, step: vllm_names.RunnerStep, rows: np.ndarray) -> Mapping[str, Tensor]:
+    def _per_node(self, step: vllm_names.RunnerStep, rows: Tensor) -> Mapping[str, Tensor]:
         if not self._runtime.captures:
             return {}
-        return self._runtime.per_node(self._tensor(rows), step.hidden_states, step.layer_inputs)
+        return self._runtime.per_node(rows, step.hidden_states, step.layer_inputs)
 
     # The callbacks of the order of hooks
 
@@ -300,16 +302,3 @@ class Proposer:
     def deliver(self, half: VllmHalf, output: CommittedOutput) -> None:
         """Give the plan; vLLM hands out the tokens."""
         half.batch.attention = half.plan
-
-
-def _first_rows(step: vllm_names.RunnerStep) -> np.ndarray:
-    """Return each request's first row of the target's pass, [n]."""
-    rows: np.ndarray = step.widths.cumsum() - step.widths
-    return rows
-
-
-def _ranges(starts: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """Return ``starts[i]``, ``starts[i] + 1``, …: ``widths[i]`` numbers for each i."""
-    before = widths.cumsum() - widths
-    numbers: np.ndarray = np.arange(widths.sum()) + np.repeat(starts - before, widths)
-    return numbers

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from specplug_vllm.request_view import VllmRequest
 from specplug_vllm.vllm_names import RunnerStep
@@ -13,7 +12,8 @@ from specplug_vllm.vllm_names import RunnerStep
 class RequestRows:
     """Gives each running request a row of the request table, and sorts those of a step.
 
-    Arrays by row have ``num_rows`` entries; row 0 is padding.
+    Lists by row have ``num_rows`` entries; row 0 is padding. They are lists and no arrays, since a
+    step has few requests, between two passes that leave nothing of Python in the caches.
 
     Args:
         num_rows: rows, row 0 included.
@@ -21,29 +21,30 @@ class RequestRows:
 
     Attributes:
         views: the requests as hooks see them, by id.
-        failed: [rows] bool, requests that are drafted for no more: a plugin has failed with them,
-            or a step of theirs was not seen.
+        failed: by row, whether a request is drafted for no more: a plugin has failed with it, or a
+            step of it was not seen.
         num_failed: how many have failed so far.
-        of_step: [n] int, the row of each request of the step that was sorted last.
-        is_first, ends_prompt: [n] bool, whether the step is the first of a request since it got its
-            row, and whether it computes the last token known before it.
+        of_step: the row of each request of the step that was sorted last.
+        is_first, ends_prompt: of each, whether the step is its first since it got its row, and
+            whether it computes the last token known before it.
         started: the requests of the step that have just got a row, as indices.
     """
 
     def __init__(self, num_rows: int, context_len: int) -> None:
         self.views: dict[str, VllmRequest] = {}
-        self.failed = np.zeros(num_rows, dtype=bool)
+        self.failed = [False] * num_rows
         self.num_failed = 0
-        self.of_step = np.zeros(0, dtype=np.int64)
-        self.is_first = self.ends_prompt = np.zeros(0, dtype=bool)
+        self.of_step: list[int] = []
+        self.is_first: list[bool] = []
+        self.ends_prompt: list[bool] = []
         self.started: list[int] = []
         self._context_len = context_len
         self._rows: dict[str, int] = {}
         self._free = list(range(num_rows - 1, 0, -1))
-        self._length = np.zeros(num_rows, dtype=np.int64)
-        self._decodes = np.zeros(num_rows, dtype=bool)
-        self._most_tokens = np.zeros(num_rows, dtype=np.int64)
-        self._least_tokens = np.zeros(num_rows, dtype=np.int64)
+        self._length = [0] * num_rows
+        self._decodes = [False] * num_rows
+        self._most_tokens = [0] * num_rows
+        self._least_tokens = [0] * num_rows
 
     def free(self, request_id: str) -> None:
         """Take the row of a request that has ended or lost its blocks, if it has one."""
@@ -52,41 +53,48 @@ class RequestRows:
         if row is not None:
             self._free.append(row)
 
-    def fail(self, rows: np.ndarray) -> None:
+    def fail(self, rows: Iterable[int]) -> None:
         """Draft for the requests of these rows no more."""
-        self.num_failed += int((~self.failed[rows]).sum())
-        self.failed[rows] = True
+        for row in rows:
+            self.num_failed += not self.failed[row]
+            self.failed[row] = True
 
-    def sort(self, step: RunnerStep) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def sort(self, step: RunnerStep) -> tuple[list[int], list[int], list[int]]:
         """Give rows to new requests, and find what each request did in a step.
 
         A request whose steps were not all seen cannot be drafted for, and counts as failed.
 
         Returns:
-            Three arrays of indices into the step: the requests of which it computed a chunk of the
+            Three lists of indices into the step: the requests of which it computed a chunk of the
             prompt, those that it decoded, and those that decode next.
         """
-        self.started = []
-        self.of_step = rows = np.array(
-            [self._row(index, state) for index, state in enumerate(step.states)], dtype=np.int64
-        )
-        self.is_first = np.zeros(len(rows), dtype=bool)
-        self.is_first[self.started] = True
-        known = step.lengths - step.sampled
-        ends = step.starts + step.widths
-        self.ends_prompt = ends >= known
-        decoded = self._decodes[rows] & (step.starts + 1 == known) & (step.sampled > 0)
-        unseen = self._length[rows] != step.starts
-        if unseen.any():
-            self.fail(rows[~self.is_first & unseen])
-        works = ~self.failed[rows]
-        self._length[rows] = np.where(decoded, step.starts + step.sampled, ends)
-        self._decodes[rows] = decoded | self.ends_prompt
-        ready = works & self._decodes[rows] & (step.lengths < self._most_tokens[rows])
-        chunk = works & ~decoded
-        return chunk.nonzero()[0], (works & decoded).nonzero()[0], ready.nonzero()[0]
+        self.of_step, self.is_first, self.ends_prompt, self.started = [], [], [], []
+        chunks: list[int] = []
+        decoded: list[int] = []
+        ready: list[int] = []
+        starts, lengths = step.starts.tolist(), step.lengths.tolist()
+        widths, samples = step.widths.tolist(), step.sampled.tolist()
+        each = zip(step.states, starts, widths, samples, lengths, strict=True)
+        for index, (state, start, width, sampled, length) in enumerate(each):
+            row, is_first = self._row(state)
+            if is_first:
+                self.started.append(index)
+            elif self._length[row] != start:
+                self.fail((row,))
+            known, end = length - sampled, start + width
+            decodes = self._decodes[row] and start + 1 == known and sampled > 0
+            self.of_step.append(row)
+            self.is_first.append(is_first)
+            self.ends_prompt.append(end >= known)
+            self._length[row] = start + sampled if decodes else end
+            self._decodes[row] = decodes or end >= known
+            if not self.failed[row]:
+                (decoded if decodes else chunks).append(index)
+                if self._decodes[row] and length < self._most_tokens[row]:
+                    ready.append(index)
+        return chunks, decoded, ready
 
-    def max_nodes(self, step: RunnerStep, chosen: np.ndarray, most: int) -> tuple[int, ...]:
+    def max_nodes(self, step: RunnerStep, chosen: Sequence[int], most: int) -> tuple[int, ...]:
         """Return how many nodes of each request vLLM may verify next: no more than it has tokens
         left, and what fits into the context, as vLLM's scheduler counts it.
 
@@ -94,22 +102,22 @@ class RequestRows:
         last of them from ending the request if the first is.
         """
         most = min(most, step.most_drafts + 1)
-        lengths = step.lengths[chosen].tolist()
-        tokens = self._most_tokens[self.of_step[chosen]].tolist()
-        least = self._least_tokens[self.of_step[chosen]].tolist()
-        context = self._context_len
-        return tuple(
-            max(min(end - at, context - at, least_end - at if at < least_end else most, most), 1)
-            for at, end, least_end in zip(lengths, tokens, least, strict=True)
-        )
+        lengths = step.lengths.tolist()
+        return tuple(self._max_nodes(self.of_step[i], lengths[i], most) for i in chosen)
 
-    def _row(self, index: int, state: Any) -> int:
+    def _max_nodes(self, row: int, length: int, most: int) -> int:
+        nodes = min(most, self._most_tokens[row] - length, self._context_len - length)
+        least = self._least_tokens[row] - length
+        return max(min(nodes, least) if least > 0 else nodes, 1)
+
+    def _row(self, state: Any) -> tuple[int, bool]:
+        """Return a request's row, and whether it has just got it."""
         row = self._rows.get(state.req_id)
-        if row is None:
-            row = self._rows[state.req_id] = self._free.pop()
-            self.views[state.req_id] = view = VllmRequest(state, self._context_len)
-            self._most_tokens[row] = len(state.prompt_token_ids) + view.max_tokens
-            self._least_tokens[row] = len(state.prompt_token_ids) + view.min_tokens
-            self.failed[row] = self._decodes[row] = False
-            self.started.append(index)
-        return row
+        if row is not None:
+            return row, False
+        row = self._rows[state.req_id] = self._free.pop()
+        self.views[state.req_id] = view = VllmRequest(state, self._context_len)
+        self._most_tokens[row] = len(state.prompt_token_ids) + view.max_tokens
+        self._least_tokens[row] = len(state.prompt_token_ids) + view.min_tokens
+        self.failed[row] = self._decodes[row] = False
+        return row, True
