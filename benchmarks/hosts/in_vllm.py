@@ -28,8 +28,7 @@ import attrs
 
 EAGLE_TOKENS, NGRAM_TOKENS = 5, 7
 MODEL_LEN = 2048
-# (our algorithm, how vLLM's is configured): vLLM's n-gram lookup with the lengths it is best at
-# here, see benchmarks/README.md.
+# (our algorithm, vLLM's own)
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "eagle3": (
         {"model": "specplug_vllm.EAGLE3", "num_speculative_tokens": EAGLE_TOKENS},
