@@ -208,8 +208,7 @@ def measure(arguments: argparse.Namespace, prompts: list[list[int]], batch: int)
 
 def _row(name: str, batch: int, found: dict[str, list[Round]]) -> str:
     rounds = found[name]
-    reference = "plain" if "plain" in found else name
-    pairs = list(zip(found[reference], rounds, strict=True))
+    pairs = list(zip(found.get("plain", ()), rounds, strict=False))
     same = sum(a == b for x, y in pairs for a, b in zip(x.tokens, y.tokens, strict=True))
     cells = [
         name,
@@ -226,7 +225,7 @@ def _row(name: str, batch: int, found: dict[str, list[Round]]) -> str:
         ratios = [getattr(b, kind) / getattr(a, kind) for a, b in zip(rounds, other, strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
         cells.append(f"{statistics.median(ratios):.2f} ({low:.2f}–{high:.2f})")
-    cells.append(f"{same} of {sum(len(r.tokens) for r in rounds)}")
+    cells.append(f"{same} of {sum(len(r.tokens) for r in rounds)}" if pairs else "")
     return "| " + " | ".join(cells) + " |"
 
 
