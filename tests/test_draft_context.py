@@ -6,13 +6,24 @@ The proof is by what is proposed: at every position the drafts are those of a ru
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from inspect import signature
 from typing import Any
 
+import attrs
 import pytest
 from shallow_target import shallow_target
 
-from specplug import LLM, Batch, Draft, DraftInput, Runtime, SamplingParams, hookimpl
+from specplug import (
+    LLM,
+    Batch,
+    CommittedOutput,
+    Draft,
+    DraftInput,
+    Runtime,
+    SamplingParams,
+    hookimpl,
+)
 from specplug.registry import Registry
 
 HEAD = (
@@ -73,6 +84,36 @@ def propose(make: Callable[[], Any], prompts: list[Any], **engine: Any) -> tuple
         return algorithm.proposals, llm.stats()
 
 
+def pausing(make: Callable[[], Any]) -> Any:
+    """The algorithm under a host that drafts in every other three steps of a request."""
+    algorithm = make()
+
+    class Pausing(type(algorithm)):  # type: ignore[misc]
+        steps = 0
+
+        @hookimpl
+        def build_draft_input(
+            self, runtime: Runtime, batch: Batch, target_output: CommittedOutput, future_map: Any
+        ) -> DraftInput:
+            self.steps = 0 if batch.is_prefill else self.steps + 1
+            batch = attrs.evolve(batch, drafts_follow=self.steps % 6 < 3)
+            given = locals()
+            wanted = signature(super().build_draft_input).parameters
+            made: DraftInput = super().build_draft_input(**{name: given[name] for name in wanted})
+            return made
+
+        @hookimpl
+        def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+            if self.steps % 6 < 3:
+                draft: Draft = super().propose(runtime, batch, draft_input)
+                return draft
+            return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
+
+    found = Pausing()
+    found.proposals = {}
+    return found
+
+
 def differences(found: Proposals, expected: Proposals) -> Proposals:
     """Proposals that are not the expected ones; one may be narrower than the other, for an
     algorithm that drafts differently wide from step to step."""
@@ -116,6 +157,13 @@ def test_a_hit_changes_no_proposal(
     found, stats = propose(make, [first, second, first], **engine)
     assert stats["cached_tokens"] > len(first) // 2
     assert found.keys() & cold.keys()
+    assert differences(found, cold) == {}
+
+
+def test_a_pause_changes_no_proposal_after_it(make: Callable[[], Any], cold: Proposals) -> None:
+    first, _ = parting_prompts()
+    found, _ = propose(partial(pausing, make), [first], disable_radix_cache=True)
+    assert 0 < len(found.keys() & cold.keys()) < len(cold)
     assert differences(found, cold) == {}
 
 

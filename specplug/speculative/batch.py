@@ -75,6 +75,9 @@ class Batch:
         is_warm_up: whether the engine runs the step before its first request, so that what the
             hooks launch is compiled and recorded. Its requests are nobody's: keep nothing of them
             and learn nothing from their tokens. Draft as widely as ``max_draft_nodes`` allows.
+        drafts_follow: in ``build_draft_input`` of a decode step, whether ``propose`` is called for
+            what it leaves. A host that has stopped drafting for a while says no: then only what
+            later steps cannot do without is needed, as a draft model's keys and values are.
         attention: the target pass's plan, in ``build_draft_input``: on a prefill a draft model
             uses it as its own. None before.
     """
@@ -90,6 +93,7 @@ class Batch:
     max_draft_nodes: tuple[int, ...] = ()
     greedy: bool = True
     is_warm_up: bool = False
+    drafts_follow: bool = True
     attention: AttentionPlan | None = None
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import reduce
 from operator import add
 
@@ -92,6 +93,8 @@ class FeatureDrafter(ABC):
         self._draft_chain = runtime.record_draft(self._chain)
         self._draft_tree = runtime.record_draft(self._tree)
         self._extend_paths = runtime.record_draft(self._extend)
+        self._write_paths = runtime.record_draft(self._write)
+        self._last_layer = num_layers - 1
         self._itself = torch.eye(self._topk, dtype=torch.bool, device=runtime.device)
         self._order = torch.arange(self._topk, device=runtime.device)
 
@@ -129,9 +132,32 @@ class FeatureDrafter(ABC):
 
     def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
         """Run the committed rows, of a prefill chunk or an accepted path, through the network and
-        choose what follows the last of each."""
+        choose what follows the last of each. Where no draft follows, only write their keys."""
+        if not (batch.is_prefill or batch.drafts_follow):
+            self._write_paths(batch, output)
+            return DraftInput(bonus_tokens=output.bonus_tokens)
         extend = self._extend if batch.is_prefill else self._extend_paths
         return DraftInput(bonus_tokens=output.bonus_tokens, state=extend(batch, output))
+
+    def _write(self, batch: Batch, output: CommittedOutput) -> tuple[()]:
+        """Write the keys and values of an accepted path: the pass ends where its last layer would
+        attend to them."""
+        plan = self._path_plan(batch, output)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if layer < self._last_layer:
+                return plan.attend(self._cache, layer, q, k, v)
+            plan.write(self._cache, layer, k, v)
+            raise _Written
+
+        with suppress(_Written):
+            self.forward(output.next_tokens, self.features(output), plan.positions, attend)
+        return ()
+
+    def _path_plan(self, batch: Batch, output: CommittedOutput) -> AttentionPlan:
+        """Return the plan of an accepted path's rows."""
+        width = output.next_tokens.shape[0] // batch.size
+        return self._runtime.plan_attention(batch, batch.seq_lens, width)
 
     def _extend(self, batch: Batch, output: CommittedOutput) -> dict[str, Tensor]:
         """Return the state that ``extend`` leaves."""
@@ -139,8 +165,7 @@ class FeatureDrafter(ABC):
             assert batch.attention is not None
             plan = batch.attention
         else:
-            width = output.next_tokens.shape[0] // batch.size
-            plan = self._runtime.plan_attention(batch, batch.seq_lens, width)
+            plan = self._path_plan(batch, output)
         hidden = self._pass(output.next_tokens, self.features(output), plan)[output.last_rows]
         # The bonus token stands one after the last row, what is drafted first two after it.
         ends = batch.seq_lens.unsqueeze(1), output.accept_lens.unsqueeze(1)
@@ -345,6 +370,10 @@ class FeatureDrafter(ABC):
             return logits
         summed = torch.as_tensor(reduce(add, positions))
         return couple(self._runtime, batch, logits, summed, self._token_ids)
+
+
+class _Written(Exception):
+    """Ends a pass whose keys and values are written."""
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
