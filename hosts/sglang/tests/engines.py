@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import psutil
 
 import specplug
 
@@ -76,6 +77,13 @@ class Engine:
         """Return what an extension was told of: prefill chunks, finished requests, idle steps."""
         events = [json.loads(line) for line in self.witness.read_text().splitlines()]
         return [event[kind] for event in events if kind in event]
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """Those that SGLang has started for it, and theirs."""
+        watched = self.sglang.tokenizer_manager._subprocess_watchdog._processes
+        found = [psutil.Process(process.pid) for process in watched]
+        return [*found, *(child for each in found for child in each.children(recursive=True))]
 
     @property
     def chunks(self) -> list[tuple[str, int, int, bool, bool]]:

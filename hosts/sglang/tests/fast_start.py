@@ -16,9 +16,14 @@ from typing import Any
 
 from sglang.srt.entrypoints import engine as sglang_engine
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.managers import data_parallel_controller
 from sglang.srt.managers.tokenizer_manager import SignalHandler
 
-_IMPORTED = ["sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager"]
+_IMPORTED = [
+    "ends_with_tests",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+]
 
 
 def _run(role: str, environment: dict[str, str], *arguments: Any) -> None:
@@ -36,6 +41,14 @@ def _run(role: str, environment: dict[str, str], *arguments: Any) -> None:
         scheduler.run_scheduler_process(*arguments)
     else:
         detokenizer_manager.run_detokenizer_process(*arguments)
+
+
+def _run_controller(*arguments: Any, **named: Any) -> None:
+    """Be the process that has an engine's replicas. They are started as SGLang does: children of
+    this process end with it, while forked ones are those of a process that lives as long as they.
+    """
+    multiprocessing.set_start_method("spawn", force=True)
+    data_parallel_controller.run_data_parallel_controller_process(*arguments, **named)
 
 
 def _idle_between_steps(scheduler: Any) -> None:
@@ -89,6 +102,7 @@ class FastEngine(sglang_engine.Engine):
         environment = dict(os.environ)
         self.run_scheduler_process_func = partial(_run, "scheduler", environment)
         self.run_detokenizer_process_func = partial(_run, "detokenizer", environment)
+        sglang_engine.run_data_parallel_controller_process = _run_controller
         SignalHandler.running_phase_sigquit_handler = _cancel
         super().__init__(custom_sigquit_handler=_go_on, **settings)
 

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
 import pytest
 from engines import TREE, environment, running
 
 ALGORITHMS = {"EAGLE3": TREE, "EAGLE": {}, "MULTI_LAYER_EAGLE": {}, "DFLASH": {}, "NGRAM": {}}
 GREEDY = {"temperature": 0, "max_new_tokens": 24}
+ENGINE_OF_A_PROCESS = """
+import sys
+import time
+
+sys.path.insert(0, ".")
+from engines import running
+
+if __name__ == "__main__":
+    with running() as engine:
+        print(*(process.pid for process in engine.processes), flush=True)
+        time.sleep(600)
+"""
 
 
 def received(algorithm, prompts, **settings):
@@ -62,6 +79,25 @@ def test_two_replicas_of_an_engine_keep_tokens_and_steps(prompts, plain):
         assert made.tokens == plain
         assert made.steps == 177
         assert {about["dp_rank"] for about in made.about} == {0, 1}
+        processes = engine.processes
+        assert len(processes) >= 4  # replicas, what shares requests out, and a detokenizer
+    assert not psutil.wait_procs(processes, timeout=20)[1]
+
+
+def test_engine_ends_with_the_process_that_made_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ENGINE_OF_A_PROCESS)
+    made = subprocess.Popen(
+        [sys.executable, script], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert made.stdout is not None
+        processes = [psutil.Process(int(pid)) for pid in made.stdout.readline().split()]
+        assert len(processes) == 2
+    finally:
+        made.kill()
+        made.wait()
+    assert not psutil.wait_procs(processes, timeout=20)[1]
 
 
 def test_two_engines_in_one_process_take_turns(prompts, plain):
