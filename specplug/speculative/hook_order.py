@@ -232,8 +232,11 @@ class HookOrder(Generic[H]):
         self.feed(half, seq_lens, output)
 
     def feed(self, half: H, seq_lens: Tensor, output: CommittedOutput) -> None:
-        """Deliver what is committed and published, and feed it to the draft model."""
+        """Deliver what is committed and published, and feed it to the draft model, which may draft
+        its first tokens at that: as if all were greedy where the noise cannot be foreseen."""
         self._host.deliver(half, output)
+        if not self._runtime.host.foreseeable_noise:
+            half.batch.greedy = True
         made = self._hooks.build_draft_input(self._runtime, half.batch, output, self._future_map)
         rows = half.lent_rows.pop() if half.lent_rows else half.req_indices
         self._hooks.publish_and_stash(self._future_map, rows, seq_lens, output, made)

@@ -277,7 +277,9 @@ class ToyHost:
 
     def decode_verifying_itself(self, rows: Sequence[int]) -> None:
         """Take one decode step, the draft verified by the host."""
-        half, draft = self.begin(rows, 4)
+        self.extend(*self.begin(rows, 4))
+
+    def extend(self, half: Half, draft: Draft) -> None:
         verified = verify_tree(draft, following(half.tokens))
         output = compact(verified, half.tokens, {"after": following(half.tokens)})
         self.order.extend(half, half.seq_lens + verified.accept_lens, output)
@@ -338,7 +340,10 @@ def test_host_generates_what_its_target_does(host: ToyHost) -> None:
 def test_drafts_are_greedy_where_noise_is_not_foreseen(foreseeable: bool, greedy: bool) -> None:
     host = ToyHost(foreseeable_noise=foreseeable)
     host.prefill(PROMPTS)
-    half, _ = host.begin([2, 5], 4, greedy=greedy)
+    half, draft = host.begin([2, 5], 4, greedy=greedy)
+    assert half.batch.greedy is (greedy or not foreseeable)
+    half.batch.greedy = greedy  # a host's batch for what it has verified by itself
+    host.extend(half, draft)
     assert half.batch.greedy is (greedy or not foreseeable)
 
 
