@@ -55,4 +55,4 @@ def test_third_party_algorithm_gives_plain_tokens(
     engines: Engines, third_party: Any, prompts: list[str], plain: list[list[int]]
 ) -> None:
     assert engines("ECHO", 3).generate(prompts) == plain
-    assert third_party.steps > 0
+    assert third_party.calls["propose"] > 0

@@ -9,23 +9,15 @@ import pytest
 from hosted_engines import Engines
 
 
-@pytest.fixture
-def failing(third_party: Any) -> Any:
-    """The third party's algorithm, before it fails in its fourth step."""
-    third_party.fails_at = third_party.steps + 4 if hasattr(third_party, "steps") else 4
-    yield third_party
-    third_party.fails_at = None
-
-
 def test_failure_in_a_step_costs_drafts_and_no_token(
     engines: Engines,
-    failing: Any,
+    third_party: Any,
     prompts: list[str],
     plain: list[list[int]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     hosted = engines.make("ECHO", 3)
-    failing.fails_at = 4
+    third_party.fail("propose", 4)
     assert hosted.generate(prompts) == plain
     errors = {record for record in caplog.records if record.levelno == logging.ERROR}
     told = [record.getMessage() for record in errors]
@@ -35,7 +27,7 @@ def test_failure_in_a_step_costs_drafts_and_no_token(
     assert "propose() raised ValueError: no more ideas" in told[0]
     assert hosted.drafter.undrafted == len(prompts)
     # Later requests are drafted for again.
-    steps = failing.steps
+    calls = third_party.calls["propose"]
     assert hosted.generate(prompts[:2]) == plain[:2]
-    assert failing.steps > steps
+    assert third_party.calls["propose"] > calls
     assert hosted.drafter.undrafted == len(prompts)

@@ -10,12 +10,26 @@ import pytest
 ECHO = '''
 """A third party's algorithm: the last token again and again."""
 
+from collections import Counter
+
 import specplug
 
 
 class Echo:
-    fails_at = None  # a step
-    finished = []
+    """Can be told to fail, and tells what it was asked."""
+
+    def __init__(self):
+        self.calls, self.fails = Counter(), {}
+        self.drafted, self.finished = [], []
+
+    def fail(self, hook, call):
+        """Fail in so many calls of a hook from now, once."""
+        self.fails = {hook: self.calls[hook] + call}
+
+    def called(self, hook):
+        self.calls[hook] += 1
+        if self.calls[hook] == self.fails.get(hook):
+            raise ValueError("no more ideas")
 
     @specplug.hookimpl
     def describe(self):
@@ -23,18 +37,18 @@ class Echo:
 
     @specplug.hookimpl
     def create_worker(self, runtime):
-        self.steps = 0
+        self.called("create_worker")
         return self
 
     @specplug.hookimpl
     def build_draft_input(self, runtime, batch, target_output, future_map):
+        self.called("build_draft_input")
         return specplug.DraftInput(bonus_tokens=target_output.bonus_tokens)
 
     @specplug.hookimpl
     def propose(self, runtime, batch, draft_input):
-        self.steps += 1
-        if self.steps == self.fails_at:
-            raise ValueError("no more ideas")
+        self.called("propose")
+        self.drafted.extend(request.request_id for request in batch.requests)
         width = min(runtime.config.num_draft_tokens, max(batch.max_draft_nodes))
         return specplug.Draft.chain(draft_input.bonus_tokens.unsqueeze(1).repeat(1, width))
 

@@ -42,6 +42,8 @@ def test_greedy_tokens_are_plain(
         ("EAGLE3", {"temperature": 1.0}),
         ("NGRAM", {"temperature": 1.0}),
         ("EAGLE3", {"temperature": 0.8, "top_k": 20}),
+        ("NGRAM", {"temperature": 0.8, "top_k": 20}),
+        ("NGRAM", {"temperature": 0.7, "top_k": 50, "top_p": 0.9}),
     ],
 )
 def test_seeded_tokens_are_plain(
