@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from specplug_vllm import vllm_names
 from specplug_vllm.host import WITH_RUNNER_V2, installed_version
-from specplug_vllm.run_settings import algorithm_of, lookahead_of, runs_on_v2
+from specplug_vllm.payoff import DraftWidths
+from specplug_vllm.run_settings import algorithm_of, lookahead_of, pauses, runs_on_v2
 
 if TYPE_CHECKING:
     from specplug_vllm.proposer import Proposer
@@ -82,6 +84,7 @@ def _get_scheduler_cls(original: Callable[..., Any], config: Any) -> Any:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     _wrap(Scheduler, "__init__", _init_scheduler)
+    _wrap(Scheduler, "update_from_output", _update_from_output)
     return original(config)
 
 
@@ -92,6 +95,20 @@ def _init_scheduler(
     lookahead = lookahead_of(vllm_config)
     if lookahead is not None:
         scheduler.num_lookahead_tokens = lookahead
+    if pauses(vllm_config):
+        scheduler.dynamic_sd_lookup = DraftWidths(scheduler.dynamic_sd_lookup)
+
+
+def _update_from_output(
+    original: Callable[..., Any], scheduler: Any, scheduled: Any, made: Any, *rest: Any
+) -> Any:
+    """Measure what steps give, with drafts and without."""
+    widths = scheduler.dynamic_sd_lookup
+    if isinstance(widths, DraftWidths):
+        from specplug_vllm import v2_names
+
+        widths.note(v2_names.decode_step(scheduled, made), time.perf_counter())
+    return original(scheduler, scheduled, made, *rest)
 
 
 # Model runner V2
@@ -108,16 +125,46 @@ def _unsupported_features(original: Callable[..., list[str]], config: Any) -> li
 def _post_init(original: Callable[..., None], config: Any, *args: Any) -> None:
     """Schedule asynchronously on runner V2, unless that is turned off: vLLM does so for its own
     methods alone."""
-    scheduler = config.scheduler_config
-    wanted = scheduler.async_scheduling
-    if algorithm_of(config) is None or wanted is False:
+    if algorithm_of(config) is None:
         original(config, *args)
         return
-    scheduler.async_scheduling = None
+    scheduler = config.scheduler_config
+    wanted = scheduler.async_scheduling
+    scheduler.async_scheduling = None if wanted else wanted
     original(config, *args)
-    if runs_on_v2(config) and vllm_names.executor_overlaps(config):
+    if pauses(config):
+        _schedule_pauses(config)
+    if wanted is not False and runs_on_v2(config) and vllm_names.executor_overlaps(config):
         scheduler.async_scheduling = True
         config.model_config.disable_cascade_attn = True  # as vLLM does with its own methods
+
+
+def _schedule_pauses(config: Any) -> None:
+    """Have vLLM expect steps without drafts: its graphs are of the widths that it is told. Batches
+    of the last entry's size there are none."""
+    speculative, most = config.speculative_config, config.scheduler_config.max_num_seqs
+    told = speculative.num_speculative_tokens_per_batch_size
+    schedule = told or [(1, most, speculative.num_speculative_tokens)]
+    end = max(most, *(last for _, last, _ in schedule)) + 1
+    if all(width for *_, width in schedule):
+        schedule = [*schedule, (end, end, 0)]
+    speculative.num_speculative_tokens_per_batch_size = schedule
+
+
+def _init_candidates(original: Callable[..., None], manager: Any) -> None:
+    """Have every batch find a graph of its width. vLLM looks among those of the next larger number
+    of tokens alone, where there may be none but of another width."""
+    original(manager)
+    if not pauses(manager.vllm_config):
+        return
+    recorded = [each for of_mode in manager._capture_descs.values() for each in of_mode]
+    recorded.sort(key=lambda each: (each.uniform_token_count is None, each.num_tokens))
+    for tokens, loras in manager._candidates:
+        manager._candidates[tokens, loras] = [
+            each
+            for each in recorded
+            if each.num_tokens >= tokens and each.num_active_loras == loras
+        ]
 
 
 def _wrap_init_speculator() -> None:
@@ -134,6 +181,7 @@ def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any
     name = algorithm_of(vllm_config)
     if name is None:
         return original(vllm_config, device)
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     from specplug_vllm import v2_names
@@ -142,6 +190,7 @@ def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any
     v2_names.check()
     _wrap(GPUModelRunner, "load_model", _load_model)
     _wrap(GPUModelRunner, "execute_model", _execute_v2_model)
+    _wrap(CudaGraphManager, "_init_candidates", _init_candidates)
     return Speculator(vllm_config, device, name)
 
 

@@ -9,7 +9,7 @@ import attrs
 from specplug import HostCapabilities, SpecConfig, UsageError
 from specplug.registry import Extension, Registry, SelectedAlgorithm
 from specplug_vllm.host import WITH_RUNNER_V2, capabilities, installed_version
-from specplug_vllm.settings import Settings
+from specplug_vllm.settings import ALWAYS, FASTER, KEY, Settings
 
 if TYPE_CHECKING:
     from specplug.speculative.hook_calls import HookCalls
@@ -36,6 +36,10 @@ class RunSettings:
         host = host_of(vllm_config)
         _refuse_what_is_missing(vllm_config, name, host)
         settings = Settings.of(vllm_config.additional_config)
+        if settings.draft_when == FASTER and (reason := _always_drafts(vllm_config)):
+            raise UsageError(
+                f"{KEY}.draft_when={FASTER!r}: {reason} drafts in every step; leave the setting out"
+            )
         registry = Registry()
         selected = registry.select(name)
         model = vllm_config.model_config
@@ -95,6 +99,24 @@ def host_of(vllm_config: Any) -> HostCapabilities:
 def runs_on_v2(vllm_config: Any) -> bool:
     """Return whether vLLM chooses its model runner of version 2, and that was tested."""
     return installed_version() in WITH_RUNNER_V2 and bool(vllm_config.use_v2_model_runner)
+
+
+def pauses(vllm_config: Any) -> bool:
+    """Return whether a run of ours stops drafting while that is slower: what each step drafts is
+    then vLLM's scheduler's to say. Ranks that wait for one another all draft, or none, so several
+    data-parallel ones always do."""
+    if algorithm_of(vllm_config) is None:
+        return False
+    wanted = Settings.of(vllm_config.additional_config).draft_when
+    return wanted != ALWAYS and not _always_drafts(vllm_config)
+
+
+def _always_drafts(vllm_config: Any) -> str:
+    """Return why a run cannot stop drafting; nothing if it can."""
+    if not runs_on_v2(vllm_config):
+        return "model runner V1"
+    size = vllm_config.parallel_config.data_parallel_size
+    return f"data_parallel_size={size}" if size > 1 else ""
 
 
 def _refuse_what_is_missing(vllm_config: Any, name: str, host: HostCapabilities) -> None:

@@ -13,6 +13,8 @@ from specplug import AlgorithmInfo, SpecConfig, UsageError
 KEY = "specplug"
 """Where the settings stand in vLLM's ``additional_config``."""
 
+FASTER, ALWAYS = "faster", "always"
+
 
 def _count(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
@@ -29,6 +31,11 @@ def _names(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
         raise UsageError(f"{KEY}.{attribute.name}={value!r}: expected a list of extensions' names")
 
 
+def _when(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value not in (None, FASTER, ALWAYS):
+        raise UsageError(f"{KEY}.{attribute.name}={value!r}: expected {FASTER!r} or {ALWAYS!r}")
+
+
 @attrs.frozen(kw_only=True)
 class Settings:
     """What a user may write into ``additional_config={"specplug": {…}}``.
@@ -38,6 +45,8 @@ class Settings:
         topk: branches K of a step; vLLM verifies chains, which have 1.
         num_draft_tokens: nodes N with the root; None: ``num_speculative_tokens + 1``.
         draft_model_path: folder of the draft weights; None: those that the algorithm ships.
+        draft_when: "faster": only while drafts give more tokens a second, which is measured as the
+            engine runs; "always". None: "faster" where the host can, on model runner V2.
         disable_extensions: extensions that are neither imported nor run.
     """
 
@@ -45,6 +54,7 @@ class Settings:
     topk: int | None = attrs.field(default=None, validator=_count)
     num_draft_tokens: int | None = attrs.field(default=None, validator=_count)
     draft_model_path: str | None = attrs.field(default=None, validator=_folder)
+    draft_when: str | None = attrs.field(default=None, validator=_when)
     disable_extensions: list[str] = attrs.field(factory=list, validator=_names)
 
     @classmethod

