@@ -130,12 +130,15 @@ def _post_init(original: Callable[..., None], config: Any, *args: Any) -> None:
         return
     scheduler = config.scheduler_config
     wanted = scheduler.async_scheduling
-    scheduler.async_scheduling = None if wanted else wanted
+    overlaps = wanted is not False and runs_on_v2(config) and vllm_names.executor_overlaps(config)
+    # Where it is False already, vLLM does not warn that it turns it off.
+    scheduler.async_scheduling = False if overlaps or wanted is False else None
     original(config, *args)
     if pauses(config):
         _schedule_pauses(config)
-    if wanted is not False and runs_on_v2(config) and vllm_names.executor_overlaps(config):
+    if overlaps and runs_on_v2(config):
         scheduler.async_scheduling = True
+        vllm_names.log_info("Asynchronous scheduling is enabled: specplug_vllm has it.")
         config.model_config.disable_cascade_attn = True  # as vLLM does with its own methods
 
 

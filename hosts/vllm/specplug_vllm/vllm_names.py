@@ -358,8 +358,15 @@ def add_stat_logger(llm: Any, stat_logger: Any) -> None:
     llm.llm_engine.logger_manager.stat_loggers.append(stat_logger)
 
 
+def log_info(message: str) -> None:
+    """Write a line to vLLM's log."""
+    _log().info("%s", message)
+
+
 def log_error(message: str, cause: BaseException | None = None) -> None:
     """Write an error to vLLM's log, with the traceback of its cause if there is one."""
-    from vllm.logger import init_logger
+    _log().error("%s", message, exc_info=cause)
 
-    init_logger("vllm.specplug_vllm").error("%s", message, exc_info=cause)
+
+def _log() -> Any:
+    return import_module("vllm.logger").init_logger("vllm.specplug_vllm")

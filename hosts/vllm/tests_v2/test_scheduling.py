@@ -50,8 +50,8 @@ def test_prefix_hits_are_those_of_plain_decoding(
         rounds = [generated_with_hits(hosted, prompts) for _ in range(2)]
         assert [tokens for tokens, _ in rounds] == [plain, plain]
         found[name] = [hits for _, hits in rounds]
-    # vLLM's counter of hits misses some with speculation: `LLM` drops what a step without output
-    # has counted, its own methods' too. A request says what was found of its prompt.
+    # vLLM's counter of hits misses some: `LLM` drops what was counted in a step without output. But
+    # a request says what was found of its prompt.
     assert found[algorithm] == found[None]
     lengths = [len(hosted.llm.get_tokenizer().encode(prompt)) for prompt in prompts]
     assert found[algorithm] == [[0] * 4, [(length - 1) // 32 * 32 for length in lengths]]
