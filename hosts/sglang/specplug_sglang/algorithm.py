@@ -11,6 +11,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
 from specplug_sglang.settings import choose
 from specplug_sglang.sglang_names import check_names
+from specplug_sglang.versions import disagg_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -97,17 +98,18 @@ class SpecplugAlgorithm(CustomSpecAlgo):
         return made
 
     def build_disagg_draft_input(
-        self, batch: ScheduleBatch, last_tokens_tensor: torch.Tensor, future_map: FutureMap
+        self, batch: ScheduleBatch, *given: Any, **named: Any
     ) -> RelayedRoots:
         """Begin requests that another instance has prefilled, by the algorithm's own hook."""
         assert self.worker is not None
-        relayed = self.worker.receive(batch, last_tokens_tensor)
+        last_tokens, future_map = disagg_arguments(*given, *named.values())
+        relayed = self.worker.receive(batch, last_tokens)
         if batch.enable_overlap:
             from sglang.srt.managers.overlap_utils import RelayPayload
 
             relayed.future_indices = batch.req_pool_indices
             future_map.publish(relayed.future_indices, batch.seq_lens)
-            future_map.stash(relayed.future_indices, RelayPayload(bonus_tokens=last_tokens_tensor))
+            future_map.stash(relayed.future_indices, RelayPayload(bonus_tokens=last_tokens))
         return relayed
 
 

@@ -17,8 +17,8 @@ from specplug.algorithm import CAPTURES
 if TYPE_CHECKING:
     from specplug.host import EngineOptions, MeasuredEngine, RunOptions, ServerOptions
 
-TESTED = ("0.5.23",)
-"""Versions of SGLang."""
+TESTED = ("0.5.17", "0.5.23")
+"""Versions of SGLang. What differs between them stands in ``versions``."""
 
 PREFIX = "SPECPLUG_"
 """What the names of the algorithms begin with in SGLang, which reserves those of its own."""
@@ -26,8 +26,11 @@ PREFIX = "SPECPLUG_"
 PLAIN = "NONE"
 """The algorithm that drafts nothing: SGLang without an algorithm is the same, and faster."""
 
-ATTENTION = "torch_native"
-"""The attention backend whose verification of drafts was tested."""
+PLANNED = "torch_native"
+"""The attention backend that reads our plan: for the CPU."""
+
+MASKED = "triton"
+"""The attention backend that reads a mask of the drafts: for GPUs."""
 
 _ON_CPU = "SGLANG_USE_CPU_ENGINE"
 
@@ -39,7 +42,8 @@ class UntestedVersion(UsageError):
 
     def __init__(self, found: str) -> None:
         super().__init__(
-            f"{found}; specplug-sglang was tested with sglang {', '.join(TESTED)}; install that"
+            f"{found}; specplug-sglang was tested with sglang {', '.join(TESTED)}; install one of "
+            "them"
         )
 
 
@@ -104,7 +108,7 @@ class SglangHost:
 
         # Plain decoding too: what is compared then differs in the algorithm alone.
         own = ["--log-level", "error", "--random-seed", str(options.seed)]
-        own += ["--attention-backend", ATTENTION]
+        own += ["--attention-backend", _attention(options)]
         own += ["--max-running-requests", str(options.max_running_requests)]
         return SglangEngine([*arguments(options), *own, *options.more])
 
@@ -118,7 +122,7 @@ def arguments(options: RunOptions) -> list[str]:
     if options.algorithm == PLAIN:
         return found
     found += ["--speculative-algorithm", PREFIX + options.algorithm]
-    found += ["--attention-backend", ATTENTION]
+    found += ["--attention-backend", _attention(options)]
     path = options.draft_model_path
     typed = {
         "--speculative-num-steps": options.num_steps,
@@ -139,9 +143,18 @@ def _check(options: RunOptions) -> None:
         UsageError: it is not the tested SGLang, or it is to run on a CPU and is not told so.
     """
     check_version()
-    on_cpu = {*zip(options.more, options.more[1:], strict=False)} & {("--device", "cpu")}
-    if (on_cpu or "--device=cpu" in options.more) and os.environ.get(_ON_CPU) != "1":
+    if _on_cpu(options) and os.environ.get(_ON_CPU) != "1":
         raise UsageError(f"--device cpu: SGLang reads {_ON_CPU} from the environment; set it to 1")
+
+
+def _on_cpu(options: RunOptions) -> bool:
+    typed = {*zip(options.more, options.more[1:], strict=False)}
+    return ("--device", "cpu") in typed or "--device=cpu" in options.more
+
+
+def _attention(options: RunOptions) -> str:
+    """Return the attention backend for the device."""
+    return PLANNED if _on_cpu(options) else MASKED
 
 
 def _version(name: str) -> str | None:

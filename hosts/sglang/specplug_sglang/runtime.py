@@ -9,19 +9,23 @@ import torch
 from torch import Tensor
 
 from specplug import Batch, PluginError, SpecConfig, UsageError
+from specplug.kernels.dispatch import runs_pass_kernels
+from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.output_kind import PerTokenOutput
-from specplug.speculative.padding import Padding
+from specplug.speculative.paged_plan import LentPlan, PagedKVCache
 from specplug.speculative.runtime import RankInfo
 from specplug_sglang.captures import Captures
-from specplug_sglang.paged_plan import DraftPools, PagedPlan, StepSlots
 from specplug_sglang.sampling import seeded_noise
 from specplug_sglang.settings import given_by
-from specplug_sglang.sglang_names import part_of
+from specplug_sglang.sglang_names import part_of, records_graphs
+from specplug_sglang.step_table import StepTable
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.server_args import ServerArgs
+
+    from specplug.kernels.paged_attention_kernels import PagedAttention
 
 
 class SglangRuntime:
@@ -33,14 +37,14 @@ class SglangRuntime:
         config: of the run.
 
     Attributes:
-        step: where the requests of the running step have their slots. Set by the worker.
+        table: where the requests of the running step have their slots.
         sampling: what they want of the sampler. Set by the worker.
     """
 
     worker: Any = None
     rank = RankInfo()
     req_table_size: int
-    step: StepSlots
+    table: StepTable
     sampling: SamplingBatchInfo
 
     def __init__(self, runner: ModelRunner, server_args: ServerArgs, config: SpecConfig) -> None:
@@ -60,8 +64,12 @@ class SglangRuntime:
         self.chunked_prefill_size = chunk if chunk is not None and chunk > 0 else None
         self.overlap = not server_args.disable_overlap_schedule
         self.captures = Captures(runner.model, self.num_layers, self.hidden_size)
-        self._draft_pools: list[tuple[DraftPools, tuple[int, int, int]]] = []
+        self._draft_pools: list[tuple[PagedKVCache, tuple[int, int, int]]] = []
         self._sealed = False
+        self._attention = _attention_kernels(self.device, self.dtype)
+        # Where torch attends there would be a recording for each length of a context.
+        self._records = self._attention is not None and records_graphs()
+        self._recorders: list[GraphRunner] = []
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         embedded: Tensor = part_of(self._runner.model, "model.embed_tokens")(token_ids)
@@ -86,9 +94,9 @@ class SglangRuntime:
             "expected no extension that adds outputs, disable it (SPECPLUG_DISABLE)"
         )
 
-    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> DraftPools:
+    def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKVCache:
         self._check_open("allocate_kv")
-        pools = DraftPools()
+        pools = PagedKVCache()
         self._draft_pools.append((pools, (num_layers, num_kv_heads, head_dim)))
         return pools
 
@@ -101,24 +109,18 @@ class SglangRuntime:
         offset: int = 0,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
-    ) -> PagedPlan:
-        padding = None
-        if not isinstance(width, int):
-            widths, width = width, max(width)
-            padding = Padding.of(widths, width, self.device)
-        return PagedPlan(
-            step=self.step,
-            starts=starts,
-            width=width,
-            offset=offset,
-            given_positions=positions,
-            mask=mask,
-            padding=padding,
+    ) -> LentPlan:
+        return LentPlan(
+            self.table.plan(starts, width, offset=offset, positions=positions, mask=mask)
         )
 
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         self._check_open("record_draft")
-        return forward
+        if not self._records:
+            return forward
+        # SGLang's other threads use the device too.
+        self._recorders.append(GraphRunner(forward, pads=True, beside_threads=True))
+        return self._recorders[-1]
 
     def temperatures(self, batch: Batch) -> Tensor:
         temperatures: Tensor = self.sampling.temperatures.view(batch.size, 1)
@@ -144,8 +146,14 @@ class SglangRuntime:
         self._sealed = True
         self.captures.install()
 
-    def allocate(self, num_slots: int) -> None:
-        """Make the draft models' pools, with the slots of SGLang's."""
+    def allocate(self, req_to_token: Tensor, num_slots: int) -> None:
+        """Make the draft models' pools, with the slots of SGLang's.
+
+        Args:
+            req_to_token: SGLang's request table.
+        """
+        self.req_table_size = len(req_to_token)
+        self.table = StepTable(req_to_token, self.context_len, self._attention)
         for pools, (layers, heads, head_dim) in self._draft_pools:
             for tensors in (pools.keys, pools.values):
                 tensors += [
@@ -155,9 +163,15 @@ class SglangRuntime:
 
     def clear_drafts(self) -> None:
         """Forget what drafts' caches hold at the slots of the running step's requests."""
-        slots = self.step.slots
-        order = torch.arange(slots.shape[1], device=slots.device)
-        own = torch.where(order >= self.step.floors.unsqueeze(1), slots, 0).flatten()
         for pools, _ in self._draft_pools:
             for pool in (*pools.keys, *pools.values):
-                pool[own] = 0
+                pool[self.table.written] = 0
+
+
+def _attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
+    """Return what attends for drafts on a GPU in half precision. Elsewhere torch attends."""
+    if not runs_pass_kernels(device, dtype):
+        return None
+    from specplug.kernels.paged_attention_kernels import PagedAttention
+
+    return PagedAttention(device)

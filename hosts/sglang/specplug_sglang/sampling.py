@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specplug.speculative.host_copy import upload
+
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -108,7 +110,7 @@ def _by_node(info: SamplingBatchInfo, widths: Sequence[int]) -> SamplingBatchInf
     if all(width == 1 for width in widths):
         return info
     request_of = [row for row, width in enumerate(widths) for _ in range(width)]
-    rows = torch.tensor(request_of, device=info.temperatures.device)
+    rows = upload(request_of, info.temperatures.device)
     own = {name: getattr(info, name) for name in _BY_REQUEST}
     changed = {name: value[rows] for name, value in own.items() if value is not None}
     # What follows is for requests of one node alone, and stands at that.
@@ -123,7 +125,7 @@ def _by_node(info: SamplingBatchInfo, widths: Sequence[int]) -> SamplingBatchInf
             key: replace(
                 entry,
                 rows=[first[row] for row in entry.rows],
-                indices=torch.tensor([first[row] for row in entry.rows], device=rows.device),
+                indices=upload([first[row] for row in entry.rows], rows.device),
             )
             for key, entry in info.custom_logit_processor.items()
         }

@@ -13,7 +13,7 @@ from specplug import HostCapabilities, SpecConfig, UsageError
 from specplug.registry import Registry, SelectedAlgorithm, build_plugin_manager
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
-from specplug_sglang.host import ATTENTION, capabilities
+from specplug_sglang.host import MASKED, PLANNED, capabilities
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -79,10 +79,10 @@ def _refused(args: ServerArgs) -> Iterator[str]:
         found = getattr(args, name)
         if found != expected:
             yield f"{name}={found}: expected {expected}, drafts are made on one rank"
-    if args.attention_backend != ATTENTION:
+    if args.attention_backend not in (MASKED, PLANNED):
         yield (
-            f"attention_backend={args.attention_backend!r}: drafts are verified with "
-            f"{ATTENTION!r}; start SGLang with --attention-backend {ATTENTION}"
+            f"attention_backend={args.attention_backend!r}: drafts are verified with {MASKED!r}, "
+            f"and with {PLANNED!r} on a CPU; start SGLang with --attention-backend {MASKED}"
         )
     if args.enable_return_hidden_states:
         yield "enable_return_hidden_states: the hidden states of a pass are the algorithm's"

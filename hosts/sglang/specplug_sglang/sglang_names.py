@@ -10,11 +10,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
 from specplug import UsageError
 from specplug_sglang.host import UntestedVersion
+from specplug_sglang.versions import OTHER_FIELDS, OTHER_FUNCTIONS, installed
 
 FUNCTIONS: Mapping[str, str] = {
     # the way in
@@ -72,6 +72,12 @@ FUNCTIONS: Mapping[str, str] = {
     "sglang.srt.mem_cache.memory_pool:KVWriteLoc.__init__": (
         "self, loc, swa_loc, full_loc, physical"
     ),
+    "sglang.srt.model_executor.runner.base_runner:create_dummy_verify_input": (
+        "spec_algorithm, custom_mask, num_tokens_per_req, is_draft_worker"
+    ),
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner:"
+    "DecodeCudaGraphRunner.get_spec_info": "self, num_tokens",
+    "sglang.srt.model_executor.cuda_graph_config:check_cuda_graph_backend": "phase, backend",
     # the sampler
     "sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits": (
         "self, logits_output, sampling_info, observer"
@@ -121,6 +127,8 @@ FIELDS: Mapping[str, str] = {
 """By ``module:class``, fields that it has."""
 
 MEMBERS: Mapping[str, str] = {
+    "sglang.srt.model_executor.cuda_graph_config:Phase": "DECODE",
+    "sglang.srt.model_executor.cuda_graph_config:Backend": "DISABLED",
     "sglang.srt.model_executor.forward_batch_info:CaptureHiddenMode": "NULL, FULL",
     "sglang.srt.model_executor.forward_batch_info:ForwardMode": (
         "TARGET_VERIFY, is_extend, is_target_verify, is_idle"
@@ -201,6 +209,17 @@ def part_of(model: Any, path: str) -> Any:
     return found
 
 
+def records_graphs() -> bool:
+    """Return whether SGLang records CUDA graphs of decode steps in this process."""
+    from sglang.srt.model_executor.cuda_graph_config import (
+        Backend,
+        Phase,
+        check_cuda_graph_backend,
+    )
+
+    return not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+
+
 def new_engine(arguments: Sequence[str]) -> tuple[Any, Any]:
     """Make an engine, and return it and its settings as they are used.
 
@@ -229,11 +248,14 @@ def new_engine(arguments: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _changed(what: str) -> UntestedVersion:
-    return UntestedVersion(f"sglang {version('sglang')} has been changed: {what}")
+    return UntestedVersion(f"sglang {installed()} has been changed: {what}")
 
 
 def _differences() -> Iterator[str]:
-    for name, expected in FUNCTIONS.items():
+    functions = {**FUNCTIONS, **OTHER_FUNCTIONS.get(installed(), {})}
+    for name, expected in functions.items():
+        if expected is None:
+            continue
         found = _found(name)
         if found is None:
             yield f"there is no {name}"
@@ -243,7 +265,7 @@ def _differences() -> Iterator[str]:
         for member in members.split(", "):
             if not hasattr(_found(name), member):
                 yield f"{name} has no {member}"
-    for name, fields in FIELDS.items():
+    for name, fields in {**FIELDS, **OTHER_FIELDS.get(installed(), {})}.items():
         found = _found(name)
         known = {
             *getattr(found, "__dataclass_fields__", ()),

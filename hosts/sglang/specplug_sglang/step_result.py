@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import attrs
 import torch
-from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.utils import GenerationBatchResult
 from torch import Tensor
 
 from specplug import CommittedOutput, VerifyOutput
 from specplug.speculative.hook_order import Half
-from specplug_sglang.paged_plan import PagedPlan
+from specplug.speculative.paged_plan import PagedPlan
 from specplug_sglang.relay import RelayedRoots
+from specplug_sglang.versions import keep_logprobs, output_widths
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -51,9 +51,7 @@ def decoded(
     verified, committed = half.verified, half.committed
     assert verified is not None
     if batch.return_logprob:
-        compute_spec_logprobs(
-            batch, result.logits_output, verified.predict, accept_index=verified.accept_index
-        )
+        keep_logprobs(batch, result.logits_output, verified)
     return GenerationBatchResult(
         logits_output=result.logits_output,
         next_token_ids=committed.next_tokens.to(torch.int32),
@@ -61,8 +59,7 @@ def decoded(
         new_seq_lens=half.seq_lens + committed.accept_lens,
         next_draft_input=RelayedRoots(committed.bonus_tokens),
         can_run_cuda_graph=result.can_run_cuda_graph,
-        speculative_num_draft_tokens=stride,
-        speculative_output_stride=verified.accept_index.shape[1],
+        **output_widths(stride, verified.accept_index.shape[1]),
     )
 
 
@@ -80,6 +77,5 @@ def idled(nothing: Tensor, result: GenerationBatchResult, stride: int) -> Genera
         new_seq_lens=nothing,
         next_draft_input=RelayedRoots(nothing),
         can_run_cuda_graph=result.can_run_cuda_graph,
-        speculative_num_draft_tokens=stride,
-        speculative_output_stride=stride,
+        **output_widths(stride, stride),
     )

@@ -16,7 +16,9 @@ from torch import Tensor
 from specplug import Batch, CommittedOutput, RequestReport, VerifyOutput
 from specplug.speculative.batch import ForwardMode
 from specplug.speculative.hook_order import HookOrder
-from specplug_sglang.paged_plan import PagedPlan, StepSlots
+from specplug.speculative.host_copy import upload
+from specplug.speculative.paged_plan import LentPlan
+from specplug_sglang.host import MASKED
 from specplug_sglang.relay import RelayedRoots
 from specplug_sglang.request_views import Requests
 from specplug_sglang.runtime import SglangRuntime
@@ -24,7 +26,15 @@ from specplug_sglang.sampling import decodes_plainly, has_foreseen_noise, sample
 from specplug_sglang.settings import choose
 from specplug_sglang.sglang_names import check_objects
 from specplug_sglang.step_result import Publish, SglangHalf, decoded, idled
-from specplug_sglang.verify_pass import VerifyInput, teach_torch_native
+from specplug_sglang.step_table import Nodes
+from specplug_sglang.verify_pass import (
+    VerifyInput,
+    drafted_nodes,
+    equally_many,
+    teach_graphs,
+    teach_torch_native,
+)
+from specplug_sglang.versions import spare_draft_pool
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -43,6 +53,11 @@ class SpecplugWorker(BaseSpecWorker):
     Args:
         algorithm: as it is registered in this process.
         server_args, target_worker: of SGLang. The rest is not used.
+
+    Attributes:
+        num_draft_tokens: the most nodes of a request.
+        captures: whether the algorithm reads hidden states.
+        supports_target_verify_for_draft: what its hook of that name says.
     """
 
     draft_worker = None  # a plugin's draft model is none of SGLang's runners
@@ -54,6 +69,7 @@ class SpecplugWorker(BaseSpecWorker):
         gpu_id: int,
         nccl_port: int,
         target_worker: TpModelWorker,
+        ps: Any = None,
     ) -> None:
         super().__init__()
         self._target_worker = target_worker
@@ -62,7 +78,9 @@ class SpecplugWorker(BaseSpecWorker):
         target = self._runner.model_config.hf_config.to_dict()
         chosen = choose(algorithm.algorithm, server_args, target)
         self._hooks, config = chosen.hooks, chosen.config
-        self._num_draft_tokens = config.num_draft_tokens
+        self.num_draft_tokens = config.num_draft_tokens
+        # Its CUDA graphs are of one width, and it reads a mask and no plan.
+        self._pads = server_args.attention_backend == MASKED
         self._runtime = SglangRuntime(self._runner, server_args, config)
         self._requests = Requests()
         self._has_run = False
@@ -70,7 +88,10 @@ class SpecplugWorker(BaseSpecWorker):
         with torch.inference_mode():
             self._runtime.worker = self._hooks.create_worker(self._runtime)
         self._runtime.seal()
+        self.captures = bool(self._runtime.captures)
         teach_torch_native()
+        teach_graphs()
+        spare_draft_pool()
         algorithm.worker = self
 
     # What the scheduler calls before the first step, in this order
@@ -85,10 +106,8 @@ class SpecplugWorker(BaseSpecWorker):
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         self._pool = token_to_kv_pool_allocator.get_kvcache()
         self._table = req_to_token_pool.req_to_token
-        self._runtime.req_table_size = len(self._table)
-        self._floors = torch.zeros(len(self._table), dtype=torch.int64, device=self._table.device)
         with torch.inference_mode():
-            self._runtime.allocate(len(self._pool.get_key_buffer(0)))
+            self._runtime.allocate(self._table, len(self._pool.get_key_buffer(0)))
 
     def begin(self) -> None:
         """Make the algorithm's future map, once the pools are there."""
@@ -100,7 +119,9 @@ class SpecplugWorker(BaseSpecWorker):
     def last_shared_read_runner(self) -> Any:
         """Who tells when SGLang may write to the request table again: nobody before the whole step
         is done, since the draft extend reads it last."""
-        return SimpleNamespace(shared_read_done_event=None)
+        return SimpleNamespace(shared_read_done_event=None, war_fastpath_read_done_event=None)
+
+    war_fastpath_runner = last_shared_read_runner  # its name in the first version
 
     # Steps
 
@@ -132,7 +153,7 @@ class SpecplugWorker(BaseSpecWorker):
         rows = batch.req_pool_indices.tolist()
         chunks = zip(rows, batch.reqs, starts, ends, last, strict=True)
         first = tuple([self._requests.begin_chunk(*chunk) for chunk in chunks])
-        half.seq_lens = torch.tensor(starts, device=self._table.device)
+        half.seq_lens = upload(starts, self._table.device)
         self._set_floors(half, first)
         half.tokens = batch.input_ids.to(torch.int64)
         half.batch = Batch(
@@ -146,14 +167,14 @@ class SpecplugWorker(BaseSpecWorker):
             last_chunk=last,
         )
         self._begin_step(batch, half, ends)
-        half.plan = self._runtime.plan_attention(half.batch, half.seq_lens, widths)
+        half.plan = self._runtime.table.plan(half.seq_lens, widths)
         captures = self._runtime.captures
         result = self._target_worker.forward_batch_generation(
-            batch, capture_hidden_mode=CaptureHiddenMode.FULL if captures else None
+            batch, capture_hidden_mode=CaptureHiddenMode.FULL if self.captures else None
         )
         predict = result.next_token_ids.to(torch.int64)
         per_node = captures.of(result.logits_output.hidden_states)
-        last_rows = torch.tensor(widths, device=predict.device).cumsum(0) - 1
+        last_rows = upload(widths, predict.device).cumsum(0) - 1
         if half.publish is not None:
             half.publish(batch.seq_lens)
         self._order.finish_prefill(half, last_rows, predict, per_node)
@@ -164,49 +185,53 @@ class SpecplugWorker(BaseSpecWorker):
 
     def _set_floors(self, half: SglangHalf, first: Sequence[bool]) -> None:
         """Note where each request begins to write: after what was found in the prefix cache."""
-        begun = torch.tensor(first, device=self._table.device)
-        rows = half.req_indices
-        self._floors[rows] = torch.where(begun, half.seq_lens, self._floors[rows])
+        begun = upload(first, self._table.device).bool()
+        rows, floors = half.req_indices, self._runtime.table.floors
+        floors[rows] = torch.where(begun, half.seq_lens, floors[rows])
 
     def _begin_step(self, batch: ScheduleBatch, half: SglangHalf, counts: Sequence[int]) -> None:
         self._runtime.sampling = batch.sampling_info
-        self._runtime.step = StepSlots.of(
-            self._table, half.req_indices, counts, self._floors, self._runtime.context_len
-        )
+        self._runtime.table.begin(half.req_indices, counts)
 
     def _decode(self, batch: ScheduleBatch, half: SglangHalf) -> GenerationBatchResult:
-        runtime, stride = self._runtime, self._num_draft_tokens
-        self._begin_step(batch, half, [request.kv.kv_allocated_len for request in batch.reqs])
+        runtime, stride = self._runtime, self.num_draft_tokens
+        allocated = [request.kv.kv_allocated_len for request in batch.reqs]
+        self._begin_step(batch, half, allocated)
         most = tuple(1 if decodes_plainly(request) else stride for request in batch.reqs)
         views = self._requests.views(batch.reqs)
         greedy = not has_foreseen_noise(batch.sampling_info)
         draft = self._order.begin_decode(half, views, most, greedy=greedy)
         widths = draft.widths or (draft.width,) * len(views)
-        half.plan = self._plan_nodes(half)
+        nodes = self._lay_out(half, allocated)
         batch.forward_mode = SglangMode.TARGET_VERIFY
-        batch.input_ids = half.tokens
-        batch.out_cache_loc = half.plan.slots
-        batch.spec_info = VerifyInput(half.plan, draft.width, bool(runtime.captures))
+        batch.input_ids = nodes.tokens
+        batch.out_cache_loc = nodes.plan.slots
+        batch.spec_info = VerifyInput(nodes.width, self.captures, nodes.mask, nodes.plan)
         result = self._target_worker.forward_batch_generation(batch, is_verify=True)
         output = result.logits_output
-        per_node = runtime.captures.of(output.hidden_states)
+        per_node = {
+            name: nodes.of_drafts(states)
+            for name, states in runtime.captures.of(output.hidden_states).items()
+        }
         output.hidden_states = None
-        logits = output.next_token_logits
+        output.next_token_logits = logits = nodes.of_drafts(output.next_token_logits)
         predict = sample_nodes(self._runner, batch, output, widths, half.plan.positions)
         self._order.finish_decode(half, predict, logits, per_node)
         return decoded(batch, half, result, stride)
 
-    def _plan_nodes(self, half: SglangHalf) -> PagedPlan:
-        draft = half.draft
+    def _lay_out(self, half: SglangHalf, allocated: Sequence[int]) -> Nodes:
+        """Return the rows of the target's pass.
+
+        Args:
+            allocated: slots of each request; none of one that has ended.
+        """
+        draft, table = half.draft, self._runtime.table
         assert draft is not None
-        return PagedPlan(
-            step=self._runtime.step,
-            starts=half.seq_lens,
-            width=draft.width,
-            given_positions=None if draft.is_chain else half.seq_lens.unsqueeze(1) + draft.depths,
-            mask=None if draft.is_chain else draft.mask,
-            padding=draft.padding,
-        )
+        half.plan = drafted_nodes(draft, half.seq_lens, table)
+        if not self._pads:
+            return Nodes(half.plan, half.tokens, draft.width)
+        longest = [length or self._runtime.context_len for length in allocated]
+        return equally_many(draft, half.seq_lens, table, self.num_draft_tokens, longest)
 
     # Without a step
 
@@ -216,7 +241,7 @@ class SpecplugWorker(BaseSpecWorker):
         nothing = batch.seq_lens.to(torch.int64)
         logits = torch.empty(0, self._runtime.vocab_size, device=nothing.device)
         self._order.idle(logits)
-        return idled(nothing, result, self._num_draft_tokens)
+        return idled(nothing, result, self.num_draft_tokens)
 
     @torch.inference_mode()
     def receive(self, batch: ScheduleBatch, roots: Tensor) -> RelayedRoots:
@@ -232,11 +257,12 @@ class SpecplugWorker(BaseSpecWorker):
         for row, request, start, end in zip(rows, batch.reqs, batch.prefix_lens, ends, strict=True):
             self._requests.begin_chunk(row, request, start, end, True)
         views = self._requests.views(batch.reqs)
-        self._floors[half.req_indices] = torch.tensor(batch.prefix_lens, device=roots.device)
+        floors = self._runtime.table.floors
+        floors[half.req_indices] = upload(batch.prefix_lens, roots.device)
         self._begin_step(batch, half, ends)
         self._runtime.clear_drafts()
         own = [view.token_ids[end - 1] for view, end in zip(views, ends, strict=True)]
-        half.tokens = torch.tensor(own, device=roots.device)
+        half.tokens = upload(own, roots.device)
         half.batch = Batch(
             mode=ForwardMode.DECODE,
             requests=views,
@@ -264,7 +290,7 @@ class SpecplugWorker(BaseSpecWorker):
 
     def deliver(self, half: SglangHalf, output: CommittedOutput) -> None:
         """Keep what the scheduler is to be given, and tell it the lengths after the step."""
-        half.batch.attention = half.plan
+        half.batch.attention = LentPlan(half.plan)
         half.committed = attrs.evolve(
             output,
             next_tokens=output.next_tokens.clone(),

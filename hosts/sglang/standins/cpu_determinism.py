@@ -12,7 +12,10 @@ BACKEND = "torch_native"
 
 def register() -> None:
     """Register with SGLang, in each of its processes."""
-    from sglang.srt.arg_groups import choices
+    try:
+        from sglang.srt.arg_groups import choices
+    except ImportError:  # of 0.5.17
+        from sglang.srt import server_args as choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     choices.add_deterministic_attention_backend_choices([BACKEND])

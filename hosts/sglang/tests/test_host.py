@@ -21,6 +21,7 @@ from specplug import SamplingParams, SpecplugError, UsageError
 from specplug.host import EngineOptions, ServerOptions
 from specplug_sglang.host import host
 from specplug_sglang.measured_engine import DraftCounts, as_sglang_has_them
+from specplug_sglang.versions import installed
 
 ON_CPU = ["--device", "cpu", "--max-total-tokens", "4096", "--mem-fraction-static", "0.2"]
 
@@ -34,7 +35,7 @@ def specplug(*arguments: str, **environment: str) -> subprocess.CompletedProcess
 
 def test_list_says_that_all_built_in_algorithms_run():
     found = json.loads(specplug("list", "--engine", "sglang", "--json").stdout)
-    assert found["engine"] == "SGLang 0.5.23"
+    assert found["engine"] == f"SGLang {installed()}"
     told = {each["name"]: each["obstacles"] for each in found["algorithms"]}
     built_in = {"DFLASH", "EAGLE", "EAGLE3", "MULTI_LAYER_EAGLE", "NGRAM", "NONE"}
     assert told == {name: [] for name in (*built_in, "BROKEN", "ECHO", "SYNC")}
@@ -45,7 +46,7 @@ def test_doctor_knows_the_versions():
     found = json.loads(done.stdout)
     (sglang,) = [each for each in found["hosts"] if each["name"] == "sglang"]
     assert not sglang["problems"]
-    assert "0.5.23" in done.stdout
+    assert installed() in done.stdout
 
 
 def test_server_command_has_the_typed_settings():
@@ -62,11 +63,13 @@ def test_server_command_has_the_typed_settings():
     _, *command = host.server_command(options)
     assert " ".join(command) == (
         "-m sglang.launch_server --model-path folder --dtype auto "
-        "--speculative-algorithm SPECPLUG_EAGLE3 --attention-backend torch_native "
+        "--speculative-algorithm SPECPLUG_EAGLE3 --attention-backend triton "
         "--speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 "
         "--speculative-draft-model-path /weights --host 127.0.0.1 --port 30000 "
         "--served-model-name tiny --tp 1"
     )
+    on_cpu = attrs.evolve(options, more=("--device=cpu",))
+    assert "--attention-backend torch_native" in " ".join(host.server_command(on_cpu))
     plain = attrs.evolve(options, algorithm="NONE")
     assert not any("speculative" in each for each in host.server_command(plain))
 

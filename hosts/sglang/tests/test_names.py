@@ -15,8 +15,9 @@ import specplug_sglang
 from specplug import UsageError
 from specplug_sglang import host, sglang_names
 from specplug_sglang.sglang_names import FIELDS, FUNCTIONS, MEMBERS, OBJECTS
+from specplug_sglang.versions import OTHER_FIELDS, OTHER_FUNCTIONS, installed
 
-TOLD = "specplug-sglang was tested with sglang 0.5.23; install that"
+TOLD = "specplug-sglang was tested with sglang 0.5.17, 0.5.23; install one of them"
 
 
 def test_names_of_the_tested_version_are_as_listed():
@@ -62,7 +63,8 @@ def test_removed_field_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("listed", [FUNCTIONS, MEMBERS, FIELDS])
 def test_every_listed_name_is_compared(listed, monkeypatch):
-    for name in listed:
+    elsewhere = {**OTHER_FUNCTIONS.get(installed(), {}), **OTHER_FIELDS.get(installed(), {})}
+    for name in listed.keys() - elsewhere.keys():
         with monkeypatch.context() as changed:
             changed.setitem(listed, name, f"{listed[name]}, something")
             with pytest.raises(UsageError, match=TOLD):
@@ -87,9 +89,11 @@ def test_model_that_is_built_otherwise_is_refused_when_a_part_is_needed():
 
 def test_all_that_is_imported_of_sglang_is_listed():
     listed = set()
-    for name in (*FUNCTIONS, *FIELDS, *MEMBERS):
+    others = [name for table in OTHER_FUNCTIONS.values() for name in table]
+    for name in (*FUNCTIONS, *FIELDS, *MEMBERS, *others):
         module, _, path = name.partition(":")
         listed.add(f"{module}:{path.split('.')[0]}")
+        listed.add(":".join(module.rsplit(".", 1)))
     loading = {"sglang:Engine", "sglang.srt.plugins:load_plugins"}
     loading |= {"sglang.srt.server_args:prepare_server_args"}
     loading |= {"sglang.srt.arg_groups.overrides:resolving_view"}

@@ -51,9 +51,9 @@ def test_mixed_chunks_are_turned_off():
         ("NGRAM", {"pp_size": 2}, "NGRAM: pp_size=2: expected 1, drafts are made on one rank"),
         (
             "NGRAM",
-            {"attention_backend": "triton"},
-            "NGRAM: attention_backend='triton': drafts are verified with 'torch_native'; start "
-            "SGLang with --attention-backend torch_native",
+            {"attention_backend": "fa3"},
+            "NGRAM: attention_backend='fa3': drafts are verified with 'triton', and with "
+            "'torch_native' on a CPU; start SGLang with --attention-backend triton",
         ),
         (
             "EAGLE",

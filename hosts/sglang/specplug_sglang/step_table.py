@@ -1,0 +1,129 @@
+"""Where the requests of a step stand in SGLang's pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.speculative.host_copy import upload
+from specplug.speculative.padding import Padding
+from specplug.speculative.paged_plan import PagedPlan, RequestSlots
+
+if TYPE_CHECKING:
+    from specplug.kernels.paged_attention_kernels import PagedAttention
+
+
+class StepTable:
+    """The slots of a step's requests, in the order of the batch. Row 0 is nobody's.
+
+    They are copied when the step begins: SGLang may give the row of a request that has ended to
+    another one while the step runs. It is the same memory in every step, since recorded passes
+    read it.
+
+    Args:
+        req_to_token: [rows, positions] of SGLang.
+        context_len: most tokens of a request. Positions are clamped to the last: a node after it
+            is never used, but must not read past a rotary table.
+        kernels: attend on a GPU; None: torch does.
+
+    Attributes:
+        floors: [rows] int64, by SGLang's row the first position that its request may write: before
+            it stands what was found in the prefix cache.
+    """
+
+    def __init__(
+        self, req_to_token: Tensor, context_len: int, kernels: PagedAttention | None
+    ) -> None:
+        rows, positions = req_to_token.shape
+        self._req_to_token = req_to_token
+        self.floors = torch.zeros(rows, dtype=torch.int64, device=req_to_token.device)
+        self._slots = self.floors.new_zeros(rows + 1, positions + 1)  # the last is always nobody's
+        self._floors = self.floors.new_zeros(rows + 1)
+        self._order = torch.arange(positions, device=req_to_token.device)
+        self._own = torch.arange(1, rows + 1, device=req_to_token.device)
+        self._requests = RequestSlots(
+            slots=self._slots,
+            last_position=context_len - 1,
+            floors=self._floors,
+            kernels=kernels,
+        )
+        self.begin(self._own[:0], ())
+
+    def begin(self, req_indices: Tensor, counts: Sequence[int]) -> None:
+        """Copy the slots of the requests in rows ``req_indices`` [bs].
+
+        Args:
+            counts: how many positions of each row are the request's; what stands after them is
+                what another one has left there. None are left of a request that has ended while
+                its next step was planned.
+        """
+        bs, self._length = len(counts), max(1, *counts) if counts else 1
+        self._own_rows = self._own[:bs]
+        table = self._slots[1 : bs + 1]
+        table.zero_()
+        if not bs:
+            return
+        found = self._req_to_token[req_indices, : self._length].to(torch.int64)
+        is_own = self._order[: self._length] < upload(counts, found.device).unsqueeze(1)
+        table[:, : self._length] = torch.where(is_own, found, 0)
+        self._floors[1 : bs + 1] = self.floors[req_indices]
+
+    @property
+    def written(self) -> Tensor:
+        """The slots that the step's requests may write, 0 among them."""
+        slots = self._slots[self._own_rows, : self._length]
+        is_own = self._order[: self._length] >= self._floors[self._own_rows].unsqueeze(1)
+        return torch.where(is_own, slots, 0).flatten()
+
+    def plan(
+        self,
+        starts: Tensor,
+        width: int | Sequence[int],
+        *,
+        offset: int = 0,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> PagedPlan:
+        """Return the plan of a pass over the step's requests; see ``Runtime.plan_attention``."""
+        padding = None
+        if not isinstance(width, int):
+            widths, width = width, max(width)
+            padding = Padding.of(widths, width, starts.device)
+        return PagedPlan(
+            requests=self._requests,
+            req_indices=self._own_rows,
+            starts=starts,
+            width=width,
+            length=self._length,
+            offset=offset,
+            given_positions=positions,
+            mask=mask,
+            padding=padding,
+        )
+
+
+@attrs.frozen(eq=False)
+class Nodes:
+    """The rows of the target's pass over drafts.
+
+    Attributes:
+        plan: of them.
+        tokens: [R] int64.
+        width: rows of each request, or the most of them.
+        drafted: [T] int64, the rows that are nodes of a draft; None: all are.
+        mask: what SGLang's Triton attention reads; None: others read the plan.
+    """
+
+    plan: PagedPlan
+    tokens: Tensor
+    width: int
+    drafted: Tensor | None = None
+    mask: Tensor | None = None
+
+    def of_drafts(self, rows: Tensor) -> Tensor:
+        """Return the rows of the drafts' nodes."""
+        return rows if self.drafted is None else rows[self.drafted]
