@@ -1,4 +1,4 @@
-"""Our algorithms inside vLLM beside vLLM's own, on a CPU: same weights, same prompts, in turns.
+"""Our algorithms inside vLLM beside vLLM's own: same trained weights, same prompts, in turns.
 
     make .venv-vllm/.installed
     .venv-vllm/bin/python benchmarks/hosts/in_vllm.py
@@ -7,7 +7,8 @@
 Each engine is a process of its own with as many threads: vLLM's plain decoding, vLLM's ``eagle3``
 and ``ngram``, and our EAGLE3 and NGRAM in the same vLLM, drafting as many tokens. In each round all
 of a batch size generate from the same held-out prompts, which none has seen, one after the other;
-who begins changes from round to round. Greedy, float32, with prefill, scheduling and detokenizing.
+who begins changes from round to round. Greedy, with prefill, scheduling and detokenizing: on a
+CPU in float32, with --gpu in bf16 and with CUDA graphs.
 A ratio is the median over the rounds of the other's time over ours: above 1 we are faster.
 """
 
@@ -46,6 +47,21 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
+    return {"dtype": "float32", "enforce_eager": not settings["compile"]}
+
+
+def on_gpu(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments with which several engines share a card."""
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return {
+        "dtype": "bfloat16",
+        "compilation_config": {} if settings["compile"] else graphs,
+        "gpu_memory_utilization": 0.12,
+        "kv_cache_memory_bytes": 1 << 30,
+    }
+
+
 def serve(settings: dict[str, Any], answers: Any) -> None:
     """Answer each line of prompts with the seconds of a clock, those of the processor, the tokens,
     and how many steps vLLM took."""
@@ -53,11 +69,10 @@ def serve(settings: dict[str, Any], answers: Any) -> None:
 
     llm = LLM(
         model=settings["model"],
-        dtype="float32",
-        enforce_eager=not settings["compile"],
         max_model_len=MODEL_LEN,
         max_num_seqs=16,
         speculative_config=settings["speculative"],
+        **(on_gpu(settings) if settings["gpu"] else on_cpu(settings)),
     )
     params = SamplingParams(temperature=0, max_tokens=settings["max_tokens"], ignore_eos=True)
     if settings["profile"]:
@@ -125,6 +140,9 @@ class Engine:
                 text=True,
             )
         self._log = log
+
+    def wait(self) -> None:
+        """Wait until it is ready."""
         self._read()
 
     def _read(self) -> str:
@@ -169,6 +187,7 @@ def measure(arguments: argparse.Namespace, prompts: list[list[int]], batch: int)
         "max_tokens": arguments.max_tokens,
         "model": str(ASSETS / "tiny_code"),
         "compile": arguments.compile,
+        "gpu": arguments.gpu,
         "batch": batch,
     }
     asked: dict[str, dict[str, Any] | None] = {} if arguments.no_plain else {"plain": None}
@@ -191,6 +210,8 @@ def measure(arguments: argparse.Namespace, prompts: list[list[int]], batch: int)
         )
         for number, (name, speculative) in enumerate(asked.items())
     }
+    for engine in engines.values():
+        engine.wait()
     found: dict[str, list[Round]] = {name: [] for name in engines}
     names = list(engines)
     for number in range(-1, arguments.rounds):  # the first one warms up
@@ -237,7 +258,8 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=12, help="of a round")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--compile", action="store_true", help="without enforce_eager")
+    parser.add_argument("--compile", action="store_true", help="as vLLM comes")
+    parser.add_argument("--gpu", action="store_true", help="on a GPU, in bf16")
     parser.add_argument("--no-plain", action="store_true", help="without plain decoding")
     parser.add_argument("--profile", help="a folder for profiles of Python's; the times are wrong")
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)

@@ -282,12 +282,14 @@ class Case:
         config: its ``speculative_config``; DRAFT stands for the folder of the EAGLE-3 draft.
         rows: of a request in a decode step.
         looks_up: whether it drafts what followed before: then no prompt comes twice.
+        draft_when: of our settings.
     """
 
     runner: int
     config: Row | None
     rows: int
     looks_up: bool = False
+    draft_when: str = "always"
 
 
 _LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 1, "num_speculative_tokens": NUM_TOKENS}
@@ -301,6 +303,12 @@ CASES = {
     "EAGLE3, ours": Case(2, speculative("EAGLE3"), NUM_TOKENS + 1),
     "ngram, vLLM's": Case(1, {"method": "ngram", **_LOOKUP}, NUM_TOKENS + 1, looks_up=True),
     "NGRAM, ours": Case(2, speculative("NGRAM"), NUM_TOKENS + 1, looks_up=True),
+    "EAGLE3 while faster, ours": Case(
+        2, speculative("EAGLE3"), NUM_TOKENS + 1, draft_when="faster"
+    ),
+    "NGRAM while faster, ours": Case(
+        2, speculative("NGRAM"), NUM_TOKENS + 1, looks_up=True, draft_when="faster"
+    ),
     "EAGLE3 on V1, ours": Case(1, speculative("EAGLE3"), NUM_TOKENS + 1),
     "NGRAM on V1, ours": Case(1, speculative("NGRAM"), NUM_TOKENS + 1, looks_up=True),
 }
@@ -350,10 +358,16 @@ def speed_process(asked: Row) -> None:
         config["synthetic_acceptance_length"] = asked["taken"]
     if config is not None and config.get("model") == "DRAFT":
         config["model"] = str(base / "eagle3")
-    elif config is not None and config.get("model") == "specplug_vllm.EAGLE3":
-        additional = {"specplug": {"draft_model_path": str(base / "eagle3")}}
+    elif config is not None and "specplug" in config.get("model", ""):
+        settings = {"draft_when": case.draft_when} if case.runner == 2 else {}
+        if config["model"].endswith("EAGLE3"):
+            settings["draft_model_path"] = str(base / "eagle3")
+        additional = {"specplug": settings}
+    widths = {case.rows, 1} if case.draft_when == "faster" else {case.rows}
     compilation: Row = {
-        "cudagraph_capture_sizes": [case.rows * n for n in (1, 2, 4, 8, 16, 24, 32)]
+        "cudagraph_capture_sizes": sorted(
+            {width * n for width in widths for n in (1, 2, 4, 8, 16, 24, 32)}
+        )
     }
     if not asked["compile"]:
         compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -429,6 +443,7 @@ def _time(llm: Any, prompts: Iterator[list[list[int]]], rounds: int, *, long: in
     num_drafts, accepted = drafts[-1]
     return {
         "ms_per_token": round(quickest / (long - short) * 1e3, 4),
+        "mean_ms": round((sum(longs) - sum(shorts)) / rounds / (long - short) * 1e3, 4),
         "tokens_per_s": round(batch * (long - short) / quickest, 1),
         "rounds": [
             round((b - a) / (long - short) * 1e3, 3) for a, b in zip(shorts, longs, strict=True)
