@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from specplug import PluginError
 from specplug.speculative.paged_plan import PagedKVCache
-from specplug_vllm.vllm_names import attention_classes
+from specplug_vllm.vllm_names import attention_classes, target_indexes_by_block_stride
 
 _VLLM: Any = attention_classes()
 
@@ -74,6 +74,13 @@ class DraftBackend(_VLLM.backend):
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         return num_blocks, 2, block_size, num_kv_heads, head_size
+
+    @classmethod
+    def indexes_kv_by_block_stride(cls) -> bool:
+        """Answer as the target does, asked by vLLM 0.25.0. With another answer a draft layer is
+        nobody's like, and where a target has layers of several kinds, vLLM's groups of layers are
+        as small as the smallest: of one."""
+        return target_indexes_by_block_stride(PREFIX)
 
 
 class DraftLayer(nn.Module, _VLLM.layer):

@@ -297,6 +297,20 @@ def attention_classes() -> AttentionClasses:
     )
 
 
+def target_indexes_by_block_stride(prefix: str) -> bool:
+    """Return what the target says to this, where vLLM plans its KV cache.
+
+    Args:
+        prefix: of the names of layers that are not the target's.
+    """
+    config = import_module("vllm.config").get_current_vllm_config()
+    base = import_module(_LAYER).AttentionLayerBase
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if isinstance(layer, base) and not name.startswith(prefix):
+            return bool(layer.get_attn_backend().indexes_kv_by_block_stride())
+    return False
+
+
 def executor_overlaps(vllm_config: Any) -> bool:
     """Return whether the executor of a configuration can launch a step before the last is done."""
     executor = import_module("vllm.v1.executor").Executor.get_class(vllm_config)

@@ -10,7 +10,7 @@ import pytest
 if find_spec("vllm") is None:
     pytest.exit("vLLM is not installed here: make test-hosts makes an environment with it", 0)
 
-from hosted_engines import MODEL, Engines
+from hosted_engines import MODEL, Engines, few_engines  # noqa: F401  a fixture
 from third_party import third_party  # noqa: F401  a fixture
 
 

