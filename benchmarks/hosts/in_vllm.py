@@ -7,8 +7,8 @@
 Each engine is a process of its own with as many threads: vLLM's plain decoding, vLLM's ``eagle3``
 and ``ngram``, and our EAGLE3 and NGRAM in the same vLLM, drafting as many tokens. In each round all
 of a batch size generate from the same held-out prompts, which none has seen, one after the other;
-who begins changes from round to round. Greedy, with prefill, scheduling and detokenizing: on a
-CPU in float32, with --gpu in bf16 and with CUDA graphs.
+who begins changes from round to round; an engine that fails is told and left out. Greedy, with
+prefill, scheduling and detokenizing: on a CPU in float32, with --gpu in bf16 and with CUDA graphs.
 A ratio is the median over the rounds of the other's time over ours: above 1 we are faster.
 """
 
@@ -89,12 +89,13 @@ def serve(settings: dict[str, Any], answers: Any) -> None:
     core.step_fn = counted
     print("ready", file=answers, flush=True)
     for number, line in enumerate(sys.stdin):
-        given = [{"prompt_token_ids": prompt} for prompt in json.loads(line)]
+        batch, prompts = json.loads(line)
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
         steps[0] = 0
         if settings["profile"] and number:
             profile.enable()
         wall, processor = time.perf_counter(), time.process_time()
-        groups = [[prompt] for prompt in given] if settings["batch"] == 1 else [given]
+        groups = [given[i : i + batch] for i in range(0, len(given), batch)]
         outputs = [out for group in groups for out in llm.generate(group, params, use_tqdm=False)]
         seconds = time.perf_counter() - wall, time.process_time() - processor
         if settings["profile"]:
@@ -140,21 +141,20 @@ class Engine:
                 text=True,
             )
         self._log = log
-
-    def wait(self) -> None:
-        """Wait until it is ready."""
         self._read()
 
     def _read(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            sys.exit(f"the process ended: {self._log.read_text()[-4000:]}")
+            told = self._log.read_text()
+            cause = [line for line in told.splitlines() if "Error" in line][-1:]
+            raise EOFError(f"{' '.join(cause)}; the last lines: {told[-2000:]}")
         return line
 
-    def generate(self, prompts: list[list[int]]) -> Round:
+    def generate(self, batch: int, prompts: list[list[int]]) -> Round:
         assert self._process.stdin is not None
-        print(json.dumps(prompts), file=self._process.stdin, flush=True)
+        print(json.dumps((batch, prompts)), file=self._process.stdin, flush=True)
         return Round(*json.loads(self._read()))
 
     def close(self) -> None:
@@ -178,8 +178,8 @@ def write_draft(folder: Path) -> str:
     return str(folder)
 
 
-def measure(arguments: argparse.Namespace, prompts: list[list[int]], batch: int) -> list[str]:
-    """Return rows of the table for a batch size."""
+def start(arguments: argparse.Namespace) -> dict[str, Engine]:
+    """Start the engines, one after the other; return those that do."""
     from specplug.algorithm import ASSETS
 
     common = {
@@ -188,7 +188,6 @@ def measure(arguments: argparse.Namespace, prompts: list[list[int]], batch: int)
         "model": str(ASSETS / "tiny_code"),
         "compile": arguments.compile,
         "gpu": arguments.gpu,
-        "batch": batch,
     }
     asked: dict[str, dict[str, Any] | None] = {} if arguments.no_plain else {"plain": None}
     folder = Path(tempfile.mkdtemp())
@@ -198,32 +197,38 @@ def measure(arguments: argparse.Namespace, prompts: list[list[int]], batch: int)
             (target := folder / "draft").mkdir()
             theirs = {**theirs, "model": write_draft(target)}
         asked |= {f"{name}, ours": ours, f"{name}, vLLM's": theirs}
-    profiles = arguments.profile
-    engines = {
-        name: Engine(
-            {
-                **common,
-                "speculative": speculative,
-                "profile": f"{profiles}/{name}.{batch}.prof" if profiles else None,
-            },
-            folder / f"{number}.log",
-        )
-        for number, (name, speculative) in enumerate(asked.items())
-    }
-    for engine in engines.values():
-        engine.wait()
+    engines = {}
+    for number, (name, speculative) in enumerate(asked.items()):
+        profile = f"{arguments.profile}/{name}.prof" if arguments.profile else None
+        settings = {**common, "speculative": speculative, "profile": profile}
+        try:
+            engines[name] = Engine(settings, folder / f"{number}.log")
+        except EOFError as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+    return engines
+
+
+def measure(
+    engines: dict[str, Engine],
+    prompts: list[list[int]],
+    batch: int,
+    rounds: int,
+    size: int,
+) -> list[str]:
+    """Return rows of the table for a batch size.
+
+    Args:
+        size: prompts of a round.
+    """
     found: dict[str, list[Round]] = {name: [] for name in engines}
     names = list(engines)
-    for number in range(-1, arguments.rounds):  # the first one warms up
-        size = arguments.prompts
+    for number in range(-1, rounds):  # the first one warms up
         given = [prompts[i % len(prompts)] for i in range((number + 1) * size, (number + 2) * size)]
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            result = engines[name].generate(given)
+            result = engines[name].generate(batch, given)
             if number >= 0:
                 found[name].append(result)
-    for engine in engines.values():
-        engine.close()
     return [_row(name, batch, found) for name in names]
 
 
@@ -280,8 +285,12 @@ def main() -> int:
     columns = ["engine", "batch", "rounds", "vLLM's steps", "seconds", "vLLM's over ours"]
     columns += ["processor seconds", "vLLM's over ours", "tokens as plain"]
     print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
+    engines = start(arguments)
     for batch in arguments.batch or (12, 1):
-        print("\n".join(measure(arguments, prompts, batch)), flush=True)
+        rows = measure(engines, prompts, batch, arguments.rounds, arguments.prompts)
+        print("\n".join(rows), flush=True)
+    for engine in engines.values():
+        engine.close()
     return 0
 
 

@@ -21,7 +21,7 @@ SETTLING = 2
 """Steps after a change that do not count: the first one drafts, or did, for the other way."""
 LEAST_REST = 64
 """Steps between two trials of the slower way, at least."""
-PRICE = 0.01
+PRICE = 0.005
 """The share of the time that trials may take away."""
 MARGIN = 1.02
 """How much faster the other way has to be found."""

@@ -62,7 +62,7 @@ def test_drafts_that_are_not_taken_stop() -> None:
     clock.run(128)
     clock.drafted = 0
     clock.run(8000)
-    assert 0 < clock.drafted < 0.03 * 8000  # tried now and then
+    assert 0 < clock.drafted < 0.02 * 8000  # tried now and then
 
 
 def test_drafts_that_pay_go_on() -> None:
