@@ -58,6 +58,7 @@ def on_gpu(settings: dict[str, Any]) -> dict[str, Any]:
         "dtype": "bfloat16",
         "compilation_config": {} if settings["compile"] else graphs,
         "gpu_memory_utilization": 0.12,
+        "attention_backend": settings["attention"],
         "kv_cache_memory_bytes": 1 << 30,
     }
 
@@ -188,6 +189,7 @@ def start(arguments: argparse.Namespace) -> dict[str, Engine]:
         "model": str(ASSETS / "tiny_code"),
         "compile": arguments.compile,
         "gpu": arguments.gpu,
+        "attention": arguments.attention_backend,
     }
     asked: dict[str, dict[str, Any] | None] = {} if arguments.no_plain else {"plain": None}
     folder = Path(tempfile.mkdtemp())
@@ -265,6 +267,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="as vLLM comes")
     parser.add_argument("--gpu", action="store_true", help="on a GPU, in bf16")
+    parser.add_argument("--attention-backend", help="of vLLM's, on a GPU")
     parser.add_argument("--no-plain", action="store_true", help="without plain decoding")
     parser.add_argument("--profile", help="a folder for profiles of Python's; the times are wrong")
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
