@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from specplug_vllm import vllm_names
+from specplug_vllm import v1_names, vllm_names
 from specplug_vllm.host import WITH_RUNNER_V2, installed_version
 from specplug_vllm.payoff import DraftWidths
 from specplug_vllm.run_settings import algorithm_of, lookahead_of, pauses, runs_on_v2
+from specplug_vllm.v1_step import RunnerStep
 
 if TYPE_CHECKING:
     from specplug_vllm.proposer import Proposer
@@ -29,7 +30,7 @@ def patch_all() -> None:
     Raises:
         UsageError: this vLLM was not tested, or has other forms.
     """
-    vllm_names.check()
+    v1_names.check()
     patch_config()
     patch_runner()
 
@@ -105,9 +106,9 @@ def _update_from_output(
     """Measure what steps give, with drafts and without."""
     widths = scheduler.dynamic_sd_lookup
     if isinstance(widths, DraftWidths):
-        from specplug_vllm import v2_names
+        from specplug_vllm.v2_step import decode_step
 
-        widths.note(v2_names.decode_step(scheduled, made), time.perf_counter())
+        widths.note(decode_step(scheduled, made), time.perf_counter())
     return original(scheduler, scheduled, made, *rest)
 
 
@@ -280,7 +281,7 @@ def _propose_draft_token_ids(
 ) -> list[list[int]]:
     """Give the step to our proposer, with its hidden states."""
     return drafter.step(
-        vllm_names.RunnerStep.of(
+        RunnerStep.of(
             runner,
             scheduler_output,
             sampled_token_ids,

@@ -24,7 +24,6 @@ from specplug import (
     RequestReport,
     VerifyOutput,
 )
-from specplug.debug import DEBUG
 from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, load_cpu_kernels
 from specplug.registry import build_plugin_manager
@@ -32,12 +31,14 @@ from specplug.speculative.batch import ForwardMode
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import Half, HookOrder
-from specplug_vllm import cpu_sampling, vllm_names
+from specplug_vllm import cpu_sampling, v1_names, vllm_names
 from specplug_vllm.draft_cache import PREFIX
+from specplug_vllm.failures import FailureLog
 from specplug_vllm.request_rows import RequestRows
 from specplug_vllm.run_settings import RunSettings
 from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.step_rows import accepted, first_rows, ranges
+from specplug_vllm.v1_step import RunnerStep
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -79,7 +80,7 @@ class Proposer:
         self._target: nn.Module | None = None
         self.captured_layers: tuple[int, ...] = ()
         self.decode_steps = 0
-        self._told: set[str] = set()
+        self._failures = FailureLog()
 
     @property
     def undrafted(self) -> int:
@@ -107,7 +108,7 @@ class Proposer:
     def attach(self, runner: Any) -> None:
         """Make the algorithm's worker, and ask the target for what it captures."""
         assert self._target is not None
-        vllm_names.check_runner(runner)
+        v1_names.check_runner(runner)
         self._runner = runner
         records = self._hooks.supports_target_verify_for_draft()
         found = load_cpu_kernels() if runner.device.type == "cpu" else None
@@ -128,7 +129,7 @@ class Proposer:
         self._order = HookOrder(runtime, self._hooks, future_map, self)
         self._rows = RequestRows(runtime.req_table_size, runtime.context_len)
         self._block_group = 0
-        vllm_names.keep_drafting_near_the_end(runner)
+        v1_names.keep_drafting_near_the_end(runner)
         self.captured_layers = runtime.captured_layers
         if self.captured_layers:
             vllm_names.capture_layers(runner, self._target, self.captured_layers)
@@ -144,10 +145,10 @@ class Proposer:
             try:
                 self._hooks.on_request_finished(self._runtime, report)
             except PluginError as error:
-                self._tell(error)
+                self._failures.tell(error)
 
     @torch.inference_mode()
-    def step(self, step: vllm_names.RunnerStep) -> list[list[int]]:
+    def step(self, step: RunnerStep) -> list[list[int]]:
         """Return the tokens to verify next for each request of a step, at most
         ``step.most_drafts`` each."""
         rows = self._rows
@@ -172,35 +173,25 @@ class Proposer:
             call()
         except PluginError as error:
             self._rows.fail(self._rows.of_step[index] for index in chosen)
-            self._tell(error)
+            self._failures.tell(error)
 
-    def _tell(self, error: PluginError) -> None:
-        """Log a plugin's failure, each once."""
-        text = str(error)
-        if text not in self._told:
-            self._told.add(text)
-            vllm_names.log_error(
-                f"{text}. Requests of that step go on without drafts; their tokens are right.",
-                error.__cause__ if DEBUG else None,
-            )
-
-    def _locate(self, step: vllm_names.RunnerStep) -> None:
+    def _locate(self, step: RunnerStep) -> None:
         """Note where vLLM keeps the draft models' keys of each request."""
         if self._runtime.table is None:
-            self._block_group = vllm_names.draft_block_group(self._runner, PREFIX)
-            self._runtime.bind(vllm_names.block_size(self._runner, self._block_group))
+            self._block_group = v1_names.draft_block_group(self._runner, PREFIX)
+            self._runtime.bind(v1_names.block_size(self._runner, self._block_group))
         table, rows = self._runtime.table, self._rows
         assert table is not None
         for index in rows.started:
             table.start(rows.of_step[index], step.starts[index])
-        blocks, counts = vllm_names.block_rows(self._runner, self._block_group)
+        blocks, counts = v1_names.block_rows(self._runner, self._block_group)
         table.fill(np.array(rows.of_step), blocks, counts)
         table.update()
         self._runtime.note_longest(int(step.lengths.max()))
 
     # The two halves of a step, and the next one's drafts
 
-    def _prefill(self, step: vllm_names.RunnerStep, chosen: Sequence[int]) -> None:
+    def _prefill(self, step: RunnerStep, chosen: Sequence[int]) -> None:
         """Feed the algorithm the chunks of requests whose prompt is computed."""
         rows, starts = self._rows, step.starts[chosen]
         widths = step.widths[chosen]
@@ -230,7 +221,7 @@ class Proposer:
         per_node = self._per_node(step, self._tensor(nodes))
         self._order.finish_prefill(half, last_rows, after, per_node)
 
-    def _decode(self, step: vllm_names.RunnerStep, chosen: Sequence[int]) -> None:
+    def _decode(self, step: RunnerStep, chosen: Sequence[int]) -> None:
         """Feed the algorithm what vLLM accepted of its drafts."""
         found = accepted(step, chosen)
         req_indices = [self._rows.of_step[index] for index in chosen]
@@ -253,9 +244,7 @@ class Proposer:
         )
         self._order.extend(half, made[2], output)
 
-    def _draft(
-        self, step: vllm_names.RunnerStep, chosen: Sequence[int], drafts: list[list[int]]
-    ) -> None:
+    def _draft(self, step: RunnerStep, chosen: Sequence[int], drafts: list[list[int]]) -> None:
         """Draft for the requests that decode next; put their tokens into ``drafts``."""
         most = self._rows.max_nodes(step, chosen, self._config.num_draft_tokens)
         half = self._half(chosen)
@@ -285,11 +274,11 @@ class Proposer:
         (rows,) = self._tensors([self._rows.of_step[index] for index in chosen])
         return VllmHalf(req_indices=rows)
 
-    def _views(self, step: vllm_names.RunnerStep, chosen: Sequence[int]) -> list[Any]:
+    def _views(self, step: RunnerStep, chosen: Sequence[int]) -> list[Any]:
         views = self._rows.views
         return [views[step.states[index].req_id] for index in chosen]
 
-    def _per_node(self, step: vllm_names.RunnerStep, rows: Tensor) -> Mapping[str, Tensor]:
+    def _per_node(self, step: RunnerStep, rows: Tensor) -> Mapping[str, Tensor]:
         if not self._runtime.captures:
             return {}
         return self._runtime.per_node(rows, step.hidden_states, step.layer_inputs)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from specplug_vllm.request_view import VllmRequest
-from specplug_vllm.vllm_names import RunnerStep
+from specplug_vllm.v1_step import RunnerStep
 
 
 class RequestRows:

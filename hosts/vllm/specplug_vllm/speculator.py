@@ -40,7 +40,7 @@ from specplug_vllm.request_view import VllmRequest
 from specplug_vllm.run_settings import RunSettings
 from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.seeded_noise import SamplingRows
-from specplug_vllm.v2_names import Step
+from specplug_vllm.v2_step import Step, new_blocks, new_requests
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -197,11 +197,11 @@ class Speculator(DraftModelSpeculator):
         for request_id in ended:
             if self._views.pop(request_id, None) is not None:
                 self._report_end(request_id)
-        for new in v2_names.new_requests(scheduler_output):
+        for new in new_requests(scheduler_output):
             self._views[new.req_id] = VllmRequest(new, self.max_model_len)
             self._fresh[new.req_id] = new.num_computed
         if self._runtime.has_draft_cache:
-            self._blocks.extend(v2_names.new_blocks(scheduler_output))
+            self._blocks.extend(new_blocks(scheduler_output))
 
     def _report_end(self, request_id: str) -> None:
         try:

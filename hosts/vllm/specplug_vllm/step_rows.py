@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from specplug_vllm.vllm_names import RunnerStep
+from specplug_vllm.v1_step import RunnerStep
 
 
 @attrs.frozen

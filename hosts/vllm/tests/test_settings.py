@@ -11,7 +11,7 @@ from hosted_engines import MODEL, Engines
 import specplug
 import specplug_vllm
 from specplug.registry import Registry
-from specplug_vllm import host, vllm_names
+from specplug_vllm import host, v1_names
 from specplug_vllm.settings import Settings
 
 
@@ -85,7 +85,7 @@ def test_other_version_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setattr(host, "TESTED", ("0.99.0",))
     with pytest.raises(specplug.UsageError, match=r"tested with 0\.99\.0; install one") as raised:
-        vllm_names.check()
+        v1_names.check()
     assert "\n" not in str(raised.value)
     specplug_vllm.register()  # does nothing, so that plain engines run
     assert engines().generate(prompts) == plain
@@ -94,11 +94,11 @@ def test_other_version_is_refused_in_one_line(
 
 
 def test_changed_form_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm_names.check()
+    v1_names.check()
     place = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids"
-    monkeypatch.setitem(vllm_names._FUNCTIONS, place, ("self", "batch"))
+    monkeypatch.setitem(v1_names.FUNCTIONS, place, ("self", "batch"))
     with pytest.raises(specplug.UsageError, match=r"propose_draft_token_ids has \(self, sched"):
-        vllm_names.check()
+        v1_names.check()
 
 
 def test_server_command_has_the_typed_settings() -> None:
