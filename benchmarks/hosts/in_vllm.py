@@ -53,10 +53,19 @@ def on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
 
 def on_gpu(settings: dict[str, Any]) -> dict[str, Any]:
     """Return arguments with which several engines share a card."""
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    speculative = settings["speculative"]
+    width = 1 if speculative is None else 1 + speculative["num_speculative_tokens"]
+    # With the usual sizes vLLM's eagle3 fails in cuBLAS where it is recorded. Ours stops drafting
+    # where that is slower, so it needs those of plain decoding too.
+    ours = speculative is not None and "method" not in speculative
+    widths = {width, 1} if ours else {width}
+    sizes = sorted({each * requests for each in widths for requests in (1, 2, 4, 8, 12, 16)})
+    graphs: dict[str, Any] = {"cudagraph_capture_sizes": sizes}
+    if not settings["compile"]:
+        graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return {
         "dtype": "bfloat16",
-        "compilation_config": {} if settings["compile"] else graphs,
+        "compilation_config": graphs,
         "gpu_memory_utilization": 0.12,
         "attention_backend": settings["attention"],
         "kv_cache_memory_bytes": 1 << 30,
@@ -142,6 +151,13 @@ class Engine:
                 text=True,
             )
         self._log = log
+
+    def wait(self) -> None:
+        """Wait until it is ready.
+
+        Raises:
+            EOFError: it has ended.
+        """
         self._read()
 
     def _read(self) -> str:
@@ -180,7 +196,7 @@ def write_draft(folder: Path) -> str:
 
 
 def start(arguments: argparse.Namespace) -> dict[str, Engine]:
-    """Start the engines, one after the other; return those that do."""
+    """Start the engines; return those that are ready."""
     from specplug.algorithm import ASSETS
 
     common = {
@@ -199,12 +215,15 @@ def start(arguments: argparse.Namespace) -> dict[str, Engine]:
             (target := folder / "draft").mkdir()
             theirs = {**theirs, "model": write_draft(target)}
         asked |= {f"{name}, ours": ours, f"{name}, vLLM's": theirs}
-    engines = {}
+    started, engines = {}, {}
     for number, (name, speculative) in enumerate(asked.items()):
         profile = f"{arguments.profile}/{name}.prof" if arguments.profile else None
         settings = {**common, "speculative": speculative, "profile": profile}
+        started[name] = Engine(settings, folder / f"{number}.log")
+    for name, engine in started.items():
         try:
-            engines[name] = Engine(settings, folder / f"{number}.log")
+            engine.wait()
+            engines[name] = engine
         except EOFError as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
     return engines
