@@ -60,7 +60,7 @@ class Hosted:
         return getattr(self.runner, "speculator", None) or self.runner.drafter
 
     def metric(self, name: str) -> int:
-        """Return one of vLLM's own counters."""
+        """Return one of vLLM's own counters, which know the engine alone that was made last."""
         return next(int(each.value) for each in self.llm.get_metrics() if each.name == name)
 
 
