@@ -238,6 +238,8 @@ class HookOrder(Generic[H]):
         if not self._runtime.host.foreseeable_noise:
             half.batch.greedy = True
         made = self._hooks.build_draft_input(self._runtime, half.batch, output, self._future_map)
+        if not (half.batch.drafts_follow or made.state):
+            return  # nobody resolves this step
         rows = half.lent_rows.pop() if half.lent_rows else half.req_indices
         self._hooks.publish_and_stash(self._future_map, rows, seq_lens, output, made)
 

@@ -85,6 +85,8 @@ class Speculator(DraftModelSpeculator):
         self._views: dict[str, VllmRequest] = {}
         self._fresh: dict[str, int] = {}
         self._blocks: list[tuple[str, Sequence[Sequence[int]]]] = []
+        most = max(self.max_num_reqs, self.num_speculative_steps + 1)
+        self._numbers = torch.arange(most, device=device)
         self._failed = np.zeros(self.max_num_reqs + 1, dtype=bool)
 
     @property
@@ -305,14 +307,18 @@ class Speculator(DraftModelSpeculator):
         columns = int(step.widths[chosen].max())
         counts, bonus = self._of(step.sampled, chosen), self._of(step.last_sampled, chosen)
         first_rows = self._of(step.pass_rows, chosen)
-        column = torch.arange(columns, device=self.device)
-        lens = counts.unsqueeze(1)
-        used = torch.where(column < lens, column, 0)
-        rows = (first_rows.unsqueeze(1) + used).view(-1)
-        # What follows an accepted node is the node after it, and after the last one what was
-        # sampled.
-        following = step.tokens[(rows + 1).clamp_(max=len(step.tokens) - 1)].view(-1, columns)
-        next_tokens = torch.where(used == lens - 1, bonus.unsqueeze(1), following)
+        if columns == 1:  # nothing was drafted
+            rows, next_tokens, last_rows = first_rows, bonus, self._numbers[: len(chosen)]
+        else:
+            column = self._numbers[:columns]
+            lens = counts.unsqueeze(1)
+            used = torch.where(column < lens, column, 0)
+            rows = (first_rows.unsqueeze(1) + used).view(-1)
+            # What follows an accepted node is the node after it, and after the last one what was
+            # sampled.
+            following = step.tokens[(rows + 1).clamp_(max=len(step.tokens) - 1)].view(-1, columns)
+            next_tokens = torch.where(used == lens - 1, bonus.unsqueeze(1), following).view(-1)
+            last_rows = self._numbers[: len(chosen)] * columns + counts - 1
         half = self._half(step, chosen)
         half.seq_lens = step.positions[first_rows].to(torch.int64)
         half.batch = Batch(
@@ -325,11 +331,10 @@ class Speculator(DraftModelSpeculator):
             drafts_follow=drafts_follow,
         )
         output = CommittedOutput(
-            next_tokens=next_tokens.view(-1),
+            next_tokens=next_tokens,
             own_tokens=step.tokens[rows].to(torch.int64),
             per_node=self._per_node(step, rows),
-            last_rows=torch.arange(-1, (len(chosen) - 1) * columns, columns, device=self.device)
-            + counts,
+            last_rows=last_rows,
             accept_lens=counts,
             bonus_tokens=bonus,
         )
