@@ -16,6 +16,8 @@ from specplug import UsageError
 from specplug_sglang.host import UntestedVersion
 from specplug_sglang.versions import OTHER_FIELDS, OTHER_FUNCTIONS, installed
 
+_BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.batch_invariant_ops"
+
 FUNCTIONS: Mapping[str, str] = {
     # the way in
     "sglang.srt.speculative.spec_info:SpeculativeAlgorithm.register": (
@@ -78,6 +80,9 @@ FUNCTIONS: Mapping[str, str] = {
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner:"
     "DecodeCudaGraphRunner.get_spec_info": "self, num_tokens",
     "sglang.srt.model_executor.cuda_graph_config:check_cuda_graph_backend": "phase, backend",
+    # products of draft models
+    f"{_BATCH_INVARIANT}:addmm_batch_invariant": "bias, a, b",
+    f"{_BATCH_INVARIANT}:matmul_persistent": "a, b, bias, out_dtype",
     # the sampler
     "sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits": (
         "self, logits_output, sampling_info, observer"

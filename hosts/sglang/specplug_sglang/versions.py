@@ -31,6 +31,7 @@ OTHER_FUNCTIONS: Mapping[str, Mapping[str, str | None]] = {
         "sglang.srt.model_executor.runner.base_runner:create_dummy_verify_input": (
             "spec_algorithm, server_args, custom_mask, num_tokens_per_req, is_draft_worker"
         ),
+        "sglang.srt.batch_invariant_ops.batch_invariant_ops:matmul_persistent": "a, b, bias",
         "sglang.srt.mem_cache.kv_cache_builder:get_draft_kv_pool": (
             "draft_worker, spec_algorithm, server_args"
         ),

@@ -18,6 +18,7 @@ from specplug.speculative.batch import ForwardMode
 from specplug.speculative.hook_order import HookOrder
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import LentPlan
+from specplug_sglang.batch_invariance import teach_addmm
 from specplug_sglang.host import MASKED
 from specplug_sglang.relay import RelayedRoots
 from specplug_sglang.request_views import Requests
@@ -91,6 +92,7 @@ class SpecplugWorker(BaseSpecWorker):
         self.captures = bool(self._runtime.captures)
         teach_torch_native()
         teach_graphs()
+        teach_addmm()
         spare_draft_pool()
         algorithm.worker = self
 
