@@ -11,27 +11,20 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-import attrs
 import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from specplug import (
-    AttentionPlan,
-    Batch,
-    CommittedOutput,
     PluginError,
     RequestReport,
-    VerifyOutput,
 )
 from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, load_cpu_kernels
 from specplug.registry import build_plugin_manager
-from specplug.speculative.batch import ForwardMode
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.hook_order import Half, HookOrder
 from specplug_vllm import v2_names, vllm_names
 from specplug_vllm.draft_cache import PREFIX
 from specplug_vllm.exact_sampler import ExactSampler
@@ -40,14 +33,8 @@ from specplug_vllm.request_view import VllmRequest
 from specplug_vllm.run_settings import RunSettings
 from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.seeded_noise import SamplingRows
+from specplug_vllm.step_hooks import StepHooks
 from specplug_vllm.v2_step import Step, new_blocks, new_requests
-
-
-@attrs.define(eq=False, kw_only=True)
-class V2Half(Half):
-    """A ``Half``, with the plan of a prefill's rows."""
-
-    plan: AttentionPlan | None = None
 
 
 class Speculator(DraftModelSpeculator):
@@ -85,8 +72,6 @@ class Speculator(DraftModelSpeculator):
         self._views: dict[str, VllmRequest] = {}
         self._fresh: dict[str, int] = {}
         self._blocks: list[tuple[str, Sequence[Sequence[int]]]] = []
-        most = max(self.max_num_reqs, self.num_speculative_steps + 1)
-        self._numbers = torch.arange(most, device=device)
         self._failed = np.zeros(self.max_num_reqs + 1, dtype=bool)
 
     @property
@@ -125,8 +110,8 @@ class Speculator(DraftModelSpeculator):
         with cpu_kernels_of_draft(kernels):
             runtime.worker = self._hooks.create_worker(runtime)
         runtime.seal()
-        future_map = self._hooks.create_future_map(runtime)
-        self._order = HookOrder(runtime, self._hooks, future_map, self)
+        columns = self.num_speculative_steps + 1
+        self._step_hooks = StepHooks(runtime, self._hooks, self._views, columns)
         self.captured_layers = runtime.captured_layers
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any) -> None:
@@ -215,23 +200,23 @@ class Speculator(DraftModelSpeculator):
 
     def _next_drafts(self, step: Step) -> Tensor:
         wanted = self.num_speculative_steps if step.is_warm_up else self._num_wanted
-        first = self._begin(step)
-        ends = np.minimum(step.starts + step.widths, step.prefill_lens)
+        hooks, first = self._step_hooks, self._begin(step)
         works = ~self._failed[step.rows]
         prefill = np.nonzero(works & step.prefills)[0]
         decode = np.nonzero(works & ~step.prefills)[0]
         if len(prefill):
-            self._guard(step, prefill, partial(self._prefill, step, prefill, ends, first))
+            self._guard(step, prefill, partial(hooks.prefill, step, prefill, first))
         if len(decode):
             self.decode_steps += len(decode)
-            self._guard(step, decode, partial(self._decode, step, decode, wanted > 0))
-        ready = ~step.prefills | (ends == step.prefill_lens)
+            feed = partial(hooks.decode, step, decode, drafts_follow=wanted > 0)
+            self._guard(step, decode, feed)
+        ready = ~step.prefills | (step.ends == step.prefill_lens)
         chosen = np.nonzero(ready & ~self._failed[step.rows])[0]
         drafts = torch.zeros(
             len(step.ids), self.num_speculative_steps, dtype=torch.int64, device=self.device
         )
         if len(chosen) and wanted:
-            self._guard(step, chosen, partial(self._draft, step, chosen, wanted, drafts))
+            self._guard(step, chosen, partial(hooks.draft, step, chosen, wanted, drafts))
         return drafts
 
     def _begin(self, step: Step) -> np.ndarray:
@@ -274,122 +259,6 @@ class Speculator(DraftModelSpeculator):
         except PluginError as error:
             self._failed[step.rows[chosen]] = True
             self._failures.tell(error)
-
-    def _prefill(self, step: Step, chosen: np.ndarray, ends: np.ndarray, first: np.ndarray) -> None:
-        """Feed the algorithm the chunks of requests whose prompt is computed."""
-        starts, ends = step.starts[chosen], ends[chosen]
-        widths = ends - starts
-        rows = self._upload(_ranges(step.first_rows[chosen], widths))
-        half = self._half(step, chosen)
-        half.seq_lens = self._upload(starts)
-        half.tokens = step.tokens[rows].to(torch.int64)
-        half.batch = Batch(
-            mode=ForwardMode.PREFILL,
-            requests=self._views_of(step, chosen),
-            req_indices=half.req_indices.clone(),
-            seq_lens=half.seq_lens.clone(),
-            chunk_widths=tuple(widths.tolist()),
-            chunk_ends=tuple(ends.tolist()),
-            first_chunk=tuple(first[chosen].tolist()),
-            last_chunk=tuple((ends == step.prefill_lens[chosen]).tolist()),
-            is_warm_up=step.is_warm_up,
-        )
-        if self._runtime.has_draft_cache:
-            plan = self._runtime.plan_attention(half.batch, half.seq_lens, half.batch.chunk_widths)
-            half.plan = plan
-        after = self._of(step.last_sampled, chosen)
-        last_rows = self._upload(widths.cumsum() - 1)
-        self._order.finish_prefill(half, last_rows, after, self._per_node(step, rows))
-
-    def _decode(self, step: Step, chosen: np.ndarray, drafts_follow: bool) -> None:
-        """Feed the algorithm what was accepted of its drafts: of C columns each request uses as
-        many as it got tokens, and repeats its root in the others."""
-        columns = int(step.widths[chosen].max())
-        counts, bonus = self._of(step.sampled, chosen), self._of(step.last_sampled, chosen)
-        first_rows = self._of(step.pass_rows, chosen)
-        if columns == 1:  # nothing was drafted
-            rows, next_tokens, last_rows = first_rows, bonus, self._numbers[: len(chosen)]
-        else:
-            column = self._numbers[:columns]
-            lens = counts.unsqueeze(1)
-            used = torch.where(column < lens, column, 0)
-            rows = (first_rows.unsqueeze(1) + used).view(-1)
-            # What follows an accepted node is the node after it, and after the last one what was
-            # sampled.
-            following = step.tokens[(rows + 1).clamp_(max=len(step.tokens) - 1)].view(-1, columns)
-            next_tokens = torch.where(used == lens - 1, bonus.unsqueeze(1), following).view(-1)
-            last_rows = self._numbers[: len(chosen)] * columns + counts - 1
-        half = self._half(step, chosen)
-        half.seq_lens = step.positions[first_rows].to(torch.int64)
-        half.batch = Batch(
-            mode=ForwardMode.DECODE,
-            requests=self._views_of(step, chosen),
-            req_indices=half.req_indices.clone(),
-            seq_lens=half.seq_lens.clone(),
-            greedy=step.greedy,
-            is_warm_up=step.is_warm_up,
-            drafts_follow=drafts_follow,
-        )
-        output = CommittedOutput(
-            next_tokens=next_tokens,
-            own_tokens=step.tokens[rows].to(torch.int64),
-            per_node=self._per_node(step, rows),
-            last_rows=last_rows,
-            accept_lens=counts,
-            bonus_tokens=bonus,
-        )
-        self._order.extend(half, half.seq_lens + counts, output)
-
-    def _draft(self, step: Step, chosen: np.ndarray, wanted: int, drafts: Tensor) -> None:
-        """Draft so many tokens for the requests that decode next; put them into ``drafts``."""
-        most = (min(self._config.num_draft_tokens, wanted + 1),) * len(chosen)
-        half = self._half(step, chosen)
-        views = self._views_of(step, chosen)
-        draft = self._order.begin_decode(half, views, most, greedy=step.greedy)
-        if not draft.is_chain:
-            raise PluginError(
-                f"{self._config.algorithm}: propose() returned a tree with topk=1; expected a "
-                "chain, as vLLM verifies nothing else; fix the plugin"
-            )
-        tokens = draft.tokens[:, 1:]
-        if len(chosen) == len(drafts):
-            drafts[:, : tokens.shape[1]] = tokens
-        else:
-            drafts[self._upload(chosen), : tokens.shape[1]] = tokens
-
-    def _half(self, step: Step, chosen: np.ndarray) -> V2Half:
-        return V2Half(req_indices=self._of(step.req_indices, chosen), is_warm_up=step.is_warm_up)
-
-    def _views_of(self, step: Step, chosen: np.ndarray) -> list[VllmRequest]:
-        return [self._views[step.ids[index]] for index in chosen.tolist()]
-
-    def _of(self, values: Tensor, chosen: np.ndarray) -> Tensor:
-        """Return those of some requests, [n, …] -> [m, …]."""
-        return values if len(chosen) == len(values) else values[self._upload(chosen)]
-
-    def _upload(self, values: np.ndarray) -> Tensor:
-        """Start copying integers to the device: int64."""
-        made = torch.from_numpy(values.astype(np.int64, copy=False))
-        return made.to(self.device, non_blocking=True)
-
-    def _per_node(self, step: Step, rows: Tensor) -> dict[str, Tensor]:
-        return self._runtime.per_node(rows, step.hidden_states, step.layer_inputs)
-
-    # The callbacks of the order of hooks
-
-    def keep_accepted(self, half: V2Half, verified: VerifyOutput) -> None:
-        """Not called: vLLM verifies by itself."""
-
-    def deliver(self, half: V2Half, output: CommittedOutput) -> None:
-        """Give the plan; vLLM hands out the tokens."""
-        half.batch.attention = half.plan
-
-
-def _ranges(starts: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """Return ``starts[i]``, ``starts[i] + 1``, …: ``widths[i]`` numbers for each i."""
-    before = widths.cumsum() - widths
-    numbers: np.ndarray = np.arange(widths.sum()) + np.repeat(starts - before, widths)
-    return numbers
 
 
 def _split(blocks: Sequence[int], parts: int) -> Sequence[int]:

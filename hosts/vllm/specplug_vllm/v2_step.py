@@ -101,6 +101,12 @@ class Step:
     hidden_states: Tensor
     layer_inputs: Mapping[int, Tensor]
 
+    @property
+    def ends(self) -> np.ndarray:
+        """[n] int, tokens with KV after the step, of those whose prompt was not computed."""
+        ended: np.ndarray = np.minimum(self.starts + self.widths, self.prefill_lens)
+        return ended
+
     @classmethod
     def of(
         cls,

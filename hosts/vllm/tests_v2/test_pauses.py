@@ -8,7 +8,7 @@ import pytest
 from hosted_engines import FORMS, Engines
 
 from specplug_vllm.payoff import DraftWidths, Payoff
-from specplug_vllm.speculator import Speculator
+from specplug_vllm.step_hooks import StepHooks
 
 FASTER = {"draft_when": "faster"}
 
@@ -65,7 +65,7 @@ def test_tokens_are_plain_with_pauses(
 def drafts_of(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
     """Return what gets each draft from now on, by the request's prompt and its committed tokens."""
     found: dict[tuple[int, ...], list[int]] = {}
-    draft = Speculator._draft
+    draft = StepHooks.draft
 
     def noted(self: Any, step: Any, chosen: Any, wanted: int, drafts: Any) -> None:
         draft(self, step, chosen, wanted, drafts)
@@ -74,7 +74,7 @@ def drafts_of(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int
             prompt = self._views[step.ids[index]].prompt_token_ids
             found[*prompt, int(lengths[index])] = drafts[index].tolist()
 
-    monkeypatch.setattr(Speculator, "_draft", noted)
+    monkeypatch.setattr(StepHooks, "draft", noted)
     return found
 
 

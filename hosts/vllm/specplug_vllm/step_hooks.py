@@ -1,0 +1,177 @@
+"""The hooks of a step of vLLM's model runner of version 2, for some of its requests.
+
+Nothing is read on the CPU but what vLLM has scheduled. ``chosen`` [m] int are indices of requests
+of the step, in ascending order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from specplug import AttentionPlan, Batch, CommittedOutput, PluginError, VerifyOutput
+from specplug.speculative.batch import ForwardMode
+from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.hook_order import Half, HookOrder
+from specplug_vllm.request_view import VllmRequest
+from specplug_vllm.runtime import VllmRuntime
+from specplug_vllm.v2_step import Step
+
+
+@attrs.define(eq=False, kw_only=True)
+class V2Half(Half):
+    """A ``Half``, with the plan of a prefill's rows."""
+
+    plan: AttentionPlan | None = None
+
+
+class StepHooks:
+    """Calls them in their order, and is the ``Host`` of that order.
+
+    Args:
+        runtime: with the algorithm's worker.
+        hooks: of the run.
+        views: of the running requests by id, which others keep.
+        num_columns: the most nodes of a request.
+    """
+
+    def __init__(
+        self,
+        runtime: VllmRuntime,
+        hooks: HookCalls,
+        views: Mapping[str, VllmRequest],
+        num_columns: int,
+    ) -> None:
+        self._runtime, self._views = runtime, views
+        self._order = HookOrder(runtime, hooks, hooks.create_future_map(runtime), self)
+        most = max(runtime.max_running_requests, num_columns)
+        self._numbers = torch.arange(most, device=runtime.device)
+
+    def prefill(self, step: Step, chosen: np.ndarray, first: np.ndarray) -> None:
+        """Feed the algorithm the chunks of requests whose prompt is computed.
+
+        Args:
+            first: [n] bool, whose first chunk it is.
+        """
+        starts, ends = step.starts[chosen], step.ends[chosen]
+        widths = ends - starts
+        rows = self._upload(_ranges(step.first_rows[chosen], widths))
+        half = self._half(step, chosen)
+        half.seq_lens = self._upload(starts)
+        half.tokens = step.tokens[rows].to(torch.int64)
+        half.batch = Batch(
+            mode=ForwardMode.PREFILL,
+            requests=self._views_of(step, chosen),
+            req_indices=half.req_indices.clone(),
+            seq_lens=half.seq_lens.clone(),
+            chunk_widths=tuple(widths.tolist()),
+            chunk_ends=tuple(ends.tolist()),
+            first_chunk=tuple(first[chosen].tolist()),
+            last_chunk=tuple((ends == step.prefill_lens[chosen]).tolist()),
+            is_warm_up=step.is_warm_up,
+        )
+        if self._runtime.has_draft_cache:
+            plan = self._runtime.plan_attention(half.batch, half.seq_lens, half.batch.chunk_widths)
+            half.plan = plan
+        after = self._of(step.last_sampled, chosen)
+        last_rows = self._upload(widths.cumsum() - 1)
+        self._order.finish_prefill(half, last_rows, after, self._per_node(step, rows))
+
+    def decode(self, step: Step, chosen: np.ndarray, *, drafts_follow: bool) -> None:
+        """Feed the algorithm what was accepted of its drafts: of C columns each request uses as
+        many as it got tokens, and repeats its root in the others."""
+        columns = int(step.widths[chosen].max())
+        counts, bonus = self._of(step.sampled, chosen), self._of(step.last_sampled, chosen)
+        first_rows = self._of(step.pass_rows, chosen)
+        if columns == 1:  # nothing was drafted
+            rows, next_tokens, last_rows = first_rows, bonus, self._numbers[: len(chosen)]
+        else:
+            column = self._numbers[:columns]
+            lens = counts.unsqueeze(1)
+            used = torch.where(column < lens, column, 0)
+            rows = (first_rows.unsqueeze(1) + used).view(-1)
+            # What follows an accepted node is the node after it, and after the last one what was
+            # sampled.
+            following = step.tokens[(rows + 1).clamp_(max=len(step.tokens) - 1)].view(-1, columns)
+            next_tokens = torch.where(used == lens - 1, bonus.unsqueeze(1), following).view(-1)
+            last_rows = self._numbers[: len(chosen)] * columns + counts - 1
+        half = self._half(step, chosen)
+        half.seq_lens = step.positions[first_rows].to(torch.int64)
+        half.batch = Batch(
+            mode=ForwardMode.DECODE,
+            requests=self._views_of(step, chosen),
+            req_indices=half.req_indices.clone(),
+            seq_lens=half.seq_lens.clone(),
+            greedy=step.greedy,
+            is_warm_up=step.is_warm_up,
+            drafts_follow=drafts_follow,
+        )
+        output = CommittedOutput(
+            next_tokens=next_tokens,
+            own_tokens=step.tokens[rows].to(torch.int64),
+            per_node=self._per_node(step, rows),
+            last_rows=last_rows,
+            accept_lens=counts,
+            bonus_tokens=bonus,
+        )
+        self._order.extend(half, half.seq_lens + counts, output)
+
+    def draft(self, step: Step, chosen: np.ndarray, wanted: int, drafts: Tensor) -> None:
+        """Draft so many tokens for the requests that decode next; put them into ``drafts``
+        [n, num_speculative_tokens] int64.
+
+        Raises:
+            PluginError: it is a tree.
+        """
+        most = (min(self._runtime.config.num_draft_tokens, wanted + 1),) * len(chosen)
+        half = self._half(step, chosen)
+        views = self._views_of(step, chosen)
+        draft = self._order.begin_decode(half, views, most, greedy=step.greedy)
+        if not draft.is_chain:
+            raise PluginError(
+                f"{self._runtime.config.algorithm}: propose() returned a tree with topk=1; "
+                "expected a chain, as vLLM verifies nothing else; fix the plugin"
+            )
+        tokens = draft.tokens[:, 1:]
+        if len(chosen) == len(drafts):
+            drafts[:, : tokens.shape[1]] = tokens
+        else:
+            drafts[self._upload(chosen), : tokens.shape[1]] = tokens
+
+    def _half(self, step: Step, chosen: np.ndarray) -> V2Half:
+        return V2Half(req_indices=self._of(step.req_indices, chosen), is_warm_up=step.is_warm_up)
+
+    def _views_of(self, step: Step, chosen: np.ndarray) -> list[VllmRequest]:
+        return [self._views[step.ids[index]] for index in chosen.tolist()]
+
+    def _of(self, values: Tensor, chosen: np.ndarray) -> Tensor:
+        """Return those of some requests, [n, …] -> [m, …]."""
+        return values if len(chosen) == len(values) else values[self._upload(chosen)]
+
+    def _upload(self, values: np.ndarray) -> Tensor:
+        """Start copying integers to the device: int64."""
+        made = torch.from_numpy(values.astype(np.int64, copy=False))
+        return made.to(self._runtime.device, non_blocking=True)
+
+    def _per_node(self, step: Step, rows: Tensor) -> dict[str, Tensor]:
+        return self._runtime.per_node(rows, step.hidden_states, step.layer_inputs)
+
+    # The callbacks of the order of hooks
+
+    def keep_accepted(self, half: V2Half, verified: VerifyOutput) -> None:
+        """Not called: vLLM verifies by itself."""
+
+    def deliver(self, half: V2Half, output: CommittedOutput) -> None:
+        """Give the plan; vLLM hands out the tokens."""
+        half.batch.attention = half.plan
+
+
+def _ranges(starts: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Return ``starts[i]``, ``starts[i] + 1``, …: ``widths[i]`` numbers for each i."""
+    before = widths.cumsum() - widths
+    numbers: np.ndarray = np.arange(widths.sum()) + np.repeat(starts - before, widths)
+    return numbers
