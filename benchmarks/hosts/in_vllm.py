@@ -61,11 +61,14 @@ def on_gpu(settings: dict[str, Any]) -> dict[str, Any]:
     widths = {width, 1} if ours else {width}
     sizes = sorted({each * requests for each in widths for requests in (1, 2, 4, 8, 12, 16)})
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": sizes}
-    if not settings["compile"]:
+    if settings["eager"]:
+        graphs = {}
+    elif not settings["compile"]:
         graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return {
         "dtype": "bfloat16",
         "compilation_config": graphs,
+        "enforce_eager": settings["eager"],
         "gpu_memory_utilization": 0.12,
         "attention_backend": settings["attention"],
         "kv_cache_memory_bytes": 1 << 30,
@@ -205,6 +208,7 @@ def start(arguments: argparse.Namespace) -> dict[str, Engine]:
         "model": str(ASSETS / "tiny_code"),
         "compile": arguments.compile,
         "gpu": arguments.gpu,
+        "eager": arguments.eager,
         "attention": arguments.attention_backend,
     }
     asked: dict[str, dict[str, Any] | None] = {} if arguments.no_plain else {"plain": None}
@@ -286,6 +290,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="as vLLM comes")
     parser.add_argument("--gpu", action="store_true", help="on a GPU, in bf16")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--attention-backend", help="of vLLM's, on a GPU")
     parser.add_argument("--no-plain", action="store_true", help="without plain decoding")
     parser.add_argument("--profile", help="a folder for profiles of Python's; the times are wrong")
