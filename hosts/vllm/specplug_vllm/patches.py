@@ -135,20 +135,21 @@ def _post_init(original: Callable[..., None], config: Any, *args: Any) -> None:
     # Where it is False already, vLLM does not warn that it turns it off.
     scheduler.async_scheduling = False if overlaps or wanted is False else None
     original(config, *args)
-    if pauses(config):
-        _schedule_pauses(config)
     if overlaps and runs_on_v2(config):
         scheduler.async_scheduling = True
         vllm_names.log_info("Asynchronous scheduling is enabled: specplug_vllm has it.")
         config.model_config.disable_cascade_attn = True  # as vLLM does with its own methods
+    if pauses(config):
+        _schedule_pauses(config)
 
 
 def _schedule_pauses(config: Any) -> None:
-    """Have vLLM expect steps without drafts: its graphs are of the widths that it is told. Batches
-    of the last entry's size there are none."""
+    """Have vLLM expect steps without drafts: its graphs are of the widths that it is told, and no
+    wider than its steps. Batches of the last entry's size there are none."""
     speculative, most = config.speculative_config, config.scheduler_config.max_num_seqs
-    told = speculative.num_speculative_tokens_per_batch_size
-    schedule = told or [(1, most, speculative.num_speculative_tokens)]
+    widest = speculative.num_speculative_tokens
+    told = speculative.num_speculative_tokens_per_batch_size or [(1, most, widest)]
+    schedule = [(first, last, min(width, widest)) for first, last, width in told]
     end = max(most, *(last for _, last, _ in schedule)) + 1
     if all(width for *_, width in schedule):
         schedule = [*schedule, (end, end, 0)]

@@ -103,8 +103,7 @@ def runs_on_v2(vllm_config: Any) -> bool:
 
 def pauses(vllm_config: Any) -> bool:
     """Return whether a run of ours stops drafting while that is slower: what each step drafts is
-    then vLLM's scheduler's to say. Ranks that wait for one another all draft, or none, so several
-    data-parallel ones always do."""
+    then vLLM's scheduler's to say."""
     if algorithm_of(vllm_config) is None:
         return False
     wanted = Settings.of(vllm_config.additional_config).draft_when
@@ -115,6 +114,10 @@ def _always_drafts(vllm_config: Any) -> str:
     """Return why a run cannot stop drafting; nothing if it can."""
     if not runs_on_v2(vllm_config):
         return "model runner V1"
+    if not vllm_config.scheduler_config.async_scheduling:
+        # vLLM's scheduler then takes as many tokens as the runner can draft, whatever was wanted.
+        return "vLLM without async_scheduling"
+    # Ranks that wait for one another all draft, or none.
     size = vllm_config.parallel_config.data_parallel_size
     return f"data_parallel_size={size}" if size > 1 else ""
 

@@ -8,6 +8,8 @@ import pytest
 import vllm.logger
 from hosted_engines import Engines, Hosted
 
+import specplug
+
 
 def is_on(hosted: Hosted) -> bool:
     config = hosted.llm.llm_engine.vllm_config
@@ -34,3 +36,12 @@ def test_async_scheduling_that_is_turned_off_stays_off(
     assert hosted.generate(prompts, max_tokens=32) == plain
     assert hosted.drafter.undrafted == 0
     assert hosted.drafter.decode_steps < 0.6 * 31 * len(prompts)
+
+
+def test_drafts_in_every_step_without_it(engines: Engines) -> None:
+    # There vLLM verifies as many tokens as ever, so a pause would never be seen to have come.
+    hosted = engines("EAGLE3", settings={"draft_when": None}, async_scheduling=False)
+    assert hosted.core.scheduler.dynamic_sd_lookup is None
+    told = "specplug.draft_when='faster': vLLM without async_scheduling drafts in every step"
+    with pytest.raises(specplug.UsageError, match=told):
+        engines("EAGLE3", settings={"draft_when": "faster"}, async_scheduling=False)

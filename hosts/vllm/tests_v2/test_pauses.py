@@ -90,3 +90,10 @@ def test_own_schedule_of_a_user_stays(
     widths = hosted.core.scheduler.dynamic_sd_lookup
     assert [widths[n] for n in (1, 2, 3, 4)] == [5, 5, 2, 2]
     assert hosted.generate(prompts, max_tokens=32) == plain
+
+
+def test_own_schedule_that_is_too_wide_is_cut(engines: Engines) -> None:
+    hosted = engines("NGRAM", 3, FASTER, schedule=[[1, 2, 5], [3, 4, 2]])
+    told = hosted.llm.llm_engine.vllm_config.speculative_config
+    # Graphs are recorded of the widths that stand there.
+    assert told.num_speculative_tokens_per_batch_size == [(1, 2, 3), (3, 4, 2), (5, 5, 0)]
