@@ -111,6 +111,11 @@ class HookOrder(Generic[H]):
         self._host = host
         # The core's own: lengths and bonus tokens alone, out of every plugin's reach.
         self._committed = FutureMap(runtime.req_table_size, runtime.device)
+        # A subclass may count the steps, or copy their tokens: it hears of each one.
+        self._hears_all = any(
+            name in vars(future_map) or getattr(type(future_map), name) is not usual
+            for name, usual in (("publish", FutureMap.publish), ("stash", FutureMap.stash))
+        )
 
     def begin_decode(
         self,
@@ -238,7 +243,7 @@ class HookOrder(Generic[H]):
         if not self._runtime.host.foreseeable_noise:
             half.batch.greedy = True
         made = self._hooks.build_draft_input(self._runtime, half.batch, output, self._future_map)
-        if not (half.batch.drafts_follow or made.state):
+        if not (half.batch.drafts_follow or made.state or self._hears_all):
             return  # nobody resolves this step
         rows = half.lent_rows.pop() if half.lent_rows else half.req_indices
         self._hooks.publish_and_stash(self._future_map, rows, seq_lens, output, made)

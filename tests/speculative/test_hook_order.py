@@ -132,8 +132,9 @@ class Everything:
     ) -> DraftInput:
         self._note("build_draft_input", runtime, batch, target_output, future_map)
         assert torch.equal(following(target_output.own_tokens), target_output.per_node["after"])
-        seen = batch.seq_lens + target_output.accept_lens
-        return DraftInput(bonus_tokens=target_output.bonus_tokens, state={"seen": seen})
+        seen = {"seen": batch.seq_lens + target_output.accept_lens}
+        state = seen if batch.drafts_follow else {}
+        return DraftInput(bonus_tokens=target_output.bonus_tokens, state=state)
 
     @hookimpl
     def build_disagg_draft_input(
@@ -365,6 +366,15 @@ def test_host_that_verifies_calls_no_verify_hook(host: ToyHost) -> None:
     host.events.clear()
     host.decode_verifying_itself([2, 5])
     assert host.events == ["resolve", "propose", *FEED]
+
+
+def test_plugins_map_hears_of_steps_that_no_draft_follows(host: ToyHost) -> None:
+    host.prefill(PROMPTS)
+    half, draft = host.begin([2, 5], 4)
+    half.batch.drafts_follow = False
+    host.events.clear()
+    host.extend(half, draft)
+    assert host.events == FEED
 
 
 def test_propose_may_follow_the_draft_extend_at_once(host: ToyHost) -> None:
