@@ -78,6 +78,19 @@ def drafts_of(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int
     return found
 
 
+def test_step_that_a_request_begins_with_is_not_measured(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted = engines("EAGLE3", FORMS["EAGLE3"], FASTER)
+    steps: list[Any] = []
+    widths = hosted.core.scheduler.dynamic_sd_lookup
+    monkeypatch.setattr(widths, "note", lambda step, now: steps.append(step))
+    # A prompt of one token is computed as fast as a step without drafts; before it nothing ran.
+    hosted.generate([{"prompt_token_ids": [5]}], max_tokens=8, ignore_eos=True)
+    assert steps[0] is None
+    assert steps[1].num_requests == 1
+
+
 def test_always_is_vllms_own_way(engines: Engines) -> None:
     hosted = engines("EAGLE3", FORMS["EAGLE3"], {"draft_when": "always"})
     assert hosted.core.scheduler.dynamic_sd_lookup is None
