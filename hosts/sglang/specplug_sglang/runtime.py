@@ -15,14 +15,13 @@ from specplug.speculative.output_kind import PerTokenOutput
 from specplug.speculative.paged_plan import LentPlan, PagedKVCache
 from specplug.speculative.runtime import RankInfo
 from specplug_sglang.captures import Captures
-from specplug_sglang.sampling import seeded_noise
+from specplug_sglang.sampling import SamplingRows
 from specplug_sglang.settings import given_by
 from specplug_sglang.sglang_names import part_of, records_graphs
 from specplug_sglang.step_table import StepTable
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.server_args import ServerArgs
 
     from specplug.kernels.paged_attention_kernels import PagedAttention
@@ -38,14 +37,14 @@ class SglangRuntime:
 
     Attributes:
         table: where the requests of the running step have their slots.
-        sampling: what they want of the sampler. Set by the worker.
+        sampling: what they want of the sampler.
     """
 
     worker: Any = None
     rank = RankInfo()
     req_table_size: int
     table: StepTable
-    sampling: SamplingBatchInfo
+    sampling: SamplingRows
 
     def __init__(self, runner: ModelRunner, server_args: ServerArgs, config: SpecConfig) -> None:
         target = runner.model_config
@@ -110,9 +109,10 @@ class SglangRuntime:
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> LentPlan:
-        return LentPlan(
-            self.table.plan(starts, width, offset=offset, positions=positions, mask=mask)
+        plan = self.table.plan(
+            batch.req_indices, starts, width, offset=offset, positions=positions, mask=mask
         )
+        return LentPlan(plan)
 
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         self._check_open("record_draft")
@@ -123,14 +123,10 @@ class SglangRuntime:
         return self._recorders[-1]
 
     def temperatures(self, batch: Batch) -> Tensor:
-        temperatures: Tensor = self.sampling.temperatures.view(batch.size, 1)
-        return temperatures
+        return self.sampling.temperatures(batch.req_indices)
 
     def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
-        bs, width = positions.shape
-        seeds = self.sampling.sampling_seed.repeat_interleave(width, output_size=bs * width)
-        noise = seeded_noise(seeds, positions.reshape(-1), token_ids)
-        return noise.view(bs, width, -1).to(torch.float32)
+        return self.sampling.noise(batch.req_indices, positions, token_ids)
 
     def _check_open(self, method: str) -> None:
         if self._sealed:
@@ -154,6 +150,7 @@ class SglangRuntime:
         """
         self.req_table_size = len(req_to_token)
         self.table = StepTable(req_to_token, self.context_len, self._attention)
+        self.sampling = SamplingRows(self.req_table_size, self.device)
         for pools, (layers, heads, head_dim) in self._draft_pools:
             for tensors in (pools.keys, pools.values):
                 tensors += [

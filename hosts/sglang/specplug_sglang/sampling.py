@@ -85,6 +85,44 @@ def has_foreseen_noise(info: SamplingBatchInfo) -> bool:
     return info.sampling_seed is not None and not filtered
 
 
+class SamplingRows:
+    """What requests want of the sampler, by row of the request table: recorded passes read it, so
+    it is the same memory in every step. Row 0 is nobody's.
+
+    Args:
+        rows: of the request table.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._temperatures = torch.ones(rows, 1, device=device)
+        self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def set(self, req_indices: Tensor, info: SamplingBatchInfo) -> None:
+        """Note what the requests of a step want, if drafts can foresee their noise.
+
+        Args:
+            req_indices: [bs] int64, their rows.
+        """
+        if has_foreseen_noise(info):
+            self._temperatures.index_copy_(0, req_indices, info.temperatures.view(-1, 1))
+            self._seeds.index_copy_(0, req_indices, info.sampling_seed.to(torch.int64))
+
+    def temperatures(self, req_indices: Tensor) -> Tensor:
+        """[bs] -> [bs, 1]"""
+        return self._temperatures[req_indices]
+
+    def noise(self, req_indices: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+        """Return what the sampler adds to the tokens [V]: [bs, w, V] float32.
+
+        Args:
+            positions: [bs, w] int64 of the tokens that are chosen.
+        """
+        bs, width = positions.shape
+        seeds = self._seeds[req_indices].repeat_interleave(width, output_size=bs * width)
+        noise = seeded_noise(seeds, positions.reshape(-1), token_ids)
+        return noise.view(bs, width, -1).to(torch.float32)
+
+
 def seeded_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """Return the noise that SGLang adds to the log-probabilities of the tokens: what its
     ``multinomial_with_seed`` computes.

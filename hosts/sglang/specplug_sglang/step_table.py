@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class StepTable:
-    """The slots of a step's requests, in the order of the batch. Row 0 is nobody's.
+    """The slots of a step's requests, by SGLang's row. Row 0 is nobody's: recorded passes pad their
+    batches with it, and SGLang's pool hands out the rows from 1 on.
 
     They are copied when the step begins: SGLang may give the row of a request that has ended to
     another one while the step runs. It is the same memory in every step, since recorded passes
@@ -31,8 +32,8 @@ class StepTable:
         kernels: attend on a GPU; None: torch does.
 
     Attributes:
-        floors: [rows] int64, by SGLang's row the first position that its request may write: before
-            it stands what was found in the prefix cache.
+        floors: [rows] int64, by row the first position that its request may write: before it stands
+            what was found in the prefix cache.
     """
 
     def __init__(
@@ -41,46 +42,43 @@ class StepTable:
         rows, positions = req_to_token.shape
         self._req_to_token = req_to_token
         self.floors = torch.zeros(rows, dtype=torch.int64, device=req_to_token.device)
-        self._slots = self.floors.new_zeros(rows + 1, positions + 1)  # the last is always nobody's
-        self._floors = self.floors.new_zeros(rows + 1)
+        self._slots = self.floors.new_zeros(rows, positions + 1)  # the last is always nobody's
         self._order = torch.arange(positions, device=req_to_token.device)
-        self._own = torch.arange(1, rows + 1, device=req_to_token.device)
         self._requests = RequestSlots(
             slots=self._slots,
             last_position=context_len - 1,
-            floors=self._floors,
+            floors=self.floors,
             kernels=kernels,
         )
-        self.begin(self._own[:0], ())
+        self.begin(self.floors[:0], ())
 
     def begin(self, req_indices: Tensor, counts: Sequence[int]) -> None:
-        """Copy the slots of the requests in rows ``req_indices`` [bs].
+        """Copy the slots of the requests in rows ``req_indices`` [bs] int64.
 
         Args:
             counts: how many positions of each row are the request's; what stands after them is
                 what another one has left there. None are left of a request that has ended while
                 its next step was planned.
         """
-        bs, self._length = len(counts), max(1, *counts) if counts else 1
-        self._own_rows = self._own[:bs]
-        table = self._slots[1 : bs + 1]
-        table.zero_()
-        if not bs:
+        self._rows, self._length = req_indices, max(1, *counts) if counts else 1
+        if not counts:
             return
+        self._slots.index_fill_(0, req_indices, 0)
         found = self._req_to_token[req_indices, : self._length].to(torch.int64)
         is_own = self._order[: self._length] < upload(counts, found.device).unsqueeze(1)
-        table[:, : self._length] = torch.where(is_own, found, 0)
-        self._floors[1 : bs + 1] = self.floors[req_indices]
+        own = torch.where(is_own, found, 0)
+        self._slots[:, : self._length].index_copy_(0, req_indices, own)
 
     @property
     def written(self) -> Tensor:
         """The slots that the step's requests may write, 0 among them."""
-        slots = self._slots[self._own_rows, : self._length]
-        is_own = self._order[: self._length] >= self._floors[self._own_rows].unsqueeze(1)
+        slots = self._slots[self._rows, : self._length]
+        is_own = self._order[: self._length] >= self.floors[self._rows].unsqueeze(1)
         return torch.where(is_own, slots, 0).flatten()
 
     def plan(
         self,
+        req_indices: Tensor,
         starts: Tensor,
         width: int | Sequence[int],
         *,
@@ -88,14 +86,18 @@ class StepTable:
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> PagedPlan:
-        """Return the plan of a pass over the step's requests; see ``Runtime.plan_attention``."""
+        """Return the plan of a pass over requests of the step; see ``Runtime.plan_attention``.
+
+        Args:
+            req_indices: [bs] int64, their rows. A recorded pass is given more, the rest of them 0.
+        """
         padding = None
         if not isinstance(width, int):
             widths, width = width, max(width)
             padding = Padding.of(widths, width, starts.device)
         return PagedPlan(
             requests=self._requests,
-            req_indices=self._own_rows,
+            req_indices=req_indices,
             starts=starts,
             width=width,
             length=self._length,

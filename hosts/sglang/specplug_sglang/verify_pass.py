@@ -54,9 +54,14 @@ class VerifyInput(SpecInput):
         self.capture_hidden_mode = CaptureHiddenMode.FULL if captures else CaptureHiddenMode.NULL
 
 
-def drafted_nodes(draft: Draft, starts: Tensor, table: StepTable) -> PagedPlan:
-    """Return the plan of the T nodes of drafts, and of no other rows."""
+def drafted_nodes(draft: Draft, req_indices: Tensor, starts: Tensor, table: StepTable) -> PagedPlan:
+    """Return the plan of the T nodes of drafts, and of no other rows.
+
+    Args:
+        req_indices, starts: [bs] int64, rows of the requests and their committed lengths.
+    """
     return table.plan(
+        req_indices,
         starts,
         draft.widths or draft.width,
         positions=None if draft.is_chain else starts.unsqueeze(1) + draft.depths,
@@ -65,12 +70,17 @@ def drafted_nodes(draft: Draft, starts: Tensor, table: StepTable) -> PagedPlan:
 
 
 def equally_many(
-    draft: Draft, starts: Tensor, table: StepTable, width: int, most: Sequence[int]
+    draft: Draft,
+    req_indices: Tensor,
+    starts: Tensor,
+    table: StepTable,
+    width: int,
+    most: Sequence[int],
 ) -> Nodes:
     """Return as many rows of each request: its nodes, then rows that nobody reads.
 
     Args:
-        starts: [bs] int64, committed lengths.
+        req_indices, starts: as for ``drafted_nodes``.
         width: N, rows of each.
         most: at least ``starts`` and N together, as the host knows it.
     """
@@ -83,7 +93,7 @@ def equally_many(
         drafted = upload(rows, starts.device)
     seen = pad(draft.mask, (0, missing, 0, missing)).expand(len(starts), -1, -1)
     return Nodes(
-        plan=table.plan(starts, width, positions=positions),
+        plan=table.plan(req_indices, starts, width, positions=positions),
         tokens=pad(draft.tokens, (0, missing)).flatten(),
         width=width,
         drafted=drafted,

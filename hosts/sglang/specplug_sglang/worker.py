@@ -169,7 +169,7 @@ class SpecplugWorker(BaseSpecWorker):
             last_chunk=last,
         )
         self._begin_step(batch, half, ends)
-        half.plan = self._runtime.table.plan(half.seq_lens, widths)
+        half.plan = self._runtime.table.plan(half.req_indices, half.seq_lens, widths)
         captures = self._runtime.captures
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL if self.captures else None
@@ -192,7 +192,7 @@ class SpecplugWorker(BaseSpecWorker):
         floors[rows] = torch.where(begun, half.seq_lens, floors[rows])
 
     def _begin_step(self, batch: ScheduleBatch, half: SglangHalf, counts: Sequence[int]) -> None:
-        self._runtime.sampling = batch.sampling_info
+        self._runtime.sampling.set(half.req_indices, batch.sampling_info)
         self._runtime.table.begin(half.req_indices, counts)
 
     def _decode(self, batch: ScheduleBatch, half: SglangHalf) -> GenerationBatchResult:
@@ -229,11 +229,12 @@ class SpecplugWorker(BaseSpecWorker):
         """
         draft, table = half.draft, self._runtime.table
         assert draft is not None
-        half.plan = drafted_nodes(draft, half.seq_lens, table)
+        rows, starts = half.req_indices, half.seq_lens
+        half.plan = drafted_nodes(draft, rows, starts, table)
         if not self._pads:
             return Nodes(half.plan, half.tokens, draft.width)
         longest = [length or self._runtime.context_len for length in allocated]
-        return equally_many(draft, half.seq_lens, table, self.num_draft_tokens, longest)
+        return equally_many(draft, rows, starts, table, self.num_draft_tokens, longest)
 
     # Without a step
 

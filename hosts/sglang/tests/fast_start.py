@@ -37,6 +37,10 @@ def _run(role: str, environment: dict[str, str], *arguments: Any) -> None:
     scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
     if os.environ.get("IDLE_STEPS"):
         _idle_between_steps(scheduler.Scheduler)
+    if os.environ.get("TRACED_DRAFTS"):
+        from traced_passes import trace_drafts
+
+        trace_drafts()
     if role == "scheduler":
         scheduler.run_scheduler_process(*arguments)
     else:

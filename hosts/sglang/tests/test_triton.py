@@ -60,8 +60,9 @@ def attention(case: str) -> tuple[Tensor, Tensor]:
     table = torch.zeros(4, 40, dtype=torch.int32)
     table[[2, 1]] = (torch.randperm(100)[:80] + 1).view(2, 40).to(torch.int32)
     step = StepTable(table, 64, None)
-    step.begin(torch.tensor([2, 1]), counts)
-    nodes = equally_many(draft, starts, step, NODES, counts)
+    req_indices = torch.tensor([2, 1])
+    step.begin(req_indices, counts)
+    nodes = equally_many(draft, req_indices, starts, step, NODES, counts)
     rows = torch.arange(2 * NODES) if nodes.drafted is None else nodes.drafted
 
     q, k, v = [torch.randn(2 * NODES, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -76,7 +77,8 @@ def attention(case: str) -> tuple[Tensor, Tensor]:
         *(before, nodes.mask, True, mask_starts, NODES, 1.0, 1.0, HEAD_DIM**-0.5),
     )
     cache = PagedKVCache([pools[0]], [pools[1]])
-    expected = drafted_nodes(draft, starts, step).attend(cache, 0, q[rows], k[rows], v[rows])
+    plan = drafted_nodes(draft, req_indices, starts, step)
+    expected = plan.attend(cache, 0, q[rows], k[rows], v[rows])
     return found.flatten(1)[rows], expected
 
 
