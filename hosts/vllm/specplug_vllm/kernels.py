@@ -24,6 +24,52 @@ def accept_drafts(chosen, drafted, starts, tokens, counts, width, BLOCK: tl.cons
 
 
 @triton.jit
+def commit_rows(
+    out,
+    requests,
+    idx_mapping,
+    query_start_loc,
+    num_sampled,
+    last_sampled,
+    positions,
+    tokens,
+    last_row,
+    columns,
+    short,
+    long,
+    ALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the parts of ``CommittedRows`` for a request, one after the other."""
+    place = tl.program_id(0)
+    request = place if ALL else tl.load(requests + place)
+    index = tl.load(idx_mapping + request).to(tl.int64)
+    first = tl.load(query_start_loc + request).to(tl.int64)
+    count = tl.load(num_sampled + request).to(tl.int64)
+    bonus = tl.load(last_sampled + index).to(tl.int64)
+    start = tl.load(positions + first).to(tl.int64)
+    tl.store(out + place, index + 1)  # row 0 of the request table is nobody's
+    tl.store(out + short + place, index + 1)
+    tl.store(out + 2 * short + place, start)
+    tl.store(out + 3 * short + place, start)
+    tl.store(out + 4 * short + place, start + count)
+    tl.store(out + 5 * short + place, count)
+    tl.store(out + 6 * short + place, bonus)
+    tl.store(out + 7 * short + place, place * columns + count - 1)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    used = tl.where(column < count, column, 0)
+    row = first + used
+    own = tl.load(tokens + row, mask=inside, other=0).to(tl.int64)
+    after = tl.load(tokens + tl.minimum(row + 1, last_row), mask=inside, other=0).to(tl.int64)
+    after = tl.where(used == count - 1, bonus, after)
+    wide = out + 8 * short + place * columns + column
+    tl.store(wide, row, mask=inside)
+    tl.store(wide + long, own, mask=inside)
+    tl.store(wide + 2 * long, after, mask=inside)
+
+
+@triton.jit
 def hash_uniformly(
     out, req_indices, positions, token_ids, seeds, width, vocabulary, BLOCK: tl.constexpr
 ):

@@ -110,8 +110,7 @@ class Speculator(DraftModelSpeculator):
         with cpu_kernels_of_draft(kernels):
             runtime.worker = self._hooks.create_worker(runtime)
         runtime.seal()
-        columns = self.num_speculative_steps + 1
-        self._step_hooks = StepHooks(runtime, self._hooks, self._views, columns)
+        self._step_hooks = StepHooks(runtime, self._hooks, self._views)
         self.captured_layers = runtime.captured_layers
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any) -> None:

@@ -17,6 +17,7 @@ from specplug import AttentionPlan, Batch, CommittedOutput, PluginError, VerifyO
 from specplug.speculative.batch import ForwardMode
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import Half, HookOrder
+from specplug_vllm.committed_rows import CommittedRows
 from specplug_vllm.request_view import VllmRequest
 from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.v2_step import Step
@@ -36,7 +37,6 @@ class StepHooks:
         runtime: with the algorithm's worker.
         hooks: of the run.
         views: of the running requests by id, which others keep.
-        num_columns: the most nodes of a request.
     """
 
     def __init__(
@@ -44,12 +44,9 @@ class StepHooks:
         runtime: VllmRuntime,
         hooks: HookCalls,
         views: Mapping[str, VllmRequest],
-        num_columns: int,
     ) -> None:
         self._runtime, self._views = runtime, views
         self._order = HookOrder(runtime, hooks, hooks.create_future_map(runtime), self)
-        most = max(runtime.max_running_requests, num_columns)
-        self._numbers = torch.arange(most, device=runtime.device)
 
     def prefill(self, step: Step, chosen: np.ndarray, first: np.ndarray) -> None:
         """Feed the algorithm the chunks of requests whose prompt is computed.
@@ -85,40 +82,28 @@ class StepHooks:
         """Feed the algorithm what was accepted of its drafts: of C columns each request uses as
         many as it got tokens, and repeats its root in the others."""
         columns = int(step.widths[chosen].max())
-        counts, bonus = self._of(step.sampled, chosen), self._of(step.last_sampled, chosen)
-        first_rows = self._of(step.pass_rows, chosen)
-        if columns == 1:  # nothing was drafted
-            rows, next_tokens, last_rows = first_rows, bonus, self._numbers[: len(chosen)]
-        else:
-            column = self._numbers[:columns]
-            lens = counts.unsqueeze(1)
-            used = torch.where(column < lens, column, 0)
-            rows = (first_rows.unsqueeze(1) + used).view(-1)
-            # What follows an accepted node is the node after it, and after the last one what was
-            # sampled.
-            following = step.tokens[(rows + 1).clamp_(max=len(step.tokens) - 1)].view(-1, columns)
-            next_tokens = torch.where(used == lens - 1, bonus.unsqueeze(1), following).view(-1)
-            last_rows = self._numbers[: len(chosen)] * columns + counts - 1
-        half = self._half(step, chosen)
-        half.seq_lens = step.positions[first_rows].to(torch.int64)
+        requests = None if len(chosen) == len(step.ids) else self._upload(chosen)
+        got = CommittedRows.of(step, requests, len(chosen), columns)
+        half = V2Half(req_indices=got.req_indices, is_warm_up=step.is_warm_up)
+        half.seq_lens = got.starts
         half.batch = Batch(
             mode=ForwardMode.DECODE,
             requests=self._views_of(step, chosen),
-            req_indices=half.req_indices.clone(),
-            seq_lens=half.seq_lens.clone(),
+            req_indices=got.batch_indices,
+            seq_lens=got.batch_starts,
             greedy=step.greedy,
             is_warm_up=step.is_warm_up,
             drafts_follow=drafts_follow,
         )
         output = CommittedOutput(
-            next_tokens=next_tokens,
-            own_tokens=step.tokens[rows].to(torch.int64),
-            per_node=self._per_node(step, rows),
-            last_rows=last_rows,
-            accept_lens=counts,
-            bonus_tokens=bonus,
+            next_tokens=got.next_tokens,
+            own_tokens=got.own_tokens,
+            per_node=self._per_node(step, got.rows),
+            last_rows=got.last_rows,
+            accept_lens=got.accept_lens,
+            bonus_tokens=got.bonus_tokens,
         )
-        self._order.extend(half, half.seq_lens + counts, output)
+        self._order.extend(half, got.ends, output)
 
     def draft(self, step: Step, chosen: np.ndarray, wanted: int, drafts: Tensor) -> None:
         """Draft so many tokens for the requests that decode next; put them into ``drafts``

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -56,7 +57,7 @@ def new_blocks(scheduler_output: Any) -> Iterator[tuple[str, Sequence[Sequence[i
             yield request_id, blocks
 
 
-@attrs.frozen(eq=False, kw_only=True)
+@attrs.frozen(eq=False, kw_only=True, slots=False)
 class Step:
     """What a model runner of version 2 has computed and sampled in a step, for n requests.
 
@@ -73,11 +74,11 @@ class Step:
         longest: the most tokens with KV of any request after the step.
         greedy: whether all take their likeliest tokens.
         is_warm_up: whether the requests are vLLM's own.
-        req_indices: [n] int64, ``rows`` on the device.
-        pass_rows: [n] int64, ``first_rows`` on the device.
+        idx_mapping: [n] int32, ``rows`` - 1 on the device.
+        query_start_loc: [n or more] int32, ``first_rows`` on the device.
         positions, tokens: [R or more], of the rows of the pass.
-        sampled: [n] int64, tokens sampled for each; 0 if its prompt goes on.
-        last_sampled: [n] int64, the last one of each.
+        num_sampled: [n] int32, tokens sampled for each; 0 if its prompt goes on.
+        last_sampled_by_row: [rows - 1, 1] int64, the last one of each request, without row 0.
         hidden_states: [R or more, H] after the final norm.
         layer_inputs: by layer [R or more, H], the states before it.
     """
@@ -92,16 +93,26 @@ class Step:
     longest: int
     greedy: bool
     is_warm_up: bool
-    req_indices: Tensor
-    pass_rows: Tensor
+    idx_mapping: Tensor
+    query_start_loc: Tensor
     positions: Tensor
     tokens: Tensor
-    sampled: Tensor
-    last_sampled: Tensor
+    num_sampled: Tensor
+    last_sampled_by_row: Tensor
     hidden_states: Tensor
     layer_inputs: Mapping[int, Tensor]
 
-    @property
+    @cached_property
+    def req_indices(self) -> Tensor:
+        """[n] int64, ``rows`` on the device."""
+        return self.idx_mapping.to(torch.int64) + 1
+
+    @cached_property
+    def last_sampled(self) -> Tensor:
+        """[n] int64, the last token of each."""
+        return self.last_sampled_by_row[self.idx_mapping].view(-1)
+
+    @cached_property
     def ends(self) -> np.ndarray:
         """[n] int, tokens with KV after the step, of those whose prompt was not computed."""
         ended: np.ndarray = np.minimum(self.starts + self.widths, self.prefill_lens)
@@ -138,12 +149,12 @@ class Step:
             longest=int(batch.seq_lens_cpu_upper_bound.max()),
             greedy=bool((temperatures == 0).all()),
             is_warm_up=batch.req_ids[0].startswith(_WARM_UP),
-            req_indices=batch.idx_mapping.to(torch.int64) + 1,
-            pass_rows=batch.query_start_loc[:count].to(torch.int64),
+            idx_mapping=batch.idx_mapping,
+            query_start_loc=batch.query_start_loc,
             positions=batch.positions,
             tokens=batch.input_ids,
-            sampled=sampled.to(torch.int64),
-            last_sampled=last_sampled[batch.idx_mapping].view(-1),
+            num_sampled=sampled,
+            last_sampled_by_row=last_sampled,
             hidden_states=hidden_states,
             layer_inputs=dict(zip(layers, aux_hidden_states or (), strict=True)),
         )
