@@ -14,7 +14,7 @@ import attrs
 
 from specplug import HostCapabilities, UsageError
 from specplug.registry import Registry
-from specplug_vllm.settings import KEY
+from specplug_vllm.settings import KEY, Settings
 
 if TYPE_CHECKING:
     from specplug.host import EngineOptions, MeasuredEngine, RunOptions, ServerOptions
@@ -118,7 +118,7 @@ def _configs(options: RunOptions) -> tuple[dict[str, Any] | None, dict[str, Any]
     of them after ``--``; and all else that was.
 
     Raises:
-        UsageError: one of them has no JSON object after it.
+        UsageError: one of them has no JSON object after it, or a setting is none of ours.
     """
     try:
         given, more = _CONFIGS.parse_known_args(list(options.more))
@@ -145,8 +145,8 @@ def _configs(options: RunOptions) -> tuple[dict[str, Any] | None, dict[str, Any]
         "num_speculative_tokens": drafted,
         **_json_object("--speculative-config", given.speculative_config),
     }
-    # What is no mapping is refused with the other settings.
     additional[KEY] = {**typed, **own} if isinstance(own, Mapping) else own
+    Settings.of(additional)  # says in a line what vLLM would say in the traceback of its engine
     return speculative, additional, more
 
 

@@ -142,10 +142,15 @@ def test_settings_after_the_dashes_join_those_before() -> None:
     [
         (["--additional-config", "always"], "--additional-config always: expected a JSON object"),
         (["--additional-config=[1]"], r"--additional-config \[1\]: expected a JSON object"),
+        (
+            ["--additional-config", '{"specplug": {"draft_when": "fastest"}}'],
+            "specplug.draft_when='fastest': expected 'faster' or 'always'",
+        ),
+        (["--additional-config", '{"specplug": 3}'], "=3: expected a mapping of num_steps"),
         (["--speculative-config"], "-sc: expected one argument; give it a JSON object"),
     ],
 )
-def test_config_after_the_dashes_that_is_no_object_is_refused(more: list[str], told: str) -> None:
+def test_wrong_config_after_the_dashes_is_refused(more: list[str], told: str) -> None:
     options = specplug.host.ServerOptions(model="m", algorithm="EAGLE3", more=more)
     with pytest.raises(specplug.UsageError, match=told):
         host.host.server_command(options)
