@@ -81,7 +81,7 @@ def drafts_of(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int
 def test_step_that_a_request_begins_with_is_not_measured(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hosted = engines("EAGLE3", FORMS["EAGLE3"], FASTER)
+    hosted = engines.make("NGRAM", 3, FASTER)  # no step of another request is under way
     steps: list[Any] = []
     widths = hosted.core.scheduler.dynamic_sd_lookup
     monkeypatch.setattr(widths, "note", lambda step, now: steps.append(step))
