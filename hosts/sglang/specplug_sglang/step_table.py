@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class StepTable:
     """The slots of a step's requests, by SGLang's row. Row 0 is nobody's: recorded passes pad their
-    batches with it, and SGLang's pool hands out the rows from 1 on.
+    batches with it, ours as SGLang's own.
 
     They are copied when the step begins: SGLang may give the row of a request that has ended to
     another one while the step runs. It is the same memory in every step, since recorded passes

@@ -13,6 +13,10 @@ def traced():
 
 
 RUNS = {"chain": ({"speculative_num_steps": 5}, 213), "tree": (TREE, 177)}
+SEEDED = [
+    [{"temperature": 0.8, "max_new_tokens": 32, "sampling_seed": seed} for seed in seeds]
+    for seeds in (range(6), range(6, 12))
+]
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -22,6 +26,16 @@ def test_recorded_passes_keep_tokens_and_steps(run, traced, prompts, plain):
         made = [engine.generate(prompts) for _ in range(2)]  # then from the prefix cache
     assert [each.tokens for each in made] == [plain, plain]
     assert [each.steps for each in made] == [steps, steps]
+
+
+def test_recorded_passes_foresee_the_noise_of_later_requests(prompts):
+    def generate(**names):
+        with environment(**names), running("EAGLE3", enable_deterministic_inference=True) as engine:
+            return [engine.generate(prompts[:6], wanted) for wanted in SEEDED]
+
+    made, eager = generate(TRACED_DRAFTS="1"), generate()
+    assert [each.tokens for each in made] == [each.tokens for each in eager]
+    assert [each.steps for each in made] == [each.steps for each in eager]
 
 
 def test_row_0_of_the_request_table_is_nobodys():
