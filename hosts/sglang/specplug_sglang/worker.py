@@ -167,6 +167,7 @@ class SpecplugWorker(BaseSpecWorker):
             chunk_ends=ends,
             first_chunk=first,
             last_chunk=last,
+            greedy=not has_foreseen_noise(batch.sampling_info),
         )
         self._begin_step(batch, half, ends)
         half.plan = self._runtime.table.plan(half.req_indices, half.seq_lens, widths)
