@@ -112,9 +112,8 @@ class HookOrder(Generic[H]):
         # The core's own: lengths and bonus tokens alone, out of every plugin's reach.
         self._committed = FutureMap(runtime.req_table_size, runtime.device)
         # A subclass may count the steps, or copy their tokens: it hears of each one.
-        self._hears_all = any(
-            name in vars(future_map) or getattr(type(future_map), name) is not usual
-            for name, usual in (("publish", FutureMap.publish), ("stash", FutureMap.stash))
+        self._hears_all = type(future_map) is not FutureMap or not {"publish", "stash"}.isdisjoint(
+            vars(future_map)
         )
 
     def begin_decode(
