@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from specplug.kernels.paged_attention_kernels import PagedAttention
 
 HALF = torch.bfloat16, torch.float16
 """The dtypes of the kernels of passes."""
@@ -31,6 +35,15 @@ def runs_pass_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernels of passes run on a device in a dtype: in half precision, on GPUs
     from compute capability 8.0 on, whose tensor cores know bfloat16."""
     return dtype in HALF and runs_kernels(device) and _capability(device) >= (8, 0)
+
+
+def attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
+    """Return what attends over pages on a GPU in half precision; None: torch does."""
+    if not runs_pass_kernels(device, dtype):
+        return None
+    from specplug.kernels.paged_attention_kernels import PagedAttention
+
+    return PagedAttention(device)
 
 
 def runs_step_kernels(device: torch.device) -> bool:

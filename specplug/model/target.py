@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specplug.distributed.rank_group import RankGroup
 from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
-from specplug.kernels.dispatch import HALF, runs_pass_kernels
+from specplug.kernels.dispatch import HALF, attention_kernels
 from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import running
 from specplug.model.checkpoint import (
@@ -37,7 +37,7 @@ from specplug.speculative.paged_plan import JoinedPlan, PagedKVCache, PagedPlan
 from specplug.startup import Startup
 
 if TYPE_CHECKING:
-    from specplug.kernels.paged_attention_kernels import PagedAttention
+    pass
 
 _CHECK = "checking the model"
 """The part of a start that has two halves: before and after the layers are fused."""
@@ -111,7 +111,7 @@ class Target:
         self.hidden_size: int = config.hidden_size
         self.context_len: int = self.rotary.context_len
         self.cache = PagedKVCache()
-        self.kernels = _attention_kernels(device, self.dtype)
+        self.kernels = attention_kernels(device, self.dtype)
         if device.type == "cpu":
             set_threads(num_threads, self.num_parameters)
         found = self._find_cpu_kernels() if compiled else "disable_cpu_kernels"
@@ -311,15 +311,6 @@ def _without_kernels(dtype: torch.dtype, device: torch.device) -> str:
     if dtype not in HALF:
         return f"not needed in {str(dtype).removeprefix('torch.')}"
     return f"off: there are no kernels for this {device.type}"
-
-
-def _attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
-    """Return what attends on a GPU in half precision. Elsewhere torch attends."""
-    if not runs_pass_kernels(device, dtype):
-        return None
-    from specplug.kernels.paged_attention_kernels import PagedAttention
-
-    return PagedAttention(device)
 
 
 def _has_experts(config: Any) -> bool:

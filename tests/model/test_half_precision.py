@@ -118,7 +118,7 @@ def test_all_passes_of_a_target_give_a_row_the_same_bits(
 ) -> None:
     """Whole, in chunks, two requests together, as a tree: the check at loading compares them."""
     monkeypatch.setattr(
-        "specplug.model.target._attention_kernels", lambda device, dtype: PagedAttention(device)
+        "specplug.model.target.attention_kernels", lambda device, dtype: PagedAttention(device)
     )
     changes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     folder = build_model(transformers.Qwen3Config(**{**SHAPE, **changes}))
@@ -137,7 +137,7 @@ def test_variant_products_turn_row_invariance_off(
     build_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "specplug.model.target._attention_kernels", lambda device, dtype: PagedAttention(device)
+        "specplug.model.target.attention_kernels", lambda device, dtype: PagedAttention(device)
     )
 
     def by_count(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
@@ -163,7 +163,7 @@ def test_passes_of_a_mixture_of_experts_give_the_same_bits(
 ) -> None:
     monkeypatch.setattr(exact_experts, "_PAIRS_OF_EXPERT", (1,))
     monkeypatch.setattr(
-        "specplug.model.target._attention_kernels", lambda device, dtype: PagedAttention(device)
+        "specplug.model.target.attention_kernels", lambda device, dtype: PagedAttention(device)
     )
     changes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
                "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}  # fmt: skip

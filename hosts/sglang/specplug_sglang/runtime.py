@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specplug import Batch, PluginError, SpecConfig, UsageError
-from specplug.kernels.dispatch import runs_pass_kernels
+from specplug.kernels.dispatch import attention_kernels
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.output_kind import PerTokenOutput
 from specplug.speculative.paged_plan import LentPlan, PagedKVCache
@@ -23,8 +23,6 @@ from specplug_sglang.step_table import StepTable
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
-
-    from specplug.kernels.paged_attention_kernels import PagedAttention
 
 
 class SglangRuntime:
@@ -65,7 +63,7 @@ class SglangRuntime:
         self.captures = Captures(runner.model, self.num_layers, self.hidden_size)
         self._draft_pools: list[tuple[PagedKVCache, tuple[int, int, int]]] = []
         self._sealed = False
-        self._attention = _attention_kernels(self.device, self.dtype)
+        self._attention = attention_kernels(self.device, self.dtype)
         # Where torch attends there would be a recording for each length of a context.
         self._records = self._attention is not None and records_graphs()
         self._recorders: list[GraphRunner] = []
@@ -163,12 +161,3 @@ class SglangRuntime:
         for pools, _ in self._draft_pools:
             for pool in (*pools.keys, *pools.values):
                 pool[self.table.written] = 0
-
-
-def _attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
-    """Return what attends for drafts on a GPU in half precision. Elsewhere torch attends."""
-    if not runs_pass_kernels(device, dtype):
-        return None
-    from specplug.kernels.paged_attention_kernels import PagedAttention
-
-    return PagedAttention(device)

@@ -108,9 +108,7 @@ def _update_from_output(
     if isinstance(widths, DraftWidths):
         from specplug_vllm.v2_step import decode_step
 
-        # How long the engine has waited for a request that begins says nothing of the step.
-        begins = bool(scheduled.scheduled_new_reqs)
-        widths.note(None if begins else decode_step(scheduled, made), time.perf_counter())
+        widths.note(decode_step(scheduled, made), time.perf_counter())
     return original(scheduler, scheduled, made, *rest)
 
 

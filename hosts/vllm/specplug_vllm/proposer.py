@@ -17,12 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from specplug import (
-    AttentionPlan,
     Batch,
     CommittedOutput,
     PluginError,
     RequestReport,
-    VerifyOutput,
 )
 from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, load_cpu_kernels
@@ -30,7 +28,7 @@ from specplug.registry import build_plugin_manager
 from specplug.speculative.batch import ForwardMode
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.hook_order import Half, HookOrder
+from specplug.speculative.hook_order import HookOrder
 from specplug_vllm import cpu_sampling, v1_names, vllm_names
 from specplug_vllm.draft_cache import PREFIX
 from specplug_vllm.failures import FailureLog
@@ -39,16 +37,10 @@ from specplug_vllm.run_settings import RunSettings
 from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.step_rows import accepted, first_rows, ranges
 from specplug_vllm.v1_step import RunnerStep
+from specplug_vllm.vllm_half import VllmCallbacks, VllmHalf, drafted_tokens
 
 
-@attrs.define(eq=False, kw_only=True)
-class VllmHalf(Half):
-    """A ``Half``, with the plan of a prefill's rows."""
-
-    plan: AttentionPlan | None = None
-
-
-class Proposer:
+class Proposer(VllmCallbacks):
     """What vLLM makes for ``specplug_vllm.NAME``.
 
     Args:
@@ -201,19 +193,14 @@ class Proposer:
         half = self._half(chosen)
         half.seq_lens = self._tensor(starts)
         half.tokens = self._tensor(step.tokens[owners, places])
-        half.batch = Batch(
-            mode=ForwardMode.PREFILL,
-            requests=self._views(step, chosen),
-            req_indices=half.req_indices.clone(),
-            seq_lens=half.seq_lens.clone(),
-            chunk_widths=tuple(widths.tolist()),
-            chunk_ends=tuple(ends.tolist()),
-            first_chunk=tuple(rows.is_first[index] for index in chosen),
-            last_chunk=tuple(rows.ends_prompt[index] for index in chosen),
+        half.begin_prefill(
+            self._runtime,
+            self._views(step, chosen),
+            widths,
+            ends,
+            first=[rows.is_first[index] for index in chosen],
+            last=[rows.ends_prompt[index] for index in chosen],
         )
-        if self._runtime.has_draft_cache:
-            plan = self._runtime.plan_attention(half.batch, half.seq_lens, half.batch.chunk_widths)
-            half.plan = plan
         # The token after each chunk is the next of the prompt, or the one that was sampled.
         after = self._tensor(step.tokens[chosen, ends])
         last_rows = self._tensor(widths.cumsum() - 1)
@@ -249,13 +236,8 @@ class Proposer:
         most = self._rows.max_nodes(step, chosen, self._config.num_draft_tokens)
         half = self._half(chosen)
         draft = self._order.begin_decode(half, self._views(step, chosen), most, greedy=True)
-        if not draft.is_chain:
-            raise PluginError(
-                f"{self._config.algorithm}: propose() returned a tree with topk=1; expected a "
-                "chain, as vLLM verifies nothing else; fix the plugin"
-            )
+        tokens = drafted_tokens(draft, self._config.algorithm).tolist()
         widths = draft.widths or (draft.width,) * len(chosen)
-        tokens = draft.tokens[:, 1:].tolist()
         for index, row, width in zip(chosen, tokens, widths, strict=True):
             drafts[index] = row[: width - 1]
 
@@ -282,12 +264,3 @@ class Proposer:
         if not self._runtime.captures:
             return {}
         return self._runtime.per_node(rows, step.hidden_states, step.layer_inputs)
-
-    # The callbacks of the order of hooks
-
-    def keep_accepted(self, half: VllmHalf, verified: VerifyOutput) -> None:
-        """Not called: vLLM verifies by itself."""
-
-    def deliver(self, half: VllmHalf, output: CommittedOutput) -> None:
-        """Give the plan; vLLM hands out the tokens."""
-        half.batch.attention = half.plan

@@ -17,7 +17,7 @@ from specplug import (
     UsageError,
 )
 from specplug.kernels.cpu_kernels import CPUKernels
-from specplug.kernels.dispatch import runs_pass_kernels
+from specplug.kernels.dispatch import attention_kernels
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedPlan, RequestSlots
@@ -26,7 +26,6 @@ from specplug_vllm import vllm_names
 from specplug_vllm.draft_cache import PREFIX, DraftCache, DraftLayer, SlotTable
 
 if TYPE_CHECKING:
-    from specplug.kernels.paged_attention_kernels import PagedAttention
     from specplug_vllm.seeded_noise import SamplingRows
 
 _LM_HEAD_INPUT = "lm_head_input"
@@ -88,7 +87,7 @@ class VllmRuntime:
         self._sealed = False
         self._table: SlotTable | None = None
         self._recorders: list[GraphRunner] = []
-        self._attention = _attention_kernels(device, self.dtype)
+        self._attention = attention_kernels(device, self.dtype)
         # Where torch attends there would be a recording for each length of a context; and the
         # collectives of several ranks are vLLM's own to record.
         self._records = (
@@ -273,12 +272,3 @@ class VllmRuntime:
             else hidden_states[rows]
             for name, layers in self.captures.items()
         }
-
-
-def _attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
-    """Return what attends on a GPU in half precision. Elsewhere torch attends."""
-    if not runs_pass_kernels(device, dtype):
-        return None
-    from specplug.kernels.paged_attention_kernels import PagedAttention
-
-    return PagedAttention(device)

@@ -8,29 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
-from specplug import AttentionPlan, Batch, CommittedOutput, PluginError, VerifyOutput
+from specplug import Batch, CommittedOutput
 from specplug.speculative.batch import ForwardMode
 from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.hook_order import Half, HookOrder
+from specplug.speculative.hook_order import HookOrder
 from specplug_vllm.committed_rows import CommittedRows
 from specplug_vllm.request_view import VllmRequest
 from specplug_vllm.runtime import VllmRuntime
+from specplug_vllm.step_rows import ranges
 from specplug_vllm.v2_step import Step
+from specplug_vllm.vllm_half import VllmCallbacks, VllmHalf, drafted_tokens
 
 
-@attrs.define(eq=False, kw_only=True)
-class V2Half(Half):
-    """A ``Half``, with the plan of a prefill's rows."""
-
-    plan: AttentionPlan | None = None
-
-
-class StepHooks:
+class StepHooks(VllmCallbacks):
     """Calls them in their order, and is the ``Host`` of that order.
 
     Args:
@@ -56,24 +50,18 @@ class StepHooks:
         """
         starts, ends = step.starts[chosen], step.ends[chosen]
         widths = ends - starts
-        rows = self._upload(_ranges(step.first_rows[chosen], widths))
+        rows = self._upload(ranges(step.first_rows[chosen], widths))
         half = self._half(step, chosen)
         half.seq_lens = self._upload(starts)
         half.tokens = step.tokens[rows].to(torch.int64)
-        half.batch = Batch(
-            mode=ForwardMode.PREFILL,
-            requests=self._views_of(step, chosen),
-            req_indices=half.req_indices.clone(),
-            seq_lens=half.seq_lens.clone(),
-            chunk_widths=tuple(widths.tolist()),
-            chunk_ends=tuple(ends.tolist()),
-            first_chunk=tuple(first[chosen].tolist()),
-            last_chunk=tuple((ends == step.prefill_lens[chosen]).tolist()),
-            is_warm_up=step.is_warm_up,
+        half.begin_prefill(
+            self._runtime,
+            self._views_of(step, chosen),
+            widths,
+            ends,
+            first=first[chosen].tolist(),
+            last=(ends == step.prefill_lens[chosen]).tolist(),
         )
-        if self._runtime.has_draft_cache:
-            plan = self._runtime.plan_attention(half.batch, half.seq_lens, half.batch.chunk_widths)
-            half.plan = plan
         after = self._of(step.last_sampled, chosen)
         last_rows = self._upload(widths.cumsum() - 1)
         self._order.finish_prefill(half, last_rows, after, self._per_node(step, rows))
@@ -84,7 +72,7 @@ class StepHooks:
         columns = int(step.widths[chosen].max())
         requests = None if len(chosen) == len(step.ids) else self._upload(chosen)
         got = CommittedRows.of(step, requests, len(chosen), columns)
-        half = V2Half(req_indices=got.req_indices, is_warm_up=step.is_warm_up)
+        half = VllmHalf(req_indices=got.req_indices, is_warm_up=step.is_warm_up)
         half.seq_lens = got.starts
         half.batch = Batch(
             mode=ForwardMode.DECODE,
@@ -116,19 +104,14 @@ class StepHooks:
         half = self._half(step, chosen)
         views = self._views_of(step, chosen)
         draft = self._order.begin_decode(half, views, most, greedy=step.greedy)
-        if not draft.is_chain:
-            raise PluginError(
-                f"{self._runtime.config.algorithm}: propose() returned a tree with topk=1; "
-                "expected a chain, as vLLM verifies nothing else; fix the plugin"
-            )
-        tokens = draft.tokens[:, 1:]
+        tokens = drafted_tokens(draft, self._runtime.config.algorithm)
         if len(chosen) == len(drafts):
             drafts[:, : tokens.shape[1]] = tokens
         else:
             drafts[self._upload(chosen), : tokens.shape[1]] = tokens
 
-    def _half(self, step: Step, chosen: np.ndarray) -> V2Half:
-        return V2Half(req_indices=self._of(step.req_indices, chosen), is_warm_up=step.is_warm_up)
+    def _half(self, step: Step, chosen: np.ndarray) -> VllmHalf:
+        return VllmHalf(req_indices=self._of(step.req_indices, chosen), is_warm_up=step.is_warm_up)
 
     def _views_of(self, step: Step, chosen: np.ndarray) -> list[VllmRequest]:
         return [self._views[step.ids[index]] for index in chosen.tolist()]
@@ -144,19 +127,3 @@ class StepHooks:
 
     def _per_node(self, step: Step, rows: Tensor) -> dict[str, Tensor]:
         return self._runtime.per_node(rows, step.hidden_states, step.layer_inputs)
-
-    # The callbacks of the order of hooks
-
-    def keep_accepted(self, half: V2Half, verified: VerifyOutput) -> None:
-        """Not called: vLLM verifies by itself."""
-
-    def deliver(self, half: V2Half, output: CommittedOutput) -> None:
-        """Give the plan; vLLM hands out the tokens."""
-        half.batch.attention = half.plan
-
-
-def _ranges(starts: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """Return ``starts[i]``, ``starts[i] + 1``, …: ``widths[i]`` numbers for each i."""
-    before = widths.cumsum() - widths
-    numbers: np.ndarray = np.arange(widths.sum()) + np.repeat(starts - before, widths)
-    return numbers

@@ -161,11 +161,12 @@ class Step:
 
 
 def decode_step(scheduler_output: Any, runner_output: Any) -> DecodeStep | None:
-    """Return what a step gave; None if a prompt was computed in it, or drafts were of several
-    widths."""
+    """Return what a step gave; None if a request began or a prompt was computed in it, or drafts
+    were of several widths."""
     count = len(scheduler_output.num_scheduled_tokens)
     drafted = scheduler_output.scheduled_spec_decode_tokens
-    if count == 0:
+    # How long the engine has waited for a request that begins says nothing of the step.
+    if count == 0 or scheduler_output.scheduled_new_reqs:
         return None
     width = len(next(iter(drafted.values()))) if len(drafted) == count else 0
     if scheduler_output.total_num_scheduled_tokens != count * (1 + width):
