@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -27,6 +26,8 @@ import attrs
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "gpu")]
+
+from generation_times import random_prompts, token_times  # noqa: E402
 
 MARK = "RESULT "
 NUM_STEPS = 5
@@ -315,27 +316,11 @@ def speed_process(asked: Row) -> None:
     vocabulary = json.loads((base / "target/config.json").read_text())["vocab_size"]
     for batch, context in ((1, 16), (2, 32)) if tiny else POINTS:
         again = "NGRAM" not in asked["settings"].get("speculative_algorithm", "")
-        prompts = _prompts(batch, context, vocabulary, again=again)
+        prompts = random_prompts(batch, context, vocabulary, again=again)
         row = _time(engine, prompts, asked["rounds"], long=24 if tiny else 96)
         tell(kind="step", batch=batch, context=context, **row)
     tell(kind="done", seconds=round(time.monotonic() - began, 1))
     engine.shutdown()
-
-
-def _prompts(
-    batch: int, context: int, vocabulary: int, *, again: bool
-) -> Iterator[list[list[int]]]:
-    """Yield random prompts for one generation after another: the same ones if ``again``, which are
-    then found in the cache, else new ones, of which a lookup knows nothing."""
-    rng = random.Random(3)
-    while True:
-        prompts = [
-            [rng.randrange(10, vocabulary - 10) for _ in range(context)] for _ in range(batch)
-        ]
-        while True:
-            yield prompts
-            if not again:
-                break
 
 
 def _generate(engine: Any, prompts: list[list[int]], length: int) -> tuple[float, list[Row]]:
@@ -356,13 +341,8 @@ def _time(engine: Any, prompts: Iterator[list[list[int]]], rounds: int, *, long:
         seconds, replies = _generate(engine, next(prompts), long)
         longs.append(seconds)
         steps = steps_of(replies)
-    quickest = min(longs) - min(shorts)
     return {
-        "ms_per_token": round(quickest / (long - short) * 1e3, 4),
-        "tokens_per_s": round(batch * (long - short) / quickest, 1),
-        "rounds": [
-            round((b - a) / (long - short) * 1e3, 3) for a, b in zip(shorts, longs, strict=True)
-        ],
+        **token_times(shorts, longs, batch, long - short),
         "accept_length": round(batch * (long - 1) / steps, 3) if steps else None,
     }
 

@@ -29,6 +29,8 @@ import attrs
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "gpu")]
 
+from generation_times import random_prompts, token_times  # noqa: E402
+
 ALGORITHMS = ("EAGLE3", "NGRAM", "EAGLE", "MULTI_LAYER_EAGLE", "DFLASH")
 NUM_TOKENS = 5
 MARK = "RESULT "
@@ -390,7 +392,7 @@ def speed_process(asked: Row) -> None:
     tell(kind="ready", seconds=round(time.monotonic() - began, 1), about=_about(llm))
     vocabulary = json.loads((base / "target/config.json").read_text())["vocab_size"]
     for batch, context in ((1, 16), (2, 32)) if tiny else POINTS:
-        prompts = _prompts(batch, context, vocabulary, again=not case.looks_up)
+        prompts = random_prompts(batch, context, vocabulary, again=not case.looks_up)
         try:
             row = _time(llm, prompts, asked["rounds"], long=24 if tiny else 96)
         except Exception as error:
@@ -399,22 +401,6 @@ def speed_process(asked: Row) -> None:
             raise
         tell(kind="step", batch=batch, context=context, taken=asked["taken"], **row)
     tell(kind="done", seconds=round(time.monotonic() - began, 1), about=_about(llm))
-
-
-def _prompts(
-    batch: int, context: int, vocabulary: int, *, again: bool
-) -> Iterator[list[list[int]]]:
-    """Yield random prompts for one generation after another: the same ones if ``again``, which are
-    then found in the cache, else new ones, of which a lookup knows nothing."""
-    rng = random.Random(3)
-    while True:
-        prompts = [
-            [rng.randrange(10, vocabulary - 10) for _ in range(context)] for _ in range(batch)
-        ]
-        while True:
-            yield prompts
-            if not again:
-                break
 
 
 def _generate(llm: Any, prompts: Sequence[list[int]], length: int) -> tuple[float, list[list[int]]]:
@@ -439,15 +425,9 @@ def _time(llm: Any, prompts: Iterator[list[list[int]]], rounds: int, *, long: in
         before = counted(llm)
         longs.append(_generate(llm, next(prompts), long)[0])
         drafts.append([now - then for now, then in zip(counted(llm), before, strict=True)])
-    quickest = min(longs) - min(shorts)
     num_drafts, accepted = drafts[-1]
     return {
-        "ms_per_token": round(quickest / (long - short) * 1e3, 4),
-        "mean_ms": round((sum(longs) - sum(shorts)) / rounds / (long - short) * 1e3, 4),
-        "tokens_per_s": round(batch * (long - short) / quickest, 1),
-        "rounds": [
-            round((b - a) / (long - short) * 1e3, 3) for a, b in zip(shorts, longs, strict=True)
-        ],
+        **token_times(shorts, longs, batch, long - short),
         "drafts_per_request": round(num_drafts / batch, 1),
         "accept_length": round(1 + accepted / num_drafts, 3) if num_drafts else None,
     }
