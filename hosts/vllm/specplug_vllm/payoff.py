@@ -25,6 +25,8 @@ PRICE = 0.005
 """The share of the time that trials may take away."""
 MARGIN = 1.02
 """How much faster the other way has to be found."""
+MEMORY = 64
+"""Steps of a request of which the tokens of a step are averaged: one request's vary a lot."""
 
 
 @attrs.define
@@ -33,32 +35,41 @@ class Way:
 
     Attributes:
         drafts: whether with drafts.
-        rate: tokens a second of a request; 0: not known yet.
-        step: seconds of a step.
+        tokens: that a step gives a request.
+        step: seconds of a step; 0: not known yet.
+        last_rate: as ``rate``, of the last steps alone.
     """
 
     drafts: bool
-    rate: float = 0.0
+    tokens: float = 0.0
     step: float = 0.0
-    _tokens: float = 0
-    _seconds: list[float] = attrs.field(factory=list)
+    last_rate: float = 0.0
+    _known: int = 0
+    _counted: list[tuple[int, int, float]] = attrs.field(factory=list)
 
-    def add(self, tokens: float, seconds: float) -> bool:
-        """Add a step, which gave each request so many tokens. Return whether a rate was made."""
-        self._tokens += tokens
-        self._seconds.append(seconds)
-        if len(self._seconds) < WINDOW:
+    @property
+    def rate(self) -> float:
+        """Tokens a second of a request; 0: not known yet."""
+        return self.tokens / self.step if self.step else 0.0
+
+    def add(self, requests: int, tokens: int, seconds: float) -> bool:
+        """Add a step, which gave requests so many tokens. Return whether a rate was made."""
+        self._counted.append((requests, tokens, seconds))
+        if len(self._counted) < WINDOW:
             return False
+        each, got, took = zip(*self._counted, strict=True)
         # The median: a step in which the machine did something else says nothing of drafts.
-        self.step = median(self._seconds)
-        self.rate = self._tokens / len(self._seconds) / self.step
+        self.step = median(took)
+        kept = max(0, min(self._known, MEMORY - sum(each)))
+        self._known = kept + sum(each)
+        self.tokens = (self.tokens * kept + sum(got)) / self._known
+        self.last_rate = sum(got) / sum(each) / self.step
         self.clear()
         return True
 
     def clear(self) -> None:
         """Drop the steps of which no rate was made yet."""
-        self._tokens = 0
-        self._seconds.clear()
+        self._counted.clear()
 
 
 class Payoff:
@@ -79,19 +90,13 @@ class Payoff:
     def drafts(self) -> bool:
         return self._now.drafts
 
-    def observe(self, drafts: bool, tokens: float, seconds: float) -> None:
-        """Learn what a step gave.
-
-        Args:
-            drafts: whether its requests had drafts.
-            tokens: of each request, on average.
-            seconds: that it took.
-        """
-        if drafts != self.drafts:
+    def observe(self, step: DecodeStep, seconds: float) -> None:
+        """Learn what a step gave, and how long it took."""
+        if step.drafts != self.drafts:
             return  # it was scheduled before the last change
         if self._settling:
             self._settling -= 1
-        elif self._now.add(tokens, seconds):
+        elif self._now.add(step.num_requests, step.tokens, seconds):
             if self._now is self._other:
                 self._judge()
             else:
@@ -111,7 +116,8 @@ class Payoff:
             self._tell()
         best, other = self._best, self._other
         trial = (WINDOW + 2 * SETTLING) * other.step
-        lost = trial * (1 - other.rate / best.rate)
+        # Where the trial went better than those before it, the next one is soon.
+        lost = trial * (1 - max(other.rate, other.last_rate) / best.rate)
         self._left = self._rest = max(LEAST_REST, round(lost / PRICE / best.step))
         self._change(best)
 
@@ -173,7 +179,7 @@ class DraftWidths:
         payoff = self._of(step.num_requests)
         like = payoff, step.drafts
         if self._last is not None and self._last[0] == like and now > self._last[1]:
-            payoff.observe(step.drafts, step.tokens / step.num_requests, now - self._last[1])
+            payoff.observe(step, now - self._last[1])
         self._last = like, now
 
     def _of(self, num_requests: int) -> Payoff:
