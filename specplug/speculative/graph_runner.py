@@ -16,10 +16,10 @@ from specplug.speculative.graph_recorder import capture_mode, failure_of, record
 from specplug.speculative.paged_plan import plan_of
 from specplug.speculative.pass_arguments import (
     Parts,
+    PassInputs,
     Remake,
     apart,
     batch_size_of,
-    fill,
     form_of,
     pad,
     shapes_of,
@@ -83,7 +83,7 @@ class _Recording:
     """
 
     graph: torch.cuda.CUDAGraph
-    inputs: tuple[Tensor, ...]
+    inputs: PassInputs
     arguments: tuple[Any, ...]
     output: Any
     parts: Parts
@@ -156,7 +156,7 @@ class GraphRunner(PassRunner):
             return self._forward(*arguments)
         bucket = batch_bucket(bs) if bs is not None and self._pads else bs
         tensors, remake = apart(arguments)
-        batched = [bs is not None and len(t) % bs == 0 and len(t) > 0 for t in tensors]
+        batched = [bs is not None and (n := t.shape[0]) > 0 and n % bs == 0 for t in tensors]
         length = None if self._length is None else self._length()
         form = bucket, length, form_of(arguments), *shapes_of(tensors, batched, bs)
         try:
@@ -175,7 +175,7 @@ class GraphRunner(PassRunner):
             self._recordings[form] = recording
             self.num_recordings = len(self._recordings)
         # A plugin's pass may write to what it is given, the padding too.
-        fill(recording.inputs, tensors, clear=recording.bs != bs or not self._leads)
+        recording.inputs.fill(tensors, clear=recording.bs != bs or not self._leads)
         recording.bs = bs or 0
         recording.graph.replay()
         self._last = recording if self._leads else None
@@ -224,10 +224,10 @@ class GraphRunner(PassRunner):
         bucket: int | None,
     ) -> _Recording | None:
         """Record the pass after a warm-up run. None if that fails; it is not tried again then."""
-        inputs = tuple(
+        inputs = [
             pad(tensor, bs, bucket) if own and bs and bucket else tensor.clone()
             for tensor, own in zip(tensors, batched, strict=True)
-        )
+        ]
         given: tuple[Any, ...] = ()
 
         def run() -> Any:
@@ -240,7 +240,9 @@ class GraphRunner(PassRunner):
             return None
         graph, output = recorded
         arguments = given if self._leads else ()
-        return _Recording(graph, inputs, arguments, output, apart(output), bs or 0, bucket)
+        return _Recording(
+            graph, PassInputs(inputs), arguments, output, apart(output), bs or 0, bucket
+        )
 
     def _try_to_record(
         self, run: Callable[[], Any], *, warms_up: bool

@@ -148,63 +148,111 @@ def form_of(argument: Any) -> Any:
     return Tensor if isinstance(argument, Tensor) else argument  # not None: that is a plain value
 
 
-def shapes_of(tensors: list[Tensor], batched: list[bool], bs: int | None) -> Iterator[Any]:
+def shapes_of(tensors: Sequence[Tensor], batched: Sequence[bool], bs: int | None) -> Iterator[Any]:
     """Yield each tensor's dtype and shape; the leading size of those that are ``batched``, which
     belong to the requests, as a multiple of ``bs``."""
     for tensor, own in zip(tensors, batched, strict=True):
-        first = (len(tensor) // bs,) if own and bs else tensor.shape[:1]
-        yield tensor.dtype, own, *first, *tensor.shape[1:]
+        shape = tensor.shape
+        yield tensor.dtype, own, shape[0] // bs if own and bs else shape[:1], shape[1:]
 
 
 def pad(tensor: Tensor, bs: int, bucket: int) -> Tensor:
     """Return a copy of a tensor of ``bs`` requests for a batch of ``bucket``."""
     size = len(tensor) // bs * bucket
     kept = tensor.new_empty(size, *tensor.shape[1:])
-    fill([kept], [tensor], clear=True)
+    PassInputs([kept]).fill([tensor], clear=True)
     return kept
 
 
-def fill(inputs: Sequence[Tensor], tensors: Sequence[Tensor], *, clear: bool) -> None:
-    """Copy a batch's tensors to the inputs of a recording, mostly in one launch.
-
-    A large one is given in pieces: else a block of threads would copy 64 Ki elements of it, which
-    took 21 us for 16 rows of hidden states of five layers on an H100.
+class PassInputs:
+    """The tensors that a recording reads, to which those of a batch are copied.
 
     Args:
-        clear: fill what follows in the inputs with requests that are nobody's: row 0 of the request
-            table, token 0, and a mask that shows all.
+        tensors: contiguous.
     """
-    together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    padding: dict[torch.dtype, list[Tensor]] = {}
-    for kept, given in zip(inputs, tensors, strict=True):
-        tensor = given.resolve_conj().resolve_neg()
-        rows = len(tensor)
-        if clear and rows < len(kept):
-            padding.setdefault(kept.dtype, []).append(kept[rows:])
-        target = kept if rows == len(kept) else kept[:rows]
-        if target.is_contiguous() and tensor.is_contiguous():
-            as_dtype = torch.int64 if _is_words(target) and _is_words(tensor) else kept.dtype
-            targets, sources = together.setdefault(as_dtype, ([], []))
-            targets += _pieces(target.view(-1).view(as_dtype))
-            sources += _pieces(tensor.view(-1).view(as_dtype))
-        else:  # one of other strides would have all copied one by one
-            target.copy_(tensor)
-    for targets, sources in together.values():
-        torch._foreach_copy_(targets, sources)
-    for mask in padding.pop(torch.bool, ()):
-        mask.fill_(True)
-    for rest in padding.values():
-        torch._foreach_zero_(rest)
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self._places: dict[tuple[int, ...], _Places] = {}
+
+    def fill(self, given: Sequence[Tensor], *, clear: bool) -> None:
+        """Copy a batch's tensors to the first rows of these, mostly in one launch.
+
+        Args:
+            clear: fill what follows with requests that are nobody's: row 0 of the request table,
+                token 0, and a mask that shows all.
+        """
+        lens = tuple(tensor.shape[0] for tensor in given)
+        places = self._places.get(lens)
+        if places is None:
+            places = self._places[lens] = _Places.of(self.tensors, lens)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for target, words, tensor in zip(places.targets, places.words, given, strict=True):
+            found = _words(tensor) if words else None
+            if found is None:  # one of other strides would have all copied one by one
+                target.copy_(tensor)
+            else:
+                targets += words
+                sources += found
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if clear:
+            for rest in places.ones:
+                rest.fill_(True)
+            for rests in places.zeros:
+                torch._foreach_zero_(rests)
 
 
-def _pieces(flat: Tensor) -> Sequence[Tensor]:
-    """Cut a flat tensor into pieces of whole blocks, each for blocks of its own."""
-    if flat.nbytes <= _PIECE:
-        return (flat,)
-    blocks = -(-flat.nbytes // (_PIECE * _MOST_PIECES))
-    return torch.split(flat, blocks * _PIECE // flat.itemsize)
+@attrs.frozen(eq=False)
+class _Places:
+    """Where tensors of some lengths go, and what follows them.
+
+    Attributes:
+        targets: the first rows of each input.
+        words: of each target its memory as int64, in pieces; none if that is not of whole words.
+        ones, zeros: what follows them, of masks and of all else; the latter of one dtype each.
+    """
+
+    targets: list[Tensor]
+    words: list[list[Tensor]]
+    ones: list[Tensor]
+    zeros: list[list[Tensor]]
+
+    @classmethod
+    def of(cls, inputs: Sequence[Tensor], lens: Sequence[int]) -> _Places:
+        targets = [kept[:rows] for kept, rows in zip(inputs, lens, strict=True)]
+        rests = [kept[rows:] for kept, rows in zip(inputs, lens, strict=True) if rows < len(kept)]
+        zeros: dict[torch.dtype, list[Tensor]] = {}
+        for rest in rests:
+            if rest.dtype != torch.bool:
+                parts = _words(rest) or [rest]
+                zeros.setdefault(parts[0].dtype, []).extend(parts)
+        return cls(
+            targets,
+            [_words(target) or [] for target in targets],
+            [rest for rest in rests if rest.dtype == torch.bool],
+            list(zeros.values()),
+        )
 
 
-def _is_words(tensor: Tensor) -> bool:
-    """Return whether a dense tensor's memory is that of a sequence of int64."""
-    return tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0
+def _words(tensor: Tensor) -> list[Tensor] | None:
+    """Return a tensor's memory as flat int64, in pieces of whole blocks, each for blocks of its
+    own; None if that is not of whole words, or stands for other bits.
+
+    A block of threads would copy 64 Ki elements of a large one, which took 21 us for 16 rows of
+    hidden states of five layers on an H100.
+    """
+    size = tensor.nbytes
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    if tensor.dtype != torch.int64:
+        if size % 8 or tensor.storage_offset() * tensor.itemsize % 8:
+            return None
+        tensor = tensor.view(-1).view(torch.int64)
+    elif tensor.dim() > 1:
+        tensor = tensor.view(-1)
+    if size <= _PIECE:
+        return [tensor]
+    blocks = -(-size // (_PIECE * _MOST_PIECES))
+    return list(torch.split(tensor, blocks * _PIECE // 8))

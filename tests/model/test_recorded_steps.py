@@ -36,7 +36,7 @@ from specplug.speculative import graph_runner
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.paged_plan import PagedPlan, RequestSlots
-from specplug.speculative.pass_arguments import fill
+from specplug.speculative.pass_arguments import PassInputs
 from specplug.speculative.target_output import compact
 
 ON_GPU = torch.cuda.is_available()
@@ -468,7 +468,7 @@ def test_lazily_conjugated_and_negated_inputs_are_copied() -> None:
     numbers = torch.tensor([[1 + 2j, 3 - 4j], [5j, -6]], device=DEVICE)
     sources = [numbers.conj(), numbers.conj().imag, torch._neg_view(numbers.real.contiguous())]
     inputs = [torch.ones(4, 2, dtype=source.dtype, device=DEVICE) for source in sources]
-    fill(inputs, sources, clear=True)
+    PassInputs(inputs).fill(sources, clear=True)
     for kept, source in zip(inputs, sources, strict=True):
         assert torch.equal(kept[:2], source)
         assert not kept[2:].any()
@@ -488,7 +488,7 @@ def test_a_large_input_is_copied_by_many_blocks(rows: int, monkeypatch: pytest.M
     source = torch.randn(rows, 5 * 4096, device=DEVICE).to(torch.bfloat16)
     odd = torch.arange(rows * 3, device=DEVICE).to(torch.int8)
     inputs = [torch.full_like(source, -1), torch.full_like(odd, -1)]
-    fill(inputs, [source, odd], clear=False)
+    PassInputs(inputs).fill([source, odd], clear=False)
     assert torch.equal(inputs[0], source)
     assert torch.equal(inputs[1], odd)
     (sizes,) = (each for each in launches if sum(each) >= source.nbytes)
