@@ -78,10 +78,7 @@ def write_rows(buffers: Sequence[Tensor], req_indices: Tensor, tensors: Sequence
     bs = len(req_indices)
     if any(len(tensor) != bs for tensor in tensors):
         raise ValueError(f"tensors of {list(map(len, tensors))} rows; expected {bs} of each")
-    # The kernel is compiled for where tensors begin: always where memory is allocated.
-    own = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
-    own = [tensor.clone() if tensor.data_ptr() % 16 else tensor for tensor in own]
-    _launch(buffers, own, req_indices, reads=False)
+    _launch(buffers, list(map(_dense, tensors)), req_indices, reads=False)
 
 
 def _launch(
@@ -98,5 +95,14 @@ def _launch(
     )  # fmt: skip
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory is its elements, and begins where memory is allocated: the
+    kernel is compiled for that."""
+    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
 def _numbers(tensor: Tensor) -> Tensor:
-    return tensor.view(_NUMBERS[tensor.itemsize])
+    kind = _NUMBERS[tensor.itemsize]
+    return tensor if tensor.dtype == kind else tensor.view(kind)

@@ -225,7 +225,7 @@ class Draft:
     @cached_property
     def flat_tokens(self) -> Tensor:
         """[T] int64, the tokens in the flat order."""
-        return self.flatten(self.tokens)
+        return self.select(self.tokens.reshape(-1))
 
     def spread(self, values: Tensor) -> Tensor:
         """Give each node what its request has: [bs] -> [T], in the flat order."""

@@ -85,6 +85,31 @@ class FutureMap:
         Any state can follow any other: one that is absent is read as zeros, not as that of the
         request which had the row before, and one of another width leaves the other rows theirs.
         """
+        self._write(req_indices, *self._buffers_of(req_indices, draft_input))
+
+    def publish_and_stash(
+        self,
+        req_indices: Tensor,
+        seq_lens: Tensor,
+        output: CommittedOutput,
+        draft_input: DraftInput,
+    ) -> None:
+        """Do both, in one launch where a kernel writes rows."""
+        buffers, tensors = self._buffers_of(req_indices, draft_input)
+        ends = seq_lens, output.bonus_tokens
+        both = [*self._known.unbind(0), *buffers]
+        fits = all(t.shape == req_indices.shape and t.dtype == torch.int64 for t in ends)
+        if fits and self._runs_kernels(both):
+            self._write(req_indices, both, [*ends, *tensors])
+            return
+        self.publish(req_indices, seq_lens, output)  # which says what does not fit
+        self._write(req_indices, buffers, tensors)
+
+    def _buffers_of(
+        self, req_indices: Tensor, draft_input: DraftInput
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the buffers of a state and its tensors, which fit them; clear those of these
+        requests that it lacks."""
         for name, buffer in self.state.items():
             if draft_input.state.get(name) is None:
                 buffer.index_fill_(0, req_indices, 0)
@@ -101,13 +126,19 @@ class FutureMap:
                 tensor = both[self.req_table_size :]
             buffers.append(buffer)
             tensors.append(tensor)
+        return buffers, tensors
+
+    def _write(
+        self, req_indices: Tensor, buffers: Sequence[Tensor], tensors: Sequence[Tensor]
+    ) -> None:
+        """Write tensors [bs, …] to these rows of buffers."""
         if self._runs_kernels(buffers):
             from specplug.kernels.state_rows import write_rows
 
             write_rows(buffers, req_indices, tensors)
-        else:
-            for buffer, tensor in zip(buffers, tensors, strict=True):
-                buffer.index_copy_(0, req_indices, tensor)
+            return
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            buffer.index_copy_(0, req_indices, tensor)
 
     def resolve(self, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
         """Return the committed lengths [bs] and the draft input of these requests [bs]."""
@@ -128,7 +159,7 @@ class FutureMap:
             What ``resolve`` of each returns; None if the kernel that reads state cannot read both:
             there is none, the other map is of a subclass, or it was given buffers of other sizes.
         """
-        if not other.state or type(other) is not FutureMap or "resolve" in vars(other):
+        if not other.state or not is_plain(other):
             return None
         own, others = list(self.state.values()), list(other.state.values())
         buffers = [*self._known.unbind(0), *own, *other._known.unbind(0), *others]
@@ -157,6 +188,12 @@ class FutureMap:
         from specplug.kernels.state_rows import serves
 
         return serves(buffers, self._known.shape[1], device)
+
+
+def is_plain(future_map: FutureMap) -> bool:
+    """Return whether a future map does what this module says: no plugin has changed a method."""
+    changed = {"publish", "stash", "resolve"}.intersection(vars(future_map))
+    return type(future_map) is FutureMap and not changed
 
 
 def _below(upper: Tensor, lower: Tensor) -> Tensor:

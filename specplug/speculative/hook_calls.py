@@ -22,7 +22,7 @@ from specplug import hookspecs
 from specplug.algorithm import SpecConfig
 from specplug.speculative.draft import Draft, DraftInput, described
 from specplug.speculative.draft_state import StateTensor, state_spec
-from specplug.speculative.future_map import FutureMap
+from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.hook_results import (
     check_draft,
     check_draft_input,
@@ -231,6 +231,10 @@ class HookCalls:
         draft_input: DraftInput,
     ) -> None:
         """Publish how far the requests are, and stash what the next step starts from."""
+        if is_plain(future_map):
+            call, given = FutureMap.publish_and_stash, (req_indices, seq_lens, output, draft_input)
+            self._plugins.guard("FutureMap.publish_and_stash", call, future_map, *given)
+            return
         kind = type(future_map).__name__
         self._plugins.guard(f"{kind}.publish", future_map.publish, req_indices, seq_lens, output)
         self._plugins.guard(f"{kind}.stash", future_map.stash, req_indices, draft_input)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from specplug.speculative.batch import Batch, ForwardMode, RequestView
 from specplug.speculative.draft import Draft, DraftInput
-from specplug.speculative.future_map import FutureMap
+from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.host_copy import upload
 from specplug.speculative.rotation import chunk_tails, rotate_chunks
@@ -112,9 +112,7 @@ class HookOrder(Generic[H]):
         # The core's own: lengths and bonus tokens alone, out of every plugin's reach.
         self._committed = FutureMap(runtime.req_table_size, runtime.device)
         # A subclass may count the steps, or copy their tokens: it hears of each one.
-        self._hears_all = type(future_map) is not FutureMap or not {"publish", "stash"}.isdisjoint(
-            vars(future_map)
-        )
+        self._hears_all = not is_plain(future_map)
 
     def begin_decode(
         self,

@@ -165,6 +165,32 @@ def test_states_of_other_names_are_kept(future_map: FutureMap) -> None:
     assert both["b"].tolist() == [[0, 0, 0], [1, 1, 1]]
 
 
+@pytest.mark.parametrize("kind", [*STATES, "unnamed"])
+def test_publish_and_stash_is_one_after_the_other(kind: str, future_map: FutureMap) -> None:
+    """In one launch where kernels copy rows, of a length and a token each."""
+    apart = FutureMap(6, DEVICE)
+    for rows, lens in ((_rows(2, 5), _rows(9, 8)), (_rows(5, 1, 3), _rows(7, 6, 5))):
+        output = CommittedOutput(
+            next_tokens=lens,
+            own_tokens=lens,
+            last_rows=torch.arange(len(rows), device=DEVICE),
+            accept_lens=torch.ones_like(rows),
+            bonus_tokens=lens * 3,
+        )
+        part = STATES.get(kind, STATES["absent"])(len(rows))
+        state = {} if kind == "unnamed" else {"state": None if part is None else part.to(DEVICE)}
+        made = DraftInput(bonus_tokens=output.bonus_tokens, state=state)
+        future_map.publish_and_stash(rows, lens, output, made)
+        apart.publish(rows, lens, output)
+        apart.stash(rows, made)
+    found, expected = (each.resolve(_rows(1, 2, 3, 4, 5)) for each in (future_map, apart))
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1].bonus_tokens, expected[1].bonus_tokens)
+    assert found[1].state.keys() == expected[1].state.keys()
+    for name in found[1].state:
+        assert torch.equal(found[1][name], expected[1][name])
+
+
 def test_two_maps_are_resolved_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As each by itself, in tensors of their own; torch, subclasses and odd buffers do not."""
     monkeypatch.setattr(dispatch, "forced", True)
