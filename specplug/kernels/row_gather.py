@@ -1,8 +1,12 @@
-"""Read rows of a table by their numbers, in one launch: embeddings, rotary tables, token ids."""
+"""Read rows of tables by their numbers, in one launch: embeddings, rotary tables, token ids, and
+what several layers of a target left.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -71,3 +75,44 @@ def gather_rows(table: Tensor, index: Tensor) -> Tensor:
 def gather_rows_reference(table: Tensor, index: Tensor) -> Tensor:
     """Compute what ``gather_rows`` does in torch."""
     return torch.index_select(table, -2, index.clamp(0, table.shape[-2] - 1))
+
+
+@triton.jit
+def _join_rows(tables, strides, sizes, index, out, total, BLOCK: tl.constexpr):
+    """A part of one row of every table."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(index + row)
+    place = out + row * total + column
+    for i in tl.static_range(len(sizes)):
+        inside = column < sizes[i]
+        tl.store(place, tl.load(tables[i] + source * strides[i] + column, mask=inside), mask=inside)
+        place += sizes[i]
+
+
+def join_rows(tables: Sequence[Tensor], index: Tensor) -> Tensor:
+    """Return rows of tables of one dtype, each table's beside those of the one before.
+
+    Args:
+        tables: [V, N_i] each, dense in N_i.
+        index: [R] int64, contiguous, each below every V.
+
+    Returns:
+        [R, sum of N_i] contiguous.
+    """
+    (rows,) = index.shape
+    sizes = tuple(table.shape[1] for table in tables)
+    out = tables[0].new_empty(rows, sum(sizes))
+    if out.numel():
+        block = min(triton.next_power_of_2(max(sizes)), _MOST)
+        strides = tuple(table.stride(0) for table in tables)
+        _join_rows[rows, triton.cdiv(max(sizes), block)](
+            tuple(tables), strides, sizes, index, out, sum(sizes), BLOCK=block,
+            num_warps=4 if block == _MOST else 1,
+        )  # fmt: skip
+    return out
+
+
+def join_rows_reference(tables: Sequence[Tensor], index: Tensor) -> Tensor:
+    """Compute what ``join_rows`` does in torch."""
+    return torch.cat([table[index] for table in tables], dim=1)

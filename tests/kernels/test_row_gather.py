@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specplug.kernels.row_gather import gather_rows, gather_rows_reference
+from specplug.kernels.row_gather import (
+    gather_rows,
+    gather_rows_reference,
+    join_rows,
+    join_rows_reference,
+)
 
 
 @pytest.mark.parametrize("shape", [(7, 1), (1, 24), (5, 1100), (2, 9, 16), (3, 4, 1025)], ids=str)
@@ -37,3 +42,20 @@ def test_gathered_bits_are_kept(device: torch.device) -> None:
 def test_no_row_is_gathered_of_no_number(device: torch.device) -> None:
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     assert gather_rows(torch.zeros(2, 3, 4, device=device), nothing).shape == (2, 0, 4)
+
+
+@pytest.mark.parametrize("sizes", [(24,), (5, 1100, 1), (16, 16, 16)], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_joined_rows_are_those_of_torch(
+    sizes: tuple[int, ...], rows: int, device: torch.device
+) -> None:
+    """Of dense tables and of a part of wider ones, of several lengths."""
+    generator = torch.Generator().manual_seed(0)
+    index = torch.randint(0, 7, (rows,), generator=generator).to(device)
+    for margin in (0, 3):
+        tables = [
+            torch.randn(7 + number, size + margin, generator=generator).to(device)[:, :size]
+            for number, size in enumerate(sizes)
+        ]
+        assert torch.equal(join_rows(tables, index), join_rows_reference(tables, index))

@@ -10,6 +10,9 @@ from torch import Tensor
 from specplug_vllm.kernels import commit_rows
 from specplug_vllm.v2_step import Step
 
+_SHORT, _LONG = 10, 3
+"""Parts of [m], and after them parts of [m·C]."""
+
 
 @attrs.frozen(eq=False)
 class CommittedRows:
@@ -17,9 +20,10 @@ class CommittedRows:
     and in the others it repeats its root. All int64.
 
     Attributes:
-        req_indices, batch_indices: [m] rows of the request table, twice: hooks may write to the
-            second.
-        starts, batch_starts: [m] tokens with KV before the step, twice.
+        req_indices: [m] rows of the request table.
+        lent_indices: the same, for hooks, which may write to them.
+        next_indices, lent_next_indices: both again, for the drafts that follow.
+        starts, lent_starts: [m] tokens with KV before the step, and a copy for hooks.
         ends: [m] tokens with KV after it.
         accept_lens: [m] tokens that each got.
         bonus_tokens: [m] the last of them.
@@ -30,9 +34,11 @@ class CommittedRows:
     """
 
     req_indices: Tensor
-    batch_indices: Tensor
+    lent_indices: Tensor
+    next_indices: Tensor
+    lent_next_indices: Tensor
     starts: Tensor
-    batch_starts: Tensor
+    lent_starts: Tensor
     ends: Tensor
     accept_lens: Tensor
     bonus_tokens: Tensor
@@ -51,8 +57,10 @@ class CommittedRows:
             columns: C, at least as many as each got tokens.
         """
         # Each part begins at 16 bytes, as kernels that read several numbers at once like it.
-        short, long = _even(count), _even(count * columns)
-        out = torch.empty(8 * short + 3 * long, dtype=torch.int64, device=step.tokens.device)
+        wide = count * columns
+        short, long = count + count % 2, wide + wide % 2
+        sizes = [count, short - count] * _SHORT + [wide, long - wide] * _LONG
+        out = torch.empty(sum(sizes), dtype=torch.int64, device=step.tokens.device)
         commit_rows[(count,)](
             out,
             step.idx_mapping if requests is None else requests,
@@ -69,10 +77,4 @@ class CommittedRows:
             ALL=requests is None,
             BLOCK=triton.next_power_of_2(columns),
         )
-        sizes = [short] * 8 + [long] * 3
-        used = [count] * 8 + [count * columns] * 3
-        return cls(*(part[:size] for part, size in zip(torch.split(out, sizes), used, strict=True)))
-
-
-def _even(number: int) -> int:
-    return number + number % 2
+        return cls(*torch.split(out, sizes)[::2])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specplug import PluginError
+from specplug.kernels.dispatch import runs_step_kernels
 from specplug.speculative.paged_plan import PagedKVCache
 from specplug_vllm.vllm_names import attention_classes, target_indexes_by_block_stride
 
@@ -203,7 +204,8 @@ class SlotTable:
         new = np.asarray(blocks, dtype=np.int64)[: self._by_block.shape[1] - start]
         if len(new):
             columns = np.arange(start, start + len(new))
-            self._new.append(np.stack((np.full_like(columns, row), columns, new)))
+            # A block's keys lie where those of two pages would, as it holds its values too.
+            self._new.append(np.stack((np.full_like(columns, row), columns, 2 * new), axis=1))
             self._counts[row] += len(new)
 
     def update(self) -> None:
@@ -216,8 +218,12 @@ class SlotTable:
             self.floors.index_copy_(0, rows, floors)
             self._started.clear()
         if self._new:
-            new = torch.from_numpy(np.concatenate(self._new, axis=1))
-            rows, columns, blocks = new.to(device, non_blocking=True)
-            first = 2 * self.block_size * blocks
-            self._by_block[rows, columns] = first.unsqueeze(1) + self._inside
+            new = torch.from_numpy(np.concatenate(self._new)).to(device, non_blocking=True)
             self._new.clear()
+            if runs_step_kernels(device):
+                from specplug.kernels.table_pages import enter_pages
+
+                enter_pages(self.slots, new, self.block_size)
+                return
+            rows, columns, pages = new.unbind(1)
+            self._by_block[rows, columns] = (self.block_size * pages).unsqueeze(1) + self._inside

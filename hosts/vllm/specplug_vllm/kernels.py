@@ -48,24 +48,25 @@ def commit_rows(
     count = tl.load(num_sampled + request).to(tl.int64)
     bonus = tl.load(last_sampled + index).to(tl.int64)
     start = tl.load(positions + first).to(tl.int64)
-    tl.store(out + place, index + 1)  # row 0 of the request table is nobody's
-    tl.store(out + short + place, index + 1)
-    tl.store(out + 2 * short + place, start)
-    tl.store(out + 3 * short + place, start)
-    tl.store(out + 4 * short + place, start + count)
-    tl.store(out + 5 * short + place, count)
-    tl.store(out + 6 * short + place, bonus)
-    tl.store(out + 7 * short + place, place * columns + count - 1)
+    for copy in tl.static_range(4):
+        tl.store(out + copy * short + place, index + 1)  # row 0 of the table is nobody's
+    own = out + 4 * short + place
+    tl.store(own, start)
+    tl.store(own + short, start)
+    tl.store(own + 2 * short, start + count)
+    tl.store(own + 3 * short, count)
+    tl.store(own + 4 * short, bonus)
+    tl.store(own + 5 * short, place * columns + count - 1)
     column = tl.arange(0, BLOCK)
     inside = column < columns
     used = tl.where(column < count, column, 0)
     row = first + used
-    own = tl.load(tokens + row, mask=inside, other=0).to(tl.int64)
+    node = tl.load(tokens + row, mask=inside, other=0).to(tl.int64)
     after = tl.load(tokens + tl.minimum(row + 1, last_row), mask=inside, other=0).to(tl.int64)
     after = tl.where(used == count - 1, bonus, after)
-    wide = out + 8 * short + place * columns + column
+    wide = out + 10 * short + place * columns + column
     tl.store(wide, row, mask=inside)
-    tl.store(wide + long, own, mask=inside)
+    tl.store(wide + long, node, mask=inside)
     tl.store(wide + 2 * long, after, mask=inside)
 
 

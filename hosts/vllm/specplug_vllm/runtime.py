@@ -17,7 +17,7 @@ from specplug import (
     UsageError,
 )
 from specplug.kernels.cpu_kernels import CPUKernels
-from specplug.kernels.dispatch import attention_kernels
+from specplug.kernels.dispatch import attention_kernels, runs_step_kernels
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedPlan, RequestSlots
@@ -267,8 +267,14 @@ class VllmRuntime:
             layer_inputs: by layer [R or more, H].
         """
         return {
-            name: torch.cat([layer_inputs[layer][rows] for layer in layers], dim=-1)
-            if layers
-            else hidden_states[rows]
+            name: self._rows([layer_inputs[layer] for layer in layers] or [hidden_states], rows)
             for name, layers in self.captures.items()
         }
+
+    def _rows(self, states: list[Tensor], rows: Tensor) -> Tensor:
+        """Return rows of states, those of several beside one another."""
+        if runs_step_kernels(self.device) and all(each.stride(1) == 1 for each in states):
+            from specplug.kernels.row_gather import join_rows
+
+            return join_rows(states, rows)
+        return torch.cat([each[rows] for each in states], dim=-1)

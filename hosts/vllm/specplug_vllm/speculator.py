@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.seeded_noise import SamplingRows
 from specplug_vllm.step_hooks import StepHooks
 from specplug_vllm.v2_step import Step, new_blocks, new_requests
+
+T = TypeVar("T")
 
 
 class Speculator(DraftModelSpeculator):
@@ -211,11 +213,20 @@ class Speculator(DraftModelSpeculator):
             self._guard(step, decode, feed)
         ready = ~step.prefills | (step.ends == step.prefill_lens)
         chosen = np.nonzero(ready & ~self._failed[step.rows])[0]
-        drafts = torch.zeros(
-            len(step.ids), self.num_speculative_steps, dtype=torch.int64, device=self.device
-        )
+        drafted = None
         if len(chosen) and wanted:
-            self._guard(step, chosen, partial(hooks.draft, step, chosen, wanted, drafts))
+            drafted = self._guard(step, chosen, partial(hooks.draft, step, chosen, wanted))
+        return self._filled_up(step, chosen, drafted)
+
+    def _filled_up(self, step: Step, chosen: np.ndarray, drafted: Tensor | None) -> Tensor:
+        """Return the drafts of some requests [m, …] as those of all, [n, num_speculative_tokens],
+        with token 0 where there is none."""
+        size = len(step.ids), self.num_speculative_steps
+        if drafted is not None and drafted.shape == size:
+            return drafted
+        drafts = torch.zeros(size, dtype=torch.int64, device=self.device)
+        if drafted is not None:
+            drafts[torch.from_numpy(chosen).to(self.device), : drafted.shape[1]] = drafted
         return drafts
 
     def _begin(self, step: Step) -> np.ndarray:
@@ -250,14 +261,15 @@ class Speculator(DraftModelSpeculator):
             self._runtime.bind(self._place[1])
         return self._runtime.table
 
-    def _guard(self, step: Step, chosen: np.ndarray, call: Callable[[], None]) -> None:
+    def _guard(self, step: Step, chosen: np.ndarray, call: Callable[[], T]) -> T | None:
         """Call hooks. If a plugin fails, draft no more for these requests: a draft changes no
-        token, so they go on without."""
+        token, so they go on without. None then."""
         try:
-            call()
+            return call()
         except PluginError as error:
             self._failed[step.rows[chosen]] = True
             self._failures.tell(error)
+            return None
 
 
 def _split(blocks: Sequence[int], parts: int) -> Sequence[int]:

@@ -41,6 +41,7 @@ class StepHooks(VllmCallbacks):
     ) -> None:
         self._runtime, self._views = runtime, views
         self._order = HookOrder(runtime, hooks, hooks.create_future_map(runtime), self)
+        self._of_all: tuple[Step, CommittedRows] | None = None
 
     def prefill(self, step: Step, chosen: np.ndarray, first: np.ndarray) -> None:
         """Feed the algorithm the chunks of requests whose prompt is computed.
@@ -72,13 +73,14 @@ class StepHooks(VllmCallbacks):
         columns = int(step.widths[chosen].max())
         requests = None if len(chosen) == len(step.ids) else self._upload(chosen)
         got = CommittedRows.of(step, requests, len(chosen), columns)
+        self._of_all = None if requests is not None else (step, got)
         half = VllmHalf(req_indices=got.req_indices, is_warm_up=step.is_warm_up)
         half.seq_lens = got.starts
         half.batch = Batch(
             mode=ForwardMode.DECODE,
             requests=self._views_of(step, chosen),
-            req_indices=got.batch_indices,
-            seq_lens=got.batch_starts,
+            req_indices=got.lent_indices,
+            seq_lens=got.lent_starts,
             greedy=step.greedy,
             is_warm_up=step.is_warm_up,
             drafts_follow=drafts_follow,
@@ -93,22 +95,29 @@ class StepHooks(VllmCallbacks):
         )
         self._order.extend(half, got.ends, output)
 
-    def draft(self, step: Step, chosen: np.ndarray, wanted: int, drafts: Tensor) -> None:
-        """Draft so many tokens for the requests that decode next; put them into ``drafts``
-        [n, num_speculative_tokens] int64.
+    def draft(self, step: Step, chosen: np.ndarray, wanted: int) -> Tensor:
+        """Return at most so many drafted tokens for each of the requests that decode next, [m, …]
+        int64.
 
         Raises:
             PluginError: it is a tree.
         """
         most = (min(self._runtime.config.num_draft_tokens, wanted + 1),) * len(chosen)
-        half = self._half(step, chosen)
+        half = self._drafting_half(step, chosen)
         views = self._views_of(step, chosen)
         draft = self._order.begin_decode(half, views, most, greedy=step.greedy)
-        tokens = drafted_tokens(draft, self._runtime.config.algorithm)
-        if len(chosen) == len(drafts):
-            drafts[:, : tokens.shape[1]] = tokens
-        else:
-            drafts[self._upload(chosen), : tokens.shape[1]] = tokens
+        return drafted_tokens(draft, self._runtime.config.algorithm)
+
+    def _drafting_half(self, step: Step, chosen: np.ndarray) -> VllmHalf:
+        """Return a half of requests of the step. Where all of it decoded, their rows are there."""
+        if self._of_all is None or self._of_all[0] is not step or len(chosen) < len(step.ids):
+            return self._half(step, chosen)
+        got = self._of_all[1]
+        return VllmHalf(
+            req_indices=got.next_indices,
+            lent_rows=[got.lent_next_indices],
+            is_warm_up=step.is_warm_up,
+        )
 
     def _half(self, step: Step, chosen: np.ndarray) -> VllmHalf:
         return VllmHalf(req_indices=self._of(step.req_indices, chosen), is_warm_up=step.is_warm_up)

@@ -22,9 +22,11 @@ def reference(step: Any, chosen: list[int], columns: int) -> dict[str, list[int]
         bonus = int(step.last_sampled_by_row[index, 0])
         for name, value in {
             "req_indices": index + 1,
-            "batch_indices": index + 1,
+            "lent_indices": index + 1,
+            "next_indices": index + 1,
+            "lent_next_indices": index + 1,
             "starts": start,
-            "batch_starts": start,
+            "lent_starts": start,
             "ends": start + count,
             "accept_lens": count,
             "bonus_tokens": bonus,
