@@ -100,6 +100,10 @@ class HookOrder(Generic[H]):
         future_map: the algorithm's. It may be of a subclass, and hooks may write to it: so the
             committed lengths and bonus tokens that count are kept in a map of the core's own.
         host: what the host does its own way.
+
+    Attributes:
+        committed: the core's own map, out of every plugin's reach: lengths and bonus tokens alone.
+            A host that verifies by a kernel of its own may publish there by it.
     """
 
     def __init__(
@@ -109,8 +113,7 @@ class HookOrder(Generic[H]):
         self._hooks = hooks
         self._future_map = future_map
         self._host = host
-        # The core's own: lengths and bonus tokens alone, out of every plugin's reach.
-        self._committed = FutureMap(runtime.req_table_size, runtime.device)
+        self.committed = FutureMap(runtime.req_table_size, runtime.device)
         # A subclass may count the steps, or copy their tokens: it hears of each one.
         self._hears_all = not is_plain(future_map)
 
@@ -131,9 +134,9 @@ class HookOrder(Generic[H]):
                 cannot be foreseen, drafts are made as if it were so.
         """
         req_indices = half.lend_req_indices()
-        both = self._committed.resolve_with(self._future_map, half.req_indices)
+        both = self.committed.resolve_with(self._future_map, half.req_indices)
         if both is None:
-            own = self._committed.resolve(half.req_indices)
+            own = self.committed.resolve(half.req_indices)
             both = own, self._hooks.resolve(self._future_map, req_indices)
         (half.seq_lens, known), (seq_lens, draft_input) = both
         half.batch = Batch(
@@ -194,7 +197,7 @@ class HookOrder(Generic[H]):
         """Keep what is accepted; return the lengths after the step, and what was committed."""
         self._host.keep_accepted(half, verified)
         committed = compact(verified, half.tokens, per_node)
-        seq_lens, half.report = self._committed.publish_step(
+        seq_lens, half.report = self.committed.publish_step(
             half.req_indices, half.seq_lens, committed
         )
         return seq_lens, committed
@@ -225,12 +228,13 @@ class HookOrder(Generic[H]):
     def extend(self, half: H, seq_lens: Tensor, output: CommittedOutput) -> None:
         """Feed the draft model committed tokens, and leave the next step what it starts from.
 
-        A host that verifies by itself calls this in the place of ``finish_decode``.
+        A host that verifies by itself calls this in the place of ``finish_decode``, or ``feed``
+        where it has published to ``committed``.
 
         Args:
             seq_lens: [bs] int64, committed tokens of each request after this step.
         """
-        self._committed.publish(half.req_indices, seq_lens, output)
+        self.committed.publish(half.req_indices, seq_lens, output)
         self.feed(half, seq_lens, output)
 
     def feed(self, half: H, seq_lens: Tensor, output: CommittedOutput) -> None:
@@ -265,7 +269,7 @@ class HookOrder(Generic[H]):
             accept_lens=torch.ones_like(order),
             bonus_tokens=roots,
         )
-        self._committed.publish(half.req_indices, half.seq_lens, output)
+        self.committed.publish(half.req_indices, half.seq_lens, output)
         made = self._hooks.build_disagg_draft_input(
             self._runtime, half.batch, roots.clone(), self._future_map
         )

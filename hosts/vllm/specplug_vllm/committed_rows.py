@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from specplug import FutureMap
 from specplug_vllm.kernels import commit_rows
 from specplug_vllm.v2_step import Step
 
@@ -48,19 +49,27 @@ class CommittedRows:
     next_tokens: Tensor
 
     @classmethod
-    def of(cls, step: Step, requests: Tensor | None, count: int, columns: int) -> CommittedRows:
-        """Find them.
+    def of(
+        cls,
+        step: Step,
+        requests: Tensor | None,
+        count: int,
+        columns: int,
+        committed: FutureMap,
+    ) -> CommittedRows:
+        """Find them, and publish how far the requests are.
 
         Args:
             requests: [m] int64, the indices of requests of the step; None: all.
             count: m.
             columns: C, at least as many as each got tokens.
+            committed: where lengths and bonus tokens are published.
         """
         # Each part begins at 16 bytes, as kernels that read several numbers at once like it.
-        wide = count * columns
-        short, long = count + count % 2, wide + wide % 2
-        sizes = [count, short - count] * _SHORT + [wide, long - wide] * _LONG
-        out = torch.empty(sum(sizes), dtype=torch.int64, device=step.tokens.device)
+        size = count * columns
+        short, long = count + count % 2, size + size % 2
+        parts = [_SHORT * short, _LONG * long]
+        out = torch.empty(sum(parts), dtype=torch.int64, device=step.tokens.device)
         commit_rows[(count,)](
             out,
             step.idx_mapping if requests is None else requests,
@@ -71,10 +80,16 @@ class CommittedRows:
             step.positions,
             step.tokens,
             len(step.tokens) - 1,
+            committed.seq_lens,
+            committed.bonus_tokens,
             columns,
             short,
             long,
             ALL=requests is None,
             BLOCK=triton.next_power_of_2(columns),
         )
-        return cls(*torch.split(out, sizes)[::2])
+        of_requests, of_rows = torch.split(out, parts)
+        return cls(
+            *of_requests.view(_SHORT, short)[:, :count].unbind(),
+            *of_rows.view(_LONG, long)[:, :size].unbind(),
+        )

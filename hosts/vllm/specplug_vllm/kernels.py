@@ -34,13 +34,16 @@ def commit_rows(
     positions,
     tokens,
     last_row,
+    lengths,
+    bonus_tokens,
     columns,
     short,
     long,
     ALL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the parts of ``CommittedRows`` for a request, one after the other."""
+    """Write the parts of ``CommittedRows`` for a request, one after the other, and to its row of
+    the request table how far it is."""
     place = tl.program_id(0)
     request = place if ALL else tl.load(requests + place)
     index = tl.load(idx_mapping + request).to(tl.int64)
@@ -50,6 +53,8 @@ def commit_rows(
     start = tl.load(positions + first).to(tl.int64)
     for copy in tl.static_range(4):
         tl.store(out + copy * short + place, index + 1)  # row 0 of the table is nobody's
+    tl.store(lengths + index + 1, start + count)
+    tl.store(bonus_tokens + index + 1, bonus)
     own = out + 4 * short + place
     tl.store(own, start)
     tl.store(own + short, start)

@@ -72,7 +72,8 @@ class StepHooks(VllmCallbacks):
         many as it got tokens, and repeats its root in the others."""
         columns = int(step.widths[chosen].max())
         requests = None if len(chosen) == len(step.ids) else self._upload(chosen)
-        got = CommittedRows.of(step, requests, len(chosen), columns)
+        committed = self._order.committed
+        got = CommittedRows.of(step, requests, len(chosen), columns, committed)
         self._of_all = None if requests is not None else (step, got)
         half = VllmHalf(req_indices=got.req_indices, is_warm_up=step.is_warm_up)
         half.seq_lens = got.starts
@@ -93,7 +94,7 @@ class StepHooks(VllmCallbacks):
             accept_lens=got.accept_lens,
             bonus_tokens=got.bonus_tokens,
         )
-        self._order.extend(half, got.ends, output)
+        self._order.feed(half, got.ends, output)
 
     def draft(self, step: Step, chosen: np.ndarray, wanted: int) -> Tensor:
         """Return at most so many drafted tokens for each of the requests that decode next, [m, …]

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specplug import FutureMap
 from specplug_vllm.committed_rows import CommittedRows
 
 
@@ -64,8 +65,14 @@ def test_committed_rows_are_those_of_the_accepted_nodes(
     chosen = sorted(rng.sample(range(count), rng.randint(1, count))) if some else [*range(count)]
     columns = max(widths[i] for i in chosen)
     requests = torch.tensor(chosen) if some else None
-    found = CommittedRows.of(step, requests, len(chosen), columns)
+    committed = FutureMap(10, torch.device("cpu"))
+    found = CommittedRows.of(step, requests, len(chosen), columns, committed)
     expected = reference(step, chosen, columns)
+    apart = FutureMap(10, torch.device("cpu"))
+    apart.seq_lens[found.req_indices] = found.ends
+    apart.bonus_tokens[found.req_indices] = found.bonus_tokens
+    assert torch.equal(committed.seq_lens, apart.seq_lens)
+    assert torch.equal(committed.bonus_tokens, apart.bonus_tokens)
     assert {name: getattr(found, name).tolist() for name in expected} == expected
     assert all(getattr(found, name).dtype == torch.int64 for name in expected)
     assert all(getattr(found, name).data_ptr() % 16 == 0 for name in expected)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hosted_engines import FORMS, Engines
 
-from specplug_vllm.payoff import DraftWidths, Payoff
+from specplug_vllm.payoff import DecodeStep, DraftWidths, Payoff
 from specplug_vllm.step_hooks import StepHooks
 
 FASTER = {"draft_when": "faster"}
@@ -29,7 +29,7 @@ class EveryOther(Payoff):
         self.asked += 1
         return self.asked % 6 < 3
 
-    def observe(self, drafts: bool, tokens: float, seconds: float) -> None:
+    def observe(self, step: DecodeStep, seconds: float) -> None:
         """Learn nothing."""
 
 
@@ -67,12 +67,13 @@ def drafts_of(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int
     found: dict[tuple[int, ...], list[int]] = {}
     draft = StepHooks.draft
 
-    def noted(self: Any, step: Any, chosen: Any, wanted: int, drafts: Any) -> None:
-        draft(self, step, chosen, wanted, drafts)
-        lengths = self._order._committed.seq_lens[step.req_indices]
-        for index in chosen.tolist():
+    def noted(self: Any, step: Any, chosen: Any, wanted: int) -> Any:
+        drafts = draft(self, step, chosen, wanted)
+        lengths = self._order.committed.seq_lens[step.req_indices]
+        for index, drafted in zip(chosen.tolist(), drafts.tolist(), strict=True):
             prompt = self._views[step.ids[index]].prompt_token_ids
-            found[*prompt, int(lengths[index])] = drafts[index].tolist()
+            found[*prompt, int(lengths[index])] = drafted
+        return drafts
 
     monkeypatch.setattr(StepHooks, "draft", noted)
     return found
