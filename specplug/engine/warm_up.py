@@ -19,7 +19,7 @@ from specplug.engine.step import StepRunner
 from specplug.engine.step_plan import Decode, Prefill, PrefillChunk, Step
 from specplug.model.pass_form import MOST_ROWS, row_buckets
 from specplug.sampling_params import SamplingParams
-from specplug.speculative.graph_runner import batch_bucket
+from specplug.speculative.graph_runner import batch_sizes
 from specplug.speculative.hook_calls import HookCalls
 
 _LONGEST_PROMPT = 2048
@@ -125,7 +125,7 @@ class WarmUp:
         steps at every batch size that is recorded, of all kinds."""
         for width in _lengths(self._most_rows):
             yield _prefill(self._requests([width]))
-        sizes = _batch_sizes(self._limits.max_running_requests)
+        sizes = batch_sizes(self._limits.max_running_requests)
         for size in sizes:
             if 1 < size <= min(_MOST_PROMPTS, self._most_rows // 2):
                 yield from self._together(size)
@@ -158,7 +158,7 @@ class WarmUp:
         running, whole = self._limits.max_running_requests, self._limits.num_lookahead_slots
         if running < 2 or not self._decodes:
             return
-        for size in _batch_sizes(running - 1):
+        for size in batch_sizes(running - 1):
             width = max(1, self._most_rows - size * self._limits.num_draft_tokens)
             *requests, prompt = self._requests([_PROMPT] * size + [width])
             yield _prefill(requests)
@@ -261,11 +261,3 @@ def _lengths(most: int) -> list[int]:
 def _doubled(most: int) -> list[int]:
     """Return 1, 2, 4, … below ``most``, and ``most``."""
     return [*(1 << power for power in range((most - 1).bit_length())), most]
-
-
-def _batch_sizes(most: int) -> list[int]:
-    """Return the batch sizes that passes are recorded for; the last is ``most``, as padded."""
-    sizes = [min(batch_bucket(1), most)]
-    while sizes[-1] < most:
-        sizes.append(min(batch_bucket(sizes[-1] + 1), most))
-    return sizes

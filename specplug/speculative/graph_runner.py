@@ -39,6 +39,14 @@ def batch_bucket(bs: int) -> int:
     return _BATCHES[place] if place < len(_BATCHES) else -(-bs // 64) * 64
 
 
+def batch_sizes(most: int) -> list[int]:
+    """Return the batch sizes that passes are recorded for; the last is ``most``, as padded."""
+    sizes = [min(batch_bucket(1), most)]
+    while sizes[-1] < most:
+        sizes.append(min(batch_bucket(sizes[-1] + 1), most))
+    return sizes
+
+
 class PassRunner:
     """A pass that runs eagerly, until it is closed.
 

@@ -218,6 +218,11 @@ class VllmRuntime:
         return tuple(sorted({layer for layers in self.captures.values() for layer in layers}))
 
     @property
+    def records_passes(self) -> bool:
+        """Whether passes are recorded when they first run."""
+        return bool(self._recorders)
+
+    @property
     def num_recordings(self) -> int:
         """The forms of passes that are recorded."""
         return sum(recorder.num_recordings for recorder in self._recorders)

@@ -24,6 +24,7 @@ from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, load_cpu_kernels
 from specplug.registry import build_plugin_manager
 from specplug.speculative.defaults import CoreDefaults
+from specplug.speculative.graph_runner import batch_sizes
 from specplug.speculative.hook_calls import HookCalls
 from specplug_vllm import v2_names, vllm_names
 from specplug_vllm.draft_cache import PREFIX
@@ -35,6 +36,7 @@ from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.seeded_noise import SamplingRows
 from specplug_vllm.step_hooks import StepHooks
 from specplug_vllm.v2_step import Step, new_blocks, new_requests
+from specplug_vllm.warm_up import WarmUp
 
 T = TypeVar("T")
 
@@ -123,7 +125,13 @@ class Speculator(DraftModelSpeculator):
         """Do nothing: ``Runtime.record_draft`` records."""
 
     def capture(self, attn_states: Any) -> None:
-        """Do nothing: what a draft model records it records when it first runs."""
+        """Record the draft models' passes, where they are recorded, as far as vLLM recorded the
+        target's. Larger batches are recorded when they first come."""
+        if not self._runtime.records_passes:
+            return
+        most = max(self.vllm_config.compilation_config.cudagraph_capture_sizes, default=1)
+        columns = self.num_speculative_steps + 1
+        self._warm_up(batch_sizes(max(1, min(self.max_num_reqs, most // columns))))
 
     @torch.inference_mode()
     def propose(
@@ -198,6 +206,29 @@ class Speculator(DraftModelSpeculator):
             self._failures.tell(error)
 
     # A step
+
+    @torch.inference_mode()
+    def _warm_up(self, sizes: Sequence[int]) -> None:
+        """Take steps of requests that are nobody's, in batches of these sizes."""
+        runtime, steps = self._runtime, self.decode_steps
+        warm_up = WarmUp(
+            sizes=sizes,
+            columns=self.num_speculative_steps + 1,
+            greedy=(True,) if runtime.sampling is None else (True, False),
+            num_rows=runtime.req_table_size,
+            context_len=runtime.context_len,
+            hidden_size=runtime.hidden_size,
+            dtype=runtime.dtype,
+            device=self.device,
+            layers=self.captured_layers,
+        )
+        views = {each.req_id: VllmRequest(each, self.max_model_len) for each in warm_up.requests()}
+        self._views.update(views)
+        for step in warm_up.steps():
+            self._next_drafts(step)
+        for request_id in views:
+            del self._views[request_id]
+        self.decode_steps = steps
 
     def _next_drafts(self, step: Step) -> Tensor:
         wanted = self.num_speculative_steps if step.is_warm_up else self._num_wanted
