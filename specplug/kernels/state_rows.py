@@ -43,7 +43,7 @@ def serves(buffers: Sequence[Tensor], rows: int, device: torch.device) -> bool:
     return all(
         buffer.is_contiguous()
         and buffer.itemsize in _NUMBERS
-        and (len(buffer), buffer.device) == (rows, device)
+        and (buffer.shape[0], buffer.device) == (rows, device)
         for buffer in buffers
     )
 

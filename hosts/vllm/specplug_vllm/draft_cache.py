@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from specplug import PluginError
 from specplug.kernels.dispatch import runs_step_kernels
+from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import PagedKVCache
 from specplug_vllm.vllm_names import attention_classes, target_indexes_by_block_stride
 
@@ -178,13 +179,13 @@ class SlotTable:
         self._counts = np.zeros(num_rows, dtype=np.int64)
         self._inside = torch.arange(block_size, device=device)
         self._started: dict[int, int] = {}
-        self._new: list[np.ndarray] = []
+        self._new: list[tuple[int, int, int]] = []
 
     def start(self, row: int, floor: int) -> None:
         """Give a row to a request that starts at ``floor``."""
         self._counts[row] = 0
         self._started[row] = floor
-        self._new = [new for new in self._new if new[0, 0] != row]
+        self._new = [new for new in self._new if new[0] != row]
 
     def fill(self, rows: np.ndarray, blocks: np.ndarray, counts: np.ndarray) -> None:
         """Add the blocks that requests got since the last step.
@@ -196,17 +197,15 @@ class SlotTable:
         """
         for index in np.nonzero(self._counts[rows] < counts[: len(rows)])[0]:
             row = rows[index]
-            self.add(row, blocks[index, self._counts[row] : counts[index]])
+            self.add(int(row), blocks[index, self._counts[row] : counts[index]])
 
     def add(self, row: int, blocks: Sequence[int] | np.ndarray) -> None:
         """Add blocks to those of a row."""
-        start = self._counts[row]
-        new = np.asarray(blocks, dtype=np.int64)[: self._by_block.shape[1] - start]
-        if len(new):
-            columns = np.arange(start, start + len(new))
-            # A block's keys lie where those of two pages would, as it holds its values too.
-            self._new.append(np.stack((np.full_like(columns, row), columns, 2 * new), axis=1))
-            self._counts[row] += len(new)
+        start = int(self._counts[row])
+        new = blocks[: self._by_block.shape[1] - start]
+        # A block's keys lie where those of two pages would, as it holds its values too.
+        self._new += [(row, start + place, 2 * int(block)) for place, block in enumerate(new)]
+        self._counts[row] += len(new)
 
     def update(self) -> None:
         """Write what was started and added since the last call to the tensors."""
@@ -218,7 +217,7 @@ class SlotTable:
             self.floors.index_copy_(0, rows, floors)
             self._started.clear()
         if self._new:
-            new = torch.from_numpy(np.concatenate(self._new)).to(device, non_blocking=True)
+            new = upload(self._new, device)
             self._new.clear()
             if runs_step_kernels(device):
                 from specplug.kernels.table_pages import enter_pages

@@ -23,7 +23,7 @@ def accept_drafts(chosen, drafted, starts, tokens, counts, width, BLOCK: tl.cons
     tl.store(counts + request, last + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_row", "columns", "short", "long"])
 def commit_rows(
     out,
     requests,
