@@ -31,7 +31,7 @@ from specplug_vllm.draft_cache import PREFIX
 from specplug_vllm.exact_sampler import ExactSampler
 from specplug_vllm.failures import FailureLog
 from specplug_vllm.request_view import VllmRequest
-from specplug_vllm.run_settings import RunSettings
+from specplug_vllm.run_settings import RunSettings, pauses
 from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.seeded_noise import SamplingRows
 from specplug_vllm.step_hooks import StepHooks
@@ -168,7 +168,8 @@ class Speculator(DraftModelSpeculator):
         sampling = self._runtime.sampling
         if sampling is not None and not step.greedy:
             sampling.update(temperature, seeds)
-        return self._next_drafts(step)
+        of_vllm = step.is_warm_up  # whose own steps want nothing
+        return self._next_drafts(step, self.num_speculative_steps if of_vllm else self._num_wanted)
 
     # What the patches call
 
@@ -210,28 +211,20 @@ class Speculator(DraftModelSpeculator):
     @torch.inference_mode()
     def _warm_up(self, sizes: Sequence[int]) -> None:
         """Take steps of requests that are nobody's, in batches of these sizes."""
-        runtime, steps = self._runtime, self.decode_steps
+        columns, steps = self.num_speculative_steps + 1, self.decode_steps
         warm_up = WarmUp(
-            sizes=sizes,
-            columns=self.num_speculative_steps + 1,
-            greedy=(True,) if runtime.sampling is None else (True, False),
-            num_rows=runtime.req_table_size,
-            context_len=runtime.context_len,
-            hidden_size=runtime.hidden_size,
-            dtype=runtime.dtype,
-            device=self.device,
-            layers=self.captured_layers,
+            runtime=self._runtime, sizes=sizes, columns=columns, pauses=pauses(self.vllm_config)
         )
         views = {each.req_id: VllmRequest(each, self.max_model_len) for each in warm_up.requests()}
         self._views.update(views)
-        for step in warm_up.steps():
-            self._next_drafts(step)
+        for step, drafts in warm_up.steps():
+            self._next_drafts(step, self.num_speculative_steps if drafts else 0)
         for request_id in views:
             del self._views[request_id]
         self.decode_steps = steps
 
-    def _next_drafts(self, step: Step) -> Tensor:
-        wanted = self.num_speculative_steps if step.is_warm_up else self._num_wanted
+    def _next_drafts(self, step: Step, wanted: int) -> Tensor:
+        """Feed the algorithm a step, and return so many drafted tokens of each request."""
         hooks, first = self._step_hooks, self._begin(step)
         works = ~self._failed[step.rows]
         prefill = np.nonzero(works & step.prefills)[0]

@@ -6,17 +6,17 @@ anew for the request that gets it. Hooks see them as ``Batch.is_warm_up``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 import numpy as np
 import torch
-from torch import Tensor
 
+from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.v2_step import Step
 
-PROMPTS = 16, 256
-"""Tokens of prompts: few rows and many go through other kernels."""
+_PROMPT = 256
+"""Tokens of a long prompt: few rows and many go through other kernels."""
 _CONTEXT = 64
 """Tokens of a request that decodes."""
 
@@ -44,67 +44,75 @@ class WarmUp:
     """Makes the steps.
 
     Args:
-        sizes: of batches.
+        runtime: of the run.
+        sizes: of batches that decode.
         columns: rows of a request that verifies drafts.
-        greedy: whether all requests take their likeliest tokens; each is warmed up.
-        num_rows: of the request table, row 0 (nobody's) included.
-        context_len: most tokens of a request.
-        hidden_size, dtype, device: of the target.
-        layers: whose inputs the target returns.
+        pauses: whether the run stops drafting while that is slower.
     """
 
+    runtime: VllmRuntime
     sizes: Sequence[int]
     columns: int
-    greedy: Sequence[bool]
-    num_rows: int
-    context_len: int
-    hidden_size: int
-    dtype: torch.dtype
-    device: torch.device
-    layers: Sequence[int]
+    pauses: bool
 
     def requests(self) -> Iterator[NobodysRequest]:
-        """Yield as many requests as the largest batch has."""
-        return map(NobodysRequest, self._ids(max(self.sizes)))
+        """Yield as many requests as the largest step has."""
+        return map(NobodysRequest, self._ids(max(*self.sizes, 2)))
 
-    def steps(self) -> Iterator[Step]:
-        """Yield prompts, then decode steps of all sizes."""
-        for tokens in PROMPTS:
-            yield self._step(1, min(tokens, self.context_len), prefills=True, greedy=True)
+    def steps(self) -> Iterator[tuple[Step, bool]]:
+        """Yield steps, and whether each drafts: prompts alone, together and beside a request that
+        decodes; then decode steps of all sizes and kinds."""
+        long = min(_PROMPT, self.runtime.context_len)
+        short, columns = min(long, 16), self.columns
+        most = min(2, self.runtime.max_running_requests)
+        for prompts in ([long], [short], [long, short][:most]):
+            yield self._step(prompts, prompts=len(prompts)), True
+        if most == 2:
+            yield self._step([columns, short], prompts=1), True
+        forms = [(columns, True)]
+        if self.pauses:  # the last drafts are verified, none are, and then there are some again
+            forms += [(columns, False), (1, False), (1, True)]
         for size in self.sizes:
-            for greedy in self.greedy:
-                yield self._step(size, self.columns, prefills=False, greedy=greedy)
+            for greedy in (True, False) if self.runtime.sampling is not None else (True,):
+                for width, drafts in forms:
+                    yield self._step([width] * size, greedy=greedy), drafts
 
     def _ids(self, size: int) -> list[str]:
         return [f"specplug_warm_up_{row}" for row in range(1, size + 1)]
 
-    def _step(self, size: int, width: int, *, prefills: bool, greedy: bool) -> Step:
-        start = 0 if prefills else min(_CONTEXT, self.context_len - width)
-        order = torch.arange(size, device=self.device)
-        hidden, layers = self._states(size * width)
+    def _step(self, rows: Sequence[int], prompts: int = 0, *, greedy: bool = True) -> Step:
+        """Return a step of requests with so many rows each, the last of which are prompts."""
+        runtime, size = self.runtime, len(rows)
+        widths, ends = np.array(rows), np.cumsum(rows)
+        prefills = np.arange(size) >= size - prompts
+        starts = np.where(prefills, 0, np.minimum(_CONTEXT, runtime.context_len - widths))
+        firsts = ends - widths
+        positions = np.arange(ends[-1]) + np.repeat(starts - firsts, widths)
+        made = {"dtype": runtime.dtype, "device": runtime.device}
+        states = torch.zeros(int(ends[-1]), runtime.hidden_size, **made)
+
+        def on_device(numbers: np.ndarray, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.from_numpy(numbers).to(runtime.device, dtype)
+
         return Step(
             ids=self._ids(size),
             rows=np.arange(1, size + 1),
-            widths=np.full(size, width),
-            first_rows=np.arange(size) * width,
-            prefills=np.full(size, prefills),
-            starts=np.full(size, start),
-            prefill_lens=np.full(size, width if prefills else start),
-            longest=start + width,
+            widths=widths,
+            first_rows=firsts,
+            prefills=prefills,
+            starts=starts,
+            prefill_lens=np.where(prefills, widths, starts),
+            longest=int((starts + widths).max()),
             greedy=greedy,
             is_warm_up=True,
-            idx_mapping=order.to(torch.int32),
-            query_start_loc=(torch.arange(size + 1, device=self.device) * width).to(torch.int32),
-            positions=(start + torch.arange(width, device=self.device)).repeat(size),
-            tokens=torch.zeros(size * width, dtype=torch.int32, device=self.device),
-            num_sampled=torch.ones_like(order, dtype=torch.int32),
-            last_sampled_by_row=torch.zeros(
-                self.num_rows - 1, 1, dtype=torch.int64, device=self.device
+            idx_mapping=on_device(np.arange(size)),
+            query_start_loc=on_device(np.append(firsts, ends[-1])),
+            positions=on_device(positions, torch.int64),
+            tokens=on_device(np.zeros_like(positions)),
+            num_sampled=on_device(np.ones_like(widths)),
+            last_sampled_by_row=on_device(
+                np.zeros((runtime.req_table_size - 1, 1), np.int64), torch.int64
             ),
-            hidden_states=hidden,
-            layer_inputs=layers,
+            hidden_states=states,
+            layer_inputs=dict.fromkeys(runtime.captured_layers, states),
         )
-
-    def _states(self, rows: int) -> tuple[Tensor, Mapping[int, Tensor]]:
-        zeros = torch.zeros(rows, self.hidden_size, dtype=self.dtype, device=self.device)
-        return zeros, dict.fromkeys(self.layers, zeros)
