@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 
@@ -36,6 +37,9 @@ def token_times(
     quickest = min(longs) - min(shorts)
     return {
         "ms_per_token": round(quickest / tokens * 1e3, 4),
+        "median_ms": round(
+            median(b - a for a, b in zip(shorts, longs, strict=True)) / tokens * 1e3, 4
+        ),
         "mean_ms": round((sum(longs) - sum(shorts)) / len(longs) / tokens * 1e3, 4),
         "tokens_per_s": round(batch * tokens / quickest, 1),
         "rounds": [round((b - a) / tokens * 1e3, 3) for a, b in zip(shorts, longs, strict=True)],

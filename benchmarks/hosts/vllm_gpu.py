@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import attrs
@@ -30,6 +31,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "gpu")]
 
 from generation_times import random_prompts, token_times  # noqa: E402
+from turns import Alone, Turns  # noqa: E402
 
 ALGORITHMS = ("EAGLE3", "NGRAM", "EAGLE", "MULTI_LAYER_EAGLE", "DFLASH")
 NUM_TOKENS = 5
@@ -319,7 +321,7 @@ POINTS = (1, 128), (8, 1024), (32, 1024)
 
 
 def speed(arguments: argparse.Namespace, log: Log) -> None:
-    """Time engines one after the other, each in a process of its own."""
+    """Time engines one after the other, or in turns, each in a process of its own."""
     import torch
     from shapes import write_shape
 
@@ -328,7 +330,8 @@ def speed(arguments: argparse.Namespace, log: Log) -> None:
     base = write_shape(arguments.models, arguments.shape, ["eagle3"], device)
     log.add({"part": "speed", "kind": "weights", "left_s": round(end - time.monotonic())})
     del torch
-    for name in arguments.cases:
+
+    def run(name: str) -> None:
         case = CASES[name]
         asked = {
             "name": name,
@@ -337,15 +340,21 @@ def speed(arguments: argparse.Namespace, log: Log) -> None:
             "compile": arguments.compile,
             "rounds": arguments.rounds,
             "taken": arguments.taken,
+            "turns": str(turns) if arguments.in_turns else None,
+            "engines": len(arguments.cases),
         }
         more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if arguments.in_process else {}
         file = log.folder / f"speed-{name.replace(' ', '-').replace(',', '')}.log"
         left = end - time.monotonic()
         if left < 20:
             log.add({"part": "speed", "kind": "skipped", "case": name})
-            continue
+            return
         for row in rows_of("speed", asked, environment(case.runner, **more), file, left):
             log.add({"part": "speed", "case": name, "runner": case.runner, **row})
+
+    at_once = len(arguments.cases) if arguments.in_turns else 1
+    with TemporaryDirectory() as turns, ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(run, arguments.cases))
 
 
 def speed_process(asked: Row) -> None:
@@ -373,7 +382,15 @@ def speed_process(asked: Row) -> None:
     }
     if not asked["compile"]:
         compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    turns: Turns | Alone = Alone()
     size: Row = {"gpu_memory_utilization": 0.85, "compilation_config": compilation}
+    if asked["turns"]:
+        turns = Turns(Path(asked["turns"]), asked["engines"])
+        share = {"gpu_memory_utilization": 0.85 / asked["engines"]}
+        size |= {
+            **share,
+            "kv_cache_memory_bytes": 8 << 30,
+        }  # they load at once: not by what is free
     if tiny:
         size = {"enforce_eager": True}
     llm = LLM(
@@ -391,10 +408,11 @@ def speed_process(asked: Row) -> None:
     )
     tell(kind="ready", seconds=round(time.monotonic() - began, 1), about=_about(llm))
     vocabulary = json.loads((base / "target/config.json").read_text())["vocab_size"]
+    turns.meet(asked["name"])
     for batch, context in ((1, 16), (2, 32)) if tiny else POINTS:
         prompts = random_prompts(batch, context, vocabulary, again=not case.looks_up)
         try:
-            row = _time(llm, prompts, asked["rounds"], long=24 if tiny else 96)
+            row = _time(llm, prompts, asked["rounds"], turns, long=24 if tiny else 96)
         except Exception as error:
             traceback.print_exc()
             tell(kind="failure", error=f"{type(error).__name__}: {error}"[:500])
@@ -414,17 +432,26 @@ def _generate(llm: Any, prompts: Sequence[list[int]], length: int) -> tuple[floa
     return seconds, [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def _time(llm: Any, prompts: Iterator[list[list[int]]], rounds: int, *, long: int) -> Row:
+def _time(
+    llm: Any,
+    prompts: Iterator[list[list[int]]],
+    rounds: int,
+    turns: Turns | Alone,
+    *,
+    long: int,
+) -> Row:
     """Time the tokens from ``short`` to ``long``: the prefill falls out."""
     short = 16
-    _generate(llm, next(prompts), long + 8)
-    batch = len(_generate(llm, next(prompts), short)[1])
+    with turns:
+        _generate(llm, next(prompts), long + 8)
+        batch = len(_generate(llm, next(prompts), short)[1])
     shorts, longs, drafts = [], [], []
     for _ in range(rounds):
-        shorts.append(_generate(llm, next(prompts), short)[0])
-        before = counted(llm)
-        longs.append(_generate(llm, next(prompts), long)[0])
-        drafts.append([now - then for now, then in zip(counted(llm), before, strict=True)])
+        with turns:
+            shorts.append(_generate(llm, next(prompts), short)[0])
+            before = counted(llm)
+            longs.append(_generate(llm, next(prompts), long)[0])
+            drafts.append([now - then for now, then in zip(counted(llm), before, strict=True)])
     num_drafts, accepted = drafts[-1]
     return {
         **token_times(shorts, longs, batch, long - short),
@@ -534,6 +561,7 @@ def main() -> None:
     parser.add_argument("--taken", type=float, help="tokens a step gives, of drafts at random")
     parser.add_argument("--compile", action="store_true", help="as vLLM comes; 30 s an engine more")
     parser.add_argument("--in-process", action="store_true", help="no process for the engine core")
+    parser.add_argument("--in-turns", action="store_true", help="all engines at once, by rounds")
     parser.add_argument("--size", type=int, default=2, help="ranks")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, a minute")
     parser.add_argument("--asked", type=json.loads, help=argparse.SUPPRESS)
