@@ -27,9 +27,13 @@ class Turns(AbstractContextManager[None]):
 
     def meet(self, name: str) -> None:
         """Wait until each process has come here."""
-        (self._folder / f"{name}.ready").touch()
+        self.leave(name)
         while len(list(self._folder.glob("*.ready"))) < self._processes:
             time.sleep(_PAUSE)
+
+    def leave(self, name: str) -> None:
+        """Let the others wait no longer for a process, which may not have come."""
+        (self._folder / f"{name}.ready").touch()
 
     def __enter__(self) -> None:
         fcntl.flock(self._lock, fcntl.LOCK_EX)

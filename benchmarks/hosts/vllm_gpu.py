@@ -341,7 +341,7 @@ def speed(arguments: argparse.Namespace, log: Log) -> None:
             "rounds": arguments.rounds,
             "taken": arguments.taken,
             "turns": str(turns) if arguments.in_turns else None,
-            "engines": len(arguments.cases),
+            "engines": len(cases),
         }
         more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if arguments.in_process else {}
         file = log.folder / f"speed-{name.replace(' ', '-').replace(',', '')}.log"
@@ -351,10 +351,12 @@ def speed(arguments: argparse.Namespace, log: Log) -> None:
             return
         for row in rows_of("speed", asked, environment(case.runner, **more), file, left):
             log.add({"part": "speed", "case": name, "runner": case.runner, **row})
+        Turns(Path(turns), len(cases)).leave(name)  # also where it failed
 
-    at_once = len(arguments.cases) if arguments.in_turns else 1
+    cases = list(dict.fromkeys(arguments.cases))
+    at_once = len(cases) if arguments.in_turns else 1
     with TemporaryDirectory() as turns, ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(run, arguments.cases))
+        list(pool.map(run, cases))
 
 
 def speed_process(asked: Row) -> None:
@@ -386,11 +388,9 @@ def speed_process(asked: Row) -> None:
     size: Row = {"gpu_memory_utilization": 0.85, "compilation_config": compilation}
     if asked["turns"]:
         turns = Turns(Path(asked["turns"]), asked["engines"])
-        share = {"gpu_memory_utilization": 0.85 / asked["engines"]}
-        size |= {
-            **share,
-            "kv_cache_memory_bytes": 8 << 30,
-        }  # they load at once: not by what is free
+        # They load at once, so what is free says nothing.
+        size |= {"gpu_memory_utilization": 0.85 / asked["engines"]}
+        size |= {"kv_cache_memory_bytes": 8 << 30}
     if tiny:
         size = {"enforce_eager": True}
     llm = LLM(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,6 @@ from specplug.model.sharded_mlp import shard_mlps
 from specplug.model.threads import set_threads
 from specplug.speculative.paged_plan import JoinedPlan, PagedKVCache, PagedPlan
 from specplug.startup import Startup
-
-if TYPE_CHECKING:
-    pass
 
 _CHECK = "checking the model"
 """The part of a start that has two halves: before and after the layers are fused."""

@@ -48,6 +48,7 @@ class Half:
         req_indices: [bs] int64, each request's row in the request table.
         lent_rows: two copies of them, for hooks, of a host that keeps ``req_indices`` for later
             steps: ``batch`` gets one, and ``publish`` and ``stash`` of the future map the other.
+            One is enough for a half that is never fed.
             Without them ``batch`` gets a new copy, and the future map ``req_indices`` themselves.
         seq_lens: [bs] int64, committed tokens of each request before this step. ``begin_decode``
             sets it for a decode step, the host for all else.

@@ -165,11 +165,7 @@ def pad(tensor: Tensor, bs: int, bucket: int) -> Tensor:
 
 
 class PassInputs:
-    """The tensors that a recording reads, to which those of a batch are copied.
-
-    Args:
-        tensors: contiguous.
-    """
+    """The tensors that a recording reads, to which those of a batch are copied."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors

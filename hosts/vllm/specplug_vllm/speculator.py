@@ -36,7 +36,7 @@ from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.seeded_noise import SamplingRows
 from specplug_vllm.step_hooks import StepHooks
 from specplug_vllm.v2_step import Step, new_blocks, new_requests
-from specplug_vllm.warm_up import WarmUp
+from specplug_vllm.warm_up import WarmUp, nobodys_requests
 
 T = TypeVar("T")
 
@@ -129,9 +129,9 @@ class Speculator(DraftModelSpeculator):
         target's. Larger batches are recorded when they first come."""
         if not self._runtime.records_passes:
             return
-        most = max(self.vllm_config.compilation_config.cudagraph_capture_sizes, default=1)
-        columns = self.num_speculative_steps + 1
-        self._warm_up(batch_sizes(max(1, min(self.max_num_reqs, most // columns))))
+        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or ()
+        most = max(sizes, default=1) // (self.num_speculative_steps + 1)
+        self._warm_up(batch_sizes(max(1, min(self.max_num_reqs, most))))
 
     @torch.inference_mode()
     def propose(
@@ -168,8 +168,9 @@ class Speculator(DraftModelSpeculator):
         sampling = self._runtime.sampling
         if sampling is not None and not step.greedy:
             sampling.update(temperature, seeds)
-        of_vllm = step.is_warm_up  # whose own steps want nothing
-        return self._next_drafts(step, self.num_speculative_steps if of_vllm else self._num_wanted)
+        # Steps of vLLM's own warm-up want nothing.
+        wanted = self.num_speculative_steps if step.is_warm_up else self._num_wanted
+        return self._next_drafts(step, wanted)
 
     # What the patches call
 
@@ -215,16 +216,20 @@ class Speculator(DraftModelSpeculator):
         warm_up = WarmUp(
             runtime=self._runtime, sizes=sizes, columns=columns, pauses=pauses(self.vllm_config)
         )
-        views = {each.req_id: VllmRequest(each, self.max_model_len) for each in warm_up.requests()}
-        self._views.update(views)
         for step, drafts in warm_up.steps():
+            requests = nobodys_requests(step)
+            for request in requests:
+                self._views[request.req_id] = VllmRequest(request, self.max_model_len)
+            self._fresh.update((step.ids[index], 0) for index in np.nonzero(step.prefills)[0])
             self._next_drafts(step, self.num_speculative_steps if drafts else 0)
-        for request_id in views:
-            del self._views[request_id]
+            for request in requests:
+                del self._views[request.req_id]
+            self._failed[:] = False
         self.decode_steps = steps
 
     def _next_drafts(self, step: Step, wanted: int) -> Tensor:
-        """Feed the algorithm a step, and return so many drafted tokens of each request."""
+        """Feed the algorithm a step, and return at most so many drafted tokens of each request, as
+        ``propose`` does."""
         hooks, first = self._step_hooks, self._begin(step)
         works = ~self._failed[step.rows]
         prefill = np.nonzero(works & step.prefills)[0]
@@ -249,8 +254,11 @@ class Speculator(DraftModelSpeculator):
         if drafted is not None and drafted.shape == size:
             return drafted
         drafts = torch.zeros(size, dtype=torch.int64, device=self.device)
-        if drafted is not None:
-            drafts[torch.from_numpy(chosen).to(self.device), : drafted.shape[1]] = drafted
+        if drafted is not None and len(chosen) == len(drafts):
+            drafts[:, : drafted.shape[1]] = drafted
+        elif drafted is not None:
+            rows = torch.from_numpy(chosen).to(self.device, non_blocking=True)
+            drafts[rows, : drafted.shape[1]] = drafted
         return drafts
 
     def _begin(self, step: Step) -> np.ndarray:

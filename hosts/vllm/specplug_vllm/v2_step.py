@@ -73,7 +73,7 @@ class Step:
         prefill_lens: [n] int, tokens of each that count as its prompt.
         longest: the most tokens with KV of any request after the step.
         greedy: whether all take their likeliest tokens.
-        is_warm_up: whether the requests are vLLM's own.
+        is_warm_up: whether the requests are nobody's: vLLM's own, or those of ``WarmUp``.
         idx_mapping: [n] int32, ``rows`` - 1 on the device.
         query_start_loc: [n or more] int32, ``first_rows`` on the device.
         positions, tokens: [R or more], of the rows of the pass.

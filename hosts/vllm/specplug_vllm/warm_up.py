@@ -1,7 +1,7 @@
 """Steps of requests that are nobody's, before the first one: no request waits for a compiler.
 
-Their rows of the table hold slot 0 alone, of vLLM's null block. What they leave in a row is written
-anew for the request that gets it. Hooks see them as ``Batch.is_warm_up``.
+Their rows of the table hold no block that a request has. What they leave in a row is written anew
+for the request that gets it. Hooks see them as ``Batch.is_warm_up``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.v2_step import Step
 
-_PROMPT = 256
+_LONG = 256
 """Tokens of a long prompt: few rows and many go through other kernels."""
-_CONTEXT = 64
-"""Tokens of a request that decodes."""
+_SHORT = 16
+"""Tokens of a request that is to decode."""
 
 
 @attrs.frozen
@@ -34,9 +34,18 @@ class NobodysRequest:
     """Stands where vLLM's record of a request would."""
 
     req_id: str
-    prompt_token_ids: Sequence[int] = attrs.field(factory=lambda: [0] * _CONTEXT)
-    output_token_ids: Sequence[int] = ()
+    prompt_token_ids: list[int]
+    output_token_ids: list[int] = attrs.field(factory=list)
     sampling_params: _Params = _Params()
+
+
+def nobodys_requests(step: Step) -> list[NobodysRequest]:
+    """Return the requests of a step."""
+    lengths = step.prefill_lens.tolist()
+    return [
+        NobodysRequest(req_id, [0] * length)
+        for req_id, length in zip(step.ids, lengths, strict=True)
+    ]
 
 
 @attrs.frozen(kw_only=True)
@@ -55,27 +64,27 @@ class WarmUp:
     columns: int
     pauses: bool
 
-    def requests(self) -> Iterator[NobodysRequest]:
-        """Yield as many requests as the largest step has."""
-        return map(NobodysRequest, self._ids(max(*self.sizes, 2)))
-
     def steps(self) -> Iterator[tuple[Step, bool]]:
-        """Yield steps, and whether each drafts: prompts alone, together and beside a request that
-        decodes; then decode steps of all sizes and kinds."""
-        long = min(_PROMPT, self.runtime.context_len)
-        short, columns = min(long, 16), self.columns
-        most = min(2, self.runtime.max_running_requests)
-        for prompts in ([long], [short], [long, short][:most]):
-            yield self._step(prompts, prompts=len(prompts)), True
-        if most == 2:
-            yield self._step([columns, short], prompts=1), True
-        forms = [(columns, True)]
+        """Yield steps, and whether each drafts: a long prompt, prompts together, one beside a
+        request that decodes; then of all sizes prompts, and what decodes after them."""
+        short, long = self._short, min(_LONG, self.runtime.context_len)
+        yield self._step([long], prompts=1), True
+        if self.runtime.max_running_requests > 1:
+            yield self._step([short, long], prompts=2), True
+            yield self._step([self.columns, short], prompts=1), True
+        forms = [(self.columns, True)]
         if self.pauses:  # the last drafts are verified, none are, and then there are some again
-            forms += [(columns, False), (1, False), (1, True)]
+            forms += [(self.columns, False), (1, False), (1, True)]
         for size in self.sizes:
+            yield self._step([short] * size, prompts=size), True
             for greedy in (True, False) if self.runtime.sampling is not None else (True,):
                 for width, drafts in forms:
                     yield self._step([width] * size, greedy=greedy), drafts
+
+    @property
+    def _short(self) -> int:
+        most: int = self.runtime.context_len - self.columns
+        return max(1, min(_SHORT, most))
 
     def _ids(self, size: int) -> list[str]:
         return [f"specplug_warm_up_{row}" for row in range(1, size + 1)]
@@ -85,7 +94,7 @@ class WarmUp:
         runtime, size = self.runtime, len(rows)
         widths, ends = np.array(rows), np.cumsum(rows)
         prefills = np.arange(size) >= size - prompts
-        starts = np.where(prefills, 0, np.minimum(_CONTEXT, runtime.context_len - widths))
+        starts = np.where(prefills, 0, self._short)
         firsts = ends - widths
         positions = np.arange(ends[-1]) + np.repeat(starts - firsts, widths)
         made = {"dtype": runtime.dtype, "device": runtime.device}

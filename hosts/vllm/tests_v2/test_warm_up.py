@@ -36,8 +36,18 @@ def test_a_warm_up_leaves_tokens_and_drafts_as_they_are(
         assert step.is_warm_up
         decode(self, step, chosen, drafts_follow=drafts_follow)
 
+    prefill = StepHooks.prefill
+
+    def looked_at(self: Any, step: Any, chosen: Any, first: Any) -> None:
+        assert first[chosen].all()
+        for index in chosen.tolist():
+            tokens = self._views[step.ids[index]].token_ids
+            assert len(tokens[:]) == step.ends[index], "the whole prompt in a chunk"
+        prefill(self, step, chosen, first)
+
     with monkeypatch.context() as patch:
         patch.setattr(StepHooks, "decode", noted)
+        patch.setattr(StepHooks, "prefill", looked_at)
         speculator._warm_up([1, 2, 4])
     width = FORMS[algorithm] + 1
     forms = [(width, True), (width, False), (1, False), (1, True)][: 4 if paused else 1]
