@@ -192,8 +192,9 @@ class FutureMap:
 
 def is_plain(future_map: FutureMap) -> bool:
     """Return whether a future map does what this module says: no plugin has changed a method."""
-    changed = {"publish", "stash", "resolve"}.intersection(vars(future_map))
-    return type(future_map) is FutureMap and not changed
+    if type(future_map) is not FutureMap:
+        return False
+    return {"publish", "stash", "resolve"}.isdisjoint(vars(future_map))
 
 
 def _below(upper: Tensor, lower: Tensor) -> Tensor:
