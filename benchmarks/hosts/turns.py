@@ -26,13 +26,13 @@ class Turns(AbstractContextManager[None]):
         self._lock = (folder / "turn").open("w")
 
     def meet(self, name: str) -> None:
-        """Wait until each process has come here."""
-        self.leave(name)
+        """Wait until each process has come here, or will not."""
+        self.tick_off(name)
         while len(list(self._folder.glob("*.ready"))) < self._processes:
             time.sleep(_PAUSE)
 
-    def leave(self, name: str) -> None:
-        """Let the others wait no longer for a process, which may not have come."""
+    def tick_off(self, name: str) -> None:
+        """Let the others wait no longer for a process."""
         (self._folder / f"{name}.ready").touch()
 
     def __enter__(self) -> None:

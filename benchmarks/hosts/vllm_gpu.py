@@ -351,7 +351,7 @@ def speed(arguments: argparse.Namespace, log: Log) -> None:
             return
         for row in rows_of("speed", asked, environment(case.runner, **more), file, left):
             log.add({"part": "speed", "case": name, "runner": case.runner, **row})
-        Turns(Path(turns), len(cases)).leave(name)  # also where it failed
+        Turns(Path(turns), len(cases)).tick_off(name)  # it may have failed before it came
 
     cases = list(dict.fromkeys(arguments.cases))
     at_once = len(cases) if arguments.in_turns else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,9 @@ _WRITTEN: deque[Tensor] = deque(maxlen=64)
 not know of them, and would give a block that nobody holds any more to others."""
 
 
-def upload(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def upload(
+    values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray, device: torch.device
+) -> Tensor:
     """Start copying integers to the device: [n] int64, or [m, n] for rows of them."""
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from specplug.speculative.host_copy import upload
 from specplug_vllm.kernels import accept_drafts
 
 
@@ -83,8 +84,7 @@ def _drafted(nodes: Tensor, input_batch: Any) -> Tensor:
         return nodes
     starts = input_batch.cu_num_logits_np
     places = [np.arange(starts[i], starts[i + 1]) for i in np.nonzero(filled)[0]]
-    index = torch.from_numpy(np.concatenate(places).astype(np.int64)).to(nodes.device)
-    return nodes.index_fill(0, index, -1)
+    return nodes.index_fill(0, upload(np.concatenate(places), nodes.device), -1)
 
 
 def accept(chosen: Tensor, drafted: Tensor, starts: Tensor, width: int) -> tuple[Tensor, Tensor]:

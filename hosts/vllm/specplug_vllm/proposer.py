@@ -29,6 +29,7 @@ from specplug.speculative.batch import ForwardMode
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import HookOrder
+from specplug.speculative.host_copy import upload
 from specplug_vllm import cpu_sampling, v1_names, vllm_names
 from specplug_vllm.draft_cache import PREFIX
 from specplug_vllm.failures import FailureLog
@@ -243,13 +244,11 @@ class Proposer(VllmCallbacks):
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         """Copy integers to a tensor of int64 on the device."""
-        made = torch.from_numpy(values.astype(np.int64))
-        return made.to(self._runtime.device, non_blocking=True)
+        return upload(values, self._runtime.device)
 
     def _tensors(self, *lists: Sequence[int]) -> tuple[Tensor, ...]:
         """Copy lists of integers to tensors of int64 on the device, in one go."""
-        made = torch.tensor([value for values in lists for value in values])
-        made = made.to(self._runtime.device, non_blocking=True)
+        made = upload([value for values in lists for value in values], self._runtime.device)
         return torch.split(made, [len(values) for values in lists])
 
     def _half(self, chosen: Sequence[int]) -> VllmHalf:

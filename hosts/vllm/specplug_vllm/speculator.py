@@ -26,6 +26,7 @@ from specplug.registry import build_plugin_manager
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.graph_runner import batch_sizes
 from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.host_copy import upload
 from specplug_vllm import v2_names, vllm_names
 from specplug_vllm.draft_cache import PREFIX
 from specplug_vllm.exact_sampler import ExactSampler
@@ -257,8 +258,7 @@ class Speculator(DraftModelSpeculator):
         if drafted is not None and len(chosen) == len(drafts):
             drafts[:, : drafted.shape[1]] = drafted
         elif drafted is not None:
-            rows = torch.from_numpy(chosen).to(self.device, non_blocking=True)
-            drafts[rows, : drafted.shape[1]] = drafted
+            drafts[upload(chosen, self.device), : drafted.shape[1]] = drafted
         return drafts
 
     def _begin(self, step: Step) -> np.ndarray:

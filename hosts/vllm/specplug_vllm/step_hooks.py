@@ -16,6 +16,7 @@ from specplug import Batch, CommittedOutput
 from specplug.speculative.batch import ForwardMode
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import HookOrder
+from specplug.speculative.host_copy import upload
 from specplug_vllm.committed_rows import CommittedRows
 from specplug_vllm.request_view import VllmRequest
 from specplug_vllm.runtime import VllmRuntime
@@ -49,11 +50,11 @@ class StepHooks(VllmCallbacks):
         Args:
             first: [n] bool, whose first chunk it is.
         """
-        starts, ends = step.starts[chosen], step.ends[chosen]
+        device, starts, ends = self._runtime.device, step.starts[chosen], step.ends[chosen]
         widths = ends - starts
-        rows = self._upload(ranges(step.first_rows[chosen], widths))
+        rows = upload(ranges(step.first_rows[chosen], widths), device)
         half = self._half(step, chosen)
-        half.seq_lens = self._upload(starts)
+        half.seq_lens = upload(starts, device)
         half.tokens = step.tokens[rows].to(torch.int64)
         half.begin_prefill(
             self._runtime,
@@ -64,14 +65,15 @@ class StepHooks(VllmCallbacks):
             last=(ends == step.prefill_lens[chosen]).tolist(),
         )
         after = self._of(step.last_sampled, chosen)
-        last_rows = self._upload(widths.cumsum() - 1)
+        last_rows = upload(widths.cumsum() - 1, device)
         self._order.finish_prefill(half, last_rows, after, self._per_node(step, rows))
 
     def decode(self, step: Step, chosen: np.ndarray, *, drafts_follow: bool) -> None:
         """Feed the algorithm what was accepted of its drafts: of C columns each request uses as
         many as it got tokens, and repeats its root in the others."""
         columns = int(step.widths[chosen].max())
-        requests = None if len(chosen) == len(step.ids) else self._upload(chosen)
+        device = self._runtime.device
+        requests = None if len(chosen) == len(step.ids) else upload(chosen, device)
         committed = self._order.committed
         got = CommittedRows.of(step, requests, len(chosen), columns, committed)
         self._of_all = None if requests is not None else (step, got)
@@ -128,12 +130,7 @@ class StepHooks(VllmCallbacks):
 
     def _of(self, values: Tensor, chosen: np.ndarray) -> Tensor:
         """Return those of some requests, [n, …] -> [m, …]."""
-        return values if len(chosen) == len(values) else values[self._upload(chosen)]
-
-    def _upload(self, values: np.ndarray) -> Tensor:
-        """Start copying integers to the device: int64."""
-        made = torch.from_numpy(values.astype(np.int64, copy=False))
-        return made.to(self._runtime.device, non_blocking=True)
+        return values if len(chosen) == len(values) else values[upload(chosen, values.device)]
 
     def _per_node(self, step: Step, rows: Tensor) -> dict[str, Tensor]:
         return self._runtime.per_node(rows, step.hidden_states, step.layer_inputs)
