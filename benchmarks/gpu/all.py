@@ -97,6 +97,9 @@ STAGES: dict[str, Stage] = {
     "llama-price": Stage(["exactness_price.py"], "llama-8b", settings=[AT_ONCE], tiny=ONCE),
     "qwen-steps": steps_of("qwen3-8b"),
     "exactness": Stage([*EXACTNESS, "--seconds", "250"], settings=[AT_ONCE], tiny=FEW),
+    "exactness-wide": Stage(
+        ["exactness_bf16.py", "--wide", "--seconds", "400"], settings=[AT_ONCE], tiny=FEW
+    ),
     "cublas": Stage(
         [*EXACTNESS, "--seconds", "50", "--cublas"],
         settings=[AT_ONCE],

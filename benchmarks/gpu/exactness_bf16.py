@@ -11,8 +11,9 @@ the second time from the cache. Half are greedy, half sampled with seeds. Beside
 algorithms there is a drafter that knows the truth and is right in a part of its tokens.
 
 Scenarios have numbers and are the same in every run: ``--first`` goes on where another run ended.
-With ``--cublas`` all products are cuBLAS's, those of the reference too: then the differences are
-what cuBLAS makes. Exits with 3 if any token differs.
+``--wide`` takes the whole 8B Llama instead, contexts of 8k, batches to 64, and float16 in every
+other scenario. With ``--cublas`` all products are cuBLAS's, those of the reference too: then the
+differences are what cuBLAS makes. Exits with 3 if any token differs.
 """
 
 from __future__ import annotations
@@ -94,10 +95,12 @@ def _params(number: int, max_tokens: int, *, ends: bool) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, seed=number, ignore_eos=not ends, **chosen)
 
 
-def random_workload(base: Path, drafts: dict[str, Path], count: int, max_tokens: int) -> Workload:
-    """Random prompts of 1 to some 600 tokens in families that begin alike."""
+def random_workload(
+    base: Path, drafts: dict[str, Path], count: int, max_tokens: int, *, wide: bool = False
+) -> Workload:
+    """Random prompts of 1 to some 600 tokens, or some 8,000, in families that begin alike."""
     rng, vocab_size = random.Random(base.name), SHAPES[base.name]["vocab_size"]
-    most = 40 if "tiny" in base.name else 300
+    most = 40 if "tiny" in base.name else 4000 if wide else 300
     prompts = []
     for number in range(count):
         family = random.Random(number % 5)
@@ -130,7 +133,13 @@ def default_workload(count: int, max_tokens: int) -> Workload:
     )
 
 
-def draw(number: int, workload: Workload, algorithms: list[str], registry: Registry) -> Scenario:
+BATCHES = [1, 2, 3, 5, 8, 16, 32]
+"""Of the scenarios, and 64 of the wide ones."""
+
+
+def draw(
+    number: int, workload: Workload, algorithms: list[str], registry: Registry, *, wide: bool
+) -> Scenario:
     """Draw a scenario. Algorithms take turns; all else is random."""
     rng = random.Random(number)
     algorithm = algorithms[number % len(algorithms)]
@@ -154,7 +163,7 @@ def draw(number: int, workload: Workload, algorithms: list[str], registry: Regis
         num_steps=num_steps,
         nodes=nodes,
         settings={
-            "max_running_requests": rng.choice([1, 2, 3, 5, 8, 16, 32]),
+            "max_running_requests": rng.choice([*BATCHES, 64] if wide else BATCHES),
             "page_size": rng.choice([1, 2, 3, 7, 8, 16, 16, 32, 64]),
             "chunked_prefill_size": rng.choice([None, 3, 16, 64, 512]),
             "enable_mixed_chunk": rng.random() < 0.5,
@@ -254,13 +263,14 @@ COUNTED = ("verifications", "accepted", "retractions", "evicted_pages", "cached_
 def workloads(arguments: argparse.Namespace, models: Path, names: list[str]) -> list[Workload]:
     """Write the random models, and make all requests."""
     device = "cpu" if arguments.tiny else "cuda"
-    size = "tiny" if arguments.tiny else "small"
+    wide, size = arguments.wide, "tiny" if arguments.tiny else "8b" if arguments.wide else "small"
     made = []
-    for kind in ("llama", "qwen3"):
+    for kind in ("llama",) if wide else ("llama", "qwen3"):
         base = write_shape(models / "deep", f"{kind}-{size}", DRAFTS, device, context=1.0)
         drafts = {name: base / name.lower() for name in names if (base / name.lower()).is_dir()}
-        made.append(random_workload(base, drafts, arguments.requests, arguments.max_tokens))
-    return [*made, default_workload(arguments.requests, arguments.max_tokens)]
+        asked = base, drafts, arguments.requests, arguments.max_tokens
+        made.append(random_workload(*asked, wide=wide))
+    return made if wide else [*made, default_workload(arguments.requests, arguments.max_tokens)]
 
 
 def main() -> int:
@@ -271,6 +281,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10**9, help="scenarios")
     parser.add_argument("--requests", type=int, help="of each target")
     parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--wide", action="store_true", help="an 8B Llama, 8k, batch 64, float16")
     parser.add_argument("--cublas", action="store_true", help="count with cuBLAS's products")
     arguments = parser.parse_args()
     arguments.requests = arguments.requests or (6 if arguments.tiny else 64)
@@ -288,13 +299,12 @@ def main() -> int:
         products_by_cublas() if arguments.cublas else nullcontext(),
     ):
         targets = workloads(arguments, arguments.models or Path(scratch), installed)
-        truths: dict[str, Tokens] = {}
+        truths: dict[tuple[str, str], Tokens] = {}
         number = arguments.first
         while number < arguments.first + arguments.count:
             if time.monotonic() - began > arguments.seconds:
                 break
-            workload = targets[number % len(targets)]
-            run(number, workload, truths, settings, registry, tallies, results)
+            run(number, targets, truths, settings, registry, tallies, results, wide=arguments.wide)
             number += 1
     _print(tallies, number)
     return DIFFERENT if any(tally.different_requests for tally in tallies.values()) else 0
@@ -302,23 +312,30 @@ def main() -> int:
 
 def run(
     number: int,
-    workload: Workload,
-    truths: dict[str, Tokens],
+    targets: list[Workload],
+    truths: dict[tuple[str, str], Tokens],
     settings: dict[str, Any],
     registry: Registry,
     tallies: dict[str, Tally],
     results: Results,
+    *,
+    wide: bool,
 ) -> None:
     """Run a scenario, compare it with plain decoding, and count what differs."""
-    if workload.name not in truths:
+    workload = targets[number % len(targets)]
+    if wide and number % 2:
+        settings = {**settings, "dtype": "float16"}
+    dtype: str = settings["dtype"]
+    if (workload.name, dtype) not in truths:
         start = time.monotonic()
-        (truths[workload.name],), _ = complete(workload, None, [], settings)
-        print(f"{workload.name}: reference in {time.monotonic() - start:.1f} s", flush=True)
-    truth = truths[workload.name]
+        (truths[workload.name, dtype],), _ = complete(workload, None, [], settings)
+        took = time.monotonic() - start
+        print(f"{workload.name}, {dtype}: reference in {took:.1f} s", flush=True)
+    truth = truths[workload.name, dtype]
     algorithms = ["KNOWN", *registry.names()]
     if workload.model is not None:
         algorithms = [name for name in algorithms if _can_draft(name, workload, registry)]
-    scenario = draw(number // 3, workload, algorithms, registry)
+    scenario = draw(number // len(targets), workload, algorithms, registry, wide=wide)
     start = time.monotonic()
     times, stats = complete(workload, scenario, truth, settings)
     found = [differences(truth, tokens) for tokens in times]
@@ -330,8 +347,8 @@ def run(
     tally.different_tokens += sum(wrong for each in found for _, _, wrong in each)
     tally.counted.update({name: stats[name] for name in COUNTED})
     verdict = "same" if not any(found) else f"DIFFERENT (request, first, tokens) {found}"
-    print(f"{number} {workload.name} {_text(scenario)}: {verdict}", flush=True)
-    results.add("exactness", target=workload.name, **attrs.asdict(scenario),
+    print(f"{number} {workload.name} {dtype} {_text(scenario)}: {verdict}", flush=True)
+    results.add("exactness", target=workload.name, dtype=dtype, **attrs.asdict(scenario),
                 tokens=sum(len(tokens) for outputs in times for tokens in outputs),
                 requests=sum(map(len, times)), differences=found,
                 accept_length=stats["mean_accept_length"], seconds=time.monotonic() - start,
