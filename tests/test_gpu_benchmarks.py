@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import all as all_stages
 import kernel_trace
@@ -19,6 +22,7 @@ from specplug import LLM, SamplingParams
 from specplug.registry import Registry
 
 PROMPTS = [[5, 6, 7, 8], [9, 8, 7, 6, 5, 4], [11]]
+RUN: dict[str, Any] = {"commit": "0123abc", "versions": {"torch": "2.0"}}
 PARAMS = SamplingParams(max_tokens=25, temperature=0, ignore_eos=True)
 
 
@@ -118,7 +122,7 @@ def test_point_prompts_begin_like_those_of_a_shorter_context() -> None:
 def test_plots_of_two_runs_keep_the_later_row(tmp_path: Path) -> None:
     results = points.Results(tmp_path)
     for ms in (9.0, 8.0):
-        results.add("run", machine={"gpu": "Card X 80GB"}, settings=[], date="2026-01-02")
+        results.begin(**RUN, machine={"gpu": "Card X 80GB"}, settings=[], date="2026-01-02")
         results.add("price", what="step", ms={"exact": ms, "cublas": 8.0}, ratio=ms / 8, bar=1.05)
     rows = result_tables.collect([tmp_path])
     assert plots.name_of(rows) == "2026-01-02-card-x-80gb"
@@ -130,7 +134,7 @@ def test_plots_of_two_cards_are_sections_of_their_own(tmp_path: Path) -> None:
     for card, ms in (("Card X", 6.0), ("Card Y", 4.0)):
         for variant, factor in (("plain", 1.0), ("ngram", 1.25)):
             results = points.Results(tmp_path / card / variant)
-            results.add("run", machine={"gpu": card}, settings=[], date="2026-01-02")
+            results.begin(**RUN, machine={"gpu": card}, settings=[], date="2026-01-02")
             results.add("map", shape="tiny", variant=variant, batch=1, context=1024,
                         ms=ms * factor, accept_length=1.0, drafting=0.5)  # fmt: skip
     output = tmp_path / "results"
@@ -149,7 +153,7 @@ def test_plots_of_two_cards_are_sections_of_their_own(tmp_path: Path) -> None:
 
 def test_collect_of_a_written_file_gives_the_same_rows(tmp_path: Path) -> None:
     results = points.Results(tmp_path)
-    results.add("run", machine={"gpu": "Card"}, settings=["a=1"], date="2026-01-02", shape="tiny")
+    results.begin(**RUN, machine={"gpu": "Card"}, settings=["a=1"], date="2026-01-02", shape="tiny")
     results.add("price", what="step", ms={"exact": 1, "cublas": 1}, ratio=1, bar=1.05)
     rows = result_tables.collect([tmp_path])
     assert (rows[1]["card"], rows[1]["shape"]) == ("Card", "tiny")
@@ -158,11 +162,20 @@ def test_collect_of_a_written_file_gives_the_same_rows(tmp_path: Path) -> None:
     assert result_tables.collect([tmp_path / "2026-01-02-card.json"]) == rows
 
 
+def test_commits_line_names_each_kind_once(tmp_path: Path) -> None:
+    results = points.Results(tmp_path)
+    for commit in ("0123abc", "0123abc", "4567def"):
+        results.begin(**{**RUN, "commit": commit}, machine={"gpu": "Card"}, settings=[])
+        results.add("price", what="step")
+    line = result_tables.commits_line(result_tables.collect([tmp_path]))
+    assert line.strip() == "Commits: price 0123abc, 4567def."
+
+
 def test_exactness_table_compares_with_and_without(tmp_path: Path) -> None:
     results = points.Results(tmp_path)
     counted = dict.fromkeys(("verifications", "accepted", "retractions", "cached_tokens"), 1)
     for settings, wrong in (([], [[], []]), (["fast=true"], [[[0, 3, 7]], []])):
-        results.add("run", machine={"gpu": "Card"}, settings=settings, date="2026-01-02")
+        results.begin(**RUN, machine={"gpu": "Card"}, settings=settings, date="2026-01-02")
         results.add("exactness", target="tiny", number=0, algorithm="EAGLE", tokens=100,
                     requests=10, differences=wrong, **counted)  # fmt: skip
     text = result_tables.exactness_table(result_tables.collect([tmp_path]))
@@ -172,6 +185,7 @@ def test_exactness_table_compares_with_and_without(tmp_path: Path) -> None:
 
 def test_plots_say_by_how_much_a_bar_is_missed(tmp_path: Path) -> None:
     results = points.Results(tmp_path)
+    results.begin(**RUN, machine={"gpu": "Card"}, settings=[], date="2026-01-02")
     for what, ratio in (("step", 1.0), ("prefill", 1.5)):
         results.add("price", what=what, ms={}, ratio=ratio, bar=1.25)
     bars = result_tables.bars_table(result_tables.collect([tmp_path]))
@@ -215,3 +229,41 @@ def test_trace_leaves_out_the_steps_that_the_profiler_delays() -> None:
     assert max(gap for gap, _, _ in trace.gaps()) == 1
     assert trace.by("kind") == [("products", 0.005, 1.0), ("attention", 0.003, 1.0),
                                 ("bookkeeping", 0.001, 1.0)]  # fmt: skip
+
+
+RESULTS = sorted(Path("benchmarks").rglob("results/*.json*"))
+
+
+def test_results_row_names_commit_card_and_versions(tmp_path: Path) -> None:
+    results = points.Results(tmp_path)
+    with pytest.raises(AssertionError, match=r"before Results\.begin"):
+        results.add("price", what="step")
+    results.begin(**RUN, machine={"gpu": "Card"})
+    results.add("price", what="step")
+    for row in points.read_results(tmp_path / "results.jsonl"):
+        assert (row["commit"], row["card"], row["versions"]) == (
+            "0123abc",
+            "Card",
+            {"torch": "2.0"},
+        )
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)
+def test_results_in_the_repository_say_what_they_are_of(file: Path) -> None:
+    text = file.read_text()
+    rows = json.loads(text) if file.suffix == ".json" else map(json.loads, text.splitlines())
+    for row in rows:
+        assert re.fullmatch(r"[0-9a-f]{7,40}", row["commit"]), row
+        assert row["card"].startswith(("NVIDIA", "2 x NVIDIA")), row
+        assert {"torch"} < set(row["versions"]), row
+
+
+def test_measured_commit_without_a_checkout_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECPLUG_COMMIT", "0123abc")
+    assert points.measured_commit() == "0123abc"
+    monkeypatch.delenv("SPECPLUG_COMMIT")
+    monkeypatch.setattr(points, "__file__", str(tmp_path / "points.py"))
+    with pytest.raises(SystemExit, match="set SPECPLUG_COMMIT"):
+        points.measured_commit()

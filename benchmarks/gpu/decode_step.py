@@ -23,13 +23,13 @@ from engines import (
     Engine,
     add_arguments,
     add_run,
-    bandwidth,
     drafts_of,
     settings_of,
 )
 from peer_vllm import Peer
 from points import DRAFTED, LONG, PLAIN, SHORT, TINY, Generate, Point, Results, StepTime, time_steps
 from shapes import SHAPES, write_shape
+from timing import bandwidth
 
 PLAIN_BAR = 0.85
 """The least share of the memory's limit that a plain step at batch 1 is to reach."""
@@ -73,10 +73,15 @@ class Table:
             drafting=engine.drafting, drafted=engine.drafted,
         )  # fmt: skip
 
-    def add_peer(self, name: str, point: Point, own: StepTime, ours: StepTime) -> None:
-        """Add vLLM's."""
+    def add_peer(
+        self, name: str, point: Point, own: StepTime, ours: StepTime, version: str
+    ) -> None:
+        """Add vLLM's, with its version."""
         text = f"ours is {ours.ms / own.ms:.3f} of it (bar 1)"
-        self._add("vllm", name, point, own, text, ratio=ours.ms / own.ms, bar=1.0)
+        self._add(
+            "vllm", name, point, own, text, ratio=ours.ms / own.ms, bar=1.0,
+            vllm=version,
+        )  # fmt: skip
 
     def _add(
         self, engine: str, name: str, point: Point, own: StepTime, text: str, **more: Any
@@ -149,7 +154,7 @@ def measure(arguments: argparse.Namespace, base: Path, table: Table) -> None:
                 found = time_steps(engines, point.prompts(vocab_size), rounds=arguments.rounds)
                 table.add(own, name, point, found[name], found["plain"])
                 if peer:
-                    table.add_peer(name, point, found["peer"], found[name])
+                    table.add_peer(name, point, found["peer"], found[name], peer.about["vllm"])
             if peer:
                 peer.close()
             if own is not plain:

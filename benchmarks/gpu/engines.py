@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import torch
 from known_drafts import KnownDrafts
-from points import Generation, Results
+from points import Generation, Results, measured_commit
 from refused_ngram import RefusedNgram
 from shapes import MTP_LAYERS, SHAPES, kv_bytes, weight_bytes
 
@@ -118,7 +118,7 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_run(results: Results, arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """Add the row that says of those after it where, when and with what they were measured.
+    """Begin a run: its rows say where, when and with what they were measured.
 
     Returns:
         The machine.
@@ -127,7 +127,8 @@ def add_run(results: Results, arguments: argparse.Namespace, **more: Any) -> dic
     found = versions(("specplug", "torch", "triton", "transformers"))
     date = time.strftime("%Y-%m-%d")
     given = arguments.settings
-    results.add("run", machine=machine, versions=found, settings=given, date=date, **more)
+    commit = measured_commit()
+    results.begin(commit=commit, machine=machine, versions=found, settings=given, date=date, **more)
     return machine
 
 
@@ -206,25 +207,3 @@ class Engine:
         shape = SHAPES[self.base.name]
         size += self.variant.heads * 2 * shape["vocab_size"] * shape["hidden_size"]
         return size + int(batch * context * kv_bytes(shape))
-
-
-def bandwidth(device: str) -> float:
-    """Measure what the memory gives to a kernel that only reads, in bytes a second: the median of
-    20 sums of 2 GiB (on the CPU of 64 MiB)."""
-    numbers = torch.ones(1 << (29 if device == "cuda" else 24), device=device)
-    seconds = []
-    for _ in range(25):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        if device == "cuda":
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            numbers.sum()
-            after.record()
-            torch.cuda.synchronize()
-            seconds.append(before.elapsed_time(after) / 1e3)
-        else:
-            numbers.sum()
-            seconds.append(time.perf_counter() - start)
-    return numbers.numel() * numbers.element_size() / sorted(seconds[5:])[10]

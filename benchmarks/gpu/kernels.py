@@ -30,7 +30,7 @@ from typing import Any
 import attrs
 import torch
 import torch.nn.functional as F
-from timing import replay_us
+from timing import bandwidth, replay_us
 from torch import Tensor
 
 L2_BYTES = 256 << 20
@@ -139,16 +139,6 @@ HEADER = (
     f"{'kernel':16}{'shape':18}{'rows':>6}{'us':>10}{'torch us':>10}{'times':>8}{'GB/s':>8}"
     f"{'limit':>7}"
 )
-
-
-def bandwidth() -> float:
-    """Return the bytes a second at which the card reads: a sum over 2 GiB."""
-    x = (
-        torch.empty(1 << (30 if DEVICE == "cuda" else 20), device=DEVICE, dtype=DTYPE)
-        .zero_()
-        .view(torch.int32)
-    )
-    return x.nbytes / time_us(partial(torch.sum, dtype=torch.int32), [(x,)] * 3) * 1e6
 
 
 def torch_linear(x: Tensor, residual: Tensor | None, weight: Tensor) -> Tensor:
@@ -515,7 +505,7 @@ def main() -> None:
     dependent_launch.enabled = not options.plain_launch
     if options.jobs and not options.tiny:
         compile_all(shape, options)
-    rate = bandwidth()
+    rate = bandwidth(DEVICE)
     print(
         f"{'interpreter' if options.tiny else torch.cuda.get_device_name()}, "
         f"torch {torch.__version__}, {options.shape}, "

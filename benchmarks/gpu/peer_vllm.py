@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from points import DRAFTED, PLAIN, Generation, Results, time_steps
+from points import DRAFTED, PLAIN, Generation, Results, measured_commit, time_steps
 
 MARK = "PEER "
 """Before each line of the process that is meant for its starter."""
@@ -196,6 +196,7 @@ def main() -> None:
     algorithm: str = arguments.algorithm
     llm = _load(arguments.base, algorithm, arguments.share, dummy=arguments.dummy)
     engine = _Engine(llm, drafting=algorithm != "none")
+    import torch
     import vllm
 
     about = {"vllm": vllm.__version__, "ready_s": round(time.monotonic() - began, 1)}
@@ -204,6 +205,11 @@ def main() -> None:
         _serve(engine)
         return
     results = Results(arguments.output)
+    results.begin(
+        commit=measured_commit(),
+        machine={"gpu": torch.cuda.get_device_name()},
+        versions={"vllm": vllm.__version__, "torch": torch.__version__},
+    )
     vocab_size = json.loads((arguments.base / "target/config.json").read_text())["vocab_size"]
     for point in PLAIN if algorithm == "none" else DRAFTED:
         prompts = point.prompts(vocab_size)

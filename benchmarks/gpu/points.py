@@ -6,8 +6,10 @@ No torch here: the process of another engine reads this module too.
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,7 +114,8 @@ def _difference(short: Generation, long: Generation) -> float:
 
 
 class Results:
-    """Appends rows to a file of JSON lines.
+    """Appends rows to a file of JSON lines. Each row carries the commit, the card and the versions
+    that it was measured with.
 
     Args:
         folder: where ``results.jsonl`` is; None: nothing is kept.
@@ -120,15 +123,56 @@ class Results:
 
     def __init__(self, folder: Path | None) -> None:
         self._file = None
+        self._about: dict[str, Any] | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = folder / "results.jsonl"
 
+    def begin(
+        self, *, commit: str, machine: dict[str, Any], versions: dict[str, str], **more: Any
+    ) -> None:
+        """Write the row of a run, which the rows after it belong to.
+
+        Args:
+            commit: of the code that is measured.
+            machine: what ``describe_machine`` returned.
+            versions: of the packages, by distribution.
+            more: what else the run says of itself.
+        """
+        card = machine.get("gpu") or machine.get("cpu") or "unknown card"
+        self._about = {"commit": commit, "card": card, "versions": versions}
+        self._write({"kind": "run", "machine": machine, **self._about, **more})
+
     def add(self, kind: str, **values: Any) -> None:
-        """Write a row of a kind."""
+        """Write a row of a kind. The run must have begun."""
+        assert self._about is not None, "a row before Results.begin has no commit"
+        self._write({"kind": kind, **self._about, **values})
+
+    def _write(self, row: dict[str, Any]) -> None:
         if self._file is not None:
             with self._file.open("a") as lines:
-                lines.write(json.dumps({"kind": kind, **values}) + "\n")
+                lines.write(json.dumps(row) + "\n")
+
+
+def measured_commit() -> str:
+    """Return the commit that is measured: ``SPECPLUG_COMMIT``, or that of the checkout.
+
+    A checkout with changes of its own is told by ``-dirty``. Where the files were copied without
+    their history, the environment must name the commit.
+    """
+    given = os.environ.get("SPECPLUG_COMMIT")
+    if given:
+        return given
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    found = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    if found.returncode:
+        raise SystemExit(
+            "the commit of what is measured is unknown: this is no git checkout; "
+            "set SPECPLUG_COMMIT to it"
+        )
+    return found.stdout.strip()
 
 
 def read_results(file: Path) -> list[dict[str, Any]]:

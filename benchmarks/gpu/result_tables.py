@@ -12,6 +12,9 @@ from points import read_results
 
 Row = dict[str, Any]
 
+DATA_SHEETS = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12}
+"""Bytes a second of a card's memory, as its data sheet has them."""
+
 _OF_STARTS = "warm_up="
 """How a setting begins that changes nothing of what is measured."""
 
@@ -19,7 +22,8 @@ _OF_STARTS = "warm_up="
 def collect(places: Iterable[Path]) -> list[Row]:
     """Read all rows in these folders, or of files that ``plots.py`` wrote.
 
-    Each gets what its run says of itself: ``card``, ``shape`` and ``settings_given``.
+    Each gets what its run says of itself: ``card``, ``shape``, ``settings_given``, and the
+    ``bandwidth`` that the run has read.
     """
     rows: list[Row] = []
     for place in places:
@@ -45,6 +49,8 @@ def _annotated(rows: list[Row]) -> list[Row]:
         if about.get("cublas"):
             row["settings_given"].append("products of cuBLAS")
         row.setdefault("shape", about.get("shape"))
+        if "bandwidth" in about:
+            row.setdefault("bandwidth", about["bandwidth"])
     return rows
 
 
@@ -110,16 +116,25 @@ def step_tables(rows: Sequence[Row]) -> str:
                 f"{row['context']:,}",
                 f"{row['ms']:.2f}",
                 f"{row['limit'] / row['ms']:.0%}",
+                _of_data_sheet(row),
                 "" if plain else f"{row['ratio']:.2f}",
                 bar,
                 f"{row['other']:.1%}",
                 f"{peer['ms']:.2f}" if peer else "",
                 f"{row['ms'] / peer['ms']:.2f}" if peer else "",
             ])  # fmt: skip
-        head = ["", "batch", "context", "ms", "of the limit", "x plain", "bar", "other", "vLLM, ms"]
+        head = ["", "batch", "context", "ms", "of the limit", "of the data sheet's", "x plain"]
         text += f"\n{shape}{', ' + given if given else ''}:\n\n"
-        text += table([*head, "ours / vLLM"], lines)
+        text += table([*head, "bar", "other", "vLLM, ms", "ours / vLLM"], lines)
     return text
+
+
+def _of_data_sheet(row: Row) -> str:
+    """The share of the limit by the data sheet's bandwidth that a step reaches."""
+    if row["card"] not in DATA_SHEETS:
+        return ""
+    limit = row["limit"] * row["bandwidth"] / DATA_SHEETS[row["card"]]
+    return f"{limit / row['ms']:.0%}"
 
 
 def exactness_table(rows: Sequence[Row]) -> str:
@@ -250,8 +265,7 @@ def bars_table(rows: Sequence[Row]) -> str:
         point = f"batch {row['batch']}, {row['context']:,}"
         what = f"{row['shape']}, {row['variant']}, {point}"
         if row["engine"] == "vllm":
-            if row["variant"] == "plain":
-                add(f"{what}: ours over vLLM's", row["ratio"], 1.0, f"{row['ratio']:.3f} of 1")
+            add(f"{what}: ours over vLLM's", row["ratio"], 1.0, f"{row['ratio']:.3f} of 1")
         elif row["variant"] == "plain":
             if row["bar"]:
                 share = row["limit"] / row["ms"]
@@ -278,7 +292,18 @@ def bars_table(rows: Sequence[Row]) -> str:
     return _titled("The bars", ["", "measured", ""], lines)
 
 
+def commits_line(rows: Sequence[Row]) -> str:
+    """Which commits the rows of each kind are of."""
+    commits: dict[str, list[str]] = {}
+    for row in rows:
+        if row["kind"] != "run" and row["commit"] not in commits.setdefault(row["kind"], []):
+            commits[row["kind"]].append(row["commit"])
+    parts = (f"{kind} {', '.join(found)}" for kind, found in commits.items())
+    return f"\nCommits: {'; '.join(parts)}.\n" if commits else ""
+
+
 TABLES: Sequence[Callable[[Sequence[Row]], str]] = [
+    commits_line,
     bars_table,
     step_tables,
     exactness_table,

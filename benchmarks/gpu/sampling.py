@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timing import replay_us
+from timing import bandwidth, replay_us
 from torch import Tensor
 
 CALLS = 10
@@ -50,20 +50,6 @@ def microseconds(call: Callable[[int], Tensor], device: torch.device) -> float:
     return replay_us(run, CALLS, repeats=5)
 
 
-def bandwidth(device: torch.device) -> float:
-    """Bytes a microsecond that a sum of 2 GiB reads; infinite where there is no GPU."""
-    if device.type != "cuda":
-        return float("inf")
-    numbers = torch.zeros(1 << 29, device=device)
-    summed = [torch.zeros((), device=device)]
-
-    def read(_: int) -> Tensor:
-        summed[0] = numbers.sum()
-        return summed[0]
-
-    return numbers.nbytes / microseconds(read, device)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 192])
@@ -76,7 +62,7 @@ def main() -> None:
     if not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
     device = torch.device("cuda" if on_gpu else "cpu")
-    speed = bandwidth(device)
+    speed = bandwidth(device.type) / 1e6  # bytes a microsecond
     print(f"{torch.cuda.get_device_name() if on_gpu else 'no GPU'}, torch {torch.__version__}")
     print("| rows | requests | logits | read once | kernels | torch | tokens that differ |")
     print("| --- | --- | --- | --- | --- | --- | --- |")

@@ -160,6 +160,7 @@ def run_races(
 ) -> None:
     """Run races on the same engines, print a line for each contender, and keep the rows."""
     results, start = Results(arguments.output), time.monotonic()
+    add_run(results, arguments)
     race = Race(folder, max(each.batch for each in few), settings)
     started = time.monotonic()
     texts = [prompt.content for prompt in read_prompts(HELD_OUT)]
@@ -256,7 +257,6 @@ def main() -> None:
         train(folder, arguments.minutes, gpus, arguments.data, tiny=arguments.tiny)
         print(f"== training: {time.monotonic() - start:.0f} s", flush=True)
         if not arguments.train_only:
-            add_run(Results(arguments.output), arguments)
             measure(arguments, folder, gpus)
         print(f"== all: {time.monotonic() - start:.0f} s", flush=True)
 

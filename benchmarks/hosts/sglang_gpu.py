@@ -22,12 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "gpu")]
 
 from generation_times import random_prompts, token_times  # noqa: E402
+from result_log import ResultLog  # noqa: E402
 
 MARK = "RESULT "
 NUM_STEPS = 5
@@ -87,17 +86,8 @@ POINTS = (1, 128), (8, 1024), (32, 1024)
 """Batches, and tokens of each prompt."""
 
 
-@attrs.frozen
-class Log:
-    """Writes rows, each as it comes, and the logs of processes beside them."""
-
-    folder: Path
-
-    def add(self, row: Row) -> None:
-        line = json.dumps(row)
-        print(line[:330], flush=True)
-        with (self.folder / "results.jsonl").open("a") as file:
-            file.write(line + "\n")
+class Log(ResultLog):
+    """The rows, and the logs of processes beside them."""
 
     def run(self, part: str, asked: Row, seconds: float) -> list[Row]:
         """Run a process and return its rows; what went wrong is printed."""
@@ -372,7 +362,7 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     if arguments.tiny:
         arguments.shape, arguments.at_once = "llama-small", 1
-    PARTS[arguments.part](arguments, Log(arguments.output))
+    PARTS[arguments.part](arguments, Log(arguments.output, "sglang"))
 
 
 if __name__ == "__main__":

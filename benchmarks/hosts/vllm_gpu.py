@@ -31,6 +31,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "gpu")]
 
 from generation_times import random_prompts, token_times  # noqa: E402
+from result_log import ResultLog  # noqa: E402
 from turns import Alone, Turns  # noqa: E402
 
 ALGORITHMS = ("EAGLE3", "NGRAM", "EAGLE", "MULTI_LAYER_EAGLE", "DFLASH")
@@ -45,19 +46,6 @@ VARIANTS = {
 that gives a row the same bits in a pass of one row of each request and of several."""
 
 Row = dict[str, Any]
-
-
-@attrs.frozen
-class Log:
-    """Writes rows, each as it comes."""
-
-    folder: Path
-
-    def add(self, row: Row) -> None:
-        line = json.dumps(row)
-        print(line[:400], flush=True)
-        with (self.folder / "results.jsonl").open("a") as file:
-            file.write(line + "\n")
 
 
 def environment(runner: int, **more: str) -> dict[str, str]:
@@ -143,7 +131,7 @@ def close(llm: Any) -> None:
 # Identity
 
 
-def identity(arguments: argparse.Namespace, log: Log) -> None:
+def identity(arguments: argparse.Namespace, log: ResultLog) -> None:
     """Compare tokens, each kind of arithmetic and each runner in a process, all at once."""
     end = time.monotonic() + arguments.seconds
     cases = [(runner, variant) for runner in arguments.runners for variant in arguments.variants]
@@ -320,7 +308,7 @@ FIRST = list(CASES)[:5]
 POINTS = (1, 128), (8, 1024), (32, 1024)
 
 
-def speed(arguments: argparse.Namespace, log: Log) -> None:
+def speed(arguments: argparse.Namespace, log: ResultLog) -> None:
     """Time engines one after the other, or in turns, each in a process of its own."""
     import torch
     from shapes import write_shape
@@ -463,7 +451,7 @@ def _time(
 # Several ranks
 
 
-def ranks(arguments: argparse.Namespace, log: Log) -> None:
+def ranks(arguments: argparse.Namespace, log: ResultLog) -> None:
     """Compare tokens with tensor parallelism, of a small Llama with random weights."""
     import torch
     from shapes import write_shape
@@ -572,7 +560,7 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     if arguments.tiny:
         arguments.shape = "llama-small"
-    PARTS[arguments.part](arguments, Log(arguments.output))
+    PARTS[arguments.part](arguments, ResultLog(arguments.output, "vllm"))
 
 
 if __name__ == "__main__":
