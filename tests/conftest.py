@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import attrs
 import pytest
 import torch
 from torch import Tensor
+from triton_interpreter import prepare_interpreter
 
 from specplug import (
     AlgorithmInfo,
@@ -29,6 +31,8 @@ from specplug import (
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # the kernels run through Triton's interpreter
+    if find_spec("triton"):
+        prepare_interpreter()
 
 SOUND = """
 from specplug import AlgorithmInfo, hookimpl

@@ -24,8 +24,8 @@ from .conftest import Normal
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-SMALL, LARGE = Tile(16, 16, 32, 4, 2), Tile(64, 32, 32, 4, 2)
-"""Of one depth: the interpreter sums up each step by itself, which a tensor core does not."""
+SMALL, LARGE = Tile(16, 16, 64, 4, 2), Tile(64, 32, 32, 4, 2)
+"""Of different depths too: how many steps a sum takes changes no bit of it."""
 E, K, H, INNER = 6, 2, 80, 48
 """Experts, choices of a row, and sizes."""
 

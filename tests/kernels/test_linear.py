@@ -19,8 +19,8 @@ from .conftest import Normal
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-SMALL, LARGE = Tile(16, 16, 32, 4, 2), Tile(64, 32, 32, 4, 2)
-"""Of one depth: the interpreter sums up each step by itself, which a tensor core does not."""
+SMALL, LARGE = Tile(16, 16, 64, 4, 2), Tile(64, 32, 32, 4, 2)
+"""Of different depths too: how many steps a sum takes changes no bit of it."""
 SHAPES = [(1, 48, 64), (5, 37, 50), (70, 96, 192)]
 
 

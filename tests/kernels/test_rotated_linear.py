@@ -14,8 +14,8 @@ from .conftest import Normal
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-SMALL, LARGE = Tile(16, 32, 32, 4, 2), Tile(64, 64, 32, 4, 2)
-"""Of one depth: the interpreter sums up each step by itself, which a tensor core does not."""
+SMALL, LARGE = Tile(16, 32, 64, 4, 2), Tile(64, 64, 32, 4, 2)
+"""Of different depths too: how many steps a sum takes changes no bit of it."""
 HALF, OTHER = torch.float16, torch.bfloat16 if torch.cuda.is_available() else torch.float32
 """The interpreter has no products of bfloat16."""
 CASES = [
