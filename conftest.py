@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from typing import Any
+
+import pytest
 
 os.environ["SPECPLUG_DEBUG"] = "1"  # the engine checks itself while it runs
 # Tensors in tests are small: a second OpenMP thread only makes them wait for a busy core.
@@ -40,6 +43,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+
+
+def heed_interrupts() -> None:
+    """Have SIGINT interrupt what this process starts, though a shell had the process ignore it, as
+    it does a background job. The process goes on to ignore it, by a handler: no program inherits
+    one."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _heed_interrupts() -> None:
+    """In the processes that run tests."""
+    heed_interrupts()
 
 
 def pytest_testnodedown(node: Any) -> None:
