@@ -15,6 +15,7 @@ import pluggy
 
 from specplug import hookspecs
 from specplug.algorithm import API_VERSION, AlgorithmInfo
+from specplug.errors import Message
 
 _NOT_THE_PLUGINS = {
     "importlib",
@@ -38,7 +39,7 @@ HOOKS = _hook_arguments()
 """Every hook's name, in the order of ``hookspecs.py``, with its arguments."""
 
 
-class PluginWarning(UserWarning):
+class PluginWarning(Message, UserWarning):
     """An extension was left out because it is broken."""
 
 

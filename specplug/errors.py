@@ -1,4 +1,7 @@
-"""The errors of specplug. Messages name the value, what was expected and what to do."""
+"""The errors of specplug. Messages name the value, what was expected and what to do.
+
+What a message quotes may come from anybody: every error and warning here is one printable line.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,17 @@ import sys
 import warnings
 from types import FrameType
 
+from specplug.printable import one_line
 
-class SpecplugError(Exception):
+
+class Message(Exception):
+    """An error or a warning whose text is one line without control characters."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(one_line(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+class SpecplugError(Message):
     """Base of every error that specplug raises on purpose. Command-line exit code 1."""
 
 
@@ -38,7 +50,7 @@ class RankError(InstanceError):
     """
 
 
-class FallbackWarning(UserWarning):
+class FallbackWarning(Message, UserWarning):
     """A setting or feature is off or adjusted in this run; the message says why.
 
     ``LLM.effective_config`` says it too.

@@ -31,6 +31,7 @@ LAYERS = (
     {"algorithm", "settings"},
     {"bounds", "text_file"},
     {"errors", "debug", "startup"},
+    {"printable"},
 )
 """From above to below. A module imports from its own package, or from layers below it."""
 

@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 import click
 
 from specplug import __version__
-from specplug.cli.printable import printable
 from specplug.cli.standard_output import end_standard_output, reserve_standard_output
 from specplug.contract import PluginWarning, error_line, let_ctrl_c_pass
 from specplug.debug import DEBUG
 from specplug.errors import FallbackWarning, SpecplugError, UsageError
+from specplug.printable import one_line
 
 COMMANDS = {
     "list": "specplug.cli.list:list_algorithms",
@@ -166,4 +166,4 @@ def _warning_shower() -> Callable[..., None]:
 def say(kind: str, message: str) -> None:
     """An error or a warning as one line on standard error."""
     label = click.style(f"{kind}:", fg="red" if kind == "error" else "yellow", bold=True)
-    click.echo(f"{label} {printable(' '.join(message.splitlines()))}", err=True)
+    click.echo(f"{label} {one_line(message)}", err=True)

@@ -14,7 +14,6 @@ import importlib_metadata
 
 from specplug.algorithm import API_VERSION
 from specplug.cli import COMMANDS
-from specplug.cli.printable import printable
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
 from specplug.contract import Problem, error_line, let_ctrl_c_pass, plugin_traceback
@@ -27,6 +26,7 @@ from specplug.entries import (
     parse_value,
 )
 from specplug.errors import UsageError
+from specplug.printable import printable
 from specplug.registry import Examination, Extension, Registry, register_commands
 from specplug.sources import heavy_imports, look
 

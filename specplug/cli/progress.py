@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specplug.cli.printable import printable
 from specplug.config import EngineConfig
+from specplug.printable import printable
 
 if TYPE_CHECKING:
     from specplug.llm import LLM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 
-from specplug.cli.printable import printable
+from specplug.printable import printable
 
 STYLES = {
     "ok": "green",

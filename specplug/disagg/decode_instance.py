@@ -19,6 +19,7 @@ from specplug.disagg.wire_message import WireError, WireMessage
 from specplug.engine.request import Request
 from specplug.engine.waiting_queue import WaitingQueue
 from specplug.kv.prefix_cache import PrefixCache
+from specplug.printable import one_line
 
 _log = logging.getLogger(__name__)
 
@@ -272,7 +273,9 @@ class DecodeInstance:
         self._cancel(away)
         request = away.request
         tried = len(self._tried[request.request_id])
-        _log.warning("request %s, try %d of %d: %s", request.request_id, tried, self._tries, why)
+        _log.warning(
+            "request %s, try %d of %d: %s", request.request_id, tried, self._tries, one_line(why)
+        )
         if tried >= self._tries:
             self._fail(request, f"prefill failed {tried} times; the last time {why}")
             return

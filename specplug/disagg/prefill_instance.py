@@ -19,6 +19,7 @@ from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost, Trans
 from specplug.disagg.wire_message import WireMessage
 from specplug.engine.kv_transfer import PrefillSlice
 from specplug.engine.request import Request
+from specplug.printable import one_line
 
 _log = logging.getLogger(__name__)
 _TELL_SECONDS = 1.0
@@ -213,7 +214,7 @@ class PrefillInstance:
         if all(each.refused for each in self.links if each is not link):
             raise HandshakeError(told)
         if link.refused is None:
-            _log.warning("%s", told)
+            _log.warning("%s", one_line(told))
         link.accepted, link.refused = False, why
 
     def _start_anew(self, link: Link) -> None:

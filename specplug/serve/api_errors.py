@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+from specplug.printable import one_line
+
 
 class APIError(Exception):
     """A request that ends with an error.
@@ -29,8 +31,8 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = one_line(message)
+        self.param = None if param is None else one_line(param)
         self.code = code
         self.retry_after = retry_after
 

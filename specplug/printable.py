@@ -1,4 +1,4 @@
-"""Makes text of others harmless to a terminal."""
+"""Make text of others harmless to a terminal and to a log."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def printable(text: str) -> str:
     return "".join(
         character if _is_harmless(character) else _escaped(character) for character in text
     )
+
+
+def one_line(text: str) -> str:
+    """``text`` as one printable line: line ends become spaces."""
+    return printable(" ".join(text.splitlines()))
 
 
 def _is_harmless(character: str) -> bool:
