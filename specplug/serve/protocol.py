@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from specplug.errors import shown
+from specplug.printable import printable
 from specplug.sampling_params import MOST_BIAS, MOST_STOP_CHARACTERS, MOST_STOPS, SamplingParams
 from specplug.settings import Flag, Integer, Number, Text, settings_of
 
@@ -61,6 +62,9 @@ _MOST_NESTED = 100
 _MOST_PARTS = 1 << 17
 """Values within a value. All clients wait while a body is read; this many take 0.1 s."""
 
+_MOST_NAMED = 80
+"""Characters that an error quotes of a field's name."""
+
 _MOST_PROMPTS = 1024
 _MOST_MESSAGES = 4096
 _MOST_STOP_TOKENS = 4096
@@ -76,6 +80,7 @@ def _integral(value: Any) -> Any:
 
 
 def _refusal(name: str, why: str) -> PydanticCustomError:
+    name = printable(name[:_MOST_NAMED])  # pydantic cannot tell what is no Unicode
     return PydanticCustomError("refused", "{why}", {"param": name, "why": why})
 
 

@@ -127,6 +127,34 @@ def test_a_body_that_is_no_request(server: ServerProcess, body: bytes) -> None:
     error(server.post("/v1/completions", data=body), 400)
 
 
+SURROGATES = (
+    *('{"\\ud800": 1}', '{"a": {"\\udfff": 1}}', '{"prompt": "x", "stop": ["a", "\\ud800"]}'),
+    *('{"prompt": "x", "\\ud800": 1}', '{"prompt": "x", "logit_bias": {"\\ud800": 1}}'),
+    *('{"prompt": "x", "stream_options": {"\\ud800": 1}}', '{"prompt": [[1], ["\\ud800"]]}'),
+    *('{"prompt": "x", "model": "\\ud800"}', '{"messages": [{"\\ud800": "user"}]}'),
+    '{"prompt": "x", "response_format": {"type": "text", "\\ud800": 1}}',
+)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+@pytest.mark.parametrize("body", SURROGATES)
+def test_lone_surrogate_anywhere_is_refused(server: ServerProcess, path: str, body: str) -> None:
+    found = error(server.post(path, data=body.encode()), 400)
+    assert found["message"].isprintable()
+
+
+def test_control_characters_of_fields_are_escaped(server: ServerProcess) -> None:
+    name = "\x1b[31m\x07\n\x7f\x9b\u202e"
+    found = error(server.post("/v1/completions", {"prompt": "x", name: 1}), 400)
+    assert found["message"].isprintable()
+    assert found["param"] == r"\x1b[31m\x07\n\x7f\x9b\u202e"
+    for fields in ({"response_format": {"type": name}}, {"ebnf": name}, {"regex": f"({name}"}):
+        found = error(server.post("/v1/completions", {"prompt": "x", **fields}), 400)
+        assert found["message"].isprintable()
+    found = error(server.get("/v1/models/%1b[31m%07%7f%0a"), 404)
+    assert found["message"].isprintable()
+
+
 def test_a_wrong_place(server: ServerProcess) -> None:
     assert error(server.get("/v2"), 404)["type"] == "not_found_error"
     wrong = server.get("/v1/completions")
