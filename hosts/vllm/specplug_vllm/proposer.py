@@ -186,9 +186,8 @@ class Proposer(VllmCallbacks):
 
     def _prefill(self, step: RunnerStep, chosen: Sequence[int]) -> None:
         """Feed the algorithm the chunks of requests whose prompt is computed."""
-        rows, starts = self._rows, step.starts[chosen]
-        widths = step.widths[chosen]
-        ends = starts + widths
+        rows, starts, ends = self._rows, step.starts[chosen], step.ends[chosen]
+        widths = ends - starts
         places = ranges(starts, widths)
         owners = np.repeat(chosen, widths)
         half = self._half(chosen)

@@ -72,16 +72,16 @@ class RequestRows:
         chunks: list[int] = []
         decoded: list[int] = []
         ready: list[int] = []
-        starts, lengths = step.starts.tolist(), step.lengths.tolist()
-        widths, samples = step.widths.tolist(), step.sampled.tolist()
-        each = zip(step.states, starts, widths, samples, lengths, strict=True)
-        for index, (state, start, width, sampled, length) in enumerate(each):
+        starts, ends, samples = step.starts.tolist(), step.ends.tolist(), step.sampled.tolist()
+        lengths = step.lengths.tolist()
+        each = zip(step.states, starts, ends, samples, lengths, strict=True)
+        for index, (state, start, end, sampled, length) in enumerate(each):
             row, is_first = self._row(state)
             if is_first:
                 self.started.append(index)
             elif self._length[row] != start:
                 self.fail((row,))
-            known, end = length - sampled, start + width
+            known = length - sampled
             decodes = self._decodes[row] and start + 1 == known and sampled > 0
             self.of_step.append(row)
             self.is_first.append(is_first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -10,16 +11,20 @@ import numpy as np
 from torch import Tensor
 
 
-@attrs.frozen(eq=False, kw_only=True)
+@attrs.frozen(eq=False, kw_only=True, slots=False)
 class RunnerStep:
     """A step of n requests.
 
     Its arrays are the runner's own or were made for the step, in the order of its batch.
 
+    vLLM pads the first step of a request that has one token left to compute to the width of its
+    decode steps, with drafted tokens -1, which are accepted by nobody. So a request has more rows
+    than tokens there: ``ends`` leaves them out.
+
     Attributes:
         states: the runner's record of each request.
         starts: [n] int, tokens with KV before the step.
-        widths: [n] int, rows of each request in the step.
+        widths: [n] int, rows of each request in the step, drafts and padding included.
         sampled: [n] int, tokens sampled for each; 0 if its prompt goes on.
         lengths: [n] int, tokens known of each now.
         tokens: [n, context] int32, the tokens known of each.
@@ -37,6 +42,13 @@ class RunnerStep:
     hidden_states: Tensor
     layer_inputs: Mapping[int, Tensor]
     most_drafts: int
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """[n] int, tokens with KV after the step, of those whose prompt was not computed."""
+        known = self.lengths - self.sampled
+        ended: np.ndarray = np.minimum(self.starts + self.widths, known)
+        return ended
 
     @classmethod
     def of(

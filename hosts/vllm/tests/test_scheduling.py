@@ -68,6 +68,50 @@ def test_prefix_hits_keep_tokens_and_steps(
 
 
 @pytest.mark.parametrize("algorithm", FORMS)
+def test_cached_prompt_but_its_last_token_is_drafted_for(
+    algorithm: str, engines: Engines, long_prompts: list[str]
+) -> None:
+    """vLLM pads a first step with one token to compute by as many drafts as it takes: -1 each."""
+    blocks = SMALL_BLOCKS["block_size"]
+    tokenizer = engines(**SMALL_BLOCKS).llm.get_tokenizer()
+    known = [tokenizer(prompt)["input_ids"] for prompt in long_prompts]
+    asked = [
+        {"prompt_token_ids": tokens[-(1 + blocks * (1 + index)) :]}
+        for index, tokens in enumerate(known[:3])
+    ]
+    plain = engines(**SMALL_BLOCKS).generate(asked)
+    make = engines.make if algorithm == "NGRAM" else engines
+    hosted = make(algorithm, FORMS[algorithm], **SMALL_BLOCKS)
+    first = decoded(hosted, asked)
+    hits = hosted.metric("vllm:prefix_cache_hits")
+    second = decoded(hosted, asked)
+    assert hosted.metric("vllm:prefix_cache_hits") - hits == blocks * (1 + 2 + 3)
+    assert first[0] == second[0] == plain
+    if algorithm != "NGRAM":  # which knows the answers by now
+        assert second[1] == first[1]
+
+
+@pytest.mark.parametrize("algorithm", FORMS)
+def test_prompt_of_one_token_beside_others_is_drafted_for(
+    algorithm: str, engines: Engines, prompts: list[str], plain: list[list[int]]
+) -> None:
+    hosted = engines(algorithm, FORMS[algorithm])
+    engine, short = hosted.llm.llm_engine, {"prompt_token_ids": [plain[0][0]]}
+    params = vllm.SamplingParams(max_tokens=64, **GREEDY)
+    for index, prompt in enumerate(prompts[:3]):
+        engine.add_request(str(index), prompt, params)
+    for _ in range(3):
+        engine.step()
+    before = hosted.drafter.decode_steps
+    engine.add_request("short", short, params)
+    tokens = drain(hosted)
+    assert [tokens[str(index)] for index in range(3)] == plain[:3]
+    assert [tokens["short"]] == engines().generate([short])
+    assert hosted.drafter.undrafted == 0
+    assert hosted.drafter.decode_steps - before < 64 * 4
+
+
+@pytest.mark.parametrize("algorithm", FORMS)
 def test_preempted_requests_keep_their_tokens(
     algorithm: str, engines: Engines, prompts: list[str], plain: list[list[int]]
 ) -> None:
