@@ -280,7 +280,8 @@ def verify(  # type: ignore[empty-body]
     Called in each decode step after the target's pass and the sampling, unless only the core
     implements it. An idle batch has no node and nothing in ``per_node``. A node may be accepted
     only if its token is what ``predict`` says at its parent. What a replacement returns is cut to
-    such a path, so a wrong result makes steps shorter and no token wrong.
+    such a path, and the tokens along it are those of the engine's own ``predict``, whatever the
+    result's says: a wrong result makes steps shorter and no token wrong.
 
     Args:
         runtime: the engine's.

@@ -20,7 +20,6 @@ from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
 from specplug.engine.step_plan import Step
 from specplug.engine.step_result import StepResult
-from specplug.speculative.draft_state import state_spec
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.report import RequestReport, StepReport
 
@@ -64,7 +63,7 @@ class Engine:
         self.steps = steps
         self.runtime = runtime
         self.hooks = hooks
-        self._carries_state = bool(state_spec(runtime.worker))
+        self._carries_state = hooks.declares_state
         self._told_stateless = False
         self._ranks = ranks
         self._rest = rest

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from operator import index
+from typing import TypeGuard
 
 import attrs
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from specplug.debug import DEBUG
+from specplug.errors import shown
 from specplug.kernels.dispatch import runs_tree_kernels
 from specplug.speculative.host_copy import upload
 from specplug.speculative.padding import Padding
@@ -272,13 +275,13 @@ class Draft:
         width = _width_of(tokens)
         if tokens.dtype != torch.int64:
             raise ValueError(f"tokens of {tokens.dtype}; expected torch.int64")
-        if not isinstance(depth, int) or depth < 0:
-            raise ValueError(f"depth={depth!r}; expected an integer of at least 0")
+        if type(depth) is not int or depth < 0:
+            raise ValueError(f"depth={shown(depth)}; expected an integer of at least 0")
         if parents is None:
             if depth != width - 1:
                 raise ValueError(f"a chain of {width} nodes, {depth} deep; expected {width - 1}")
         elif not (
-            isinstance(parents, Tensor)
+            is_dense(parents)
             and (parents.dtype, parents.shape, parents.device)
             == (torch.int64, tokens.shape, tokens.device)
         ):
@@ -286,10 +289,11 @@ class Draft:
             raise ValueError(f"parents {found}; expected them like tokens, {described(tokens)}")
         if widths is not None:
             bs = tokens.shape[0]
-            if len(widths) != bs or not all(type(w) is int and 1 <= w <= width for w in widths):
+            each = type(widths) is tuple and all(type(w) is int for w in widths)
+            if not (each and len(widths) == bs and all(1 <= w <= width for w in widths)):
                 raise ValueError(
-                    f"widths={widths}; expected one integer from 1 to {width} for each of the "
-                    f"{bs} requests"
+                    f"widths={shown(widths)}; expected one integer from 1 to {width} for each of "
+                    f"the {bs} requests"
                 )
         if values and parents is not None:
             self._check_tree(parents)
@@ -313,7 +317,7 @@ class Draft:
 
 
 def _width_of(tokens: Tensor) -> int:
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] < 1:
+    if not is_dense(tokens) or tokens.dim() != 2 or tokens.shape[1] < 1:
         found = described(tokens)
         raise ValueError(f"tokens {found}; expected a tensor [bs, N], the root among the N nodes")
     return tokens.shape[1]
@@ -324,13 +328,28 @@ def _expect(holds: Tensor, what: str, found: Tensor) -> None:
         raise ValueError(f"{what}; found {found.tolist()}")
 
 
+def is_dense(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor of torch's own type, whose elements lie in memory by its
+    strides: neither of a subclass, which may change any operation, nor sparse, nested or quantized,
+    nor one whose memory was given back."""
+    if type(value) is not Tensor and type(value) is not Parameter:
+        return False
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        return False
+    return value.is_meta or value.data_ptr() != 0 or value.numel() == 0
+
+
 def described(value: object) -> str:
-    """Describe a tensor by its shape, dtype, device and, if it is not dense, its layout; anything
-    else by its type."""
-    if not isinstance(value, Tensor):
+    """Describe a tensor by its shape, dtype and device, and by what it is if it is not dense;
+    anything else by its type."""
+    if type(value) is not Tensor and type(value) is not Parameter:
         return f"of type {type(value).__name__}"
-    layout = "" if value.layout == torch.strided else f" in {value.layout}"
-    return f"{list(value.shape)} of {value.dtype} on {value.device}{layout}"
+    if value.is_nested:
+        return f"nested, of {value.dtype} on {value.device}"
+    kind = "" if value.layout is torch.strided else f" in {value.layout}"
+    if not kind and not is_dense(value):
+        kind = ", quantized" if value.is_quantized else ", without memory"
+    return f"{list(value.shape)} of {value.dtype} on {value.device}{kind}"
 
 
 def _ragged(widths: Sequence[int] | None, width: int) -> tuple[int, ...] | None:

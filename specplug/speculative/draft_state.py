@@ -108,7 +108,7 @@ def state_spec(worker: object) -> Mapping[str, StateTensor]:
             f"{type(worker).__name__}.state_spec() returned {spec!r:.80}; expected the tensors of "
             'one request by name, such as {"hidden_states": StateTensor((size,), runtime.dtype)}'
         )
-    return spec
+    return {name: StateTensor(t.shape, t.dtype, kept=t.kept) for name, t in spec.items()}
 
 
 def check_state(spec: Mapping[str, StateTensor], draft_input: DraftInput) -> None:

@@ -26,10 +26,14 @@ from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.hook_results import (
     check_draft,
     check_draft_input,
+    check_integers,
+    check_per_node,
     check_tensors,
     check_type,
     check_verified,
+    rebuilt,
 )
+from specplug.speculative.lent_runtime import LentRuntime
 from specplug.speculative.plugin_guard import PluginGuard
 from specplug.speculative.target_output import CommittedOutput, TargetOutput
 from specplug.speculative.verify import VerifyOutput, verify_tree
@@ -71,6 +75,11 @@ class HookCalls:
         return "verify" in self._plugins.core_alone
 
     @property
+    def declares_state(self) -> bool:
+        """Whether the worker declares a draft state."""
+        return bool(self._spec)
+
+    @property
     def running(self) -> str | None:
         """The plugin's hook or method that is called now; see ``PluginGuard``."""
         return self._plugins.running
@@ -87,7 +96,7 @@ class HookCalls:
         found = self._plugins.call(hook, config=config)
         if found is None:
             return config
-        return check_type(self._plugins, hook, found, SpecConfig, "a specplug.SpecConfig, or None")
+        return rebuilt(self._plugins, hook, found, SpecConfig, "a specplug.SpecConfig, or None")
 
     def create_worker(self, runtime: Runtime) -> object:
         """Return the algorithm's worker.
@@ -97,7 +106,7 @@ class HookCalls:
             SpecplugError: it refuses the settings, or its checkpoint.
         """
         runtime.host.check(self._info, runtime.config, own_verify=not self.core_verifies)
-        worker: object = self._plugins.call("create_worker", runtime=runtime)
+        worker: object = self._plugins.call("create_worker", runtime=LentRuntime(runtime))
         if worker is None:
             self._plugins.refuse(
                 "create_worker", "returned None", "an object, any that is not None"
@@ -108,7 +117,7 @@ class HookCalls:
     def create_future_map(self, runtime: Runtime) -> FutureMap:
         """Return the future map, with the buffers that the worker declares."""
         hook = "create_future_map"
-        found = self._plugins.call(hook, runtime=runtime)
+        found = self._plugins.call(hook, runtime=LentRuntime(runtime))
         made = check_type(self._plugins, hook, found, FutureMap, "a specplug.FutureMap")
         least = runtime.req_table_size
         rows = self._plugins.guard(hook, getattr, made, "req_table_size")
@@ -136,7 +145,9 @@ class HookCalls:
         Args:
             roots: [bs] int64, the bonus tokens; not those that the plugin was lent.
         """
-        found = self._plugins.call("propose", runtime=runtime, batch=batch, draft_input=draft_input)
+        found = self._plugins.call(
+            "propose", runtime=LentRuntime(runtime), batch=batch, draft_input=draft_input
+        )
         vocab_size = runtime.vocab_size
         draft = check_draft(self._plugins, found, runtime.config, roots, vocab_size)
         return draft.rooted(roots, vocab_size)
@@ -145,7 +156,8 @@ class HookCalls:
         self, runtime: Runtime, batch: Batch, draft: Draft, target_output: TargetOutput
     ) -> VerifyOutput:
         """Return what is accepted of ``draft``: what the core finds, or what a plugin answers, cut
-        to a path of the draft. ``target_output.per_node`` then holds what plugins have added.
+        to a path of the draft that the target's own tokens take. ``target_output.per_node`` then
+        holds what plugins have added.
         """
         if self.core_verifies:
             return verify_tree(draft, target_output.predict)
@@ -155,17 +167,20 @@ class HookCalls:
             logits=target_output.logits,
             per_node={name: tensor.clone() for name, tensor in target_output.per_node.items()},
         )
-        self._defaults.verifying = draft, predict
+        self._defaults.verifying = draft, predict.clone()  # which a wrapper finds in the result
         try:
             found = self._plugins.call(
-                "verify", runtime=runtime, batch=batch, draft=draft.copy(), target_output=lent
+                "verify",
+                runtime=LentRuntime(runtime),
+                batch=batch,
+                draft=draft.copy(),
+                target_output=lent,
             )
         finally:
             self._defaults.verifying = None
-        verified = check_verified(
-            self._plugins, found, draft, lent, config.num_steps, runtime.vocab_size
-        )
-        target_output.per_node = dict(lent.per_node)
+        verified = check_verified(self._plugins, found, draft, predict, config.num_steps)
+        own = target_output.per_node
+        target_output.per_node = {**own, **check_per_node(self._plugins, lent, own, draft)}
         return verified
 
     def build_draft_input(
@@ -177,50 +192,77 @@ class HookCalls:
     ) -> DraftInput:
         """Return what the next ``propose`` starts from."""
         hook = "build_draft_input"
-        size, like = batch.size, target_output.next_tokens  # before plugins can replace them
+        like = target_output.bonus_tokens  # before plugins can replace it
+        size = len(like)
         made = self._plugins.call(
-            hook, runtime=runtime, batch=batch, target_output=target_output, future_map=future_map
+            hook,
+            runtime=LentRuntime(runtime),
+            batch=batch,
+            target_output=target_output,
+            future_map=future_map,
         )
         return check_draft_input(self._plugins, hook, made, size, like, self._spec)
 
     def fixup_idle(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:
         """Return the draft input of no request."""
         hook, like = "fixup_idle", draft_input.bonus_tokens
-        made = self._plugins.call(hook, runtime=runtime, batch=batch, draft_input=draft_input)
+        made = self._plugins.call(
+            hook, runtime=LentRuntime(runtime), batch=batch, draft_input=draft_input
+        )
         return check_draft_input(self._plugins, hook, made, 0, like, self._spec)
 
     def build_disagg_draft_input(
         self, runtime: Runtime, batch: Batch, last_tokens: Tensor, future_map: FutureMap
     ) -> DraftInput:
         """Return what the first ``propose`` of received requests starts from."""
-        hook, size = "build_disagg_draft_input", batch.size
+        hook, size = "build_disagg_draft_input", len(last_tokens)
         made = self._plugins.call(
-            hook, runtime=runtime, batch=batch, last_tokens=last_tokens, future_map=future_map
+            hook,
+            runtime=LentRuntime(runtime),
+            batch=batch,
+            last_tokens=last_tokens,
+            future_map=future_map,
         )
         return check_draft_input(self._plugins, hook, made, size, last_tokens, self._spec)
 
     def export_draft_state(
-        self, runtime: Runtime, batch: Batch, future_map: FutureMap
+        self, runtime: Runtime, batch: Batch, future_map: FutureMap, *, req_indices: Tensor
     ) -> Mapping[str, Tensor | None]:
-        """Return the draft state that travels with prefilled requests."""
+        """Return the draft state that travels with prefilled requests.
+
+        Args:
+            req_indices: [bs] int64, the host's own.
+        """
         hook = "export_draft_state"
-        size, like = batch.size, batch.req_indices
-        found = self._plugins.call(hook, runtime=runtime, batch=batch, future_map=future_map)
-        check_tensors(self._plugins, hook, "a state", found, size, like, may_lack=True)
-        state: Mapping[str, Tensor | None] = found
-        return state
+        found = self._plugins.call(
+            hook, runtime=LentRuntime(runtime), batch=batch, future_map=future_map
+        )
+        size = len(req_indices)
+        return check_tensors(
+            self._plugins, hook, "a state", found, size, req_indices, may_lack=True
+        )
 
     # The future map, which may be of the algorithm's own class
+
+    def resolve_with(
+        self, committed: FutureMap, future_map: FutureMap, req_indices: Tensor
+    ) -> tuple[tuple[Tensor, DraftInput], tuple[Tensor, DraftInput]] | None:
+        """Resolve a batch in the core's own map and in the algorithm's at once, if one kernel can
+        read both; see ``FutureMap.resolve_with``."""
+        what = "FutureMap.resolve"
+        return self._plugins.guard(what, committed.resolve_with, future_map, req_indices)
 
     def resolve(self, future_map: FutureMap, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
         """Return the committed lengths [bs] and the draft input of a batch, for the algorithm."""
         what = f"{type(future_map).__name__}.resolve"
         found = self._plugins.guard(what, future_map.resolve, req_indices)
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], DraftInput)):
+        if not (type(found) is tuple and len(found) == 2 and isinstance(found[1], DraftInput)):
             self._plugins.refuse(
                 what, f"returned {described(found)}", "(seq_lens, a specplug.DraftInput)"
             )
-        return found
+        seq_lens, draft_input = found
+        check_integers(self._plugins, what, "returned seq_lens", seq_lens, req_indices)
+        return seq_lens, draft_input
 
     def publish_and_stash(
         self,
@@ -243,8 +285,8 @@ class HookCalls:
 
     def on_step(self, runtime: Runtime, report: StepReport) -> None:
         """Tell all plugins of a processed step."""
-        self._plugins.call("on_step", runtime=runtime, report=report)
+        self._plugins.call("on_step", runtime=LentRuntime(runtime), report=report)
 
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:
         """Tell all plugins of an ended request."""
-        self._plugins.call("on_request_finished", runtime=runtime, report=report)
+        self._plugins.call("on_request_finished", runtime=LentRuntime(runtime), report=report)

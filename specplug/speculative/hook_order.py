@@ -135,7 +135,7 @@ class HookOrder(Generic[H]):
                 cannot be foreseen, drafts are made as if it were so.
         """
         req_indices = half.lend_req_indices()
-        both = self.committed.resolve_with(self._future_map, half.req_indices)
+        both = self._hooks.resolve_with(self.committed, self._future_map, half.req_indices)
         if both is None:
             own = self.committed.resolve(half.req_indices)
             both = own, self._hooks.resolve(self._future_map, req_indices)
@@ -253,7 +253,9 @@ class HookOrder(Generic[H]):
     def export_draft_state(self, half: H) -> Mapping[str, Tensor | None]:
         """Return the draft state of prefilled requests, after ``finish_prefill``: named tensors of
         leading size bs, for the instance that decodes them."""
-        return self._hooks.export_draft_state(self._runtime, half.batch, self._future_map)
+        return self._hooks.export_draft_state(
+            self._runtime, half.batch, self._future_map, req_indices=half.req_indices
+        )
 
     def receive(self, half: H, roots: Tensor) -> None:
         """Make the draft input of requests that another instance has prefilled, once their KV is
@@ -274,9 +276,8 @@ class HookOrder(Generic[H]):
         made = self._hooks.build_disagg_draft_input(
             self._runtime, half.batch, roots.clone(), self._future_map
         )
-        self._hooks.publish_and_stash(
-            self._future_map, half.req_indices, half.seq_lens, output, made
-        )
+        rows = half.req_indices.clone()  # the host still needs its own
+        self._hooks.publish_and_stash(self._future_map, rows, half.seq_lens, output, made)
 
     def idle(self, logits: Tensor) -> None:
         """Take part in a step without a request: verify gets an empty batch, nothing captured.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specplug.kernels.dispatch import runs_tree_kernels
-from specplug.speculative.draft import Draft, arange, described
+from specplug.speculative.draft import Draft, arange, described, is_dense
 
 
 @attrs.frozen(eq=False)
@@ -31,7 +31,8 @@ class VerifyOutput:
     """What the target made of a draft. C = ``accept_index.shape[1]`` is the one stride.
 
     Attributes:
-        predict: [T] int64, the target's token after each node.
+        predict: [T] int64, the target's token after each node. Of a ``verify`` hook's result the
+            engine does not use it: its own counts.
         accept_index: [bs, C] int64, flat node indices of the accepted path, -1 padded; the root is
             always accepted.
         accept_lens: [bs] int64, accepted tokens **with** the bonus token, 1 to C.
@@ -45,13 +46,13 @@ class VerifyOutput:
     bonus_tokens: Tensor
     accepted_rows: AcceptedRows | None = attrs.field(init=False, default=None)
 
-    def check(self, draft: Draft, most_columns: int, most_token: int, *, values: bool) -> None:
+    def check(self, draft: Draft, predict: Tensor, most_columns: int, *, values: bool) -> None:
         """Refuse what is no result for ``draft``: by type, dtype and shape, and by ``values`` too,
         which are read on the host.
 
         Args:
+            predict: [T] int64, the target's token after each node.
             most_columns: the greatest C.
-            most_token: the greatest token of the vocabulary.
 
         Raises:
             ValueError: what was found, and what was expected.
@@ -68,7 +69,7 @@ class VerifyOutput:
         ):
             found = getattr(self, name)
             if not (
-                isinstance(found, Tensor)
+                is_dense(found)
                 and (found.shape, found.dtype, found.device) == (shape, like.dtype, like.device)
             ):
                 raise ValueError(
@@ -76,31 +77,33 @@ class VerifyOutput:
                     f"{like.device}"
                 )
         if values:
-            kept = self.bounded(draft, most_token)
+            kept = self.bounded(draft, predict)
             for name in ("predict", "accept_index", "accept_lens", "bonus_tokens"):
                 found, sound = getattr(self, name), getattr(kept, name)
                 if not torch.equal(found, sound):
-                    raise ValueError(
-                        f"{name}={found.tolist()}; expected {sound.tolist()}: a path from the "
-                        "root, each of whose tokens predict gives at its parent"
+                    why = (
+                        "a path from the root, each of whose tokens the target gives at its parent"
                     )
+                    if name == "predict":
+                        why = "the target's own tokens, target_output.predict"
+                    raise ValueError(f"{name}={found.tolist()}; expected {sound.tolist()}: {why}")
 
     @property
     def columns(self) -> int:
         """C."""
         index = self.accept_index
-        return index.shape[1] if isinstance(index, Tensor) and index.dim() == 2 else 0
+        return index.shape[1] if is_dense(index) and index.dim() == 2 else 0
 
-    def bounded(self, draft: Draft, most_token: int) -> VerifyOutput:
+    def bounded(self, draft: Draft, predict: Tensor) -> VerifyOutput:
         """Cut this result to the longest valid prefix of each path: from the root on, each node a
         child of the one before it, its token what ``predict`` says at its parent. So what is
-        accepted stands in the request's own slots. Nothing is read on the CPU.
+        accepted stands in the request's own slots, and is what the target generates, whatever
+        ``self.predict`` says. Nothing is read on the CPU.
 
         Args:
-            most_token: the greatest token of the vocabulary.
+            predict: [T] int64, the target's token after each node.
         """
         width = draft.width
-        predict = self.predict.clamp(0, most_token)
         padded = draft.pad(predict, fill=-1)
         local = self.accept_index - draft.offsets.unsqueeze(1)
         inside = (self.accept_index >= 0) & (local >= 0) & (local < width)

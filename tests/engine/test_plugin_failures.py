@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specplug import (
     LLM,
@@ -23,6 +24,7 @@ from specplug import (
     UsageError,
     VerifyOutput,
     hookimpl,
+    verify_tree,
 )
 from specplug.registry import Extension, ExtensionEntry, PluginWarning, Registry
 from specplug.speculative import draft as draft_module
@@ -245,6 +247,31 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ),
     (
         "build_draft_input",
+        of_output(lambda t: DraftInput(bonus_tokens=t.float())),
+        "gave bonus_tokens [1] of torch.float32 on cpu; expected [1] of torch.int64 on cpu",
+    ),
+    (
+        "propose",
+        of_roots(lambda r: Draft(tokens=r, parents=None, widths=3, depth=0)),
+        "drafted widths=3; expected one integer from 1 to 1 for each of the 1 requests",
+    ),
+    (
+        "propose",
+        of_roots(lambda r: Draft(tokens=r, parents=None, widths=None, depth=True)),
+        "drafted depth=True; expected an integer of at least 0",
+    ),
+    (
+        "propose",
+        lambda runtime, *_: setattr(runtime, "config", None),
+        ": runtime.config was set; expected the runtime to be read alone",
+    ),
+    (
+        "build_draft_input",
+        lambda runtime, *_: delattr(runtime, "device"),
+        ": runtime.device was deleted; expected the runtime to be read alone",
+    ),
+    (
+        "build_draft_input",
         of_output(lambda t: DraftInput(bonus_tokens=t, state={"h": torch.zeros(3, 2)})),
         "gave a state 'h' [3, 2] of torch.float32 on cpu; expected a tensor of leading size 1 on",
     ),
@@ -283,6 +310,11 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
         "verify",
         changed(accept_lens=lambda d: d.offsets + 2),
         "returned accept_lens=[2]; expected [1]: a path from the root",
+    ),
+    (
+        "verify",
+        changed(predict=lambda d: d.flat_tokens * 0 + 42),
+        "returned predict=[42, 42]; expected [",
     ),
     (
         "verify",
@@ -344,11 +376,16 @@ def test_what_a_hook_returns_wrongly_bears_its_name(
     assert "; expected " in message
 
 
-def test_values_are_bounded_where_nobody_debugs(
-    engine: tuple[LLM, Plain], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def without_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are bounded, as in a run of a user, and not told."""
     monkeypatch.setattr(hook_results, "DEBUG", False)
     monkeypatch.setattr(draft_module, "DEBUG", False)
+
+
+def test_values_are_bounded_where_nobody_debugs(
+    engine: tuple[LLM, Plain], without_debug: None
+) -> None:
     llm, plugin = engine
     expected = llm.generate([PROMPT], SHORT)[0].token_ids
     for make in (
@@ -359,6 +396,247 @@ def test_values_are_bounded_where_nobody_debugs(
     ):
         plugin.instead["propose"] = of_roots(make)
         assert llm.generate([PROMPT], SHORT)[0].token_ids == expected
+    plugin.instead.clear()
+    llm.check_pool()
+
+
+# What is no tensor of torch's own kind
+
+
+class Loud(torch.Tensor):
+    """Refuses every operation."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise RuntimeError("never to be called")
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same form, after its memory was given back: to read it would end the process."""
+    found = tensor.clone()
+    found.untyped_storage().resize_(0)
+    return found
+
+
+STRANGE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "sparse": lambda t: t.to_sparse(),
+    "a subclass": lambda t: t.clone().as_subclass(Loud),
+    "fake": lambda t: FakeTensorMode().from_tensor(t.clone()),
+    "meta": lambda t: t.to("meta"),
+    "nested": lambda t: torch.nested.nested_tensor([row.float() for row in t]),
+    "quantized": lambda t: torch.quantize_per_tensor(t.float(), 1.0, 0, torch.qint32),
+    "0-dim": lambda t: t.sum(),
+    "freed": freed,
+    "no tensor": lambda t: t.tolist(),
+}
+DOORS: dict[str, tuple[str, Callable[..., Callable[..., Any]]]] = {
+    "tokens": (
+        "propose",
+        lambda make: of_roots(lambda r: Draft(tokens=make(r), parents=None, widths=None, depth=0)),
+    ),
+    "parents": (
+        "propose",
+        lambda make: of_roots(
+            lambda r: Draft(tokens=r.repeat(1, 2), parents=make(TREE), widths=None, depth=1)
+        ),
+    ),
+    "bonus tokens": (
+        "build_draft_input",
+        lambda make: of_output(lambda t: DraftInput(bonus_tokens=make(t))),
+    ),
+    "a state": (
+        "build_draft_input",
+        lambda make: of_output(lambda t: DraftInput(bonus_tokens=t, state={"h": make(t)})),
+    ),
+    "accept_index": (
+        "verify",
+        lambda make: changed(accept_index=lambda d: make(d.offsets.unsqueeze(1))),
+    ),
+    "predict": ("verify", lambda make: changed(predict=lambda d: make(d.flat_tokens))),
+    "per_node": ("verify", lambda make: adding_like(make)),
+}
+
+
+def adding_like(make: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    def verify(runtime: Any, draft: Any, output: Any) -> None:
+        output.per_node["own"] = make(output.predict)
+
+    return verify
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("strange", STRANGE)
+def test_a_strange_tensor_bears_the_hooks_name(
+    strange: str, door: str, told: Callable[..., str]
+) -> None:
+    hook, instead = DOORS[door]
+    message = told(hook, instead(STRANGE[strange]))
+    assert message.startswith(f"{hook}() "), message
+    assert not message.startswith(f"{hook}() raised"), "it is refused, not tried"
+    assert "; expected " in message
+
+
+ORDINARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "non-contiguous": lambda t: t.repeat_interleave(2, dim=0)[::2],
+    "expanded": lambda t: t[:1].expand(t.shape),
+    "a parameter": lambda t: torch.nn.Parameter(t.clone(), requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("kind", ORDINARY)
+def test_an_ordinary_tensor_passes(
+    kind: str, door: str, engine: tuple[LLM, Plain], without_debug: None
+) -> None:
+    llm, plugin = engine
+    expected = llm.generate([PROMPT], SHORT)[0].token_ids
+    hook, instead = DOORS[door]
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        return ORDINARY[kind](tensor) if len(tensor) == 1 else tensor
+
+    plugin.instead[hook] = instead(changed)
+    assert llm.generate([PROMPT], SHORT)[0].token_ids == expected
+    plugin.instead.clear()
+
+
+WIDE = 1 << 55
+
+
+@pytest.mark.parametrize(
+    ("hook", "instead", "found"),
+    [
+        (
+            "build_draft_input",
+            of_output(
+                lambda t: DraftInput(bonus_tokens=t, state={"h": t.unsqueeze(1).expand(-1, WIDE)})
+            ),
+            "FutureMap.publish_and_stash() raised RuntimeError: ",
+        ),
+        (
+            "verify",
+            adding_like(lambda t: t.unsqueeze(1).expand(-1, WIDE)),
+            "verify() raised RuntimeError: ",
+        ),
+        (
+            "propose",
+            of_roots(lambda r: Draft.chain(r.expand(-1, WIDE))),
+            f"propose() drafted {WIDE} nodes, {WIDE - 1} deep, for 1 requests; expected at most",
+        ),
+    ],
+)
+def test_a_tensor_larger_than_memory_bears_a_name(
+    hook: str, instead: Callable[..., Any], found: str, told: Callable[..., str]
+) -> None:
+    assert told(hook, instead).startswith(found)
+
+
+@pytest.mark.parametrize(
+    "answer", [None, (1, 2), [1, 2], "seq_lens", "draft input"], ids=lambda a: str(a)
+)
+def test_what_a_future_map_resolves_wrongly_bears_its_name(answer: Any, tiny_model: Path) -> None:
+    class OwnMap(FutureMap):
+        def resolve(self, rows: Any) -> Any:
+            seq_lens, draft_input = super().resolve(rows)
+            if answer == "seq_lens":
+                return seq_lens.to_sparse(), draft_input
+            if answer == "draft input":
+                return seq_lens, {"bonus_tokens": draft_input.bonus_tokens}
+            return answer
+
+    plugin = Plain()
+    plugin.instead["create_future_map"] = lambda r: OwnMap(r.req_table_size, r.device)
+    with LLM(tiny_model, device="cpu", speculative_algorithm=plugin) as llm:
+        why = r"PLAIN .*: OwnMap.resolve\(\) returned .*; expected "
+        with pytest.raises(PluginError, match=why):
+            llm.generate([PROMPT], SHORT)
+        llm.check_pool()
+
+
+# Objects whose methods are the plugin's own
+
+
+def lie(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the engine calls no method of what a plugin returns")
+
+
+class LyingDraft(Draft):
+    """A draft that a plugin makes as the core does, and that says something else if it is asked."""
+
+    rooted = check = copy = narrow = flatten = spread = pad = select = lie
+    is_chain = columns = width = total = mask = depths = lost = offsets = property(lie)
+    padding = links = flat_tokens = property(lie)
+
+
+class LyingInput(DraftInput):
+    __getitem__ = lie
+
+
+class LyingOutput(VerifyOutput):
+    check = bounded = lie
+    columns = property(lie)
+
+
+class LyingMapping(dict[str, Any]):
+    """What is asked of it is never what it holds."""
+
+    def __getitem__(self, name: str) -> Any:
+        return lie()
+
+    items = values = get = lie
+
+
+def lying_verify(runtime: Any, draft: Any, output: Any) -> Any:
+    verified = verify_tree(draft, output.predict)
+    names = ("predict", "accept_index", "accept_lens", "bonus_tokens")
+    return LyingOutput(**{name: getattr(verified, name) for name in names})
+
+
+def lying_draft(roots: torch.Tensor) -> Draft:
+    return LyingDraft(tokens=roots.repeat(1, 2), parents=None, widths=None, depth=1)
+
+
+def lying_input(bonus_tokens: torch.Tensor) -> DraftInput:
+    state = LyingMapping(hidden=bonus_tokens.clone())
+    return LyingInput(bonus_tokens=bonus_tokens, state=state)
+
+
+@pytest.mark.parametrize(
+    ("hook", "instead"),
+    [
+        ("propose", of_roots(lying_draft)),
+        ("build_draft_input", of_output(lying_input)),
+        ("verify", lying_verify),
+    ],
+)
+def test_methods_of_what_a_hook_returns_are_not_called(
+    hook: str, instead: Callable[..., Any], engine: tuple[LLM, Plain]
+) -> None:
+    llm, plugin = engine
+    expected = llm.generate([PROMPT], SHORT)[0].token_ids
+    plugin.instead[hook] = instead
+    assert llm.generate([PROMPT], SHORT)[0].token_ids == expected
+    plugin.instead.clear()
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_tokens_of_a_verify_hook_do_not_count(
+    tree: bool, engine: tuple[LLM, Plain], without_debug: None
+) -> None:
+    llm, plugin = engine
+    expected = llm.generate([PROMPT], SHORT)[0].token_ids
+
+    def verify(runtime: Any, draft: Any, output: Any) -> VerifyOutput:
+        return verify_tree(draft, torch.full_like(output.predict, 42))
+
+    def propose(roots: torch.Tensor) -> Draft:
+        tokens = torch.cat((roots, roots * 0 + 42), 1)
+        return Draft.tree(tokens, TREE, 1) if tree else Draft.chain(tokens)
+
+    plugin.instead = {"verify": verify, "propose": of_roots(propose)}
+    assert llm.generate([PROMPT], SHORT)[0].token_ids == expected
     plugin.instead.clear()
     llm.check_pool()
 
@@ -556,6 +834,25 @@ class Answers:
 
 def same(value: Any) -> Any:
     return value
+
+
+class Overwrites:
+    """A wrapper that writes to what the core has answered."""
+
+    @hookimpl(wrapper=True)
+    def verify(self) -> Any:
+        verified = yield
+        for name in ("predict", "accept_index", "accept_lens", "bonus_tokens"):
+            getattr(verified, name).fill_(1)
+        return verified
+
+
+def test_a_wrapper_that_writes_to_an_answer_changes_no_token(
+    extended: Callable[..., LLM], engine: tuple[LLM, Plain], without_debug: None
+) -> None:
+    expected = engine[0].generate([PROMPT], SHORT)[0].token_ids
+    with extended(Overwrites()) as llm:
+        assert llm.generate([PROMPT], SHORT)[0].token_ids == expected
 
 
 @pytest.mark.parametrize(

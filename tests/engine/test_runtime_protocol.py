@@ -13,12 +13,11 @@ import attrs
 import pytest
 from torch import Tensor
 
-from specplug import LLM, AttentionPlan, Batch, KVCache, Runtime, SamplingParams
-from specplug.engine.engine_runtime import EngineRuntime
+from specplug import LLM, AttentionPlan, Batch, KVCache, SamplingParams
 from specplug.registry import Registry
+from specplug.speculative.lent_runtime import MEMBERS, LentRuntime
 from specplug.speculative.plugin_guard import PluginGuard
 
-MEMBERS = {*Runtime.__annotations__, *(n for n in vars(Runtime) if not n.startswith("_"))}
 PLAN = {name for name in vars(AttentionPlan) if not name.startswith("_")}
 PROMPTS = ["def f(x):\n    return ", "class Queue:\n    def ", "import os\nimport "]
 
@@ -54,7 +53,7 @@ class BareRuntime:
         used: the members that were asked for.
     """
 
-    def __init__(self, runtime: EngineRuntime, used: set[str]) -> None:
+    def __init__(self, runtime: Any, used: set[str]) -> None:
         self._runtime, self.used = runtime, used
         self._caches: dict[KVCache, KVCache] = {}
 
@@ -99,12 +98,15 @@ def plain() -> list[tuple[int, ...]]:
 def test_algorithm_needs_nothing_but_the_protocol(
     name: str, plain: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call, bare, used = PluginGuard.call, dict[int, BareRuntime](), set[str]()
+    call, used = PluginGuard.call, set[str]()
+    bare: BareRuntime | None = None
 
     def call_with_bare(self: PluginGuard, hook: str, **arguments: Any) -> Any:
+        nonlocal bare
         runtime = arguments.get("runtime")
-        if isinstance(runtime, EngineRuntime):
-            arguments["runtime"] = bare.setdefault(id(runtime), BareRuntime(runtime, used))
+        if isinstance(runtime, LentRuntime):
+            bare = bare or BareRuntime(runtime, used)
+            arguments["runtime"] = bare
         batch = arguments.get("batch")
         if batch is not None and batch.attention is not None:
             caches = arguments["runtime"]._caches

@@ -452,7 +452,8 @@ def calls() -> Mapping[str, list[tuple[Any, ...]]]:
 def test_report_of_a_host_may_have_the_id_alone() -> None:
     host = ToyHost()
     host.hooks.on_request_finished(host.runtime, report := RequestReport(request_id="2"))
-    assert host.plugin.calls["on_request_finished"] == [(host.runtime, report)]
+    ((_, found),) = host.plugin.calls["on_request_finished"]
+    assert found is report
 
 
 def test_every_hook_has_an_implementation_here() -> None:

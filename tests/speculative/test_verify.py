@@ -192,7 +192,7 @@ def test_a_root_alone_accepts_itself_and_its_bonus_token() -> None:
         ({"accept_index": [[0, 2]]}, "accept_index"),
         ({"accept_index": [[-1, -1]]}, "accept_index"),
         ({"bonus_tokens": [5]}, "bonus_tokens"),
-        ({"predict": [2, 9, 9]}, "accept_index"),
+        ({"predict": [2, 9, 9]}, "predict"),
         ({"predict": [-2, 3, 4]}, "predict"),
         ({"predict": [1, 3, 10]}, "predict"),
     ],
@@ -202,19 +202,21 @@ def test_a_result_that_is_no_path_is_told(changes: dict[str, Any], why: str) -> 
     values = {"predict": [1, 3, 4], "accept_index": [[0, 1]], "accept_lens": [2]}
     values["bonus_tokens"] = [3]
     sound = VerifyOutput(**{name: torch.tensor(value) for name, value in values.items()})
-    sound.check(draft, 2, 9, values=True)
+    predict = sound.predict.clone()
+    sound.check(draft, predict, 2, values=True)
     wrong = attrs.evolve(sound, **{name: torch.tensor(v) for name, v in changes.items()})
     with pytest.raises(ValueError, match=f"{why}=.*; expected"):
-        wrong.check(draft, 2, 9, values=True)
+        wrong.check(draft, predict, 2, values=True)
 
 
 @exactly
 @given(case=cases(), data=st.data())
 def test_any_result_is_bounded_to_a_path(case: Case, data: st.DataObject) -> None:
-    """A sound one stays as it is; of any other what is left is a path from each root."""
-    draft, total = case.tree(), sum(case.widths)
-    sound = verify_tree(draft, case.flat())
-    kept = sound.bounded(draft, VOCAB_SIZE - 1)
+    """A sound one stays as it is; of any other what is left is a path from each root, of the
+    target's own tokens."""
+    draft, total, predict = case.tree(), sum(case.widths), case.flat()
+    sound = verify_tree(draft, predict)
+    kept = sound.bounded(draft, predict)
     for name in ("predict", "accept_index", "accept_lens", "bonus_tokens"):
         assert torch.equal(getattr(kept, name), getattr(sound, name)), name
     number = st.integers(-2, 12)
@@ -230,7 +232,8 @@ def test_any_result_is_bounded_to_a_path(case: Case, data: st.DataObject) -> Non
         accept_index=numbers(case.size, columns),
         accept_lens=numbers(case.size),
         bonus_tokens=numbers(case.size),
-    ).bounded(draft, VOCAB_SIZE - 1)
+    ).bounded(draft, predict)
+    assert torch.equal(kept.predict, predict)
     root = 0
     for b, width in enumerate(case.widths):
         length = int(kept.accept_lens[b])
