@@ -110,6 +110,47 @@ AUX = PerTokenOutput(
 )
 
 
+class Unlike(PerTokenOutput):
+    """Its methods are not those of an output."""
+
+    def sample(self, *_: Any) -> Any:
+        raise AssertionError("the engine calls no method of a plugin's object")
+
+    forms = found_in = cut = points = asked = sample  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_mixed_chunk": True}], ids=str)
+def test_compute_that_writes_to_its_logits_changes_nobody(
+    tiny_model: Path, adding: Any, reference: Any, options: dict[str, Any]
+) -> None:
+    def overwrite(logits: Tensor, predict: Tensor) -> Tensor:
+        first = logits[:, 0].float()
+        logits.as_strided((logits.untyped_storage().nbytes() // logits.itemsize,), (1,), 0).zero_()
+        predict.zero_()
+        return first
+
+    # The requests that want it come first, so that it is computed first.
+    params = [SamplingParams(max_tokens=9, token_outputs=("a", "b")) for _ in range(3)]
+    params += [SamplingParams(max_tokens=9, logprobs=3) for _ in range(4)]
+    made = [PerTokenOutput(name="a", compute=overwrite), Unlike(name="b", compute=overwrite)]
+    with LLM(
+        tiny_model, dtype="float64", speculative_algorithm=adding(*made),
+        speculative_num_draft_tokens=8, chunked_prefill_size=16, **options,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(reference.prompts, params)
+        expected = llm.generate(reference.prompts, SamplingParams(max_tokens=9, logprobs=3))
+    for output, known in zip(outputs, expected, strict=True):
+        assert output.token_ids == known.token_ids
+    for output, known in zip(outputs[3:], expected[3:], strict=True):
+        for found, entry in zip(output.logprobs, known.logprobs, strict=True):
+            assert {t: e.logprob for t, e in found.items()} == pytest.approx(
+                {t: e.logprob for t, e in entry.items()}, abs=1e-9
+            )
+    for output in outputs[:3]:
+        assert torch.equal(output.token_outputs["a"], output.token_outputs["b"])
+        assert bool(output.token_outputs["a"].any())
+
+
 @pytest.mark.parametrize("options", [{}, {**PRESSED, "enable_mixed_chunk": True}], ids=str)
 def test_what_verify_leaves_is_handed_out(
     tiny_model: Path, reference: Any, adding: Any, options: dict[str, Any]

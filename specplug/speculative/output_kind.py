@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specplug.errors import PluginError, shown
 from specplug.sampling_params import SamplingParams
-from specplug.speculative.draft import described
+from specplug.speculative.draft import described, is_dense
 
 DTYPES = (
     torch.float64,
@@ -125,7 +125,7 @@ class PerTokenOutput(OutputKind):
             last, which the target never reads; the prefix cache spares no computing then. False:
             there is one for each generated token.
         compute: ``compute(logits [M, V], predict [M] int64) -> [M, *shape]``, from the logits as
-            they leave the target and the token that was chosen from each row; both are lent. For
+            they leave the target and the token that was chosen from each row; both are copies. For
             generated tokens alone. None: the value of a row is that in
             ``TargetOutput.per_node[name]`` [T, *shape], which ``runtime.capture_layer_inputs``,
             ``runtime.capture_lm_head_input`` or a ``verify`` hook has left there. A row's value is
@@ -198,7 +198,7 @@ class PerTokenOutput(OutputKind):
         """
         assert self.compute is not None
         try:
-            found = self.compute(logits, predict.clone())
+            found = self.compute(logits.clone(), predict.clone())  # others read them too
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -227,10 +227,9 @@ class PerTokenOutput(OutputKind):
     def _check(self, found: object, num_rows: int, device: torch.device | None = None) -> None:
         expected = (num_rows, *self.shape)
         if (
-            not isinstance(found, Tensor)
+            not is_dense(found)
             or found.shape != expected
             or found.dtype != self.dtype
-            or found.layout != torch.strided
             or (device is not None and found.device != device)
         ):
             where = "" if device is None else f" on {device}"
