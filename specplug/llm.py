@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ from specplug.engine.statistics import Statistics
 from specplug.engine.stepper import Stepper, take_all
 from specplug.engine.turns import Turns
 from specplug.engine.warm_up import WarmUp
-from specplug.errors import RankError, UsageError, shown, warn_fallback
+from specplug.errors import PluginError, RankError, UsageError, shown, warn_fallback
 from specplug.kernels.compilations import compilations_counted
 from specplug.kernels.cpu_compiler import compiling_declined
 from specplug.kernels.cpu_kernels import cpu_kernels_of_draft
@@ -294,7 +295,7 @@ class LLM:
     def close(self) -> None:
         """End all requests and free the model and its caches. Ranks that have work then cannot go
         on: ``wait_for_ranks`` first, as the end of a ``with`` does."""
-        with self._turns:
+        with self._turn("close"):
             if self._engine is None:
                 return
             try:
@@ -407,7 +408,7 @@ class LLM:
                 "give a prompt to add_request()"
             )
         self._check_takes_requests()
-        with self._turns:
+        with self._turn("submit"):
             self._check_open()
             request.inbox = self._inbox
             self._engine.add(request)
@@ -426,7 +427,7 @@ class LLM:
             PluginError: a hook has failed. All requests have ended then, with that error, and the
                 next call returns their outputs.
         """
-        with self._turns:
+        with self._turn("step"):
             self._check_open()
             if self._prefill is not None:
                 self._prefill.step(wait=True)
@@ -503,7 +504,7 @@ class LLM:
         Raises:
             UsageError: requests are running.
         """
-        with self._turns:
+        with self._turn("flush_cache"):
             self._check_open()
             if self._engine.has_work:
                 raise UsageError("flush_cache: requests are running; wait for them or abort them")
@@ -513,7 +514,7 @@ class LLM:
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        with self._turns:
+        with self._turn("reset_stats"):
             self._check_open()
             self._engine.statistics = Statistics()
             if self._decode_instance is not None:
@@ -541,11 +542,34 @@ class LLM:
 
     def check_pool(self) -> None:
         """Assert that every KV page is free, cached, or owned by one running request."""
-        with self._turns:
+        with self._turn("check_pool"):
             self._check_open()
             self._engine.scheduler.check()
             if self._partner is not None:
                 self._partner.check_pool()
+
+    @property
+    def _is_in_step(self) -> bool:
+        """Whether this thread runs a step of this engine, or of its partner."""
+        instances = [llm for llm in (self, self._partner) if llm is not None]
+        engines = [llm._engine for llm in instances]  # which another thread may close
+        return any(engine is not None and engine.stepped_by == get_ident() for engine in engines)
+
+    def _turn(self, method: str) -> Turns:
+        """Return the turns, for ``method`` to wait for its own.
+
+        Raises:
+            PluginError: it was called in the middle of a step, by a hook of it.
+        """
+        if self._is_in_step:
+            hooks = [self._hooks.running, self._partner and self._partner._hooks.running]
+            who = next(filter(None, hooks), "what a step calls")
+            raise PluginError(
+                f"{who} called {method}() of the engine whose step it is part of; expected hooks "
+                "to leave it alone but for abort(); call it when the step is over, or in another "
+                "thread that the hook does not wait for"
+            )
+        return self._turns
 
     def _check_takes_requests(self) -> None:
         if self._prefill is not None:
@@ -572,7 +596,8 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         live = {request.request_id: request for request in requests}
         inbox: list[Request] = []  # a step of another stream, or thread, may move ours
-        with self._turns:
+        method = "stream" if partial else "generate"
+        with self._turn(method):
             self._check_open()  # it may have been closed since the requests were made
             self._check_takes_requests()
             for request in requests:
@@ -580,7 +605,7 @@ class LLM:
                 self._engine.add(request)
         try:
             while live:
-                with self._turns:
+                with self._turn(method):
                     if not inbox:
                         assert self._engine is None or self._engine.has_work, "requests were lost"
                         self._step()
@@ -598,24 +623,23 @@ class LLM:
 
     def _work(self) -> None:
         """Run a step for nobody in particular."""
-        with self._turns:
+        with self._turn("wait_for_ranks"):
             if self._prefill is None:
                 self._step()
             else:
                 self._prefill.run()
 
     def _step(self) -> None:
-        """Run a step, if the engine is still there."""
-        with self._turns:
-            if self._engine is None:  # closed in the middle of a stream: its requests were aborted
-                return
-            if self._partner is not None and self._partner.prefill_loop is not None:
-                self._partner.prefill_loop.step(wait=False)
-            self._stepper.step()
+        """Run a step, if the engine is still there. The turn is this thread's."""
+        if self._engine is None:  # closed in the middle of a stream: its requests were aborted
+            return
+        if self._partner is not None and self._partner.prefill_loop is not None:
+            self._partner.prefill_loop.step(wait=False)
+        self._stepper.step()
 
     def _drain(self, requests: Sequence[Request]) -> None:
         """Process aborts and what is in flight, so that nothing of these requests is left."""
-        while True:
+        while not self._is_in_step:  # else the next step aborts them: an iterator is closed in one
             with self._turns:
                 done = self._engine is None or not self._engine.has_work
                 if done or all(r.finished and not r.in_flight for r in requests):

@@ -42,6 +42,7 @@ class Engine:
     Attributes:
         scheduler, steps, runtime, hooks: as given.
         outbox: prefilled slices for other instances, until the prefill instance sends them.
+        stepped_by: the thread that runs a step now (stepper).
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.outbox: deque[PrefillSlice] = deque()
+        self.stepped_by: int | None = None
         self._remote = remote
         self.statistics = Statistics()
         self.steps = steps

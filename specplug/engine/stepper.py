@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from threading import get_ident
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine import Engine
@@ -33,6 +34,7 @@ class Stepper:
     def _take(self, move: Callable[[], list[Request]]) -> None:
         """Have requests moved, and put each into its inbox, those that a failure ends too."""
         moved: list[Request] = []
+        self._engine.stepped_by = get_ident()
         try:
             with self._ranks.stepping() if self._ranks is not None else nullcontext():
                 moved = move()
@@ -43,6 +45,7 @@ class Stepper:
                 raise cause from error
             raise
         finally:
+            self._engine.stepped_by = None
             for request in moved:
                 request.inbox.append(request)
 

@@ -49,10 +49,19 @@ class ExtensionGuard:
             setattr(guarded, _OPTIONS, options)
             setattr(self, found.method, guarded)
 
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the extension's code, as its own."""
+        plugins = self._plugins
+        before, plugins.caller = plugins.caller, self.extension.entry.subject
+        try:
+            return function(*arguments)
+        finally:
+            plugins.caller = before
+
     def _answer(self, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def answer(*arguments: Any) -> Any:
             try:
-                result = function(*arguments)
+                result = self._run(function, *arguments)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -67,7 +76,7 @@ class ExtensionGuard:
         def wrap(*arguments: Any) -> Generator[None, Any, Any]:
             try:
                 wrapper = function(*arguments)
-                if next(wrapper, self) is self:
+                if self._run(next, wrapper, self) is self:
                     raise RuntimeError("the wrapper does not yield")
             except KeyboardInterrupt:
                 raise
@@ -81,9 +90,9 @@ class ExtensionGuard:
                 failure = error
             try:
                 if failure is None:
-                    wrapper.send(received)
+                    self._run(wrapper.send, received)
                 else:
-                    wrapper.throw(failure)
+                    self._run(wrapper.throw, failure)
                 wrapper.close()
                 raise RuntimeError("the wrapper yields twice")
             except StopIteration as done:

@@ -33,6 +33,8 @@ class PluginGuard:
 
     Attributes:
         core_alone: hooks that nobody but the core's defaults implements.
+        caller: the plugin whose code runs while a hook is called, as messages name it: the
+            algorithm, unless an extension's own runs.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class PluginGuard:
     ) -> None:
         self._manager = manager
         self._hooks = manager.hook
-        self._subject = algorithm.entry.subject
+        self._subject = self.caller = algorithm.entry.subject
         self._answered: str | None = None
         self._running: str | None = None
         """The hook or method that is called now."""
@@ -77,10 +79,7 @@ class PluginGuard:
         what = self._running
         if what is None or what in self.core_alone:
             return None
-        caller = getattr(self._hooks, what, None)
-        found = [] if caller is None else [each.plugin for each in caller.get_hookimpls()]
-        more = [p.extension.entry.subject for p in found if isinstance(p, ExtensionGuard)]
-        return f"{self._subject}: {what}()" + "".join(f", or that of {name}" for name in more)
+        return f"{self.caller}: {what}()"
 
     def _find_core_alone(self) -> frozenset[str]:
         core = self._manager.get_plugin(hookspecs.PROJECT)
@@ -160,6 +159,8 @@ def _is_told(what: str, error: BaseException) -> bool:
 
 
 def _failure(subject: str, what: str, error: BaseException) -> str:
+    if isinstance(error, PluginError) and str(error).startswith(f"{subject}: "):
+        return str(error)
     if isinstance(error, PluginError):  # of the runtime, which knows no names
         return f"{subject}: {what}(): {error}"
     return f"{subject}: {what}() raised {error_line(error)}; expected it to return; {_FIX}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import attrs
@@ -398,6 +399,111 @@ def test_values_are_bounded_where_nobody_debugs(
         assert llm.generate([PROMPT], SHORT)[0].token_ids == expected
     plugin.instead.clear()
     llm.check_pool()
+
+
+# An engine that is called by a hook of its own step
+
+REENTRANT: dict[str, Callable[[LLM], Any]] = {
+    "generate": lambda llm: llm.generate([PROMPT], SHORT),
+    "stream": lambda llm: next(llm.stream([PROMPT], SHORT)),
+    "step": lambda llm: llm.step(),
+    "submit": lambda llm: llm.add_request(PROMPT, SHORT),
+    "close": lambda llm: llm.close(),
+    "flush_cache": lambda llm: llm.flush_cache(),
+    "reset_stats": lambda llm: llm.reset_stats(),
+    "check_pool": lambda llm: llm.check_pool(),
+}
+
+
+@pytest.mark.parametrize("hook", RUN_TIME)
+@pytest.mark.parametrize("method", REENTRANT)
+def test_a_hook_that_calls_its_engine_is_refused(
+    method: str, hook: str, engine: tuple[LLM, Plain], told: Callable[..., str]
+) -> None:
+    llm, _ = engine
+    message = told(hook, lambda *_: REENTRANT[method](llm))
+    assert message.startswith(f"{hook}() called {method}() of the engine whose step"), message
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("disaggregation", [None, "both"])
+def test_a_refused_call_fails_alone(
+    overlap: bool, disaggregation: str | None, tiny_model: Path, engine: tuple[LLM, Plain]
+) -> None:
+    expected = engine[0].generate([PROMPT, PROMPT[:2]], SHORT)
+    plugin, found = Plain(), []
+    with LLM(
+        tiny_model, speculative_algorithm=plugin, disaggregation=disaggregation,
+        disable_overlap_schedule=not overlap,
+    ) as llm:  # fmt: skip
+
+        def build(runtime: Any, batch: Any, output: Any) -> DraftInput:
+            for call in REENTRANT.values():
+                with pytest.raises(PluginError) as caught:
+                    call(llm)
+                found.append(str(caught.value))
+            assert llm.stats()
+            return DraftInput(bonus_tokens=output.bonus_tokens)
+
+        plugin.instead["build_draft_input"] = build
+        outputs = llm.generate([PROMPT, PROMPT[:2]], SHORT)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+        plugin.instead.clear()
+        llm.check_pool()
+    assert all(
+        m.startswith("algorithm PLAIN (not installed ?, ") and "build_draft_input() called" in m
+        for m in found
+    )
+
+
+def test_an_extension_that_calls_its_engine_is_named(
+    extended: Callable[..., LLM], recwarn: pytest.WarningsRecorder
+) -> None:
+    class Caller:
+        @hookimpl
+        def on_step(self) -> None:
+            llm.generate([PROMPT], SHORT)
+
+    with extended(Caller()) as llm:
+        why = r"switched off: extension e0 \(of-e0 1.2, own:it\): on_step\(\) called generate\(\)"
+        with pytest.warns(PluginWarning, match=why):
+            (output,) = llm.generate([PROMPT], SHORT)
+        assert len(output.token_ids) == 6
+        llm.check_pool()
+
+
+def test_a_stream_that_a_hook_closes_is_aborted(engine: tuple[LLM, Plain]) -> None:
+    llm, plugin = engine
+    expected = llm.generate([PROMPT], SHORT)[0].token_ids
+    stream = llm.stream([PROMPT], SamplingParams(max_tokens=80))
+    next(stream)
+
+    def propose(roots: torch.Tensor) -> Draft:
+        stream.close()  # as the garbage collector does with a forgotten one
+        return Draft.chain(roots)
+
+    plugin.instead["propose"] = of_roots(propose)
+    assert llm.generate([PROMPT], SHORT)[0].token_ids == expected
+    plugin.instead.clear()
+    assert llm.occupancy["running"] == 0
+    llm.check_pool()
+
+
+def test_a_thread_of_a_hook_waits_for_the_step(engine: tuple[LLM, Plain]) -> None:
+    llm, plugin = engine
+    expected = llm.generate([PROMPT], SHORT)[0].token_ids
+    found: list[Any] = []
+    threads = [Thread(target=lambda: found.extend(llm.generate([PROMPT], SHORT)))]
+
+    def on_step(*_: Any) -> None:
+        if not found and not threads[0].ident:
+            threads[0].start()
+
+    plugin.instead["on_step"] = on_step
+    assert llm.generate([PROMPT], SHORT)[0].token_ids == expected
+    threads[0].join()
+    plugin.instead.clear()
+    assert [output.token_ids for output in found] == [expected]
 
 
 # What is no tensor of torch's own kind

@@ -43,20 +43,29 @@ class Asking:
 
 
 class Wrapping:
-    """An extension around one hook."""
+    """An extension around one hook, which asks before it and after it."""
+
+    guard: PluginGuard
+
+    def __init__(self, found: list[str | None]) -> None:
+        self.found = found
 
     @hookimpl(wrapper=True)
     def propose(self) -> Generator[None, Any, Any]:
-        return (yield)
+        self.found.append(self.guard.running)
+        result = yield
+        self.found.append(self.guard.running)
+        return result
 
 
-def test_running_names_the_plugin_the_hook_and_extensions() -> None:
+def test_running_names_the_plugin_and_the_hook() -> None:
     plugin = Asking()
     selected = Registry().select(plugin)
     entry = ExtensionEntry(name="TRACE", value="own:it", distribution="of-trace", version="1.0")
-    extensions = [Extension("TRACE", Wrapping(), entry)]
+    wrapping = Wrapping(plugin.found)
+    extensions = [Extension("TRACE", wrapping, entry)]
     manager = build_plugin_manager(selected, extensions, CoreDefaults())
-    plugin.guard = guard = PluginGuard(manager, selected, extensions)
+    plugin.guard = wrapping.guard = guard = PluginGuard(manager, selected, extensions)
     assert guard.running is None
     unused = dict.fromkeys(("runtime", "batch", "draft_input", "target_output", "future_map"))
     guard.call("build_draft_input", **unused)
@@ -66,5 +75,7 @@ def test_running_names_the_plugin_the_hook_and_extensions() -> None:
     assert plugin.found == [
         f"{subject}: A.inner()",
         f"{subject}: build_draft_input()",
-        f"{subject}: propose(), or that of extension TRACE (of-trace 1.0, own:it)",
+        "extension TRACE (of-trace 1.0, own:it): propose()",
+        f"{subject}: propose()",
+        "extension TRACE (of-trace 1.0, own:it): propose()",
     ]
