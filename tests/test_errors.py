@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -54,7 +55,9 @@ def test_api_error_with_control_characters_is_printable() -> None:
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
-def test_model_folder_with_control_characters_is_told(wrong, tmp_path) -> None:
+def test_model_folder_with_control_characters_is_told(
+    wrong: dict[str, object], tmp_path: Path
+) -> None:
     folder = tmp_path / "model\x1b[31m\u202e"
     folder.mkdir()
     config = {

@@ -1,8 +1,10 @@
-"""HTTP connections with time limits: a client that neither sends nor reads loses its own."""
+"""HTTP connections with limits: a client that neither sends nor reads, or that sends what is no
+HTTP, loses its own."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from http import HTTPStatus
 from typing import Any
 
@@ -10,21 +12,27 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specplug.serve.api_errors import APIError, unavailable
+from specplug.serve.framing import Framing
 from specplug.serve.limits import Limits
+
+_MOST_HEAD = 1 << 14
+_MOST_QUOTED = 200
+"""Characters of what h11 says: it quotes lines whole."""
 
 
 class Connection(H11Protocol):
-    """A connection of uvicorn's with the time limits that uvicorn lacks.
+    """A connection of uvicorn's with the limits that uvicorn lacks.
 
     It is closed when the head of a request has not come within ``head_timeout``, and when the
     client has read nothing for ``read_timeout``. A connection beyond ``max_connections`` is refused
-    at once. h11 bounds the size of a head.
+    at once. h11 bounds the size of a head, and ``Framing`` says what ends a body.
     """
 
     limits: Limits
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = Framing(_MOST_HEAD, self.limits.max_body_bytes)
         self._look_again: asyncio.TimerHandle | None = None
         self._asked_since: float | None = None
         """When the wait for a head began, in the loop's time; None while none is waited for."""
@@ -55,6 +63,19 @@ class Connection(H11Protocol):
         if self._look_again is not None:
             self._look_again.cancel()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what h11 cannot read, which uvicorn is handling, and close the connection."""
+        error = sys.exception()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            status = error.error_status_hint if isinstance(error, h11.ProtocolError) else 400
+            why = str(error or msg)[:_MOST_QUOTED]
+            self._refuse(APIError(status, f"the request cannot be read: {why}", code="bad_http"))
+        else:  # it is answered, all but its body
+            self.transport.close()
+        if self.cycle is not None:  # it waits for the rest of a body, which will not come
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def _look_later(self) -> None:
         seconds = min(self.limits.head_timeout, self.limits.read_timeout) / 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -96,7 +97,7 @@ def test_head_that_is_too_large_is_refused() -> None:
         async with listening(hello) as house:
             reader, _ = await house.connect(b"GET / HTTP/1.1\r\nx: " + b"x" * (1 << 17))
             with contextlib.suppress(ConnectionResetError):  # not all of it was read
-                assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+                assert (await reader.read()).startswith(b"HTTP/1.1 431 ")
             await house.until_open(0)
 
     run(work)
@@ -175,3 +176,106 @@ def test_response_that_nobody_reads_ends(size: int) -> None:
             assert ended == 2
 
     run(work)
+
+
+POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
+LENGTH = b"Content-Length: 5\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+CHUNKS = b"5\r\nhello\r\n0\r\n\r\n"
+FAULTY = {
+    "both": (400, POST + LENGTH + CHUNKED + b"\r\n" + CHUNKS),
+    "both_turned": (400, POST + CHUNKED + LENGTH + b"\r\n" + CHUNKS),
+    "both_by_a_bare_line_end": (400, POST + b"x: y\n" + CHUNKED + LENGTH + b"\r\n" + CHUNKS),
+    "old_and_chunked": (400, POST.replace(b"1.1", b"1.0") + CHUNKED + b"\r\n" + CHUNKS),
+    "chunk_of_18_digits": (400, POST + CHUNKED + b"\r\n" + b"f" * 18 + b"\r\nhello"),
+    "chunk_of_25_digits": (400, POST + CHUNKED + b"\r\n" + b"f" * 25 + b"\r\nhello"),
+    "chunk_beyond_a_body": (413, POST + CHUNKED + b"\r\n7fffffff\r\nhello"),
+    "negative_chunk": (400, POST + CHUNKED + b"\r\n-5\r\nhello\r\n0\r\n\r\n"),
+    "chunk_of_no_number": (400, POST + CHUNKED + b"\r\n0x5\r\nhello\r\n0\r\n\r\n"),
+    "chunk_with_a_bare_line_end": (400, POST + CHUNKED + b"\r\n5\nhello\r\n0\r\n\r\n"),
+    "chunk_too_long": (400, POST + CHUNKED + b"\r\n5\r\nhello!!0\r\n\r\n"),
+    "chunk_extension_into_the_next": (400, POST + CHUNKED + b"\r\n5;" + b"x" * 20_000),
+    "trailer_of_no_form": (400, POST + CHUNKED + b"\r\n" + CHUNKS[:-2] + b"x y\r\n\r\n"),
+    "trailers_into_the_next": (400, POST + CHUNKED + b"\r\n0\r\n" + b"x: y\r\n" * 4000),
+    "lengths_that_differ": (400, POST + LENGTH + b"Content-Length: 4\r\n\r\nhello"),
+    "length_with_a_sign": (400, POST + b"Content-Length: +5\r\n\r\nhello"),
+    "negative_length": (400, POST + b"Content-Length: -5\r\n\r\nhello"),
+    "length_of_5000_digits": (400, POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\nhello"),
+    "unknown_coding": (501, POST + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKS),
+    "chunked_twice": (501, POST + b"Transfer-Encoding: chunked, chunked\r\n\r\n" + CHUNKS),
+    "space_before_the_colon": (400, POST + b"Content-Length : 5\r\n\r\nhello"),
+    "bare_carriage_return": (400, POST + b"x: y\rContent-Length: 5\r\n\r\nhello"),
+    "folded_first_line": (400, b"GET / HTTP/1.1\r\n Host: x\r\n\r\n"),
+    "nul": (400, POST + b"x: \0\r\n" + LENGTH + b"\r\nhello"),
+    "no_http": (400, b"\x16\x03\x01\x02\x00\r\n\r\n"),
+}
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        body, more = body + message["body"], message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.mark.parametrize(("status", "sent"), FAULTY.values(), ids=FAULTY)
+def test_request_of_faulty_framing_ends_its_connection(status: int, sent: bytes) -> None:
+    """It is answered at once, and nothing after it is taken for a request."""
+
+    async def work() -> None:
+        async with listening(echo, max_body_bytes=1 << 14) as house:
+            reader, _ = await house.connect(sent + GET)
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):  # not all of it was read
+                while part := await reader.read(1 << 16):
+                    answer += part
+            assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+            assert answer.count(b"HTTP/1.1 ") == 1
+            assert b"\r\nConnection: close\r\n" in answer
+            message = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+            assert message.startswith("the request cannot be read: ")
+            await house.until_open(0)
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("sent", "body"),
+    [
+        (POST + LENGTH + b"\r\nhello", b"hello"),
+        (POST + LENGTH + LENGTH + b"\r\nhello", b"hello"),
+        (POST + CHUNKED + b"\r\n" + CHUNKS, b"hello"),
+        (POST + CHUNKED + b"\r\n5;a=b\r\nhello\r\n0\r\nx: y\r\n\r\n", b"hello"),
+        (POST + b"x: y\r\n z\r\n" + CHUNKED + b"\r\n" + CHUNKS, b"hello"),
+        (POST + CHUNKED + b"\r\n4000\r\n" + b"x" * 16384 + b"\r\n0\r\n\r\n", b"x" * 16384),
+    ],
+    ids=["length", "length_twice", "chunks", "trailer", "folded", "as_large_as_can_be"],
+)
+def test_request_of_sound_framing_is_answered(sent: bytes, body: bytes) -> None:
+    async def work() -> None:
+        async with listening(echo, max_body_bytes=1 << 14) as house:
+            reader, writer = await house.connect(sent + GET)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            answer = await reader.readuntil(b"\r\n0\r\n\r\n")
+            assert answer.partition(b"\r\n")[2].startswith(body)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+
+    run(work)
+
+
+def test_faulty_body_of_an_answered_request_ends_quietly(caplog: Any) -> None:
+    async def work() -> None:
+        async with listening(hello) as house:
+            reader, writer = await house.connect(POST + CHUNKED + b"\r\n")
+            await reader.readuntil(b"hello")
+            writer.write(b"-1\r\n" + GET)
+            assert b"HTTP/1.1" not in await reader.read()
+            await house.until_open(0)
+
+    run(work)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
