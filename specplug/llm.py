@@ -10,6 +10,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
@@ -136,6 +137,7 @@ class LLM:
         """Make the run. If that fails, free what is made, and tell the other ranks."""
         self.config = config
         self._inbox: list[Request] = []
+        self._prepared: WeakSet[Request] = WeakSet()  # and not submitted yet
         self._turns = Turns()
         self._startup = Startup()
         began = time.perf_counter()
@@ -399,8 +401,8 @@ class LLM:
         """Queue a prepared request for ``step``.
 
         Raises:
-            UsageError: it is no request; or this is a prefill instance, which takes requests from
-                decode instances.
+            UsageError: it is no request that ``prepare`` of this LLM has made, or it was submitted
+                before; or this is a prefill instance, which takes requests from decode instances.
         """
         if not isinstance(request, Request):
             raise UsageError(
@@ -410,6 +412,14 @@ class LLM:
         self._check_takes_requests()
         with self._turn("submit"):
             self._check_open()
+            try:
+                self._prepared.remove(request)
+            except KeyError:
+                raise UsageError(
+                    f"submit: request {shown(request.request_id)} was submitted before, or another "
+                    "LLM has prepared it; expected one that prepare() of this LLM has made, once; "
+                    "prepare another one"
+                ) from None
             request.inbox = self._inbox
             self._engine.add(request)
 
@@ -589,7 +599,9 @@ class LLM:
         priority: int | Sequence[int],
     ) -> list[Request]:
         self._check_open()
-        return self._input_processor.requests(prompts, sampling_params, priority)
+        requests = self._input_processor.requests(prompts, sampling_params, priority)
+        self._prepared.update(requests)
+        return requests
 
     def _run(
         self, requests: Sequence[Request], *, partial: bool

@@ -317,3 +317,33 @@ def test_add_request_refuses_several_outputs(plain_llm: LLM, reference: Any) -> 
     with pytest.raises(UsageError, match=r"^n=2: add_request queues one output; expected 1"):
         llm.add_request(reference.prompts[0], SamplingParams(n=2))
     assert not llm.has_unfinished_requests
+
+
+def test_submit_of_a_running_or_ended_request_is_refused(open_llm: OpenLLM, reference: Any) -> None:
+    llm = open_llm()
+    (request,) = llm.prepare(reference.prompts[0], reference.params["greedy"][0])
+    llm.submit(request)
+    outputs = []
+    for _ in range(3):
+        with pytest.raises(UsageError, match=r"submit: request .* was submitted before"):
+            llm.submit(request)
+        outputs += llm.step()
+    while llm.has_unfinished_requests:
+        outputs += llm.step()
+    assert outputs[-1].token_ids == reference.outputs["greedy"][0].token_ids
+    with pytest.raises(UsageError, match="prepare another one"):
+        llm.submit(request)
+    assert not llm.has_unfinished_requests
+
+
+def test_submit_of_another_llms_request_is_refused(open_llm: OpenLLM, reference: Any) -> None:
+    ours, theirs = open_llm(), open_llm()
+    (request,) = theirs.prepare(reference.prompts[0], reference.params["greedy"][0])
+    with pytest.raises(UsageError, match="another LLM has prepared it"):
+        ours.submit(request)
+    assert not ours.has_unfinished_requests
+    theirs.submit(request)
+    outputs = []
+    while theirs.has_unfinished_requests:
+        outputs += theirs.step()
+    assert outputs[-1].token_ids == reference.outputs["greedy"][0].token_ids
