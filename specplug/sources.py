@@ -61,11 +61,11 @@ def look(entry: PluginEntry) -> Source:
         text = file.read_bytes()
     except OSError:
         return Source()
-    if b"AlgorithmInfo" not in text:  # an extension, or ``describe()`` is in another module
-        return Source(file)
     problem = None
-    if not Path(cache_from_source(str(file))).exists():  # otherwise it has been compiled before
+    if not _is_compiled(file):
         problem = _syntax_problem(entry, module, file, text)
+    if b"AlgorithmInfo" not in text:  # an extension, or ``describe()`` is in another module
+        return Source(file, problem=problem)
     return Source(file, _summary(text.decode("utf-8", "replace"), entry.name), problem)
 
 
@@ -96,13 +96,21 @@ def _file_of(module: str, origin: str | None, folders: list[Path]) -> Path | Non
     return None
 
 
+def _is_compiled(file: Path) -> bool:
+    """Whether Python has compiled a source since it was last written."""
+    try:
+        return Path(cache_from_source(str(file))).stat().st_mtime >= file.stat().st_mtime
+    except OSError:
+        return False
+
+
 def _syntax_problem(entry: PluginEntry, module: str, file: Path, text: bytes) -> Problem | None:
     try:
-        _parsed(text, str(file))
-    except SyntaxError as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # a warning for its author, at import
+            compile(text, str(file), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # as importing would
         return import_failure(entry, module, error)
-    except (ValueError, RecursionError, MemoryError):
-        pass
     return None
 
 

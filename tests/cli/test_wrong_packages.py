@@ -313,3 +313,28 @@ def test_plugin_that_exits_within_a_command_is_a_failure(change, plugin_folder, 
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("error: ")
     assert "SystemExit: 0" in done.stderr
+
+
+def test_list_of_sources_that_cannot_be_compiled_says_why(plugin_folder):
+    sound = plugin_folder.write("SOUND").read_text()
+    deep = f"{sound}x = {'(' * 5000}1{')' * 5000}\n"
+    wrong = {
+        "NUL": (sound + "x = '\0'\n").encode(),
+        "UTF16": sound.encode("utf-16"),
+        "UTF16LE": sound.encode("utf-16-le"),
+        "LATIN": sound.encode() + b"x = '\xff'\n",
+        "CODING": b"# coding: nonsense\n" + sound.encode(),
+        "PARENTHESES": deep.encode(),
+        "SIGNS": f"{sound}x = {'-' * 50_000}1\n".encode(),
+        "ELSEWHERE": b"from .elsewhere import algorithm\nx = (\n",
+    }
+    for name, source in wrong.items():
+        plugin_folder.write(name).write_bytes(source)
+    done = plugin_folder.specplug("list", "--json")
+    listed = {entry["name"]: entry for entry in json.loads(done.stdout)["algorithms"]}
+    assert listed["SOUND"]["status"] == "installed"
+    for name in wrong:
+        assert listed[name]["status"].startswith("broken: import failed: "), listed[name]
+    done = plugin_folder.specplug("list", "--check", "--json")
+    checked = {entry["name"]: entry["status"] for entry in json.loads(done.stdout)["algorithms"]}
+    assert {name: listed[name]["status"] for name in wrong} == {n: checked[n] for n in wrong}
