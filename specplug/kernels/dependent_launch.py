@@ -12,12 +12,11 @@ has written says so, and the one between them lets it start only after its own w
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from specplug.kernels.card import card_of
 
 enabled = True
 """Whether kernels are launched so, on devices that can. Recorded graphs stay as they are."""
@@ -29,17 +28,13 @@ def launch_options(tensor: Tensor) -> dict[str, bool]:
     A product and a sum after it are never fused into one operation, which would round once where
     the modules round twice.
     """
-    on = enabled and tensor.is_cuda and _is_able(tensor.device)
+    on = (
+        enabled
+        and card_of(tensor.device).launches_dependently
+        and not triton.knobs.runtime.interpret
+    )
     launch = {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
     return {**launch, "enable_fp_fusion": False}
-
-
-@cache
-def _is_able(device: torch.device) -> bool:
-    """Return whether a CUDA device has it: from Hopper on."""
-    if torch.version.hip is not None or triton.knobs.runtime.interpret:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specplug.kernels.card import card_of
+
 if TYPE_CHECKING:
     from specplug.kernels.paged_attention_kernels import PagedAttention
 
 HALF = torch.bfloat16, torch.float16
 """The dtypes of the kernels of passes."""
+
+_LEAST_CAPABILITY = 8, 0
 
 forced: bool | None = None
 """True: on the CPU too, through Triton's interpreter. False: on a GPU neither, to compare. Set by
@@ -34,7 +38,18 @@ def runs_kernels(device: torch.device) -> bool:
 def runs_pass_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernels of passes run on a device in a dtype: in half precision, on GPUs
     from compute capability 8.0 on, whose tensor cores know bfloat16."""
-    return dtype in HALF and runs_kernels(device) and _capability(device) >= (8, 0)
+    return dtype in HALF and device.type == "cuda" and why_without_kernels(device) is None
+
+
+def why_without_kernels(device: torch.device) -> str | None:
+    """Return why a GPU does not run the kernels of passes; None: it does."""
+    if not _has_triton():
+        return "Triton is not installed"
+    card = card_of(device)
+    if card.is_nvidia and card.capability < _LEAST_CAPABILITY:
+        found, least = (".".join(map(str, each)) for each in (card.capability, _LEAST_CAPABILITY))
+        return f"this card has compute capability {found}, the kernels need {least}"
+    return None
 
 
 def attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
@@ -55,11 +70,6 @@ def runs_tree_kernels(nodes: Tensor) -> bool:
     """Return whether ``kernels.tree`` serves drafts [bs, N] on this device."""
     bs, width = nodes.shape
     return runs_step_kernels(nodes.device) and bs > 0 and width <= MOST_NODES
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 @cache

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specplug.kernels.card import card_of
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 from specplug.kernels.linear import Tile, compile_options
 from specplug.kernels.silu_mul import gated, silu_mul_reference
@@ -309,7 +310,7 @@ def _product(
         SHARED=num_pairs // len(x),
         IS_GATED=is_gated,
         HAS_BIAS=bias is not None,
-        **compile_options(tile, outputs, inputs, 1 + is_gated, x.device),
+        **compile_options(tile, outputs, inputs, 1 + is_gated, card_of(x.device)),
         **launch_options(x),
     )
     return out

@@ -7,14 +7,14 @@ tiles serve the few rows of a decode step, large ones a prompt.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import attrs
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specplug.kernels.card import Card, card_of
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 from specplug.kernels.silu_mul import gated, silu_mul_reference
 
@@ -269,7 +269,7 @@ def linear(
         0 if residual is None else row_stride(residual),
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
-        **compile_options(tile, outputs, inputs, 1, x.device),
+        **compile_options(tile, outputs, inputs, 1, card_of(x.device)),
         **launch_options(x),
     )
     return out
@@ -305,7 +305,7 @@ def gated_linear(
         row_stride(x),
         gate_weight.stride(0),
         up_weight.stride(0),
-        **compile_options(tile, outputs, inputs, 2, x.device),
+        **compile_options(tile, outputs, inputs, 2, card_of(x.device)),
         **launch_options(x),
     )
     return out
@@ -322,15 +322,20 @@ def row_stride(x: Tensor) -> int:
 
 @lru_cache(4096)
 def compile_options(
-    tile: Tile, outputs: int, inputs: int, num_weights: int, device: torch.device
+    tile: Tile, outputs: int, inputs: int, num_weights: int, card: Card
 ) -> dict[str, int | bool]:
-    """Return what a product is compiled for. A tile that is too large gets fewer stages.
+    """Return what a product is compiled for. Where its stages do not fit the card it gets fewer.
 
     Args:
         outputs: that tiles are cut from.
         num_weights: how many weights have a tile in each stage.
     """
-    most_stages = _shared_bytes(device) // tile.stage_bytes(num_weights)
+    size = tile.stage_bytes(num_weights)
+    fits = (
+        stages
+        for stages in range(tile.stages, 2, -1)
+        if card.buffers_of(stages, tile.rows) * size <= card.shared_bytes
+    )
     return {
         "BM": tile.rows,
         "BN": tile.columns,
@@ -339,17 +344,8 @@ def compile_options(
         "EVEN_N": outputs % tile.columns == 0,
         "EVEN_K": inputs % tile.depth == 0,
         "num_warps": tile.warps,
-        "num_stages": max(2, min(tile.stages, most_stages)),
+        "num_stages": next(fits, 2),
     }
-
-
-@cache
-def _shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that a program may have."""
-    if device.type != "cuda":
-        return 1 << 30
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    return int(properties["max_shared_mem"])
 
 
 def linear_reference(

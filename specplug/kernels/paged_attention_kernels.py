@@ -17,6 +17,7 @@ The torch reference is ``paged_attention_reference``.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -25,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specplug.kernels.card import Card, card_of
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 
 BLOCK = 32
@@ -536,7 +538,7 @@ class PagedAttention:
 
         Passes that are wider, or whose requests share slots, may lack room.
         """
-        tile, num_tiles = _tiles_of(num_rows)
+        tile, num_tiles = _tiles_of(num_rows, _most_rows(card_of(self._workspace.device), dim))
         parts = num_slots // PART + num_requests
         size = parts * kv_heads * num_tiles * tile * (_padded_dim(dim) + 2)
         if size > len(self._workspace):
@@ -600,21 +602,22 @@ class _Call:
     def tiles(self) -> None:
         """Launch ``_causal_tiles``."""
         rows, out = self.rows, self.out
-        num_tiles = triton.cdiv(rows.width * self.group, _TILE_ROWS)
+        tile = _most_rows(self.card, self.dim)
+        num_tiles = triton.cdiv(rows.width * self.group, tile)
         _causal_tiles[num_tiles, self.keys.shape[1], len(rows.req_indices)](
             self.q, self.keys, self.values, out, rows.table, rows.req_indices, rows.starts,
             rows.positions, _given(rows.flat_index, out), _given(rows.padded_rows, out),
             _given(self.sinks, out), *self.strides, *self.numbers, rows.width, num_tiles,
-            HEADS=self.q.shape[1], ROWS=_TILE_ROWS, HAS_SINKS=self.sinks is not None,
-            **_TILES, **self.common,
+            HEADS=self.q.shape[1], ROWS=tile, HAS_SINKS=self.sinks is not None,
+            **_fitted(_TILES, self.card, tile, self.dim), **self.common,
         )  # fmt: skip
 
     def parts_and_tails(self, workspace: Tensor, programs: int) -> None:
         """Launch ``_committed_parts``, then ``_row_tails``."""
         rows, out, bs = self.rows, self.out, len(self.rows.req_indices)
         kv_heads = self.keys.shape[1]
-        tile, num_tiles = _tiles_of(rows.width * self.group)
-        dim = self.common["DIM"]
+        dim = _padded_dim(self.dim)
+        tile, num_tiles = _tiles_of(rows.width * self.group, _most_rows(self.card, dim))
         capacity = len(workspace) // (tile * (dim + 2))
         tops, totals, mixed = workspace.split_with_sizes(
             [capacity * tile, capacity * tile, len(workspace) - 2 * capacity * tile]
@@ -624,7 +627,8 @@ class _Call:
             self.q, self.keys, self.values, rows.table, rows.req_indices, rows.starts,
             rows.positions, _given(rows.padded_rows, out), tops, totals, mixed,
             *self.strides, *self.numbers, bs, rows.width, kv_heads, num_tiles, capacity,
-            ROWS=tile, BATCH=batch, **_PARTS[tile], **self.common,
+            ROWS=tile, BATCH=batch, **_fitted(_PARTS[tile], self.card, tile, dim),
+            **self.common,
         )  # fmt: skip
         order = rows.order
         span = 1 if order is None else order.shape[2]
@@ -632,21 +636,31 @@ class _Call:
         num_tails = len(self.q) * kv_heads
         splits, tails = next((s, tails) for least, s, tails in _TAILS if num_tails >= least)
         columns = max(_LEAST_COLUMNS, dim // splits)
+        members = max(_DOT_ROWS, triton.next_power_of_2(self.group))
         _row_tails[len(self.q), kv_heads, dim // columns](
             self.q, self.keys, self.values, out, rows.table, rows.req_indices, rows.starts,
             rows.positions, _given(rows.flat_index, out), _given(order, out),
             _given(rows.counts, out), _given(self.sinks, out), tops, totals, mixed,
             *self.strides, order_stride, *self.numbers, bs, rows.width, span, kv_heads, num_tiles,
-            capacity, HEADS=self.q.shape[1],
-            ROWS=max(_DOT_ROWS, triton.next_power_of_2(self.group)), TILE=tile, BATCH=batch,
-            HAS_ORDER=order is not None, HAS_SINKS=self.sinks is not None, COLUMNS=columns, **tails,
-            **self.common,
+            capacity, HEADS=self.q.shape[1], ROWS=members, TILE=tile, BATCH=batch,
+            HAS_ORDER=order is not None, HAS_SINKS=self.sinks is not None, COLUMNS=columns,
+            **_fitted(tails, self.card, members, dim, columns), **self.common,
         )  # fmt: skip
 
     @property
     def group(self) -> int:
         """Query heads that share a key head."""
         return self.q.shape[1] // self.keys.shape[1]
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        return self.q.shape[2]
+
+    @property
+    def card(self) -> Card:
+        """What the launches are fitted to."""
+        return card_of(self.q.device)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -662,20 +676,57 @@ class _Call:
     @property
     def common(self) -> dict[str, Any]:
         """What all kernels are compiled for."""
-        dim = self.q.shape[2]
         return {
-            "GROUP": self.group, "D": dim, "DIM": _padded_dim(dim),
+            "GROUP": self.group, "D": self.dim, "DIM": _padded_dim(self.dim),
             "RAGGED": self.rows.flat_index is not None, "HAS_WINDOW": self.window is not None,
             "HAS_SOFTCAP": self.softcap is not None, "PRECISION": "ieee", "BLOCK": BLOCK,
             "PART": PART, **launch_options(self.q),
         }  # fmt: skip
 
 
-def _tiles_of(num_rows: int) -> tuple[int, int]:
+def _tiles_of(num_rows: int, most_rows: int) -> tuple[int, int]:
     """Return the rows of a tile of ``_committed_parts`` and the number of tiles, for so many rows
     of a request and key head."""
-    tile = min(max(_DOT_ROWS, triton.next_power_of_2(num_rows)), _TILE_ROWS)
+    tile = min(max(_DOT_ROWS, triton.next_power_of_2(num_rows)), most_rows)
     return tile, triton.cdiv(num_rows, tile)
+
+
+@lru_cache(4096)
+def _most_rows(card: Card, dim: int) -> int:
+    """Return the rows of the largest tile that the card has room for. They change no bit."""
+    fits = (
+        rows
+        for rows in (_TILE_ROWS, _TILE_ROWS // 2)
+        if _shared_bytes(card, 2, rows, dim, dim) <= card.shared_bytes
+    )
+    return next(fits, _DOT_ROWS)
+
+
+def _fitted(
+    options: dict[str, int], card: Card, rows: int, dim: int, columns: int | None = None
+) -> dict[str, int]:
+    """Return the options of a kernel, with as many of their stages as the card has room for."""
+    return {**options, "STAGES": _stages(options["STAGES"], card, rows, dim, columns or dim)}
+
+
+@lru_cache(4096)
+def _stages(most: int, card: Card, rows: int, dim: int, columns: int) -> int:
+    """Return how far ahead a kernel reads. It changes no bit."""
+    fits = (
+        stages
+        for stages in range(most, 2, -1)
+        if _shared_bytes(card, stages, rows, dim, columns) <= card.shared_bytes
+    )
+    return next(fits, min(most, 2))
+
+
+def _shared_bytes(card: Card, stages: int, rows: int, dim: int, columns: int) -> int:
+    """Return the shared memory of a program, or a bit more: of a tile's queries and chances, and
+    of the blocks of slots, keys and ``columns`` of values that are there at once."""
+    dim, columns = _padded_dim(dim), _padded_dim(columns)
+    kept = dim + BLOCK if card.is_nvidia else 2 * BLOCK  # AMD's keep queries in registers
+    blocks = card.buffers_of(stages, rows, placed=True)
+    return 2 * rows * kept + blocks * BLOCK * (2 * dim + 2 * columns + 8)
 
 
 def _padded_dim(dim: int) -> int:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specplug.kernels.card import card_of
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 from specplug.kernels.linear import (
     Tile,
@@ -160,7 +161,7 @@ def rotated_linear(
         KV_HEADS=kv_heads,
         HALF=half,
         HAS_BIAS=bias is not None,
-        **compile_options(tile, half, inputs, 2, x.device),
+        **compile_options(tile, half, inputs, 2, card_of(x.device)),
         **launch_options(x),
     )
     return out

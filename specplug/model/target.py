@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specplug.distributed.rank_group import RankGroup
 from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
-from specplug.kernels.dispatch import HALF, attention_kernels
+from specplug.kernels.dispatch import HALF, attention_kernels, why_without_kernels
 from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import running
 from specplug.model.checkpoint import (
@@ -118,7 +118,8 @@ class Target:
         self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
         self.num_layers = len(self.capture.layers)
         self._fused_layers: Sequence[FusedLayer] = []
-        self.row_invariance = _without_kernels(self.dtype, device)
+        if self.kernels is None:
+            self.row_invariance = row_invariance_without_kernels(self.dtype, device)
         self._fuse(row_invariant)
         if check is not None:
             self._end_check(check)
@@ -303,11 +304,19 @@ def _kv_shape_of(config: Any) -> KVShape:
     )
 
 
-def _without_kernels(dtype: torch.dtype, device: torch.device) -> str:
-    """Return what ``row_invariance`` says where torch computes all."""
+def row_invariance_without_kernels(dtype: torch.dtype, device: torch.device) -> str:
+    """Return what ``Target.row_invariance`` says where torch computes all. Warn of it on a GPU,
+    where one expects the kernels."""
     if dtype not in HALF:
         return f"not needed in {str(dtype).removeprefix('torch.')}"
-    return f"off: there are no kernels for this {device.type}"
+    if device.type != "cuda":
+        return f"off: there are no kernels for this {device.type}"
+    why = why_without_kernels(device)
+    if why is not None:
+        warn_fallback(
+            f"{why}: torch attends and multiplies, so tokens may depend on what else is in a batch"
+        )
+    return f"off: {why}"
 
 
 def _has_experts(config: Any) -> bool:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from specplug.kernels import card
 from specplug.kernels import paged_attention_kernels as kernels
+from specplug.kernels.card import Card
 from specplug.kernels.paged_attention_kernels import PagedAttention, PagedRows, path_orders
 from specplug.speculative.draft import ancestor_mask
 from specplug.speculative.padding import Padding
@@ -186,6 +188,15 @@ def test_attention_of_other_kinds_is_that_of_loops(how: str, tree: bool) -> None
     assert torch.equal(one.attend(parts=0, **chosen), found)
     if not tree:
         assert torch.equal(one.attend(tiled_width=1, **chosen), found)
+
+
+def test_tiles_fitted_to_a_small_card_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = make_pass((45, 20), (18, 18), (4, 1, 16))
+    tiles, parts = one.attend(tiled_width=1), one.attend()
+    assert torch.equal(tiles, parts)
+    monkeypatch.setattr(card, "assumed", Card(1, (8, 9)))  # room for no tile but the least
+    assert torch.equal(one.attend(tiled_width=1), tiles)
+    assert torch.equal(one.attend(), parts)
 
 
 def test_row_has_the_bits_of_a_step_of_its_own() -> None:

@@ -1,0 +1,68 @@
+"""What a card has that kernels are fitted to: the one place that asks. Imports no Triton."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import attrs
+import torch
+
+
+@attrs.frozen
+class Card:
+    """What a launcher must know of a device.
+
+    Attributes:
+        shared_bytes: the shared memory that a program may have.
+        capability: NVIDIA's compute capability; (0, 0): another maker's card, or a CPU.
+    """
+
+    shared_bytes: int
+    capability: tuple[int, int] = (0, 0)
+
+    @property
+    def launches_dependently(self) -> bool:
+        """Whether a kernel can start while the one before it still runs."""
+        return self.capability >= (9, 0)
+
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether it is a card of NVIDIA's."""
+        return self.capability > (0, 0)
+
+    def buffers_of(self, stages: int, rows: int, *, placed: bool = False) -> int:
+        """Return how many buffers Triton gives what it loads for a product in so many stages.
+
+        One stage computes, so its buffer is free for what is loaded ahead. Not so where the tensor
+        cores read shared memory on their own: from 64 rows on, from Hopper on but for the small
+        Blackwells, whose capability is 12.
+
+        Args:
+            rows: of the product.
+            placed: whether what says where to load is itself loaded in the loop, and ahead of it.
+        """
+        ahead = stages - 1
+        if placed:
+            ahead = ahead // 2 if self.is_nvidia else ahead - 1
+        reads_shared = self.capability[0] in (9, 10, 11) and rows >= 64
+        return max(1, ahead) + reads_shared
+
+
+assumed: Card | None = None
+"""In place of every device's. Set by what compiles for cards that are not there, alone."""
+
+
+def card_of(device: torch.device) -> Card:
+    """Return what a device has. A CPU, on which Triton's interpreter runs, has room for all."""
+    return assumed or _card_of(device)
+
+
+@cache
+def _card_of(device: torch.device) -> Card:
+    if device.type != "cuda":
+        return Card(1 << 30)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return Card(properties.shared_memory_per_block)
+    capability = properties.major, properties.minor
+    return Card(properties.shared_memory_per_block_optin, capability)
