@@ -39,8 +39,9 @@ class RequestOutput:
         logprobs: for each token of ``token_ids``, token id -> ``Logprob``; None if not asked for.
         finish_reason: "stop", "length", "abort", or "error"; None while it runs.
         stop_reason: the stop string or stop token that ended it, if one did.
-        accept_lens: tokens kept at each decode step; all ones without speculation. A prefill gives
-            one more token, the first and the one after each retraction.
+        accept_lens: tokens of each pass after the one that gave the first token: those kept at a
+            decode step, or one where the request was prefilled again, as after a retraction. So
+            their sum is the number of tokens less one. All ones without speculation.
         routed_experts: [tokens - 1, layers, experts per token] int64, the experts of every prompt
             and output token but the last, which the target never read; fewer if the request was
             aborted in its prefill. None before it has ended, and if not asked for.

@@ -184,6 +184,7 @@ def _stop_token(arrival: Arrival) -> int:
 
 def _check(arrival: Arrival, output: Any) -> None:
     tokens = expected(arrival.prompt, arrival.kind)[: arrival.max_tokens]
+    assert sum(output.accept_lens) == max(0, len(output.token_ids) - 1), arrival
     if arrival.stops_at is not None and _stop_token(arrival) in tokens:
         tokens = tokens[: tokens.index(_stop_token(arrival)) + 1]
     if output.finish_reason == "abort":

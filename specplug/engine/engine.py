@@ -255,6 +255,8 @@ class Engine:
             if prefill.outputs is not None and not ended:
                 prefill.outputs.give(request, chunk.start, rows, sampled=i)
             taken = self._append(request, tokens[i : i + 1]) if chunk.is_last else 0
+            if taken and len(request.output_token_ids) > 1:  # it was prefilled before
+                request.accept_lens.append(taken)
             given.append(taken == 1)
             if chunk.is_last and request.finished and not ended:
                 self._report_finished(request)

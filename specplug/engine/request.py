@@ -73,7 +73,7 @@ class Request:
         rotary_set: the set of ``rule`` that its first rows have (``choose_rotary``).
         outgrows: the position from which on it must be prefilled anew, with another set
             (``choose_rotary``).
-        accept_lens: tokens it took at each decode step (engine).
+        accept_lens: tokens that it took of each pass after its first token (engine).
         finish_reason, stop_reason: why it ended (``append``, ``finish``).
         error: what went wrong (``append``; the engine; the decode instance).
         sent: characters of its text that have been handed out (``output``).

@@ -76,7 +76,8 @@ class RequestReport:
         num_cached_tokens: how many of these were in the prefix cache when it was first admitted.
         num_output_tokens: tokens generated.
         times_retracted: how often it lost its pages.
-        accept_lens: tokens kept at each of its decode steps.
+        accept_lens: tokens of each pass after its first token: those kept at a decode step, or one
+            where it was prefilled again.
     """
 
     request_id: str

@@ -273,6 +273,7 @@ def test_reports_are_what_the_requests_got(run: Run) -> None:
             told[name]["computed"] += step.prefill_tokens[i]
             told[name]["again"] += step.recomputed_tokens[i]
             told[name]["cached"] += step.cached_tokens[i]
+            accept_lens[name] += [1] if step.sampled[i] and told[name]["tokens"] else []
             told[name]["tokens"] += step.sampled[i]
         for i, name in enumerate(step.decode_ids):
             told[name]["tokens"] += step.kept[i]
