@@ -5,6 +5,7 @@ Errors become one line on standard error in one place, ``CommandLine.main``.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -15,7 +16,13 @@ from typing import Any, NoReturn
 import click
 
 from specplug import __version__
-from specplug.cli.standard_output import end_standard_output, reserve_standard_output
+from specplug.cli.standard_output import (
+    check_standard_output,
+    drop_standard_output,
+    end_standard_output,
+    open_closed_streams,
+    reserve_standard_output,
+)
 from specplug.contract import PluginWarning, error_line, let_ctrl_c_pass
 from specplug.debug import DEBUG
 from specplug.errors import FallbackWarning, SpecplugError, UsageError
@@ -124,7 +131,10 @@ def _load(place: str) -> click.Command | None:
 
 def _exit(call: Callable[[], Any]) -> NoReturn:
     """Call, and exit as the result or the error asks for."""
+    open_closed_streams()
     try:
+        check_standard_output()
+        _check_working_directory()
         with warnings.catch_warnings():
             warnings.showwarning = _warning_shower()
             result = call()
@@ -139,16 +149,45 @@ def _exit(call: Callable[[], Any]) -> NoReturn:
         say("error", f"{error.format_message()}{hint}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        # Python flushes standard output once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_standard_output()
         sys.exit(1)
     except Exception as error:
         if DEBUG:
             raise
+        drop_standard_output()
+        told = _of_the_system(error)
+        if told is not None:
+            say("error", told)
+            sys.exit(1)
         ours = isinstance(error, SpecplugError)
         hint = "" if ours else " (this should not happen; SPECPLUG_DEBUG=1 shows where)"
         say("error", f"{error if ours else error_line(error)}{hint}")
         sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def _of_the_system(error: Exception) -> str | None:
+    """What the system has refused to this process, and what to do; None: it is something else."""
+    if not isinstance(error, OSError):
+        return None
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+        why = f"{error.strerror}; expected a place with room"
+        return f"standard output cannot be written: {why}; free some, or write elsewhere"
+    return None
+
+
+def _check_working_directory() -> None:
+    """Refuse to work in a folder that is gone: libraries of torch end the process there.
+
+    Raises:
+        SpecplugError: it is gone.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise SpecplugError(
+            f"the working directory cannot be found: {error.strerror}; expected one that exists; "
+            "change to another (cd) and run the command again"
+        ) from error
 
 
 def _warning_shower() -> Callable[..., None]:

@@ -8,9 +8,54 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
+from specplug.errors import SpecplugError
+
 _STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
 
 _reserved = False
+_closed = False
+"""Whether this process began without a standard output."""
+
+
+def open_closed_streams() -> None:
+    """Open the standard streams that this process began without, for nothing.
+
+    Else the next file that is opened gets the descriptor of one, and what is meant for a terminal
+    is written into it.
+    """
+    global _closed
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            _closed |= number == _STANDARD_OUTPUT
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            stream = open(number, "r" if number == 0 else "w", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
+def check_standard_output() -> None:
+    """Refuse to work for a standard output that is closed.
+
+    Raises:
+        SpecplugError: it is.
+    """
+    if _closed:
+        raise SpecplugError(
+            "standard output is closed; expected a terminal, a file or a pipe; "
+            "send it to /dev/null if nobody reads it"
+        )
+
+
+def drop_standard_output() -> None:
+    """Let go of what is still to be written: Python flushes standard output when it ends."""
+    with suppress(OSError, ValueError, AttributeError):  # a test's, or closed by a plugin
+        sys.stdout.flush()
+        return
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -51,7 +96,7 @@ def end_standard_output() -> None:
     """Flush standard output. If it was reserved, what plugins print while Python ends goes to
     standard error too."""
     with suppress(ValueError):  # a plugin may have closed it
-        sys.stdout.flush()
+        sys.stdout.flush()  # raises what standard output could not take
     if _reserved and sys.stdout is sys.__stdout__:
         os.dup2(_STANDARD_ERROR, _STANDARD_OUTPUT)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 
@@ -147,3 +149,57 @@ def test_standard_output_is_given_back_after_a_call(loud):
     )
     assert "\nafter\n" in done.stdout
     assert "python describe" not in done.stdout
+
+
+COMMANDS = (["list", "--json"], ["info", "NGRAM"], ["--help"])
+
+
+def shell(arguments, redirected):
+    """The ``specplug`` command as a shell starts it."""
+    line = shlex.join([sys.executable, "-m", "specplug", *arguments])
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("SPECPLUG_")}
+    return subprocess.run(
+        ["bash", "-c", f"{line} {redirected}"],
+        env=kept,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_full_standard_output_is_told_in_one_line(arguments):
+    done = shell(arguments, ">/dev/full")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: standard output cannot be written: No space left")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["--help"], ["generate", "x"]], ids=" ".join)
+def test_closed_standard_output_is_told_in_one_line(arguments):
+    done = shell(arguments, ">&-")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("error: standard output is closed; expected ")
+
+
+@pytest.mark.parametrize("redirected", ["2>&-", "<&-", "<&- 2>&-", "2>/dev/full"])
+def test_other_closed_streams_do_no_harm(redirected):
+    done = shell(["list", "--json"], redirected)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)
+
+
+def test_working_directory_that_is_gone_is_told(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    line = shlex.join([sys.executable, "-m", "specplug", "list"])
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SPECPLUG_")}
+    done = subprocess.run(
+        ["bash", "-c", f"cd {shlex.quote(str(gone))} && rmdir ../gone && {line}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: the working directory cannot be found: ")
