@@ -187,7 +187,8 @@ class MeasuredEngine(Protocol):
         """Return totals since ``reset_stats``: the tokens "accepted" by so many "verifications"
         (bonus tokens included), "drafted_by_position" and "accepted_by_position", lists; "seconds"
         by part of a decode step ("propose", "target", "verify", "extend") and "prefill_seconds";
-        {} and 0 where they are not known."""
+        {} and 0 where they are not known; and, of an engine that decodes requests without drafts,
+        how many were "undrafted", by reason."""
 
     def reset_stats(self) -> None:
         """Start counting anew."""

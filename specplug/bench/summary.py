@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
@@ -150,6 +151,14 @@ class Summary:
         """The wall time by part."""
         return TimeSplit.of(self.series.runs)
 
+    @cached_property
+    def undrafted(self) -> Counter[str]:
+        """The requests that another engine decoded without drafts, by reason."""
+        counts: Counter[str] = Counter()
+        for run in self.series.runs:
+            counts.update(run.statistics.get("undrafted", {}))
+        return counts
+
     @property
     def output_tokens(self) -> int:
         """The tokens generated in all rounds."""
@@ -179,6 +188,7 @@ class Summary:
             "acceptance_by_position": self.acceptance,
             "drafted_by_position": self.drafted,
             "accepted_by_position": self.accepted,
+            "undrafted": dict(self.undrafted),
             "seconds": {"wall": self.time.wall, **attrs.asdict(self.time)},
             "identical": not self.differences,
             "differences": [attrs.asdict(difference) for difference in self.differences],

@@ -94,6 +94,16 @@ def differences(report: Report) -> list[str]:
     return found
 
 
+def undrafted(report: Report) -> list[str]:
+    """Describe each variant of which requests were decoded without drafts, and why."""
+    return [
+        f"{summary.label}, batch {summary.batch_size}: {_count(count, 'request')} decoded without "
+        f"drafts: {reason}"
+        for summary in report.summaries
+        for reason, count in sorted(summary.undrafted.items())
+    ]
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 

@@ -363,7 +363,7 @@ def _print(report: Report) -> None:
 
 def _tell(report: Report) -> None:
     """What is wrong, or must be known, on standard error, a line each."""
-    from specplug.bench.tables import differences
+    from specplug.bench.tables import differences, undrafted
 
     for problem in report.problems:
         size = problem["batch_size"]
@@ -371,7 +371,7 @@ def _tell(report: Report) -> None:
         what = "left out" if problem["skipped"] else "failed"
         kind = "warning" if problem["skipped"] else "error"
         say(kind, f"{problem['variant']}{where}: {what}: {problem['reason']}")
-    for line in report.notes:
+    for line in (*report.notes, *undrafted(report)):
         say("warning", line)
     for line in differences(report):
         say("error", line)

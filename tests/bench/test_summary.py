@@ -7,7 +7,7 @@ import json
 import pytest
 
 from specplug.bench.summary import PARTS, Difference, Spread, Summary, TimeSplit, summarize
-from specplug.bench.tables import caption, differences, legend, tables
+from specplug.bench.tables import caption, differences, legend, tables, undrafted
 
 SECONDS = {"NONE": [4.0, 8.0, 4.0], "A": [2.0, 2.0, 4.0], "B": [1.0, 1.0, 1.0]}
 
@@ -81,6 +81,22 @@ def test_differences(make_series, make_report):
     identical = [row[-1] for row in tables(report)[0].rows]
     assert identical == ["yes", "NO", "NO"]
     assert make_report(make_series("A,B", SECONDS)).sound
+
+
+def test_requests_without_drafts(make_series, make_report):
+    series = make_series("NONE,A", {"NONE": [2, 2], "A": [1, 1]}, 4)
+    for run, counts in zip(
+        series[1].runs, ({"grammar": 1}, {"grammar": 2, "failed": 1}), strict=True
+    ):
+        run.statistics["undrafted"] = counts
+    report = make_report(series)
+    none, a = report.summaries
+    assert (none.undrafted, a.undrafted) == ({}, {"grammar": 3, "failed": 1})
+    assert a.as_mapping()["undrafted"] == {"grammar": 3, "failed": 1}
+    assert undrafted(report) == [
+        "A, batch 4: 1 request decoded without drafts: failed",
+        "A, batch 4: 3 requests decoded without drafts: grammar",
+    ]
 
 
 @pytest.mark.parametrize("skipped", [True, False])

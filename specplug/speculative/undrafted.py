@@ -1,0 +1,92 @@
+"""The requests that a host decodes without drafts: counted by reason, each once, and told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+FAILED = "a plugin failed"
+"""Why requests of a step in which a plugin has failed draft nothing from then on."""
+
+
+class UndraftedRequests:
+    """Counts them, in ``counts`` and in Prometheus' registry of the process, and tells each reason
+    on the log when it is first met, and then at every tenfold number.
+
+    Where ``prometheus_client`` is installed its counter is ``specplug_undrafted_requests_total``,
+    with the labels ``algorithm`` and ``reason``.
+
+    Args:
+        algorithm: of the run.
+        log: writes a line.
+
+    Attributes:
+        counts: requests so far, by reason.
+    """
+
+    def __init__(self, algorithm: str, log: Callable[[str], None]) -> None:
+        self.counts: Counter[str] = Counter()
+        self._algorithm, self._log = algorithm, log
+        self._told: Counter[str] = Counter()
+        self._reasons: dict[str, str] = {}
+
+    def add(self, request_id: str, reason: str) -> None:
+        """Count a request, unless it was counted before and has not been forgotten.
+
+        Args:
+            reason: a word or two: "failed", "grammar", …
+        """
+        if request_id in self._reasons:
+            return
+        self._reasons[request_id] = reason
+        self.counts[reason] += 1
+        counter = _counter()
+        if counter is not None:
+            counter.labels(self._algorithm, reason).inc()
+        if self.counts[reason] >= 10 * self._told[reason]:
+            self._told[reason] = self.counts[reason]
+            self._log(
+                f"{self._algorithm}: requests decoded without drafts so far: {self.counts[reason]} "
+                f"({reason})"
+            )
+
+    def forget(self, request_id: str) -> None:
+        """Count a request of this name anew: the one that was counted has ended."""
+        self._reasons.pop(request_id, None)
+
+
+def undrafted_in(folder: str) -> dict[str, int]:
+    """Return what the processes have counted whose ``PROMETHEUS_MULTIPROC_DIR`` is ``folder``, by
+    reason; nothing without ``prometheus_client``."""
+    try:
+        from prometheus_client import CollectorRegistry, multiprocess
+    except ImportError:
+        return {}
+    collector: Any = multiprocess.MultiProcessCollector  # it has no types
+    metrics = collector(CollectorRegistry(), folder).collect()
+    samples = [sample for metric in metrics for sample in metric.samples]
+    counts: Counter[str] = Counter()
+    for sample in samples:
+        if sample.name == f"{_NAME}_total":
+            counts[sample.labels["reason"]] += int(sample.value)
+    return dict(counts)
+
+
+_NAME = "specplug_undrafted_requests"
+
+
+@cache
+def _counter() -> Any:
+    """Return the process' counter; None without ``prometheus_client``. It is imported at the first
+    request that is counted, since it reads ``PROMETHEUS_MULTIPROC_DIR`` when it is."""
+    try:
+        from prometheus_client import Counter as PrometheusCounter
+    except ImportError:
+        return None
+    return PrometheusCounter(
+        _NAME,
+        "Requests decoded without drafts, by reason.",
+        ["algorithm", "reason"],
+    )
