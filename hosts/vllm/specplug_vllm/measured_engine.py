@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -11,7 +12,7 @@ import attrs
 
 from specplug import SamplingParams, UsageError
 from specplug.host import Completion, EngineOptions
-from specplug_vllm import vllm_names
+from specplug_vllm import vllm_names, worker_extension
 
 _SAME = (
     "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p",
@@ -105,9 +106,13 @@ class VllmEngine:
             "disable_log_stats": False,
             "use_tqdm_on_load": False,
         }
+        self._is_ours = speculative is not None
+        if self._is_ours:
+            given["worker_extension_cls"] = worker_extension.NAME
         self._llm = vllm.LLM(**{**_own_arguments(options.more), **given})
         self._params = vllm.SamplingParams
         self._counts = DraftCounts()
+        self._undrafted_before = self._undrafted()
         vllm_names.add_stat_logger(self._llm, self._counts)
 
     @property
@@ -150,10 +155,19 @@ class VllmEngine:
         return [Tokens(output.outputs[0].token_ids) for output in outputs]
 
     def stats(self) -> dict[str, Any]:
-        return self._counts.as_stats()
+        undrafted = self._undrafted() - self._undrafted_before
+        return {**self._counts.as_stats(), "undrafted": dict(undrafted)}
 
     def reset_stats(self) -> None:
         self._counts.reset()
+        self._undrafted_before = self._undrafted()
+
+    def _undrafted(self) -> Counter[str]:
+        """Return how many requests so far went on without drafts, by reason."""
+        if not self._is_ours:
+            return Counter()
+        of_ranks = self._llm.collective_rpc("specplug_undrafted")
+        return Counter(of_ranks[0])  # all ranks of a group have the same requests
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()

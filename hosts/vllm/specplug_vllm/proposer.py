@@ -30,6 +30,7 @@ from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import HookOrder
 from specplug.speculative.host_copy import upload
+from specplug.speculative.undrafted import FAILED, UndraftedRequests
 from specplug_vllm import cpu_sampling, v1_names, vllm_names
 from specplug_vllm.draft_cache import PREFIX
 from specplug_vllm.failures import FailureLog
@@ -74,11 +75,17 @@ class Proposer(VllmCallbacks):
         self.captured_layers: tuple[int, ...] = ()
         self.decode_steps = 0
         self._failures = FailureLog()
+        self._undrafted = UndraftedRequests(name, vllm_names.log_warning)
 
     @property
     def undrafted(self) -> int:
-        """How many requests went on without drafts, because a plugin failed."""
-        return self._rows.num_failed
+        """How many requests went on without drafts."""
+        return self._undrafted.counts.total()
+
+    @property
+    def undrafted_by_reason(self) -> Mapping[str, int]:
+        """How many requests so far went on without drafts, by reason."""
+        return self._undrafted.counts
 
     @property
     def num_recordings(self) -> int:
@@ -120,7 +127,7 @@ class Proposer(VllmCallbacks):
         runtime.seal()
         future_map = self._hooks.create_future_map(runtime)
         self._order = HookOrder(runtime, self._hooks, future_map, self)
-        self._rows = RequestRows(runtime.req_table_size, runtime.context_len)
+        self._rows = RequestRows(runtime.req_table_size, runtime.context_len, self._undrafted)
         self._block_group = 0
         v1_names.keep_drafting_near_the_end(runner)
         self.captured_layers = runtime.captured_layers
@@ -165,7 +172,7 @@ class Proposer(VllmCallbacks):
         try:
             call()
         except PluginError as error:
-            self._rows.fail(self._rows.of_step[index] for index in chosen)
+            self._rows.fail((self._rows.of_step[index] for index in chosen), FAILED)
             self._failures.tell(error)
 
     def _locate(self, step: RunnerStep) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from specplug.speculative.undrafted import UndraftedRequests
 from specplug_vllm.request_view import VllmRequest
 from specplug_vllm.v1_step import RunnerStep
+
+UNSEEN = "a step was not seen"
+"""Why a request is drafted for no more that vLLM did not ask drafts for in each of its steps."""
 
 
 class RequestRows:
@@ -18,28 +22,28 @@ class RequestRows:
     Args:
         num_rows: rows, row 0 included.
         context_len: most tokens of a request.
+        undrafted: counts those that are drafted for no more.
 
     Attributes:
         views: the requests as hooks see them, by id.
         failed: by row, whether a request is drafted for no more: a plugin has failed with it, or a
             step of it was not seen.
-        num_failed: how many have failed so far.
         of_step: the row of each request of the step that was sorted last.
         is_first, ends_prompt: of each, whether the step is its first since it got its row, and
             whether it computes the last token known before it.
         started: the requests of the step that have just got a row, as indices.
     """
 
-    def __init__(self, num_rows: int, context_len: int) -> None:
+    def __init__(self, num_rows: int, context_len: int, undrafted: UndraftedRequests) -> None:
         self.views: dict[str, VllmRequest] = {}
         self.failed = [False] * num_rows
-        self.num_failed = 0
         self.of_step: list[int] = []
         self.is_first: list[bool] = []
         self.ends_prompt: list[bool] = []
         self.started: list[int] = []
-        self._context_len = context_len
+        self._context_len, self._undrafted = context_len, undrafted
         self._rows: dict[str, int] = {}
+        self._names = [""] * num_rows
         self._free = list(range(num_rows - 1, 0, -1))
         self._length = [0] * num_rows
         self._decodes = [False] * num_rows
@@ -50,14 +54,15 @@ class RequestRows:
         """Take the row of a request that has ended or lost its blocks, if it has one."""
         row = self._rows.pop(request_id, None)
         self.views.pop(request_id, None)
+        self._undrafted.forget(request_id)
         if row is not None:
             self._free.append(row)
 
-    def fail(self, rows: Iterable[int]) -> None:
+    def fail(self, rows: Iterable[int], reason: str) -> None:
         """Draft for the requests of these rows no more."""
         for row in rows:
-            self.num_failed += not self.failed[row]
             self.failed[row] = True
+            self._undrafted.add(self._names[row], reason)
 
     def sort(self, step: RunnerStep) -> tuple[list[int], list[int], list[int]]:
         """Give rows to new requests, and find what each request did in a step.
@@ -80,7 +85,7 @@ class RequestRows:
             if is_first:
                 self.started.append(index)
             elif self._length[row] != start:
-                self.fail((row,))
+                self.fail((row,), UNSEEN)
             known = length - sampled
             decodes = self._decodes[row] and start + 1 == known and sampled > 0
             self.of_step.append(row)
@@ -116,6 +121,7 @@ class RequestRows:
         if row is not None:
             return row, False
         row = self._rows[state.req_id] = self._free.pop()
+        self._names[row] = state.req_id
         self.views[state.req_id] = view = VllmRequest(state, self._context_len)
         self._most_tokens[row] = len(state.prompt_token_ids) + view.max_tokens
         self._least_tokens[row] = len(state.prompt_token_ids) + view.min_tokens

@@ -7,7 +7,7 @@ tokens as it was told at start for every request: a shorter draft is filled up w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.graph_runner import batch_sizes
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.host_copy import upload
+from specplug.speculative.undrafted import FAILED, UndraftedRequests
 from specplug_vllm import v2_names, vllm_names
 from specplug_vllm.draft_cache import PREFIX
 from specplug_vllm.exact_sampler import ExactSampler
@@ -74,6 +75,7 @@ class Speculator(DraftModelSpeculator):
         self.decode_steps = 0
         self._num_wanted = self.num_speculative_steps
         self._failures = FailureLog()
+        self._undrafted = UndraftedRequests(name, vllm_names.log_warning)
         self._views: dict[str, VllmRequest] = {}
         self._fresh: dict[str, int] = {}
         self._blocks: list[tuple[str, Sequence[Sequence[int]]]] = []
@@ -83,6 +85,11 @@ class Speculator(DraftModelSpeculator):
     def undrafted(self) -> int:
         """How many running requests go on without drafts, because a plugin failed."""
         return int(self._failed.sum())
+
+    @property
+    def undrafted_by_reason(self) -> Mapping[str, int]:
+        """How many requests so far went on without drafts, by reason."""
+        return self._undrafted.counts
 
     @property
     def num_recordings(self) -> int:
@@ -193,7 +200,9 @@ class Speculator(DraftModelSpeculator):
         ended, preempted = vllm_names.ended_requests(scheduler_output)
         for request_id in preempted:
             self._views.pop(request_id, None)
+            self._undrafted.forget(request_id)
         for request_id in ended:
+            self._undrafted.forget(request_id)
             if self._views.pop(request_id, None) is not None:
                 self._report_end(request_id)
         for new in new_requests(scheduler_output):
@@ -300,6 +309,8 @@ class Speculator(DraftModelSpeculator):
             return call()
         except PluginError as error:
             self._failed[step.rows[chosen]] = True
+            for index in () if step.is_warm_up else chosen.tolist():
+                self._undrafted.add(step.ids[index], FAILED)
             self._failures.tell(error)
             return None
 

@@ -162,6 +162,11 @@ def log_info(message: str) -> None:
     _log().info("%s", message)
 
 
+def log_warning(message: str) -> None:
+    """Write a warning to vLLM's log."""
+    _log().warning("%s", message)
+
+
 def log_error(message: str, cause: BaseException | None = None) -> None:
     """Write an error to vLLM's log, with the traceback of its cause if there is one."""
     _log().error("%s", message, exc_info=cause)

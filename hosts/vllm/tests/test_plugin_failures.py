@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 from hosted_engines import Engines
+from prometheus_client import REGISTRY
+
+from specplug.speculative.undrafted import FAILED
+from specplug_vllm import worker_extension
 
 
 def test_failure_in_a_step_costs_drafts_and_no_token(
@@ -16,7 +20,7 @@ def test_failure_in_a_step_costs_drafts_and_no_token(
     plain: list[list[int]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    hosted = engines.make("ECHO", 3)
+    hosted = engines.make("ECHO", 3, worker_extension_cls=worker_extension.NAME)
     third_party.fail("propose", 4)
     assert hosted.generate(prompts) == plain
     errors = {record for record in caplog.records if record.levelno == logging.ERROR}
@@ -26,6 +30,14 @@ def test_failure_in_a_step_costs_drafts_and_no_token(
     assert "specplug-echo 1.0" in told[0]
     assert "propose() raised ValueError: no more ideas" in told[0]
     assert hosted.drafter.undrafted == len(prompts)
+    counts = [record.getMessage() for record in caplog.records if "so far" in record.getMessage()]
+    many = "ECHO: requests decoded without drafts so far"
+    assert list(dict.fromkeys(counts)) == [f"{many}: {n} ({FAILED})" for n in (1, 10)]
+    # As bench asks, and as Prometheus is told.
+    assert hosted.llm.collective_rpc("specplug_undrafted") == [{FAILED: len(prompts)}]
+    labels = {"algorithm": "ECHO", "reason": FAILED}
+    told_so = REGISTRY.get_sample_value("specplug_undrafted_requests_total", labels)
+    assert told_so == len(prompts)
     # Later requests are drafted for again.
     calls = third_party.calls["propose"]
     assert hosted.generate(prompts[:2]) == plain[:2]
