@@ -10,6 +10,7 @@ import pytest
 ECHO = '''
 """A third party's algorithm: the last token again and again."""
 
+import os
 from collections import Counter
 
 import specplug
@@ -19,7 +20,8 @@ class Echo:
     """Can be told to fail, and tells what it was asked."""
 
     def __init__(self):
-        self.calls, self.fails = Counter(), {}
+        hook, _, call = os.environ.get("ECHO_FAILS", "").partition(" ")
+        self.calls, self.fails = Counter(), {hook: int(call)} if hook else {}
         self.drafted, self.finished = [], []
 
     def fail(self, hook, call):
