@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from multiprocessing.connection import Connection
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import attrs
 
 from specplug import SamplingParams, SpecplugError, UsageError
 from specplug.host import Completion
+from specplug.speculative.undrafted import undrafted_in
 from specplug_sglang.sglang_names import new_engine
 
 _NAMES = {
@@ -114,6 +118,7 @@ class SglangEngine:
         theirs.close()  # so that its end is noticed
         self._facts: Facts = self._received()
         self._counts = DraftCounts()
+        self._undrafted_before = self._undrafted()
 
     @property
     def effective_config(self) -> Mapping[str, Any]:
@@ -150,10 +155,17 @@ class SglangEngine:
         return outputs
 
     def stats(self) -> dict[str, Any]:
-        return self._counts.as_stats()
+        undrafted = self._undrafted() - self._undrafted_before
+        return {**self._counts.as_stats(), "undrafted": dict(undrafted)}
 
     def reset_stats(self) -> None:
         self._counts = DraftCounts()
+        self._undrafted_before = self._undrafted()
+
+    def _undrafted(self) -> Counter[str]:
+        """Return how many requests so far went on without drafts, by reason."""
+        self._connection.send(None)
+        return Counter(self._received())
 
     def close(self) -> None:
         self._connection.close()  # which ends the process
@@ -188,19 +200,33 @@ _PATIENCE = 30
 
 def _run_engine(connection: Connection, arguments: Sequence[str]) -> None:
     """Run an engine, until the connection is closed."""
-    try:
-        engine, settings = new_engine(arguments)
-    except UsageError as error:
-        connection.send((str(error), None))
-        return
-    try:
-        connection.send(("", _facts(engine, settings)))
-        while True:
-            tokens, wanted = connection.recv()
-            replies = engine.generate(input_ids=tokens, sampling_params=wanted)
-            connection.send(("", [(reply["output_ids"], reply["meta_info"]) for reply in replies]))
-    except EOFError:
-        engine.shutdown()
+    with TemporaryDirectory() as folder:
+        # Where the scheduler's process, which inherits it, counts for Prometheus.
+        os.environ.setdefault(_COUNTED, folder)
+        try:
+            engine, settings = new_engine(arguments)
+        except UsageError as error:
+            connection.send((str(error), None))
+            return
+        try:
+            connection.send(("", _facts(engine, settings)))
+            while True:
+                connection.send(("", _answer(engine, connection.recv())))
+        except EOFError:
+            engine.shutdown()
+
+
+_COUNTED = "PROMETHEUS_MULTIPROC_DIR"
+
+
+def _answer(engine: Any, asked: tuple[list[list[int]], dict[str, Any]] | None) -> Any:
+    """Return the tokens and what is said of each of the prompts that are to be completed; without
+    any, the requests without drafts, by reason."""
+    if asked is None:
+        return undrafted_in(os.environ[_COUNTED])
+    tokens, wanted = asked
+    replies = engine.generate(input_ids=tokens, sampling_params=wanted)
+    return [(reply["output_ids"], reply["meta_info"]) for reply in replies]
 
 
 def _facts(engine: Any, settings: Any) -> Facts:

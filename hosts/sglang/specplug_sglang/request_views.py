@@ -39,6 +39,11 @@ class View:
             self._tokens.extend(request.output_ids[known:])
         return self._tokens
 
+    @property
+    def request(self) -> Req | None:
+        """SGLang's own; None once nobody holds it."""
+        return self._request()
+
     def is_of(self, request: Req) -> bool:
         """Return whether it is this request's, and not an earlier one's of the same name."""
         return self._request() is request

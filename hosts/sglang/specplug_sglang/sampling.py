@@ -30,19 +30,20 @@ _BY_REQUEST = (
 )
 
 
-def decodes_plainly(request: Req) -> bool:
-    """Return whether the token after a node depends on more than SGLang's sampler can be told of a
+def plain_because_of(request: Req) -> str:
+    """Return why the token after a node depends on more than SGLang's sampler can be told of a
     node: on the tokens before it (penalties, a least length), on a grammar's state, or on code of
-    the user's. Such a request drafts nothing, and SGLang's sampler treats it as ever."""
+    the user's; nothing if it does not. Such a request drafts nothing, and SGLang's sampler treats
+    it as ever."""
     wants = request.sampling_params
-    return bool(
-        request.grammar is not None
-        or request.custom_logit_processor
-        or wants.frequency_penalty
-        or wants.presence_penalty
-        or wants.repetition_penalty != 1.0
-        or wants.min_new_tokens
-    )
+    penalties = wants.frequency_penalty or wants.presence_penalty or wants.repetition_penalty != 1.0
+    reasons = {
+        "grammar": request.grammar is not None,
+        "custom_logit_processor": request.custom_logit_processor,
+        "penalties": penalties,
+        "min_new_tokens": wants.min_new_tokens,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def sample_nodes(

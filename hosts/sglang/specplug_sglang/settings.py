@@ -12,7 +12,7 @@ import specplug
 from specplug import HostCapabilities, SpecConfig, UsageError
 from specplug.registry import Registry, SelectedAlgorithm, build_plugin_manager
 from specplug.speculative.defaults import CoreDefaults
-from specplug.speculative.hook_calls import HookCalls
+from specplug_sglang.contained_hooks import ContainedHooks
 from specplug_sglang.host import MASKED, PLANNED, capabilities
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Chosen:
     """The plugins of a run and its settings."""
 
     selected: SelectedAlgorithm
-    hooks: HookCalls
+    hooks: ContainedHooks
     config: SpecConfig
 
 
@@ -40,7 +40,7 @@ def choose(algorithm: str, args: ServerArgs, target_config: Mapping[str, Any]) -
     selected = registry.select(algorithm)
     extensions = registry.extensions()
     manager = build_plugin_manager(selected, extensions, CoreDefaults())
-    hooks = HookCalls(manager, selected, extensions)
+    hooks = ContainedHooks(manager, selected, extensions)
     path = args.speculative_draft_model_path
     typed = SpecConfig.resolve(
         selected.info,

@@ -23,7 +23,7 @@ from specplug_sglang.host import MASKED
 from specplug_sglang.relay import RelayedRoots
 from specplug_sglang.request_views import Requests
 from specplug_sglang.runtime import SglangRuntime
-from specplug_sglang.sampling import decodes_plainly, has_foreseen_noise, sample_nodes
+from specplug_sglang.sampling import has_foreseen_noise, plain_because_of, sample_nodes
 from specplug_sglang.settings import choose
 from specplug_sglang.sglang_names import check_objects
 from specplug_sglang.step_result import Publish, SglangHalf, decoded, idled
@@ -38,7 +38,7 @@ from specplug_sglang.verify_pass import (
 from specplug_sglang.versions import spare_draft_pool
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
@@ -141,6 +141,7 @@ class SpecplugWorker(BaseSpecWorker):
             check_objects(request=batch.reqs[0])
         self._report_ended(self._requests.ended(batch.reqs))
         if batch.forward_mode.is_idle():
+            self._hooks.begin(())
             return self._idle(batch)
         half = SglangHalf(req_indices=batch.req_pool_indices.to(torch.int64), publish=on_publish)
         if batch.forward_mode.is_extend():
@@ -150,6 +151,7 @@ class SpecplugWorker(BaseSpecWorker):
     def _prefill(self, batch: ScheduleBatch, half: SglangHalf) -> GenerationBatchResult:
         views = self._requests.views(batch.reqs)
         starts, widths = list(batch.prefix_lens), tuple(batch.extend_lens)
+        self._hooks.begin(views, widths)
         ends = tuple(start + width for start, width in zip(starts, widths, strict=True))
         last = tuple(end >= len(v.token_ids) for end, v in zip(ends, views, strict=True))
         rows = batch.req_pool_indices.tolist()
@@ -200,8 +202,9 @@ class SpecplugWorker(BaseSpecWorker):
         runtime, stride = self._runtime, self.num_draft_tokens
         allocated = [request.kv.kv_allocated_len for request in batch.reqs]
         self._begin_step(batch, half, allocated)
-        most = tuple(1 if decodes_plainly(request) else stride for request in batch.reqs)
         views = self._requests.views(batch.reqs)
+        self._hooks.begin(views)
+        most = tuple(self._most_nodes(request) for request in batch.reqs)
         greedy = not has_foreseen_noise(batch.sampling_info)
         draft = self._order.begin_decode(half, views, most, greedy=greedy)
         widths = draft.widths or (draft.width,) * len(views)
@@ -221,6 +224,15 @@ class SpecplugWorker(BaseSpecWorker):
         predict = sample_nodes(self._runner, batch, output, widths, half.plan.positions)
         self._order.finish_decode(half, predict, logits, per_node)
         return decoded(batch, half, result, stride)
+
+    def _most_nodes(self, request: Req) -> int:
+        """Return how many nodes of a request may be verified; count one that drafts nothing."""
+        reason = plain_because_of(request)
+        if not reason:
+            return self.num_draft_tokens
+        if not request.finished():  # else its last step was planned before its end was known
+            self._hooks.undrafted.add(request.rid, reason)
+        return 1
 
     def _lay_out(self, half: SglangHalf, allocated: Sequence[int]) -> Nodes:
         """Return the rows of the target's pass.
@@ -261,6 +273,7 @@ class SpecplugWorker(BaseSpecWorker):
         for row, request, start, end in zip(rows, batch.reqs, batch.prefix_lens, ends, strict=True):
             self._requests.begin_chunk(row, request, start, end, True)
         views = self._requests.views(batch.reqs)
+        self._hooks.begin(views)
         floors = self._runtime.table.floors
         floors[half.req_indices] = upload(batch.prefix_lens, roots.device)
         self._begin_step(batch, half, ends)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import multiprocessing
 import os
 from functools import partial
@@ -35,6 +36,10 @@ def _run(role: str, environment: dict[str, str], *arguments: Any) -> None:
 
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
     scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
+    if os.environ.get("LOG_FILE"):
+        log = logging.getLogger("specplug_sglang")
+        log.addHandler(logging.FileHandler(os.environ["LOG_FILE"]))
+        log.setLevel(logging.WARNING)
     if os.environ.get("IDLE_STEPS"):
         _idle_between_steps(scheduler.Scheduler)
     if os.environ.get("TRACED_DRAFTS"):

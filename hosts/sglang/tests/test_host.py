@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import openai
@@ -18,7 +19,8 @@ import pytest
 from engines import MODEL
 
 from specplug import SamplingParams, SpecplugError, UsageError
-from specplug.host import EngineOptions, ServerOptions
+from specplug.host import EngineOptions, MeasuredEngine, ServerOptions
+from specplug.speculative.undrafted import FAILED
 from specplug_sglang.host import host
 from specplug_sglang.measured_engine import DraftCounts, as_sglang_has_them
 from specplug_sglang.versions import installed
@@ -38,7 +40,7 @@ def test_list_says_that_all_built_in_algorithms_run():
     assert found["engine"] == f"SGLang {installed()}"
     told = {each["name"]: each["obstacles"] for each in found["algorithms"]}
     built_in = {"DFLASH", "EAGLE", "EAGLE3", "MULTI_LAYER_EAGLE", "NGRAM", "NONE"}
-    assert told == {name: [] for name in (*built_in, "BROKEN", "ECHO", "SYNC")}
+    assert told == {name: [] for name in (*built_in, "ECHO", "FRAGILE", "FRAGILE_TREE", "SYNC")}
 
 
 def test_doctor_knows_the_versions():
@@ -129,14 +131,35 @@ def test_bench_compares_with_plain_decoding():
     assert (made["config"]["topk"], made["config"]["num_draft_tokens"]) == (4, 16)
 
 
-def test_engine_whose_plugin_fails_says_so():
-    options = EngineOptions(model=str(MODEL), algorithm="BROKEN", dtype="float32", more=ON_CPU)
-    engine = host.open_engine(options)
-    try:
-        with pytest.raises(SpecplugError, match="SGLang's engine has ended with exit code -9; it "):
-            engine.generate([[5, 6, 7]], SamplingParams(max_tokens=16))
-    finally:
+@pytest.fixture
+def fragile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Engines of FRAGILE, which are closed at the end."""
+    opened: list[MeasuredEngine] = []
+
+    def open_engine(fails: str) -> MeasuredEngine:
+        monkeypatch.setenv("FRAGILE", fails)
+        options = EngineOptions(model=str(MODEL), algorithm="FRAGILE", dtype="float32", more=ON_CPU)
+        opened.append(host.open_engine(options))
+        return opened[-1]
+
+    yield open_engine
+    for engine in opened:
         engine.close()
+
+
+def test_engine_whose_plugin_fails_counts_the_requests(fragile):
+    engine = fragile("propose 3")
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=16))
+    assert engine.stats()["undrafted"] == {FAILED: 1}
+    engine.reset_stats()
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8))
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, repetition_penalty=1.5))
+    assert engine.stats()["undrafted"] == {"penalties": 1}
+
+
+def test_engine_whose_plugin_does_not_start_says_so(fragile):
+    with pytest.raises(SpecplugError, match="SGLang's engine has ended with exit code"):
+        fragile("create_future_map 1")
 
 
 @pytest.fixture(scope="module")

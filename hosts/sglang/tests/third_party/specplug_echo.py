@@ -5,12 +5,24 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 
 import specplug
-from specplug import AlgorithmInfo, Batch, Capabilities, Defaults, Draft, DraftInput, hookimpl
+from specplug import (
+    AlgorithmInfo,
+    Batch,
+    Capabilities,
+    Defaults,
+    Draft,
+    DraftInput,
+    FutureMap,
+    VerifyOutput,
+    hookimpl,
+    verify_tree,
+)
 
 
 class Echo:
@@ -65,21 +77,96 @@ class Sync(Echo):
         )
 
 
-class Broken(Echo):
-    """Fails at its fifth step."""
+class Fragile(Echo):
+    """Fails in the call that ``FRAGILE`` names, "propose 4" for the fourth of ``propose``, once."""
 
-    steps = 0
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.known: set[str] = set()
+
+    def called(self, hook: str) -> None:
+        name, _, call = os.environ.get("FRAGILE", "").partition(" ")
+        self.calls[hook] += 1
+        if name == hook and self.calls[hook] == int(call):
+            raise ValueError("no more ideas")
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:
-        return AlgorithmInfo(name="BROKEN", summary="fails at its fifth step", api_version=1)
+        return AlgorithmInfo(
+            name="FRAGILE",
+            summary="fails when it is told to",
+            api_version=1,
+            defaults=Defaults(num_steps=3),
+        )
+
+    @hookimpl
+    def create_future_map(self, runtime):
+        self.called("create_future_map")
+        return FragileMap(runtime.req_table_size, runtime.device, self)
+
+    @hookimpl
+    def build_draft_input(self, batch: Batch, target_output) -> DraftInput:
+        self.called("build_draft_input")
+        ids = {request.request_id for request in batch.requests}
+        assert batch.is_prefill or ids <= self.known, "a step of a request was not told"
+        self.known |= ids
+        rows = target_output.next_tokens[target_output.last_rows]
+        assert torch.equal(rows, target_output.bonus_tokens)
+        return DraftInput(bonus_tokens=target_output.bonus_tokens)
 
     @hookimpl
     def propose(self, runtime, batch: Batch, draft_input: DraftInput) -> Draft:
-        self.steps += 1
-        if self.steps == 5:
-            raise ValueError("no more ideas")
-        return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
+        self.called("propose")
+        assert {request.request_id for request in batch.requests} <= self.known
+        return Echo.propose(self, runtime, batch, draft_input)
+
+    @hookimpl
+    def verify(self, draft: Draft, target_output) -> VerifyOutput:
+        self.called("verify")
+        target_output.per_node["seen"] = torch.ones_like(target_output.predict)
+        return verify_tree(draft, target_output.predict)
+
+    @hookimpl
+    def on_request_finished(self, report: specplug.RequestReport) -> None:
+        self.called("on_request_finished")
+        self.known.discard(report.request_id)
+
+
+class FragileTree(Fragile):
+    """The same, of trees: each node of a chain has a sibling that is never taken."""
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(
+            name="FRAGILE_TREE",
+            summary="fails when it is told to, and drafts trees",
+            api_version=1,
+            capabilities=Capabilities(branching=True),
+            defaults=Defaults(num_steps=3, topk=2, num_draft_tokens=7),
+        )
+
+    @hookimpl
+    def propose(self, runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        chain = Fragile.propose(self, runtime, batch, draft_input)
+        tokens = chain.tokens[:, :4]
+        bs = len(tokens)
+        # 1 and 2 follow the root, 3 and 4 follow 2, 5 and 6 follow 4
+        other = (tokens[:, 1:] + 1) % runtime.vocab_size
+        pairs = torch.stack((other, tokens[:, 1:]), dim=2).flatten(1)
+        parents = torch.tensor([-1, 0, 0, 2, 2, 4, 4]).repeat(bs, 1)
+        return Draft.tree(torch.cat((tokens[:, :1], pairs), dim=1), parents, 3)
+
+
+class FragileMap(FutureMap):
+    """Fails when it is resolved, if it is told to."""
+
+    def __init__(self, rows, device, owner: Fragile) -> None:
+        super().__init__(rows, device)
+        self.owner = owner
+
+    def resolve(self, req_indices):
+        self.owner.called("resolve")
+        return super().resolve(req_indices)
 
 
 class Witness:
@@ -131,5 +218,6 @@ class Witness:
 
 algorithm = Echo()
 sync = Sync()
-broken = Broken()
+fragile = Fragile()
+fragile_tree = FragileTree()
 extension = Witness()

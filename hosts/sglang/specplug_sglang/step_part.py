@@ -1,0 +1,179 @@
+"""Some of the requests of a step: what hooks get of it, and what becomes of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import TypeVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug import Batch, CommittedOutput, Draft, DraftInput, TargetOutput, VerifyOutput
+from specplug.speculative.host_copy import upload
+
+V = TypeVar("V")
+
+
+def _first_rows(widths: Sequence[int]) -> list[int]:
+    """Return where the rows of each request begin."""
+    return [end - width for end, width in zip(accumulate(widths), widths, strict=True)]
+
+
+@attrs.frozen(eq=False)
+class StepPart:
+    """m of the bs requests of a step. Where these are all, everything is handed on as it is.
+
+    Args:
+        chosen: their places among the bs, in ascending order; at least one.
+        size: bs.
+        device: of the step's tensors.
+    """
+
+    chosen: Sequence[int]
+    size: int
+    device: torch.device
+
+    @property
+    def is_all(self) -> bool:
+        """Whether m is bs."""
+        return len(self.chosen) == self.size
+
+    def of(self, values: Tensor) -> Tensor:
+        """[bs, …] -> [m, …]"""
+        return values if self.is_all else values[upload(self.chosen, self.device)]
+
+    def _each(self, values: Sequence[V]) -> tuple[V, ...]:
+        """Return those of m requests; none if there are none of bs."""
+        return tuple(values[place] for place in self.chosen) if values else ()
+
+    def _rows(self, widths: Sequence[int]) -> list[int]:
+        """Return the rows of the m requests, where each of the bs has so many."""
+        first = _first_rows(widths)
+        return list(chain.from_iterable(range(first[i], first[i] + widths[i]) for i in self.chosen))
+
+    def of_batch(self, batch: Batch) -> Batch:
+        """Return the batch that hooks get. It has no plan, unless it is the whole one."""
+        if self.is_all:
+            return batch
+        return attrs.evolve(
+            batch,
+            requests=self._each(batch.requests),
+            req_indices=self.of(batch.req_indices),
+            seq_lens=self.of(batch.seq_lens),
+            chunk_widths=self._each(batch.chunk_widths),
+            chunk_ends=self._each(batch.chunk_ends),
+            first_chunk=self._each(batch.first_chunk),
+            last_chunk=self._each(batch.last_chunk),
+            max_draft_nodes=self._each(batch.max_draft_nodes),
+            attention=None,
+        )
+
+    def of_input(self, given: DraftInput) -> DraftInput:
+        """Return the draft input of the m requests."""
+        if self.is_all:
+            return given
+        state = {k: None if v is None else self.of(v) for k, v in given.state.items()}
+        return DraftInput(bonus_tokens=self.of(given.bonus_tokens), state=state)
+
+    def of_committed(self, output: CommittedOutput, widths: Sequence[int]) -> CommittedOutput:
+        """Return what was computed of the m requests.
+
+        Args:
+            widths: rows of each of the bs; none: as many of each.
+        """
+        if self.is_all:
+            return output
+        widths = widths or (len(output.next_tokens) // self.size,) * self.size
+        rows = upload(self._rows(widths), self.device)
+        before = _first_rows(widths)
+        moved = [
+            now - before[place]
+            for now, place in zip(_first_rows(self._each(widths)), self.chosen, strict=True)
+        ]
+        return CommittedOutput(
+            next_tokens=output.next_tokens[rows],
+            own_tokens=output.own_tokens[rows],
+            per_node={name: tensor[rows] for name, tensor in output.per_node.items()},
+            last_rows=self.of(output.last_rows) + upload(moved, self.device),
+            accept_lens=self.of(output.accept_lens),
+            bonus_tokens=self.of(output.bonus_tokens),
+        )
+
+    def of_draft(self, draft: Draft) -> Draft:
+        """Return the drafts of the m requests."""
+        if self.is_all:
+            return draft
+        return Draft(
+            tokens=self.of(draft.tokens),
+            parents=None if draft.parents is None else self.of(draft.parents),
+            widths=None if draft.widths is None else self._each(draft.widths),
+            depth=draft.depth,
+        )
+
+    def draft_of_all(self, made: Draft, roots: Tensor) -> Draft:
+        """Return the drafts of the m requests beside the roots [bs] of the others."""
+        if self.is_all:
+            return made
+        index, width = upload(self.chosen, self.device), made.width
+        widths = [1] * self.size
+        for place, own in zip(self.chosen, made.widths or (width,) * len(self.chosen), strict=True):
+            widths[place] = own
+        parents = None
+        if made.parents is not None:
+            order = torch.arange(width, device=self.device) - 1
+            parents = order.repeat(self.size, 1).index_copy_(0, index, made.parents)
+        tokens = roots.unsqueeze(1).repeat(1, width).index_copy_(0, index, made.tokens)
+        return Draft(
+            tokens=tokens,
+            parents=parents,
+            widths=None if set(widths) == {width} else tuple(widths),
+            depth=made.depth,
+        )
+
+    def of_nodes(self, draft: Draft, output: TargetOutput) -> TargetOutput:
+        """Return what the target put out for the nodes of the m requests.
+
+        Args:
+            draft: of the bs.
+        """
+        if self.is_all:
+            return output
+        rows = self._node_rows(draft)
+        return TargetOutput(
+            predict=output.predict[rows],
+            logits=output.logits[rows],
+            per_node={name: tensor[rows] for name, tensor in output.per_node.items()},
+        )
+
+    def verified_of_all(
+        self, made: VerifyOutput, draft: Draft, lent: TargetOutput, output: TargetOutput
+    ) -> VerifyOutput:
+        """Return what is accepted of the m requests' drafts beside the others' roots.
+
+        Args:
+            draft: of the bs.
+            lent: what the plugin was given; what it has added there comes into ``output``, with
+                zeros for the others.
+        """
+        if self.is_all:
+            return made
+        index, rows = upload(self.chosen, self.device), self._node_rows(draft)
+        for name, tensor in lent.per_node.items():
+            if name not in output.per_node:
+                every = tensor.new_zeros((draft.total, *tensor.shape[1:]))
+                output.per_node[name] = every.index_copy_(0, rows, tensor)
+        accepted = made.accept_index
+        accept_index = accepted.new_full((self.size, accepted.shape[1]), -1)
+        accept_index[:, 0] = draft.offsets
+        moved = torch.where(accepted < 0, -1, rows[accepted.clamp(min=0)])
+        return VerifyOutput(
+            predict=output.predict.index_copy(0, rows, made.predict),
+            accept_index=accept_index.index_copy_(0, index, moved),
+            accept_lens=torch.ones_like(draft.offsets).index_copy_(0, index, made.accept_lens),
+            bonus_tokens=output.predict[draft.offsets].index_copy_(0, index, made.bonus_tokens),
+        )
+
+    def _node_rows(self, draft: Draft) -> Tensor:
+        return upload(self._rows(draft.widths or (draft.width,) * self.size), self.device)
