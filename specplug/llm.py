@@ -143,7 +143,8 @@ class LLM:
         began = time.perf_counter()
         try:
             device = choose_device(config.device)
-            with compilations_counted(device) as compiled:
+            self._turns = Turns(device)
+            with self._turns, compilations_counted(device) as compiled:
                 self._make(config, device)
         except BaseException as error:
             try:

@@ -1,8 +1,11 @@
-"""Threads that share an engine take turns."""
+"""Threads that share an engine take turns, each on the engine's device."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock, get_ident
+
+import torch
 
 
 class Turns:
@@ -10,9 +13,15 @@ class Turns:
     it.
 
     A plain lock goes to whoever is quick: a thread in a loop of steps would keep it for good.
+
+    Args:
+        device: what is the current CUDA device of the thread whose turn it is: kernels, streams and
+            graphs are launched there. None, or the CPU: that stays as it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._on_device: AbstractContextManager[None] = nullcontext()
         self._next = Lock()  # its holder waits for the turn, the others for it
         self._turn = Lock()
         self._owner: int | None = None
@@ -27,11 +36,24 @@ class Turns:
         if self._owner != get_ident():
             with self._next:
                 self._turn.acquire()
-            self._owner = get_ident()
+            try:
+                on_device = self._make_current()
+                on_device.__enter__()
+            except BaseException:
+                self._turn.release()
+                raise
+            self._on_device, self._owner = on_device, get_ident()
         self._depth += 1
 
     def __exit__(self, *exc: object) -> None:
         self._depth -= 1
         if not self._depth:
-            self._owner = None
-            self._turn.release()
+            on_device, self._owner = self._on_device, None
+            try:
+                on_device.__exit__(None, None, None)
+            finally:
+                self._turn.release()
+
+    def _make_current(self) -> AbstractContextManager[None]:
+        is_gpu = self._device is not None and self._device.type == "cuda"
+        return torch.cuda.device(self._device) if is_gpu else nullcontext()

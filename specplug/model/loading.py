@@ -43,6 +43,13 @@ def choose_device(device: str | None) -> torch.device:
         raise UsageError(f"device={shown(device)}: expected cpu, cuda or cuda:N")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device={shown(device)}: there is no CUDA device here; use cpu")
+    if found.type == "cuda":
+        count, index = torch.cuda.device_count(), found.index
+        if index is None:  # the thread's, which another thread may have otherwise
+            index = torch.cuda.current_device()
+        if index >= count:
+            raise UsageError(f"device={shown(device)}: expected cuda:0 to cuda:{count - 1} here")
+        found = torch.device("cuda", index)
     return found
 
 
