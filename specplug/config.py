@@ -218,7 +218,7 @@ class EngineConfig:
     disable_row_invariance: bool = setting(
         False,
         Flag(),
-        "On a GPU in bfloat16 or float16, let products and norms round as is fastest for the rows "
+        "In bfloat16 or float16, let products and norms round as is fastest for the rows "
         "of a pass. A long prompt is then read somewhat faster, and a request's tokens may depend "
         "on what else is in its batch, and on the algorithm.",
         group="Engine",

@@ -15,6 +15,7 @@ SHARE = {
     "deepseek_v3": "latent attention",
     "gpt_bigcode": "one key head",
     "gemma2, soft caps": "soft caps",
+    "gemma3n_text": "streams side by side",
     "doge": "a mask of its own",
     "bloom": "attention of its own",
 }

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specplug.kernels.dispatch import HALF
+
 
 def paged_attention_reference(
     q: Tensor,
@@ -47,7 +49,14 @@ def attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend as ``paged_attention_reference``, with keys and values [bs, L, Hkv, D]."""
+    """Attend as ``paged_attention_reference``, with keys and values [bs, L, Hkv, D].
+
+    In half precision the CPU computes in float64 and rounds once: the order of summation, which
+    depends on the shapes, is then lost in the rounding.
+    """
+    if q.dtype in HALF and q.device.type == "cpu":
+        wide_q, k, v, bias = (each.double() for each in (q, k, v, bias))
+        return attention_reference(wide_q, k, v, bias, scale, softcap, sinks).to(q.dtype)
     bs, heads, width, head_dim = q.shape
     length, kv_heads = k.shape[1:3]
     k, v = k.transpose(1, 2), v.transpose(1, 2)

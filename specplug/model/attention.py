@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -15,6 +15,33 @@ from specplug.speculative.paged_plan import JoinedPlan, PagedKVCache, PagedPlan
 
 IMPLEMENTATION = "specplug"
 """The name under which transformers' ``AttentionInterface`` knows our attention."""
+
+
+@attrs.frozen
+class AttentionKind:
+    """How a module attends, as far as the kernels ask.
+
+    Attributes:
+        heads: of the queries.
+        key_dim: of a head of the queries and keys.
+        scale: of the scores; None: by the head's size.
+        window: of a sliding window, in tokens; None: there is none.
+        softcap: of the scores, or None.
+        has_sinks: whether each head has a score without a value.
+    """
+
+    heads: int
+    key_dim: int
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @classmethod
+    def of_call(cls, heads: int, key_dim: int, arguments: Mapping[str, Any]) -> AttentionKind:
+        """Return the kind of a call with these keywords of transformers."""
+        scale, window, softcap = map(arguments.get, ("scaling", "sliding_window", "softcap"))
+        return cls(heads, key_dim, scale, window, softcap, arguments.get("s_aux") is not None)
 
 
 @attrs.frozen(eq=False)

@@ -36,6 +36,9 @@ _ALIGNMENT = 256
 _MOST_SAMPLED = 1 << 26
 """Numbers in the largest result that the products are tried out with."""
 
+_WIDE_ROWS = 200
+"""Rows of a product whose tiles are those of 129 to 256 rows."""
+
 HeadNorms = tuple[Tensor, Tensor, float] | None
 """The weights of the norms of each head of queries and keys, and their eps; None: there are
 none."""
@@ -223,7 +226,8 @@ def find_row_variance(
         x = _sample(weight, max(TARGET_KERNEL_ROWS + 1, min(1024, _MOST_SAMPLED // len(weight))))
         whole = product(x)
         middle = len(x) // 2
-        parts = slice(0, 1), slice(middle, middle + 1), slice(0, 16), slice(0, TARGET_KERNEL_ROWS)
+        ends = [n for n in (1, 16, TARGET_KERNEL_ROWS, _WIDE_ROWS) if n < len(x)]
+        parts = slice(middle, middle + 1), *(slice(0, end) for end in ends)
         if not all(torch.equal(product(x[rows]), whole[rows]) for rows in parts):
             found.append(name)
     return found

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from specplug.errors import CheckpointError, SpecplugError
 from specplug.kernels.cpu_kernels import CPUKernels
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
-from specplug.model.attention import IMPLEMENTATION, attention, running
-from specplug.speculative.draft import Draft
-from specplug.speculative.padding import Padding
-from specplug.speculative.paged_plan import PagedKVCache, PagedPlan, RequestSlots
+from specplug.model.attention import IMPLEMENTATION, AttentionKind, attention, running
+from specplug.model.trials import RunPass, TrialRequests, random_tokens, rows_of
+from specplug.speculative.paged_plan import PagedKVCache, PagedPlan
 
 if TYPE_CHECKING:
     from specplug.kernels.paged_attention_kernels import PagedAttention
@@ -35,9 +34,6 @@ _SHARE_OF_ROWS = 0.25
 _ATTENTION_TOLERANCE = 1e-3
 """For a single attention call, which is compared in float32 or better."""
 _CHECK: ContextVar[ModelCheck] = ContextVar("model_check")
-
-RunPass = Callable[[Tensor, PagedPlan, Tensor | int], Tensor]
-"""Token ids [R], a plan and the rows whose logits are wanted (0: all) -> logits."""
 
 
 @attrs.frozen(eq=False)
@@ -69,8 +65,7 @@ class ModelCheck:
 
     Attributes:
         kv_shape: of the cache, as observed in the attention calls.
-        row_variance: the first of our passes that gives a row other bits than the first one, and
-            the layer where it begins; None if they agree. ``compare`` sets it.
+        attentions: the kinds of attention that the calls are of.
 
     Raises:
         CheckpointError: our attention cannot replace the model's.
@@ -99,28 +94,20 @@ class ModelCheck:
         self._shapes: dict[int, tuple[int, int]] = {}
         self._states: list[Tensor] = []
         self._hooks = [layer.register_forward_hook(self._keep_state) for layer in layers]
-        # A tree needs more slots than a sequence. The slots of the two requests are interleaved.
-        slots = torch.arange(1, 4 * self._length + 1).view(-1, 2).t().flip(1)
-        table = torch.cat((torch.zeros_like(slots[:1]), slots)).to(self._device)
-        self._requests = RequestSlots(
-            slots=table,
-            last_position=context_len - 1,
-            lengths=table.new_full((len(table),), self._length),
-            kernels=kernels,
-            cpu_kernels=cpu_kernels,
+        # A tree needs more slots than a sequence.
+        self._requests = TrialRequests(
+            2, 2 * self._length, self._length, context_len, self._device, kernels, cpu_kernels
         )
+        self.attentions: set[AttentionKind] = set()
         self._kept = _windows_of_cache(model.config.get_text_config())
         self._lengths = torch.full((self._length,), self._length, device=self._device)
         self._own_logits = self._run_own(model)
         self._own_states, self._states = self._states, []
         self.kv_shape = self._kv_shape()
-        self.row_variance: str | None = None
 
     def _make_tokens(self, vocab_size: int) -> Tensor:
         """Return the token ids of two sequences, [2, T] int64."""
-        generator = torch.Generator().manual_seed(0)
-        most = min(vocab_size, 4096)  # special tokens come after these
-        tokens = torch.randint(most // 8, most, (2, self._length), generator=generator)
+        tokens = random_tokens(vocab_size, (2, self._length))
         tokens[1, : self._fork] = tokens[0, : self._fork]
         tokens[1, self._fork :] += tokens[0, self._fork :] == tokens[1, self._fork :]
         return tokens.clamp_(max=vocab_size - 1).to(self._device)
@@ -180,6 +167,8 @@ class ModelCheck:
                 f"than {kept} before: its tokens depend on whether it has a cache"
             )
         own_attention = _own_attention(module)
+        kind = AttentionKind.of_call(query.shape[1], key.shape[3], arguments)
+        self.attentions.add(kind)
         size = key.shape[1], max(key.shape[3], value.shape[3])
         if self._shapes.setdefault(layer, size) != size:
             raise self._refusal(f"{what} has two caches of different shape")
@@ -204,9 +193,9 @@ class ModelCheck:
         layer: int = module.layer_idx  # type: ignore[assignment]
         shape = KVShape(1, *self._shapes[layer])
         one = PagedKVCache()
-        fill_cache(one, shape, self._num_slots, key.dtype, self._device)
+        fill_cache(one, shape, self._requests.num_slots, key.dtype, self._device)
         cache = PagedKVCache(one.keys * (layer + 1), one.values * (layer + 1))
-        with running(self._plan((0, 0), (self._length,) * 2), cache):
+        with running(self._requests.plan((0, 0), (self._length,) * 2), cache):
             q, k, v = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (query, key, value))
             found, _ = attention(module, q, k, v, None, **arguments)
         return found.view(2, self._length, *found.shape[2:])
@@ -223,7 +212,7 @@ class ModelCheck:
         self._checked.add((storage, window))
         _, function = self._masks[storage]
         visible = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        near = self._plan((0, 0), (self._length,) * 2).visible(window)
+        near = self._requests.plan((0, 0), (self._length,) * 2).visible(window)
         ours = f"with a window of {window}" if window else "without a window"
         if not torch.equal(visible.expand(2, 1, -1, -1).squeeze(1), near):
             raise self._refusal(f"{what} is called {ours}, but its mask differs")
@@ -256,10 +245,6 @@ class ModelCheck:
             expected &= queries - keys < window
         return torch.equal(shown, expected)
 
-    @property
-    def _num_slots(self) -> int:
-        return 4 * self._length + 1
-
     def _kv_shape(self) -> KVShape:
         sizes = set(self._shapes.values())
         if not sizes:
@@ -282,8 +267,7 @@ class ModelCheck:
         Raises:
             CheckpointError: a pass gives other logits than the model's own.
         """
-        fill_cache(cache, self.kv_shape, self._num_slots, self._dtype, self._device)
-        first: list[Tensor] = []
+        fill_cache(cache, self.kv_shape, self._requests.num_slots, self._dtype, self._device)
         for one in self._passes():
             self._states.clear()
             try:
@@ -295,10 +279,6 @@ class ModelCheck:
             except Exception as error:
                 raise self._refusal(f"{one.name}: our pass fails: {_told(error)}") from error
             self._compare(one, found)
-            results = [*self._states, found.view(len(one.tokens), -1)]
-            first = first or results
-            if self.row_variance is None:
-                self.row_variance = self._row_variance(one, results, first)
         drop_tensors(cache)
         for hook in self._hooks:
             hook.remove()
@@ -309,18 +289,18 @@ class ModelCheck:
         middle = length * 5 // 8
         first, second = self._tokens
         order = torch.arange(2 * length, device=self._device)
-        yield _Pass("whole", first, self._plan((0,), (length,)), order[:length])
+        yield _Pass("whole", first, self._requests.plan((0,), (length,)), order[:length])
         yield _Pass(
             "in chunks",
             first[middle:],
-            self._plan((middle,), (length - middle,)),
+            self._requests.plan((middle,), (length - middle,)),
             order[middle:length],
         )
         widths = length - middle, length - 1
         yield _Pass(
             "two requests together",
             torch.cat((first[middle:], second[: widths[1]])),
-            self._plan((middle, 0), widths),
+            self._requests.plan((middle, 0), widths),
             torch.cat((order[middle:length], order[length : length + widths[1]])),
         )
         yield self._tree()
@@ -334,32 +314,9 @@ class ModelCheck:
                 parents.append(max(0, len(nodes) - 2) if place > self._fork else 0)
                 nodes.append((branch, place))
         tokens = torch.stack([self._tokens[node] for node in nodes])
-        draft = Draft.tree(
-            tokens.unsqueeze(0),
-            torch.tensor([parents], device=self._device),
-            length - self._fork,
-        )
-        plan = PagedPlan(
-            requests=self._requests,
-            req_indices=torch.tensor([1], device=self._device),
-            starts=torch.tensor([root], device=self._device),
-            width=len(nodes),
-            length=2 * length,
-            mask=draft.mask,
-            given_positions=root + draft.depths,
-        )
+        plan = self._requests.tree(root, tokens, parents, length - self._fork)
         rows = [branch * length + place for branch, place in nodes]
         return _Pass("as a tree", tokens, plan, torch.tensor(rows, device=self._device))
-
-    def _plan(self, starts: tuple[int, ...], widths: tuple[int, ...]) -> PagedPlan:
-        return PagedPlan(
-            requests=self._requests,
-            req_indices=torch.arange(1, len(starts) + 1, device=self._device),
-            starts=torch.tensor(starts, device=self._device),
-            width=max(widths),
-            length=self._length,
-            padding=Padding.of(widths, max(widths), self._device),
-        )
 
     def _compare(self, one: _Pass, found: Tensor) -> None:
         expected = self._own_logits[one.expected]
@@ -382,22 +339,6 @@ class ModelCheck:
         )
         raise self._refusal(f"{one.name}: logits differ by {gap:.2g} of their size, {where}")
 
-    def _row_variance(self, one: _Pass, results: list[Tensor], first: list[Tensor]) -> str | None:
-        """Return where a pass gives a token other bits than the first pass; None if nowhere.
-
-        Args:
-            results: of the layers and the head, by row.
-            first: those of the first pass, the first sequence from its start.
-        """
-        shared = (one.expected < self._length) | (one.expected % self._length < self._fork)
-        expected = one.expected[shared] % self._length
-        for number, (found, own) in enumerate(zip(results, first, strict=True)):
-            if not torch.equal(found[shared], own[expected]):
-                last = len(results) - 1
-                place = f"from layer {number} on" if number < last else "after the last layer"
-                return f"{one.name}: {place}"
-        return None
-
     def _differ(self, found: Tensor, expected: Tensor) -> bool:
         gaps = _gaps(found, expected)
         if self._dtype in _TOLERANCE:
@@ -406,8 +347,7 @@ class ModelCheck:
         return off.sum().item() > _SHARE_OF_ROWS * len(off)
 
     def _keep_state(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        state = output if isinstance(output, Tensor) else output[0]
-        self._states.append(state.reshape(-1, state.shape[-1]))
+        self._states.append(rows_of(output))
 
     def _refusal(self, why: str) -> CheckpointError:
         return CheckpointError(

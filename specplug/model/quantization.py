@@ -12,6 +12,7 @@ while they are loaded:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, TypeGuard
@@ -123,6 +124,17 @@ def is_packed(model: nn.Module) -> bool:
     return any(map(_is_foreign, model.modules())) or any(
         map(is_traceable_wrapper_subclass, model.parameters())
     )
+
+
+def count_packed_modules(model: nn.Module) -> dict[str, int]:
+    """Return how many modules of each type compute with packed weights, by its name."""
+    found = [
+        type(module).__name__
+        for module in model.modules()
+        if _is_foreign(module)
+        or any(map(is_traceable_wrapper_subclass, module.parameters(recurse=False)))
+    ]
+    return dict(Counter(found))
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -28,9 +28,16 @@ from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.layer_fusion import FusedLayer
 from specplug.model.model_check import ModelCheck
 from specplug.model.padded_passes import PassOutput
-from specplug.model.quantization import count_parameters, drop_weights, stored_tensors
+from specplug.model.paired_rows import pair_rows
+from specplug.model.quantization import (
+    count_packed_modules,
+    count_parameters,
+    drop_weights,
+    stored_tensors,
+)
 from specplug.model.rotary import FIXED, RotaryByLength
 from specplug.model.rotary_table import keep_rotary_tables
+from specplug.model.row_proof import RowProof
 from specplug.model.sharded_mlp import shard_mlps
 from specplug.model.threads import set_threads
 from specplug.speculative.paged_plan import JoinedPlan, PagedKVCache, PagedPlan
@@ -54,7 +61,7 @@ class Target:
         skip_check: do not check that it gives its own logits here.
         compiled: have the CPU's kernels compiled, where one thread computes in float32.
         num_threads: torch's on the CPU; None: one for a small model.
-        row_invariant: on a GPU in half precision each row's bits depend on nothing but the row.
+        row_invariant: in half precision each row's bits depend on nothing but the row.
         startup: of the run, which takes the times; None: nobody wants them.
 
     Attributes:
@@ -66,9 +73,9 @@ class Target:
         kv_shape: of that cache.
         context_len: tokens of the longest sequence.
         fingerprint: of its weights as they were loaded; None if it was not wanted.
-        row_invariance: whether each row's bits depend on nothing but the row: "on", or "off: " and
-            why; "not needed" in float32 and float64, whose rounding changes no token short of a
-            tie.
+        row_invariance: whether each row's bits depend on nothing but the row: "on", "on, " and what
+            is not proved, or "off: " and why; "not needed" in float32 and float64, whose rounding
+            changes no token short of a tie.
         cpu_kernels: with which passes compute on the CPU; None: torch.
         cpu_kernels_state: "on", or "off: " and why.
         kernels: with which passes attend on this device in this dtype; None: torch.
@@ -119,10 +126,15 @@ class Target:
         self.num_layers = len(self.capture.layers)
         self._fused_layers: Sequence[FusedLayer] = []
         if self.kernels is None:
-            self.row_invariance = row_invariance_without_kernels(self.dtype, device)
+            self.row_invariance = row_invariance_without_kernels(self.dtype, device, row_invariant)
         self._fuse(row_invariant)
         if check is not None:
             self._end_check(check)
+            on_cpu = device.type == "cpu" and self.dtype in HALF
+            if row_invariant and (on_cpu or self.kernels is not None):
+                self._prove_rows(check)
+        elif self.row_invariance == "on":
+            self.row_invariance = "on, not proved: skip_model_check"
 
     @property
     def embed_tokens(self) -> nn.Module:
@@ -204,8 +216,13 @@ class Target:
         device = self.device if self.ranks is None else CPU
         with self._startup.part("loading weights"), _progress_of(self._startup):
             model = load_checkpoint(path, dtype, device).eval()
-        if model.dtype is torch.float64 and _has_experts(model.config):
-            model.set_experts_implementation("eager")  # grouped products lack float64
+        rowwise = model.dtype is torch.float64 or (
+            self.device.type == "cpu" and model.dtype in HALF
+        )
+        if rowwise and _has_experts(model.config):
+            # Grouped products lack float64, and in half precision a group of one row has a kernel
+            # of its own.
+            model.set_experts_implementation("eager")
         return model
 
     def _find_cpu_kernels(self) -> CPUKernels | str:
@@ -229,6 +246,8 @@ class Target:
                 self._use_kernels(row_invariant)
             elif self.device.type == "cpu":
                 self._fused_layers = fuse_cpu_layers(self.model, layers, self.cpu_kernels)
+                if self.row_invariance == "on":
+                    pair_rows(self.model)
             shorten_calls(self.model, keep=self.capture.hooked)
 
     def _use_kernels(self, row_invariant: bool) -> None:
@@ -266,24 +285,51 @@ class Target:
             )
 
     def _end_check(self, check: ModelCheck) -> None:
-        """Compare our passes with the model's own, and their rows' bits with one another."""
-
-        def run(token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | int) -> Tensor:
-            return self.forward(token_ids, plan, logits_rows)[0]
-
+        """Compare our passes with the model's own."""
         with self._startup.part(_CHECK), self._stepping():
-            check.compare(run, self.cache)
-        if check.row_variance is not None and self.row_invariance == "on":
-            self._tell_row_variance(check.row_variance)
+            check.compare(self._logits, self.cache)
+
+    def _prove_rows(self, check: ModelCheck) -> None:
+        """Compare the bits that rows have in different passes. All ranks do, whatever is known."""
+        proof = RowProof(
+            kv_shape=self.kv_shape,
+            dtype=self.dtype,
+            device=self.device,
+            context_len=self.context_len,
+            vocab_size=self.vocab_size,
+            kernels=self.kernels,
+        )
+        with self._startup.part("proving row invariance"), self._stepping():
+            found = proof.of_passes(
+                self._logits, self.capture.layers, self.cache, self._begin_proved_pass
+            )
+            found = found or proof.of_attention(check.attentions)
+        if self.row_invariance != "on":
+            return  # it has been told
+        if found is not None:
+            self._tell_row_variance(found)
+        elif packed := count_packed_modules(self.model):
+            told = ", ".join(f"{count} of {name}" for name, count in packed.items())
+            self.row_invariance = (
+                f"on, but for packed weights ({told}): their products are proved for some numbers "
+                "of rows, among them 1, and not for all"
+            )
+
+    def _logits(self, token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | int) -> Tensor:
+        return self.forward(token_ids, plan, logits_rows)[0]
 
     def _stepping(self) -> AbstractContextManager[None]:
         return nullcontext() if self.ranks is None else self.ranks.stepping()
 
     def _begin_checked_pass(self, rows: int, lengths: Tensor) -> None:
         """Begin a pass of the check in all ranks, with the rotary frequencies of these lengths."""
+        self._begin_proved_pass(rows)
+        self.rotary.begin(lengths)
+
+    def _begin_proved_pass(self, rows: int) -> None:
+        """Begin a pass of the proof in all ranks."""
         if self.ranks is not None:
             self.ranks.agree(rows)
-        self.rotary.begin(lengths)
 
 
 def _progress_of(startup: Startup) -> AbstractContextManager[None]:
@@ -304,15 +350,24 @@ def _kv_shape_of(config: Any) -> KVShape:
     )
 
 
-def row_invariance_without_kernels(dtype: torch.dtype, device: torch.device) -> str:
-    """Return what ``Target.row_invariance`` says where torch computes all. Warn of it on a GPU,
-    where one expects the kernels."""
+def row_invariance_without_kernels(
+    dtype: torch.dtype, device: torch.device, row_invariant: bool
+) -> str:
+    """Return what ``Target.row_invariance`` says where torch computes all, before it is proved.
+    Warn of it on a GPU, where one expects the kernels.
+
+    Args:
+        row_invariant: whether it is asked for.
+    """
     if dtype not in HALF:
         return f"not needed in {str(dtype).removeprefix('torch.')}"
-    if device.type != "cuda":
-        return f"off: there are no kernels for this {device.type}"
-    why = why_without_kernels(device)
-    if why is not None:
+    if not row_invariant:
+        return "off: disable_row_invariance"
+    if device.type == "cpu":
+        return "on"
+    why = f"there are no kernels for this {device.type}"
+    if device.type == "cuda":
+        why = why_without_kernels(device) or why
         warn_fallback(
             f"{why}: torch attends and multiplies, so tokens may depend on what else is in a batch"
         )

