@@ -65,4 +65,5 @@ def _card_of(device: torch.device) -> Card:
     if torch.version.hip is not None:
         return Card(properties.shared_memory_per_block)
     capability = properties.major, properties.minor
-    return Card(properties.shared_memory_per_block_optin, capability)
+    optin: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Card(optin, capability)

@@ -51,12 +51,33 @@ _TAILS = (
     (0, 4, {"STAGES": 3, "AT_ONCE": 8, "FEWER": 4, "num_warps": 4}),
 )  # from so many on, programs that share a row's columns, and warps: many tails need no more
 _LEAST_BATCH = 32  # a warp's lanes: smaller batches share a compiled kernel
-_TILES = {"STAGES": 5, "num_warps": 4}
 _DOT_ROWS = 16  # the fewest rows of a tensor core's product
 _LEAST_COLUMNS = 16
-_TILE_ROWS = 64
+_TILE_ROWS = 64  # the most
 _TILED_WIDTH = 33  # chunks from this width on are read in tiles
 _NUMBERS = ["offset", "bs", "width", "num_tiles", "window", "table_stride", "capacity"]
+
+
+@attrs.frozen
+class PromptTile:
+    """How ``_causal_tiles`` cuts a prompt up. Only the default is measured.
+
+    Attributes:
+        rows: of a tile, at most; fewer where the card lacks room.
+        keys: in one product, 32 or more, a divisor of ``PART``. More are for ``split``.
+        warps: of a program.
+        stages: blocks that are read ahead, at most; see ``Card.buffers_of``.
+        masks_ends: mask only the blocks that some row of a tile does not see whole.
+        split: round chances before they are scaled, in steps too. Other bits than without; in
+            bfloat16 those of tiles of any number of keys are then to be the same, see README.md.
+    """
+
+    rows: int = _TILE_ROWS
+    keys: int = 32
+    warps: int = 4
+    stages: int = 5
+    masks_ends: bool = False
+    split: bool = False
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -141,16 +162,24 @@ def _block(
 
 
 @triton.jit
-def _add_block(top, total, mixed, scores, v, PRECISION: tl.constexpr):
+def _add_block(top, total, mixed, scores, v, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
     """Add the block that follows to the sums of a part: (top [M], total [M], mixed [M, D]).
 
     The sums are scaled exactly and go on in the product's accumulator. Totals come out of a product
     too: its order of summation is that of ``mixed`` for tiles of all shapes, which that of
-    ``tl.sum`` is not.
+    ``tl.sum`` is not. ``SPLIT``: a chance is rounded as a fraction, 1 to 2, and then scaled, so
+    that in bfloat16 it does not depend on the top.
     """
     new = tl.maximum(top, tl.ceil(tl.max(scores, 1)))
     scale = _power_of_two(tl.where(top == new, 0.0, top - new))
-    chances = tl.exp2(scores - tl.where(new == float("-inf"), 0.0, new)[:, None]).to(v.dtype)
+    finite = tl.where(new == float("-inf"), 0.0, new)[:, None]
+    if SPLIT:
+        whole = tl.floor(scores)
+        fraction = tl.where(scores == float("-inf"), 0.0, scores - whole)
+        rounded = tl.exp2(fraction).to(v.dtype).to(tl.float32)
+        chances = (rounded * _power_of_two(whole - finite)).to(v.dtype)
+    else:
+        chances = tl.exp2(scores - finite).to(v.dtype)
     ones = tl.full((v.shape[0], 16), 1.0, tl.float32).to(v.dtype)
     total = total * scale + tl.max(tl.dot(chances, ones, input_precision=PRECISION), 1)
     mixed = tl.dot(chances, v, mixed * scale[:, None], input_precision=PRECISION)
@@ -172,8 +201,8 @@ def _committed_parts(
     scale, softcap, window, offset, bs, width, kv_heads, num_tiles, capacity,
     GROUP: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     BATCH: tl.constexpr, RAGGED: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    PART: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum up parts of the committed blocks, for all rows of their request.
 
@@ -230,7 +259,7 @@ def _committed_parts(
                     slots, key >= 0, seen, dim, dim, D, slot_stride, scale, softcap,
                     HAS_SOFTCAP, PRECISION,
                 )  # fmt: skip
-                top, total, summed = _add_block(top, total, summed, scores, v, PRECISION)
+                top, total, summed = _add_block(top, total, summed, scores, v, PRECISION, SPLIT)
             kept = task * ROWS + tl.arange(0, ROWS).to(tl.int64)
             tl.store(tops + kept, top)
             tl.store(totals + kept, total)
@@ -316,9 +345,9 @@ def _row_tails(
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, RAGGED: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr, FEWER: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    PART: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
+    FEWER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Finish columns of one row, for the query heads that share a key head: [ROWS, COLUMNS],
     ROWS >= GROUP."""
@@ -394,7 +423,7 @@ def _row_tails(
         tops, totals, mixed, kept, column, has_begun, DIM
     )
     part_top, part_total, part_summed = _add_block(
-        part_top, part_total, part_summed, scores, v, PRECISION
+        part_top, part_total, part_summed, scores, v, PRECISION, SPLIT
     )
     for next_key in tl.range(first_key + BLOCK, limit, BLOCK, num_stages=STAGES):
         if next_key % PART == 0:
@@ -406,7 +435,7 @@ def _row_tails(
             HAS_ORDER, HAS_SOFTCAP, PRECISION, BLOCK,
         )  # fmt: skip
         part_top, part_total, part_summed = _add_block(
-            part_top, part_total, part_summed, scores, v, PRECISION
+            part_top, part_total, part_summed, scores, v, PRECISION, SPLIT
         )
     top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
 
@@ -414,6 +443,31 @@ def _row_tails(
     to = out + (flat * HEADS + query_head[:, None]) * D + column[None, :]
     is_out = is_row[:, None] & (column < D)[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=is_out)
+
+
+@triton.jit
+def _add_tile_block(
+    top, total, mixed, queries, own, keys, values, first_key, last, limit, low, is_row, dim,
+    D: tl.constexpr, slot_stride, scale, softcap,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the block that begins at ``first_key`` to the sums of a tile's part. Unless ``MASKED``
+    all rows see all of it."""
+    key = first_key + tl.arange(0, BLOCK)
+    exists = key >= 0
+    seen = is_row[:, None] | exists[None, :]
+    if MASKED:
+        exists = key < last
+        seen = (key[None, :] < limit[:, None]) & is_row[:, None]
+        if HAS_WINDOW:
+            seen &= key[None, :] >= low[:, None]
+    slots = tl.load(own + key, mask=exists, other=0)
+    scores, v = _block(
+        queries, keys, values, slots, exists, seen, dim, dim, D, slot_stride, scale, softcap,
+        HAS_SOFTCAP, PRECISION,
+    )  # fmt: skip
+    return _add_block(top, total, mixed, scores, v, PRECISION, SPLIT)
 
 
 @triton.jit(do_not_specialize=["offset", "width", "num_tiles", "window", "table_stride"])
@@ -424,7 +478,8 @@ def _causal_tiles(
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, RAGGED: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
+    MASKS_ENDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend with a tile of rows, each of which sees the keys up to itself."""
     let_next_start(PDL)
@@ -469,21 +524,24 @@ def _causal_tiles(
         for first_part in tl.range(begin, last, PART):
             part_top, part_total, part_summed = _no_sums(ROWS, DIM)
             end = tl.minimum(first_part + PART, last)
-            for first_key in tl.range(first_part, end, BLOCK, num_stages=STAGES):
-                key = first_key + tl.arange(0, BLOCK)
-                exists = key < last
-                slots = tl.load(own + key, mask=exists, other=0)
-                seen = (key[None, :] < limit[:, None]) & is_row[:, None]
-                if HAS_WINDOW:
-                    seen &= key[None, :] >= low[:, None]
-                scores, v = _block(
-                    queries, keys + head * key_head_stride, values + head * key_head_stride,
-                    slots, exists, seen, dim, dim, D, slot_stride, scale, softcap,
-                    HAS_SOFTCAP, PRECISION,
+            whole = first_part
+            if MASKS_ENDS and not HAS_WINDOW:  # blocks that the first row sees, all see
+                whole = (start + offset + tile * ROWS // GROUP + 1) // BLOCK * BLOCK
+                whole = tl.minimum(tl.maximum(whole, first_part), end)
+                for first_key in tl.range(first_part, whole, BLOCK, num_stages=STAGES):
+                    part_top, part_total, part_summed = _add_tile_block(
+                        part_top, part_total, part_summed, queries, own,
+                        keys + head * key_head_stride, values + head * key_head_stride,
+                        first_key, last, limit, low, is_row, dim, D, slot_stride, scale, softcap,
+                        False, False, HAS_SOFTCAP, PRECISION, SPLIT, BLOCK,
+                    )  # fmt: skip
+            for first_key in tl.range(whole, end, BLOCK, num_stages=STAGES):
+                part_top, part_total, part_summed = _add_tile_block(
+                    part_top, part_total, part_summed, queries, own,
+                    keys + head * key_head_stride, values + head * key_head_stride,
+                    first_key, last, limit, low, is_row, dim, D, slot_stride, scale, softcap,
+                    True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, SPLIT, BLOCK,
                 )  # fmt: skip
-                part_top, part_total, part_summed = _add_block(
-                    part_top, part_total, part_summed, scores, v, PRECISION
-                )
             top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
 
         result = _result(top, total, summed, sinks, query_head, is_row, HAS_SINKS)
@@ -521,9 +579,16 @@ class PagedAttention:
     Args:
         device: of the pools.
         workspace_bytes: for the sums of parts.
+        prompt_tile: how prompts are cut up, for measurements; None: as measured.
     """
 
-    def __init__(self, device: torch.device, workspace_bytes: int = WORKSPACE_BYTES) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        workspace_bytes: int = WORKSPACE_BYTES,
+        prompt_tile: PromptTile | None = None,
+    ) -> None:
+        self._prompt_tile = prompt_tile or PromptTile(keys=BLOCK)
         self._programs = 3
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
@@ -577,7 +642,7 @@ class PagedAttention:
         assert q.stride(2) == 1
         assert keys.stride(2) == 1
         assert keys.stride() == values.stride()
-        call = _Call(q, keys, values, out, rows, scale, window, softcap, sinks)
+        call = _Call(q, keys, values, out, rows, scale, window, softcap, sinks, self._prompt_tile)
         if rows.order is None and rows.width >= _TILED_WIDTH:
             call.tiles()
         else:
@@ -598,18 +663,21 @@ class _Call:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
+    prompt_tile: PromptTile
 
     def tiles(self) -> None:
         """Launch ``_causal_tiles``."""
-        rows, out = self.rows, self.out
-        tile = _most_rows(self.card, self.dim)
+        rows, out, how = self.rows, self.out, self.prompt_tile
+        tile = _most_rows(self.card, self.dim, how.rows, how.keys)
+        stages = _stages(how.stages, self.card, tile, self.dim, self.dim, how.keys)
         num_tiles = triton.cdiv(rows.width * self.group, tile)
         _causal_tiles[num_tiles, self.keys.shape[1], len(rows.req_indices)](
             self.q, self.keys, self.values, out, rows.table, rows.req_indices, rows.starts,
             rows.positions, _given(rows.flat_index, out), _given(rows.padded_rows, out),
             _given(self.sinks, out), *self.strides, *self.numbers, rows.width, num_tiles,
             HEADS=self.q.shape[1], ROWS=tile, HAS_SINKS=self.sinks is not None,
-            **_fitted(_TILES, self.card, tile, self.dim), **self.common,
+            MASKS_ENDS=how.masks_ends, STAGES=stages, num_warps=how.warps,
+            **{**self.common, "BLOCK": how.keys},
         )  # fmt: skip
 
     def parts_and_tails(self, workspace: Tensor, programs: int) -> None:
@@ -679,7 +747,8 @@ class _Call:
         return {
             "GROUP": self.group, "D": self.dim, "DIM": _padded_dim(self.dim),
             "RAGGED": self.rows.flat_index is not None, "HAS_WINDOW": self.window is not None,
-            "HAS_SOFTCAP": self.softcap is not None, "PRECISION": "ieee", "BLOCK": BLOCK,
+            "HAS_SOFTCAP": self.softcap is not None, "PRECISION": "ieee",
+            "SPLIT": self.prompt_tile.split, "BLOCK": BLOCK,
             "PART": PART, **launch_options(self.q),
         }  # fmt: skip
 
@@ -692,12 +761,12 @@ def _tiles_of(num_rows: int, most_rows: int) -> tuple[int, int]:
 
 
 @lru_cache(4096)
-def _most_rows(card: Card, dim: int) -> int:
+def _most_rows(card: Card, dim: int, most: int = _TILE_ROWS, keys: int = BLOCK) -> int:
     """Return the rows of the largest tile that the card has room for. They change no bit."""
     fits = (
         rows
-        for rows in (_TILE_ROWS, _TILE_ROWS // 2)
-        if _shared_bytes(card, 2, rows, dim, dim) <= card.shared_bytes
+        for rows in (128, 64, 32)
+        if rows <= most and _shared_bytes(card, 2, rows, dim, dim, keys) <= card.shared_bytes
     )
     return next(fits, _DOT_ROWS)
 
@@ -706,27 +775,28 @@ def _fitted(
     options: dict[str, int], card: Card, rows: int, dim: int, columns: int | None = None
 ) -> dict[str, int]:
     """Return the options of a kernel, with as many of their stages as the card has room for."""
-    return {**options, "STAGES": _stages(options["STAGES"], card, rows, dim, columns or dim)}
+    stages = _stages(options["STAGES"], card, rows, dim, columns or dim, BLOCK)
+    return {**options, "STAGES": stages}
 
 
 @lru_cache(4096)
-def _stages(most: int, card: Card, rows: int, dim: int, columns: int) -> int:
+def _stages(most: int, card: Card, rows: int, dim: int, columns: int, keys: int) -> int:
     """Return how far ahead a kernel reads. It changes no bit."""
     fits = (
         stages
         for stages in range(most, 2, -1)
-        if _shared_bytes(card, stages, rows, dim, columns) <= card.shared_bytes
+        if _shared_bytes(card, stages, rows, dim, columns, keys) <= card.shared_bytes
     )
     return next(fits, min(most, 2))
 
 
-def _shared_bytes(card: Card, stages: int, rows: int, dim: int, columns: int) -> int:
+def _shared_bytes(card: Card, stages: int, rows: int, dim: int, columns: int, keys: int) -> int:
     """Return the shared memory of a program, or a bit more: of a tile's queries and chances, and
     of the blocks of slots, keys and ``columns`` of values that are there at once."""
     dim, columns = _padded_dim(dim), _padded_dim(columns)
-    kept = dim + BLOCK if card.is_nvidia else 2 * BLOCK  # AMD's keep queries in registers
+    kept = dim + keys if card.is_nvidia else 2 * keys  # AMD's keep queries in registers
     blocks = card.buffers_of(stages, rows, placed=True)
-    return 2 * rows * kept + blocks * BLOCK * (2 * dim + 2 * columns + 8)
+    return 2 * rows * kept + blocks * keys * (2 * dim + 2 * columns + 8)
 
 
 def _padded_dim(dim: int) -> int:

@@ -13,7 +13,12 @@ from torch import Tensor
 from specplug.kernels import card
 from specplug.kernels import paged_attention_kernels as kernels
 from specplug.kernels.card import Card
-from specplug.kernels.paged_attention_kernels import PagedAttention, PagedRows, path_orders
+from specplug.kernels.paged_attention_kernels import (
+    PagedAttention,
+    PagedRows,
+    PromptTile,
+    path_orders,
+)
 from specplug.speculative.draft import ancestor_mask
 from specplug.speculative.padding import Padding
 
@@ -64,14 +69,22 @@ class Pass:
                 found[row, head] = torch.softmax(scores, 0)[: len(own)] @ values
         return found.flatten(1)
 
-    def attend(self, *, parts: int = 1 << 18, tiled_width: int = 1 << 30, **how: object) -> Tensor:
+    def attend(
+        self,
+        *,
+        parts: int = 1 << 18,
+        tiled_width: int = 1 << 30,
+        tile: PromptTile | None = None,
+        **how: object,
+    ) -> Tensor:
         """[R, H * D], with a poisoned workspace of so many numbers.
 
         Args:
             parts: 0: every row reads all its keys itself.
             tiled_width: chunks from this width on are read in tiles.
+            tile: of these.
         """
-        attention = PagedAttention(DEVICE, 4 * parts)
+        attention = PagedAttention(DEVICE, 4 * parts, tile)
         attention._workspace.fill_(float("nan"))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "_TILED_WIDTH", tiled_width)
@@ -197,6 +210,53 @@ def test_tiles_fitted_to_a_small_card_have_the_same_bits(monkeypatch: pytest.Mon
     monkeypatch.setattr(card, "assumed", Card(1, (8, 9)))  # room for no tile but the least
     assert torch.equal(one.attend(tiled_width=1), tiles)
     assert torch.equal(one.attend(), parts)
+
+
+@pytest.mark.parametrize("name", ["ragged chunks", "written again", "window"])
+@pytest.mark.parametrize(
+    "tile",
+    [PromptTile(16, keys=16), PromptTile(128, keys=16, warps=8), PromptTile(16, 16, 4, 2, True)],
+    ids=["16 rows", "128 rows", "ends masked"],
+)
+def test_prompt_tile_of_any_kind_gives_the_same_bits(name: str, tile: PromptTile) -> None:
+    window = {"window": 37} if name == "window" else {}
+    one = make_pass((45, 70), (18, 18)) if window else MAKERS[name]()
+    assert torch.equal(one.attend(tiled_width=1, tile=tile, **window), one.attend(**window))
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_split_chances_give_what_plain_loops_do(tree: bool) -> None:
+    one = make_pass((45, 70), (18, 18), tree=tree)
+    found = one.attend(tile=PromptTile(keys=16, split=True))
+    torch.testing.assert_close(found.double(), one.expected(), rtol=0, atol=2e-3)
+    assert torch.equal(one.attend(parts=0, tile=PromptTile(keys=16, split=True)), found)
+    if not tree:
+        tiles = one.attend(tiled_width=1, tile=PromptTile(keys=16, split=True))
+        assert torch.equal(tiles, found)
+        wide = one.attend(tiled_width=1, tile=PromptTile(keys=32, split=True))
+        torch.testing.assert_close(wide.double(), one.expected(), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_split_chances_of_bfloat16_need_no_common_top(dtype: torch.dtype) -> None:
+    """What README.md says of tiles of 128 keys, in float32 sums whose order is known."""
+    generator = torch.Generator().manual_seed(0)
+    scores = 8 * torch.randn(64, 256, generator=generator)
+    values = torch.randn(256, 16, generator=generator).to(dtype).float()
+
+    def summed(keys: int) -> Tensor:
+        mixed, top = torch.zeros(64, 16), torch.full((64, 1), float("-inf"))
+        for block, v in zip(scores.split(keys, 1), values.split(keys), strict=True):
+            new = torch.maximum(top, block.amax(1, keepdim=True).ceil())
+            mixed, top = mixed * torch.exp2(top - new), new
+            whole = block.floor()
+            fractions = torch.exp2(block - whole).to(dtype).float()
+            chances = (fractions * torch.exp2(whole - new)).to(dtype).float()
+            for key in range(keys):
+                mixed += chances[:, key : key + 1] * v[key]
+        return mixed
+
+    assert torch.equal(summed(128), summed(32)) == (dtype is torch.bfloat16)
 
 
 def test_row_has_the_bits_of_a_step_of_its_own() -> None:
