@@ -209,10 +209,15 @@ class EngineRuntime:
             ("positions", positions, torch.int64, [(bs, width), (1, width)]),
             ("mask", mask, torch.bool, [(bs, width, span), (1, width, span)]),
         ):
-            if found is not None and (found.shape not in shapes or found.dtype != dtype):
+            if found is not None and (
+                found.shape not in shapes
+                or found.dtype != dtype
+                or found.device != batch.seq_lens.device
+            ):
                 raise PluginError(
                     f"plan_attention: {name} {described(found)}; expected {list(shapes[0])} of "
-                    f"{dtype}, for {bs} requests of {width} rows at offset {offset}"
+                    f"{dtype} on {batch.seq_lens.device}, for {bs} requests of {width} rows at "
+                    f"offset {offset}"
                 )
 
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,7 +285,6 @@ class EngineRuntime:
             kernels=self._target.kernels,
             cpu_kernels=self._target.cpu_kernels,
             page_size=table.page_size,
-            num_slots=num_slots,
         )
         caches = [(self._target.cache, self._target.kv_shape), *self._draft_caches]
         self.pools = [

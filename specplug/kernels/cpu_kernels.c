@@ -9,7 +9,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LANES 16   /* keys of a block, and floats of a vector */
+#ifdef __AVX512F__
+#define LANES 16   /* keys of a block, and floats of a vector: no wider than a register */
+#define ALL(x) (vec){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}
+#else
+#define LANES 8
+#define ALL(x) (vec){x, x, x, x, x, x, x, x}
+#endif
 #define ROWS 16    /* queries that share one reading of a request's keys */
 #define CACHED 65536 /* floats of scores that stay in a cache */
 #define INLINE static inline __attribute__((always_inline))
@@ -27,7 +33,7 @@ typedef int32_t ioct __attribute__((vector_size(32)));
 
 INLINE vec load(const float *from) { vec v; memcpy(&v, from, sizeof v); return v; }
 INLINE void store(float *to, vec v) { memcpy(to, &v, sizeof v); }
-INLINE vec all(float x) { return (vec){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+INLINE vec all(float x) { return ALL(x); }
 
 INLINE vec choose(ivec where, vec a, vec b)
 {
@@ -225,8 +231,8 @@ static void attend_rows(const struct rows *rows, int64_t heads, int64_t step, co
             for (int k = 0; k < LANES; k++)
                 from[k] = keys + slots[j + k < end ? j + k : j] * row + h * size;
             for (int64_t d = 0; d < size; d += 8) {
-                transpose_8(from, d, block + d * LANES);
-                transpose_8(from + 8, d, block + d * LANES + 8);
+                for (int k = 0; k < LANES; k += 8)
+                    transpose_8(from + k, d, block + d * LANES + k);
             }
             for (int i = 0; i < n; i++) {
                 q[i] = rows->q[i] + h * step;
@@ -268,29 +274,53 @@ static void attend_rows(const struct rows *rows, int64_t heads, int64_t step, co
         }
 }
 
-/* Returns 0, or 1 if there is no memory. */
+/* The end of what a row sees, in 0..longest, whatever the committed length is. */
+INLINE int64_t end_of(int64_t start, int64_t after, int64_t longest)
+{
+    const int64_t far = (int64_t)1 << 40;
+    int64_t end = (start > far ? far : start < -far ? -far : start) + after;
+    return end < 0 ? 0 : end > longest ? longest : end;
+}
+
+INLINE int are_within(const int64_t *numbers, int64_t count, int64_t bound)
+{
+    uint64_t outside = 0;
+    for (int64_t i = 0; i < count; i++) outside |= (uint64_t)numbers[i] >= (uint64_t)bound;
+    return !outside;
+}
+
+/* Returns 0; 1 if there is no memory; 2 if an index stands outside of what it is for: then nothing
+   was read by it. mask_rows: of the mask for a request. num_slots: of keys and values. */
 int paged_attention(const float *q, int64_t q_stride, const float *keys, const float *values,
-                    const int64_t *table, int64_t table_stride, const int64_t *req_indices,
-                    const int64_t *starts, const int64_t *first_rows, int64_t bs, int64_t offset,
-                    int64_t window, const uint8_t *mask, int64_t mask_batch, int64_t mask_query,
+                    int64_t num_slots, const int64_t *table, int64_t table_rows,
+                    int64_t table_stride, const int64_t *req_indices, const int64_t *starts,
+                    const int64_t *first_rows, int64_t bs, int64_t count, int64_t offset,
+                    int64_t window, const uint8_t *mask, int64_t mask_batch, int64_t mask_rows,
                     int64_t span, int64_t heads, int64_t kv_heads, int64_t size, float scale,
                     float *out)
 {
+    if (!are_within(req_indices, bs, table_rows) || first_rows[0] != 0 || first_rows[bs] != count)
+        return 2;
+    for (int64_t b = 0; b < bs; b++) {
+        int64_t width = first_rows[b + 1] - first_rows[b];
+        if (width < 0 || (mask && width > mask_rows)) return 2;
+        int64_t end = end_of(starts[b], mask ? span : offset + width, table_stride);
+        if (!are_within(table + req_indices[b] * table_stride, end, num_slots)) return 2;
+    }
     int64_t fold = heads / kv_heads, row = kv_heads * size, longest = 0, most_rows = 1;
     for (int64_t b = 0; b < bs; b++) {
         int64_t width = first_rows[b + 1] - first_rows[b];
-        int64_t reach = starts[b] + (mask ? span : offset + width);
-        if (reach > longest) longest = reach;
+        int64_t end = end_of(starts[b], mask ? span : offset + width, table_stride);
+        if (end > longest) longest = end;
         if (width * fold > most_rows) most_rows = width * fold;
     }
-    if (longest > table_stride) longest = table_stride;
     if (most_rows > ROWS) most_rows = ROWS;
     int64_t room = (longest / LANES + 2) * LANES;
     /* Several heads at once read memory in its order, while their scores stay in the cache. */
     int64_t together = CACHED / (most_rows * room);
     together = together < 1 ? 1 : together > kv_heads ? kv_heads : together;
     size_t floats = (size_t)(together * most_rows * (room + 1) + LANES * (size + 1));
-    float *block = aligned_alloc(64, floats / LANES * LANES * sizeof(float));
+    float *block = aligned_alloc(64, (floats + 15) / 16 * 64);
     if (!block) return 1;
     for (int64_t b = 0; b < bs; b++) {
         const int64_t *slots = table + req_indices[b] * table_stride;
@@ -301,13 +331,12 @@ int paged_attention(const float *q, int64_t q_stride, const float *keys, const f
             for (int64_t h = 0; h < kv_heads; h += together) {
                 for (int i = 0; i < rows.n; i++) {
                     int64_t node = (r + i) / fold, head = h * fold + (r + i) % fold;
-                    int64_t end = start + (mask ? span : offset + node + 1);
-                    end = end < 0 ? 0 : end > table_stride ? table_stride : end;
+                    int64_t end = end_of(start, mask ? span : offset + node + 1, table_stride);
                     rows.ends[i] = end;
                     rows.firsts[i] = window > 0 && end > window ? end - window : 0;
                     rows.q[i] = q + (first_rows[b] + node) * q_stride + head * size;
                     rows.out[i] = out + ((first_rows[b] + node) * heads + head) * size;
-                    if (mask) rows.masks[i] = mask + b * mask_batch + node * mask_query;
+                    if (mask) rows.masks[i] = mask + b * mask_batch + node * span;
                 }
                 attend_rows(&rows, kv_heads - h < together ? kv_heads - h : together, fold * size,
                             keys + h * size, values + h * size, slots, row, size,
@@ -342,11 +371,12 @@ void rms_norm(const float *x, int64_t stride, const float *weight, float eps, in
 }
 
 /* Norm the heads of queries and keys if there are weights, turn them in place, and write keys and
-   values to their slots. */
-void rotate_and_write(float *qkv, const float *cos, const float *sin, const float *weights,
-                      const float *eps, const int64_t *slots, int64_t rows, int64_t heads,
-                      int64_t kv_heads, int64_t size, float *keys, float *values)
+   values to their slots. Returns 0, or 2 if a slot is none: then nothing was written. */
+int rotate_and_write(float *qkv, const float *cos, const float *sin, const float *weights,
+                     const float *eps, const int64_t *slots, int64_t rows, int64_t heads,
+                     int64_t kv_heads, int64_t size, float *keys, float *values, int64_t num_slots)
 {
+    if (!are_within(slots, rows, num_slots)) return 2;
     int64_t half = size / 2, turned = heads + kv_heads;
     for (int64_t r = 0; r < rows; r++, cos += size, sin += size) {
         float *row = qkv + r * (turned + kv_heads) * size;
@@ -366,6 +396,7 @@ void rotate_and_write(float *qkv, const float *cos, const float *sin, const floa
         memcpy(keys + slots[r] * kv_heads * size, row + heads * size, bytes);
         memcpy(values + slots[r] * kv_heads * size, row + turned * size, bytes);
     }
+    return 0;
 }
 
 /* silu(gate) * up of rows that hold both, [rows, 2 * size]. */

@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from specplug.kernels import cpu_library
 from specplug.kernels.cpu_compiler import CompilerError, load_or_reason
@@ -26,6 +26,9 @@ from specplug.kernels.cpu_library import open_library
 _SOURCE = Path(__file__).with_suffix(".c")
 _HEAD_STEP = 16
 """Head sizes are multiples of this."""
+_NO_MEMORY = 1
+"""Returned by the attention; 2: an index stands outside."""
+_CPU = torch.device("cpu")
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -40,7 +43,7 @@ class CPURows:
         count: R.
         offset: of a request's first row after its committed length.
         mask: [bs or 1, Q, W] bool over the slots from ``starts`` on; None: causal.
-        num_slots: more than any slot in the table.
+        is_readable: whether the kernels can read all of these; found once for the layers of a pass.
     """
 
     table: Tensor
@@ -50,13 +53,52 @@ class CPURows:
     count: int
     offset: int = 0
     mask: Tensor | None = None
-    num_slots: int = 0
+    is_readable: bool = attrs.field(init=False)
+
+    @is_readable.default
+    def _find_readable(self) -> bool:
+        indices = self.table, self.req_indices, self.starts, self.first_rows
+        bs, mask = self.starts.numel(), self.mask
+        return (
+            all(_is_whole(each, torch.int64) for each in indices)
+            and self.table.dim() == 2
+            and self.req_indices.shape == self.starts.shape == (bs,)
+            and self.first_rows.shape == (bs + 1,)
+            and (mask is None or (_is_whole(mask, torch.bool) and mask.shape[:-2] in ((1,), (bs,))))
+        )
+
+
+_PLAIN = Tensor, nn.Parameter
+"""Other tensors, of subclasses, may have no memory of their own."""
+
+
+def _is_floats(tensor: Tensor) -> bool:
+    """Return whether C may read a tensor as float32 by its sizes and strides."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.dtype is torch.float32
+        and tensor.layout is torch.strided
+    )
+
+
+def _is_whole(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether C may read a tensor from its first element to its last."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.dtype is dtype
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+    )
 
 
 class CPUKernels:
-    """The compiled kernels. All tensors are float32 on the CPU; a row is contiguous.
+    """The compiled kernels: of float32 on the CPU.
 
-    A row's bits depend on nothing but the row. The kernels run on the calling thread alone.
+    A row's bits depend on nothing but the row. The kernels run on the calling thread alone. A
+    plugin may hand over any tensor: each method looks at what C would read, and computes nothing if
+    it is not made for that. Then torch computes, or refuses. C looks at the indices.
 
     Args:
         path: of the shared library.
@@ -69,35 +111,6 @@ class CPUKernels:
         self._rotate = library.rotate_and_write
         self._silu = library.silu_and_mul
 
-    def serves(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rows: CPURows,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> bool:
-        """Return whether ``attend`` knows this attention. What it is not made for it must not
-        read: a plugin may hand over anything."""
-        count, heads, size = q.shape
-        return (
-            q.dtype == keys.dtype == values.dtype == torch.float32
-            and count == rows.count
-            and size % _HEAD_STEP == 0
-            and q.stride()[1:] == (size, 1)
-            and keys.shape[2] == size
-            and len(keys) >= rows.num_slots
-            and heads % keys.shape[1] == 0
-            and values.shape == keys.shape
-            and keys.is_contiguous()
-            and values.is_contiguous()
-            and softcap is None
-            and sinks is None
-            and (window is None or (window > 0 and rows.mask is None))
-        )
-
     def attend(
         self,
         q: Tensor,
@@ -106,53 +119,98 @@ class CPUKernels:
         rows: CPURows,
         scale: float,
         window: int | None = None,
-    ) -> Tensor:
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor | None:
         """Attend to the pages of each row's request: q [R, H, D] and a layer's keys and values
-        [slots, Hkv, D] to [R, H * D]."""
-        count, heads, size = q.shape
-        out = q.new_empty(count, heads * size)
+        [slots, Hkv, D] to [R, H * D].
+
+        Returns:
+            None if the kernel is not made for this: other dtypes and devices, softcaps, sinks,
+            windows over trees, head sizes that 16 does not divide.
+
+        Raises:
+            IndexError: a request's row, or a slot of the table, stands outside.
+            MemoryError: there is none for the scores.
+        """
         mask = rows.mask
+        if not (
+            rows.is_readable
+            and softcap is None
+            and sinks is None
+            and (window is None or (window > 0 and mask is None))
+            and _is_floats(q)
+            and _is_whole(keys)
+            and _is_whole(values)
+            and q.dim() == keys.dim() == 3
+            and values.shape == keys.shape
+        ):
+            return None
+        count, heads, size = q.shape
+        num_slots, kv_heads, key_size = keys.shape
+        if (
+            count != rows.count
+            or size == 0
+            or size % _HEAD_STEP
+            or key_size != size
+            or kv_heads == 0
+            or heads % kv_heads
+            or q.stride()[1:] != (size, 1)
+        ):
+            return None
+        out = torch.empty(count, heads * size, dtype=torch.float32, device=_CPU)
+        table = rows.table
         failed = self._attend(
             q.data_ptr(),
             q.stride(0),
             keys.data_ptr(),
             values.data_ptr(),
-            rows.table.data_ptr(),
-            rows.table.shape[1],
+            num_slots,
+            table.data_ptr(),
+            table.shape[0],
+            table.shape[1],
             rows.req_indices.data_ptr(),
             rows.starts.data_ptr(),
             rows.first_rows.data_ptr(),
             len(rows.starts),
+            count,
             rows.offset,
             window or 0,
             None if mask is None else mask.data_ptr(),
             0 if mask is None or len(mask) == 1 else mask.stride(0),
-            0 if mask is None else mask.stride(1),
+            0 if mask is None else mask.shape[1],
             0 if mask is None else mask.shape[2],
             heads,
-            keys.shape[1],
+            kv_heads,
             size,
             scale,
             out.data_ptr(),
         )
-        if failed:
+        if failed == _NO_MEMORY:
             raise MemoryError("no memory for the scores of an attention")
+        if failed:
+            raise IndexError(
+                "req_indices, the table's slots or the rows of a pass: one stands outside of "
+                f"{len(table)} rows of the table, {num_slots} slots or {count} rows of queries"
+            )
         return out
 
-    def norms(self, x: Tensor, weight: Tensor) -> bool:
-        """Return whether ``rms_norm`` knows these rows and this weight."""
-        return (
-            x.dtype == weight.dtype == torch.float32
-            and x.dim() == 2
-            and x.stride(1) == 1
-            and x.shape[1] == len(weight)
-        )
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """Compute ``x / sqrt(mean(x * x) + eps) * weight``, [R, size] to [R, size].
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Compute ``x / sqrt(mean(x * x) + eps) * weight``, [R, size] to [R, size]; the weight is
-        contiguous."""
+        Returns:
+            None if the kernel is not made for these: not float32 on the CPU, other axes or sizes.
+        """
+        if not (
+            _is_floats(x)
+            and _is_whole(weight)
+            and x.dim() == 2
+            and weight.shape == x.shape[1:]
+            and x.stride(1) == 1
+        ):
+            return None
         rows, size = x.shape
-        out = x.new_empty(rows, size)
+        out = torch.empty(rows, size, dtype=torch.float32, device=_CPU)
         self._norm(
             x.data_ptr(), x.stride(0), weight.data_ptr(), eps, rows, size, out.data_ptr(), size
         )
@@ -167,7 +225,7 @@ class CPUKernels:
         slots: Tensor,
         keys: Tensor,
         values: Tensor,
-    ) -> None:
+    ) -> bool:
         """Norm the heads of queries and keys if there is a norm, turn them, both in place, and
         write keys and values to their slots.
 
@@ -177,11 +235,34 @@ class CPUKernels:
             norm: weight [H + Hkv, D] and eps [H + Hkv, 1]; None: there is none.
             slots: [R] int64.
             keys, values: of the layer, [slots, Hkv, D].
+
+        Returns:
+            Whether the kernel is made for these; if not, nothing was done.
+
+        Raises:
+            IndexError: a slot stands outside of keys and values; nothing was written.
         """
+        whole = (
+            (qkv, cos, sin, keys, values) if norm is None else (qkv, cos, sin, keys, values, *norm)
+        )
+        if not all(map(_is_whole, whole)) or not _is_whole(slots, torch.int64):
+            return False
+        if not qkv.dim() == keys.dim() == 3:
+            return False
         rows, heads, size = qkv.shape
-        kv_heads = keys.shape[1]
+        num_slots, kv_heads, _ = keys.shape
+        turned = heads - kv_heads
+        if not (
+            turned >= kv_heads
+            and size % 2 == 0
+            and cos.shape == sin.shape == (rows, 1, size)
+            and slots.shape == (rows,)
+            and keys.shape == values.shape == (num_slots, kv_heads, size)
+            and (norm is None or (norm[0].shape, norm[1].shape) == ((turned, size), (turned, 1)))
+        ):
+            return False
         weight, eps = (None, None) if norm is None else (norm[0].data_ptr(), norm[1].data_ptr())
-        self._rotate(
+        failed = self._rotate(
             qkv.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
@@ -189,17 +270,27 @@ class CPUKernels:
             eps,
             slots.data_ptr(),
             rows,
-            heads - 2 * kv_heads,
+            turned - kv_heads,
             kv_heads,
             size,
             keys.data_ptr(),
             values.data_ptr(),
+            num_slots,
         )
+        if failed:
+            raise IndexError(f"slots of a pass: one stands outside of the {num_slots} of the cache")
+        return True
 
-    def silu_and_mul(self, both: Tensor) -> Tensor:
-        """Compute ``silu(gate) * up`` of rows that hold both, [R, 2 * size] to [R, size]."""
+    def silu_and_mul(self, both: Tensor) -> Tensor | None:
+        """Compute ``silu(gate) * up`` of rows that hold both, [R, 2 * size] to [R, size].
+
+        Returns:
+            None if the kernel is not made for these: not float32 on the CPU, other axes.
+        """
+        if not _is_whole(both) or both.dim() != 2 or both.shape[1] % 2:
+            return None
         rows, size = both.shape[0], both.shape[1] // 2
-        out = both.new_empty(rows, size)
+        out = torch.empty(rows, size, dtype=torch.float32, device=_CPU)
         self._silu(both.data_ptr(), rows, size, out.data_ptr())
         return out
 
@@ -260,18 +351,19 @@ def _is_right(kernels: CPUKernels) -> bool:
     own = F.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], is_causal=True)
     gated = kernels.silu_and_mul(q.flatten(1))
     weight, eps = torch.rand(4, size, generator=generator), torch.full((4, 1), 1e-5)
-    normed = torch.stack([kernels.rms_norm(qkv[:, h], weight[h], 1e-5) for h in range(4)], 1)
+    normed = kernels.rms_norm(qkv[:, 0], weight[0], 1e-5)
     cos, sin = torch.rand(2, length, 1, size, generator=generator)
     own_normed = F.rms_norm(qkv[:, :4], (size,), eps=1e-5) * weight
     turned = own_normed * cos + own_normed.roll(size // 2, -1) * sin
     new_keys, new_values = torch.empty(2, length, 2, size)
-    kernels.rotate_and_write(qkv, cos, sin, (weight, eps), slots, new_keys, new_values)
+    if not kernels.rotate_and_write(qkv, cos, sin, (weight, eps), slots, new_keys, new_values):
+        return False
     pairs = (
         (found, own.transpose(0, 1).flatten(1)),
         (gated, F.silu(q[:, 0]) * q[:, 1]),
-        (normed, own_normed),
+        (normed, own_normed[:, 0]),
         (qkv[:, :4], turned),
         (new_keys, turned[:, 2:]),
         (new_values, values),
     )
-    return all(bool((a - b).abs().max() < 1e-4) for a, b in pairs)
+    return all(a is not None and bool((a - b).abs().max() < 1e-4) for a, b in pairs)

@@ -12,13 +12,14 @@ import sys
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "paged_attention": [
-        _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT,
-        _INT, _INT, _POINTER, _INT, _INT, _INT, _INT, _INT, _INT, _FLOAT, _POINTER,
+        _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER,
+        _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT, _INT, _INT, _INT, _INT, _INT, _FLOAT,
+        _POINTER,
     ],
     "rms_norm": [_POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER, _INT],
     "rotate_and_write": [
         _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT,
-        _POINTER, _POINTER,
+        _POINTER, _POINTER, _INT,
     ],
     "silu_and_mul": [_POINTER, _INT, _INT, _POINTER],
 }  # fmt: skip
@@ -51,13 +52,14 @@ def _try_all(library: ctypes.CDLL) -> None:
     keys, values, out = (floats(length * width) for _ in range(3))
     slots = ints(*range(length))
     library.paged_attention(
-        *(floats(length * width), width, keys, values, slots, length, ints(0), ints(0)),
-        *(ints(0, length), 1, 0, 0, None, 0, 0, 0, heads, heads, size, 0.1, out),
+        *(floats(length * width), width, keys, values, length, slots, 1, length, ints(0), ints(0)),
+        *(ints(0, length), 1, length, 0, 0, None, 0, 0, 0, heads, heads, size, 0.1, out),
     )
     library.rms_norm(keys, width, floats(width), 1e-5, length, width, out, width)
     library.rotate_and_write(
         *(floats(length * 3 * width), floats(length * size), floats(length * size)),
         *(floats(2 * width), floats(2 * heads), slots, length, heads, heads, size, keys, values),
+        length,
     )
     library.silu_and_mul(floats(length * width), length, width // 2, out)
 

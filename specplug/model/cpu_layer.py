@@ -93,8 +93,10 @@ class CPULayer(FusedLayer):
     def run(self, target_pass: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[R, H] -> [R, H], with cos and sin [1, R, D]."""
         cos, sin = self.turns(cos, sin)
-        if self.kernels is not None:
-            return self._run_kernels(self.kernels, target_pass, hidden, cos, sin)
+        if self.kernels is not None and self.gate_up is not None:
+            out = self._run_kernels(self.kernels, self.gate_up, target_pass, hidden, cos, sin)
+            if out is not None:
+                return out
         x = rms_norm(hidden, *self.input_norm)
         qkv = x.mm(self.qkv) if self.qkv_bias is None else self.qkv_bias.addmm(x, self.qkv)
         qkv = qkv.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
@@ -116,21 +118,31 @@ class CPULayer(FusedLayer):
         return torch.addmm(hidden, inner, self.down)
 
     def _run_kernels(
-        self, kernels: CPUKernels, target_pass: TargetPass, hidden: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        """Run the layer with all but its products by kernels, with cos and sin [R, 1, D]."""
+        self,
+        kernels: CPUKernels,
+        gate_up: Tensor,
+        target_pass: TargetPass,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor | None:
+        """Run the layer with all but its products by kernels, with cos and sin [R, 1, D]; None if
+        they are not made for these tensors."""
         eps, mlp_eps = self.eps
         x = kernels.rms_norm(hidden, self.input_norm[0], eps)
+        if x is None:
+            return None
         qkv = x.mm(self.qkv) if self.qkv_bias is None else self.qkv_bias.addmm(x, self.qkv)
         qkv = qkv.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         plan, cache = target_pass.plan, target_pass.cache
         keys, values = cache.keys[self.layer], cache.values[self.layer]
-        kernels.rotate_and_write(qkv, cos, sin, self.head_norm, plan.slots, keys, values)
+        if not kernels.rotate_and_write(qkv, cos, sin, self.head_norm, plan.slots, keys, values):
+            return None
         mixed = plan.attend_written(cache, self.layer, qkv[:, : self.heads], *self.how)
         hidden = torch.addmm(hidden, mixed, self.o)
         x = kernels.rms_norm(hidden, self.mlp_norm[0], mlp_eps)
-        assert self.gate_up is not None
-        return torch.addmm(hidden, kernels.silu_and_mul(x.mm(self.gate_up)), self.down)
+        gated = None if x is None else kernels.silu_and_mul(x.mm(gate_up))
+        return None if gated is None else torch.addmm(hidden, gated, self.down)
 
     def close(self) -> None:
         """Free the weights."""

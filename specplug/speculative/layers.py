@@ -78,8 +78,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, size] -> […, size]."""
-        if self._kernels is not None and self._kernels.norms(x, self.weight):
-            return self._kernels.rms_norm(x, self.weight, self.eps)
+        if self._kernels is not None:
+            normed = self._kernels.rms_norm(x, self.weight, self.eps)
+            if normed is not None:
+                return normed
         if has_kernels(x):
             from specplug.kernels import rms_norm as kernels
 
@@ -237,8 +239,9 @@ class GatedMLP(nn.Module):
             return gated_linear(x.contiguous(), self.gate_proj.weight, self.up_proj.weight)
         if self._packed is not None:
             both = F.linear(x, *self._packed)
-            if self._kernels is not None and both.dim() == 2:
-                return self._kernels.silu_and_mul(both)
+            gated = None if self._kernels is None else self._kernels.silu_and_mul(both)
+            if gated is not None:
+                return gated
             gate, up = both.chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)

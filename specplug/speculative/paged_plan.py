@@ -64,7 +64,6 @@ class RequestSlots:
         kernels: attends on a GPU; None: torch does.
         cpu_kernels: attend on the CPU in float32; None: torch does.
         page_size: consecutive positions from a multiple of it on have consecutive slots.
-        num_slots: of the pool, the padding page's included; 0: nobody asks.
     """
 
     slots: Tensor
@@ -74,7 +73,6 @@ class RequestSlots:
     kernels: PagedAttention | None = None
     cpu_kernels: CPUKernels | None = None
     page_size: int = 1
-    num_slots: int = 0
 
 
 @attrs.define(eq=False, kw_only=True, slots=False)
@@ -247,10 +245,10 @@ class PagedPlan:
     def _cpu_rows(self) -> CPURows:
         """What the CPU's kernels read."""
         if self.padding is None:
-            first_rows = torch.arange(0, (self.bs + 1) * self.width, self.width)
+            first_rows = torch.arange(self.bs + 1, device="cpu") * self.width
             count = self.bs * self.width
         else:
-            first_rows = torch.tensor([0, *accumulate(self.padding.widths)])
+            first_rows = torch.tensor([0, *accumulate(self.padding.widths)], device="cpu")
             count = sum(self.padding.widths)
         return CPURows(
             table=self.requests.slots,
@@ -260,7 +258,6 @@ class PagedPlan:
             count=count,
             offset=self.offset,
             mask=None if self.mask is None else self.mask.contiguous(),
-            num_slots=self.requests.num_slots,
         )
 
     def attend(
@@ -302,10 +299,10 @@ class PagedPlan:
             return kernels(
                 q, keys, values, self.rows, scale, window=window, softcap=softcap, sinks=sinks
             )
-        if on_cpu is not None and on_cpu.serves(
-            q, keys, values, self._cpu_rows, window, softcap, sinks
-        ):
-            return on_cpu.attend(q, keys, values, self._cpu_rows, scale, window)
+        if on_cpu is not None:
+            out = on_cpu.attend(q, keys, values, self._cpu_rows, scale, window, softcap, sinks)
+            if out is not None:
+                return out
         grouped = self._grouped(keys.shape[1] * keys.shape[2], keys.element_size())
         if grouped is not None:
             return grouped.attend(q, keys, values, self.visible, window, scale, softcap, sinks)

@@ -350,12 +350,12 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     (
         "propose",
         lambda runtime, batch, roots: runtime.plan_attention(batch, roots.repeat(2), 1),
-        ": plan_attention: starts [2] of torch.int64 on cpu; expected [1] of torch.int64, for 1 ",
+        ": plan_attention: starts [2] of torch.int64 on cpu; expected [1] of torch.int64 on cpu",
     ),
     (
         "propose",
         lambda runtime, batch, roots: runtime.plan_attention(batch, roots.int(), 1),
-        ": plan_attention: starts [1] of torch.int32 on cpu; expected [1] of torch.int64, for 1 ",
+        ": plan_attention: starts [1] of torch.int32 on cpu; expected [1] of torch.int64 on cpu",
     ),
     (
         "propose",

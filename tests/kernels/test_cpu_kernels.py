@@ -4,6 +4,10 @@ where they cannot be had."""
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import attrs
 import pytest
@@ -76,9 +80,7 @@ def test_attention_is_torchs(
     cpu_kernels: CPUKernels, shape: tuple[int, int, int], window: int | None
 ) -> None:
     batch = Batch([0, 15, 16, 50, 3], [1, 1, 3, 5, 40], *shape)
-    rows = batch.rows()
-    assert cpu_kernels.serves(batch.q, batch.keys, batch.values, rows, window, None, None)
-    found = cpu_kernels.attend(batch.q, batch.keys, batch.values, rows, 0.2, window)
+    found = cpu_kernels.attend(batch.q, batch.keys, batch.values, batch.rows(), 0.2, window)
     expected = batch.expected(window).float()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
@@ -95,6 +97,7 @@ def test_attention_of_trees_is_torchs(cpu_kernels: CPUKernels) -> None:
 def test_bits_of_a_row_are_its_own(cpu_kernels: CPUKernels) -> None:
     batch = Batch([5, 0, 40, 17], [6, 33, 1, 6], 4, 2, 32)
     together = cpu_kernels.attend(batch.q, batch.keys, batch.values, batch.rows(), 0.2)
+    assert together is not None
     chains = torch.ones(1, 6, 6, dtype=torch.bool).tril()
     row = 0
     for b, (start, width) in enumerate(zip(batch.starts, batch.widths, strict=True)):
@@ -109,6 +112,7 @@ def test_bits_of_a_row_are_its_own(cpu_kernels: CPUKernels) -> None:
                 mask=chains,
             )
             found = cpu_kernels.attend(q, batch.keys, batch.values, tree, 0.2)
+            assert found is not None
             assert torch.equal(found, together[row : row + width])
         for i in range(width):
             alone = CPURows(
@@ -120,6 +124,7 @@ def test_bits_of_a_row_are_its_own(cpu_kernels: CPUKernels) -> None:
                 offset=i,
             )
             found = cpu_kernels.attend(q[i : i + 1], batch.keys, batch.values, alone, 0.2)
+            assert found is not None
             assert torch.equal(found[0], together[row + i])
         row += width
 
@@ -127,19 +132,60 @@ def test_bits_of_a_row_are_its_own(cpu_kernels: CPUKernels) -> None:
 def test_what_attention_does_not_know_is_torchs(cpu_kernels: CPUKernels) -> None:
     batch = Batch([3], [2], 4, 2, 32)
     q, keys, values, rows = batch.q, batch.keys, batch.values, batch.rows()
-    assert cpu_kernels.serves(q, keys, values, rows, None, None, None)
-    assert not cpu_kernels.serves(q, keys, values, rows, None, 5.0, None)
-    assert not cpu_kernels.serves(q, keys, values, rows, None, None, torch.zeros(4))
-    assert not cpu_kernels.serves(q.double(), keys, values, rows, None, None, None)
-    assert not cpu_kernels.serves(q[:1], keys, values, rows, None, None, None)
-    assert not cpu_kernels.serves(q, keys.double(), values, rows, None, None, None)
-    assert not cpu_kernels.serves(q, keys[:, :, ::2], values, rows, None, None, None)
-    assert not cpu_kernels.serves(q, keys.transpose(1, 2), values, rows, None, None, None)
+    attend = partial(cpu_kernels.attend, scale=0.2)
+    assert attend(q, keys, values, rows) is not None
+    assert attend(q, keys, values, rows, softcap=5.0) is None
+    assert attend(q, keys, values, rows, sinks=torch.zeros(4)) is None
+    for other in (
+        q.double(),
+        q[:1],
+        q.to("meta"),
+        q[..., :31],
+        q[..., ::2],
+        q[:, 0],
+        q.to_sparse(),
+    ):
+        assert attend(other, keys, values, rows) is None
+    for other in (keys.double(), keys[:, :, ::2], keys.transpose(1, 2), keys[:, 0], keys[1:]):
+        assert attend(q, other, values, rows) is None
+    assert attend(q, keys.to("meta"), values.to("meta"), rows) is None
+    assert attend(q, keys[..., :0], values[..., :0], rows) is None
     tree = batch.rows(torch.ones(1, 2, 2, dtype=torch.bool))
-    assert not cpu_kernels.serves(q, keys, values, tree, 4, None, None)
-    rows = attrs.evolve(rows, num_slots=len(keys))
-    assert cpu_kernels.serves(q, keys, values, rows, None, None, None)
-    assert not cpu_kernels.serves(q, keys[1:], values[1:], rows, None, None, None)
+    assert attend(q, keys, values, tree, window=4) is None
+
+
+def test_indices_in_no_memory_are_torchs(cpu_kernels: CPUKernels) -> None:
+    batch = Batch([3], [2], 4, 2, 32)
+    attend = partial(cpu_kernels.attend, batch.q, batch.keys, batch.values, scale=0.2)
+    for name in ("table", "req_indices", "starts", "first_rows"):
+        rows = batch.rows()
+        own = getattr(rows, name)
+        for other in (own.to("meta"), own.int(), own.unsqueeze(0), own.to_sparse()):
+            assert attend(rows=attrs.evolve(rows, **{name: other})) is None
+    mask = torch.ones(1, 2, 2, dtype=torch.bool)
+    for other in (mask.to("meta"), mask.int(), mask[0], mask.expand(2, 2, 2)):
+        assert attend(rows=batch.rows(other)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("table", -1), ("table", 1 << 40), ("req_indices", 2), ("req_indices", -1), ("first_rows", 1)],
+)
+def test_attention_by_an_index_outside_is_refused(
+    cpu_kernels: CPUKernels, name: str, value: int
+) -> None:
+    batch = Batch([3], [2], 4, 2, 32)
+    rows = batch.rows()
+    getattr(rows, name).view(-1)[-1 if name != "table" else CONTEXT + 2] = value
+    with pytest.raises(IndexError, match="outside"):
+        cpu_kernels.attend(batch.q, batch.keys, batch.values, rows, 0.2)
+
+
+def test_attention_by_a_mask_of_fewer_rows_is_refused(cpu_kernels: CPUKernels) -> None:
+    batch = Batch([3], [2], 4, 2, 32)
+    rows = batch.rows(torch.ones(1, 1, 2, dtype=torch.bool))
+    with pytest.raises(IndexError, match="outside"):
+        cpu_kernels.attend(batch.q, batch.keys, batch.values, rows, 0.2)
 
 
 @pytest.mark.parametrize("start", [15, 1 << 40, -(1 << 40)])
@@ -149,6 +195,7 @@ def test_rows_past_the_table_write_nothing_there(cpu_kernels: CPUKernels, start:
     rows = attrs.evolve(batch.rows(), table=batch.table[:, :17].contiguous())
     rows.starts.fill_(start)
     found = cpu_kernels.attend(batch.q, batch.keys, batch.values, rows, 0.2, window=6)
+    assert found is not None
     assert found.isfinite().all()
 
 
@@ -158,6 +205,8 @@ def test_norm_is_torchs(cpu_kernels: CPUKernels, size: int) -> None:
     expected = rms_norm(x, weight, torch.tensor(1e-5))
     found = cpu_kernels.rms_norm(x, weight, 1e-5)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for other in (x.double(), x.to("meta"), x[:, 1:], x[0], x.t()):
+        assert cpu_kernels.rms_norm(other, weight, 1e-5) is None
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -169,7 +218,19 @@ def test_rotated_rows_are_torchs(cpu_kernels: CPUKernels, normed: bool) -> None:
     turned = turned * cos + turned.roll(size // 2, -1) * sin
     slots, v = torch.tensor([7, 2, 5]), qkv[:, 6:].clone()
     keys, values = torch.zeros(2, 9, kv_heads, size)
-    cpu_kernels.rotate_and_write(qkv, cos, sin, norm, slots, keys, values)
+    before = qkv.clone()
+    args = {"qkv": qkv, "cos": cos, "sin": sin, "slots": slots, "keys": keys, "values": values}
+    for name, own in args.items():
+        for other in (own.to("meta"), own[1:], own.half()):
+            assert not cpu_kernels.rotate_and_write(**{**args, name: other}, norm=norm)
+    for outside in (9, -1):
+        args["slots"] = torch.tensor([7, 2, outside])
+        with pytest.raises(IndexError, match="outside"):
+            cpu_kernels.rotate_and_write(**args, norm=norm)
+    assert torch.equal(qkv, before)
+    assert not keys.any()
+    assert not values.any()
+    assert cpu_kernels.rotate_and_write(qkv, cos, sin, norm, slots, keys, values)
     torch.testing.assert_close(qkv[:, :heads], turned[:, :heads])
     torch.testing.assert_close(keys[slots], turned[:, heads:])
     assert torch.equal(values[slots], v)
@@ -182,6 +243,63 @@ def test_gate_is_torchs(cpu_kernels: CPUKernels, size: int) -> None:
     both[0, :4] = torch.tensor([-200.0, -88.0, 0.0, 200.0])
     expected = F.silu(both[:, :size]) * both[:, size:]
     torch.testing.assert_close(cpu_kernels.silu_and_mul(both), expected, rtol=1e-5, atol=1e-6)
+    for other in (both.double(), both.to("meta"), both[:, 1:], both[0]):
+        assert cpu_kernels.silu_and_mul(other) is None
+
+
+STRANGE = """
+import sys, torch
+from specplug import AlgorithmInfo, Draft, DraftInput, LLM, SamplingParams, hookimpl
+
+class Strange:
+    def __init__(self, how): self.how, self.seen = how, 0
+    @hookimpl
+    def describe(self): return AlgorithmInfo(name="STRANGE", summary="s", api_version=1)
+    @hookimpl
+    def create_worker(self, runtime):
+        self.cache = runtime.allocate_kv(1, 1, 16)
+        return self
+    @hookimpl
+    def build_draft_input(self, runtime, batch, target_output):
+        rows = len(target_output.next_tokens)
+        q, k, v = torch.zeros(3, rows, 1, 16, device="cpu")
+        starts = batch.seq_lens
+        plan = batch.attention
+        if not batch.is_prefill:
+            if self.how == "starts":
+                starts = starts.to("meta")
+            plan = runtime.plan_attention(batch, starts, rows // batch.size)
+        if not batch.is_warm_up:
+            self.seen += 1
+            if self.how == "queries":
+                q = q.to("meta")
+            if self.how == "default" and not batch.is_prefill:
+                torch.set_default_device("meta")
+        plan.attend(self.cache, 0, q, k, v)
+        return DraftInput(bonus_tokens=target_output.bonus_tokens)
+    @hookimpl
+    def propose(self, draft_input):
+        return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
+
+strange = Strange(sys.argv[2])
+try:
+    with LLM(sys.argv[1], device="cpu", speculative_algorithm=strange) as llm:
+        assert llm.effective_config["cpu_kernels"] == "on"
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+except Exception as error:
+    print(type(error).__name__, error)
+assert strange.seen or strange.how == "starts"
+"""
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("how", ["queries", "starts", "default"])
+def test_strange_tensors_of_a_plugin_end_no_process(how: str, tiny_model: Path) -> None:
+    command = [sys.executable, "-c", STRANGE, str(tiny_model), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    if how == "starts":
+        assert "plan_attention: starts" in ended.stdout
 
 
 def test_run_without_kernels_says_why() -> None:

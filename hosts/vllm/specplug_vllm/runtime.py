@@ -244,7 +244,6 @@ class VllmRuntime:
         self._table = table = SlotTable(
             self.req_table_size, self.context_len, lookahead, block_size, self.device
         )
-        slots = [len(keys) for cache in self._caches for keys in cache.keys]
         self._slots = RequestSlots(
             slots=table.slots,
             last_position=self.context_len - 1,
@@ -252,7 +251,6 @@ class VllmRuntime:
             kernels=self._attention,
             cpu_kernels=self._cpu_kernels,
             page_size=block_size,
-            num_slots=min(slots, default=0),
         )
 
     def note_longest(self, tokens: int) -> None:
