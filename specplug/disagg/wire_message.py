@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import attrs
@@ -16,6 +17,10 @@ from specplug.speculative.output_kind import DTYPES
 
 MAGIC = b"specplug/1"
 """First frame of every message. Each version of the protocol has its own."""
+
+MOST_FRAME_BYTES = 4 << 20
+"""The size of the largest frame. What is longer takes several, so that a connection can refuse
+every larger one."""
 
 _GREATEST = 1 << 32
 """The greatest size of an axis. An empty tensor's other sizes are not bounded by its bytes."""
@@ -53,7 +58,11 @@ class WireMessage:
 
 
 def encode(message: WireMessage) -> list[bytes | memoryview]:
-    """Return the frames of a message: magic, header, then each tensor's bytes, not copied."""
+    """Return the frames of a message: magic, header, then each tensor's bytes, not copied.
+
+    The header and each tensor take as many frames as they need. The last frame of a header, and no
+    other of it, is shorter than ``MOST_FRAME_BYTES``.
+    """
     tensors = {name: tensor.contiguous() for name, tensor in message.tensors.items()}
     header = {
         "kind": message.kind,
@@ -63,7 +72,13 @@ def encode(message: WireMessage) -> list[bytes | memoryview]:
             for name, tensor in tensors.items()
         ],
     }
-    return [MAGIC, json.dumps(header).encode(), *map(_as_bytes, tensors.values())]
+    told = json.dumps(header).encode()
+    frames: list[bytes | memoryview] = [MAGIC, *_cut(told)]
+    if len(told) % MOST_FRAME_BYTES == 0:
+        frames.append(b"")
+    for tensor in tensors.values():
+        frames += _cut(_as_bytes(tensor))
+    return frames
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> WireMessage:
@@ -75,35 +90,56 @@ def decode(frames: Sequence[bytes | memoryview]) -> WireMessage:
     if not frames or bytes(frames[0]) != MAGIC:
         first = bytes(frames[0][:20]) if frames else b""
         raise WireError(f"a message begins with {first!r}; expected {MAGIC!r}")
+    rest = iter(frames[1:])
     try:
-        header = json.loads(bytes(frames[1]))
+        header = json.loads(b"".join(_header_frames(rest)))
         kind, fields, forms = header["kind"], header["fields"], header["tensors"]
         named = [(str(name), _DTYPES[dtype], _shape(shape)) for name, dtype, shape in forms]
-    except (IndexError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise WireError(f"a message's header cannot be read: {error!r}") from error
     if not isinstance(kind, str) or not isinstance(fields, dict):
         raise WireError(f"a message's header has kind {kind!r:.40} and no fields")
-    if len(frames) != len(named) + 2:
+    found, sizes = list(rest), [math.prod(shape) * dtype.itemsize for _, dtype, shape in named]
+    counts = [_num_frames(size) for size in sizes]
+    if len(found) != sum(counts):
         raise WireError(
-            f"a {kind!r} message has {len(frames) - 2} tensors; its header says {len(named)}",
+            f"a {kind!r} message has {len(found)} frames of tensors; its header says {sum(counts)}",
             fields,
         )
     tensors = {}
-    for (name, dtype, shape), frame in zip(named, frames[2:], strict=True):
-        size = math.prod(shape) * dtype.itemsize
-        if len(frame) != size:
+    parts = iter(found)
+    for (name, dtype, shape), size, count in zip(named, sizes, counts, strict=True):
+        data = bytearray().join(islice(parts, count))
+        if len(data) != size:
             raise WireError(
-                f"tensor {name!r} of a {kind!r} message has {len(frame)} bytes; its header says "
+                f"tensor {name!r} of a {kind!r} message has {len(data)} bytes; its header says "
                 f"{size}: it was cut short, or is not what it says",
                 fields,
             )
-        data = bytearray(frame)
         flat = torch.frombuffer(data, dtype=dtype) if size else torch.empty(0, dtype=dtype)
         try:
             tensors[name] = flat.view(shape)
         except RuntimeError as error:  # an empty one whose strides are too large
             raise WireError(f"tensor {name!r} has the shape {shape}: {error}", fields) from error
     return WireMessage(kind, fields, tensors)
+
+
+def _num_frames(size: int) -> int:
+    return max(1, -(-size // MOST_FRAME_BYTES))
+
+
+def _cut(data: bytes | memoryview) -> Iterator[bytes | memoryview]:
+    """Yield the frames of some bytes; one, if there are none."""
+    for number in range(_num_frames(len(data))):
+        yield data[number * MOST_FRAME_BYTES : (number + 1) * MOST_FRAME_BYTES]
+
+
+def _header_frames(frames: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """Yield frames up to the first that is shorter than ``MOST_FRAME_BYTES``."""
+    for frame in frames:
+        yield frame
+        if len(frame) < MOST_FRAME_BYTES:
+            return
 
 
 def _as_bytes(tensor: Tensor) -> memoryview | bytes:

@@ -20,11 +20,16 @@ from zmq.utils.monitor import recv_monitor_message
 
 from specplug.disagg.backoff import Backoff
 from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost
-from specplug.disagg.wire_message import WireError, WireMessage, decode, encode
+from specplug.disagg.wire_message import (
+    MOST_FRAME_BYTES,
+    WireError,
+    WireMessage,
+    decode,
+    encode,
+)
 from specplug.errors import InstanceError, UsageError, shown
 
 _BEAT = b"beat"
-_LARGEST = 2 << 30
 _LINGER = 500
 _OVER = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 """Events of a monitor: a connection has ended, or could not be made."""
@@ -279,7 +284,7 @@ def _socket(kind: int) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.LINGER, _LINGER)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
+    socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     return socket
 

@@ -6,11 +6,13 @@ import json
 import pickle
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specplug.disagg import wire_message
 from specplug.disagg.wire_message import _DTYPES, MAGIC, WireError, WireMessage, decode, encode
 
 JSON = st.recursive(
@@ -65,6 +67,25 @@ def test_a_message_comes_out_as_it_went_in(message: WireMessage) -> None:
         assert torch.equal(other, tensor)
 
 
+@pytest.mark.parametrize("most", [1, 7, 24, 48, 100])
+def test_what_is_longer_than_a_frame_takes_several(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_message, "MOST_FRAME_BYTES", most)
+    for length in range(most + 1):  # a header of whole frames among them
+        message = attrs.evolve(SOUND, fields={"job": "x" * length})
+        told, *frames = as_sent(message)
+        assert told == MAGIC
+        assert max(map(len, frames)) <= most
+        arrived = decode([told, *frames])
+        assert arrived.fields == message.fields
+        for name, tensor in message.tensors.items():
+            assert torch.equal(arrived.tensors[name], tensor)
+        for number in range(len(frames)):
+            with pytest.raises(WireError):
+                decode([told, *frames[:number]])
+
+
 def test_what_arrives_can_be_written_to() -> None:
     arrived = decode(as_sent(SOUND))
     arrived.tensors["cache0"].zero_()
@@ -86,7 +107,7 @@ def test_a_message_cut_anywhere_is_refused() -> None:
         for size in range(len(frames[number])):
             with pytest.raises(WireError):
                 decode([*frames[:number], frames[number][:size], *frames[number + 1 :]])
-    with pytest.raises(WireError, match=r"has 3 tensors; its header says 2"):
+    with pytest.raises(WireError, match=r"has 3 frames of tensors; its header says 2"):
         decode([*frames, b""])
 
 
