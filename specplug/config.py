@@ -57,6 +57,10 @@ def _names(value: Any) -> Any:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 
+def _stripped(value: Any) -> Any:
+    return value.strip() if isinstance(value, str) else value
+
+
 @attrs.frozen(kw_only=True)
 class EngineConfig:
     """The settings of a run. ``LLM`` takes one, or its fields as keyword arguments.
@@ -286,6 +290,18 @@ class EngineConfig:
         unset="port 30100 of this machine",
         metavar="tcp://HOST:PORT",
     )
+    disaggregation_key: str | None = setting(
+        None,
+        Text(expected="a text that is not empty", most=4096, from_file=True, secret=True),
+        "A secret that the two sides share. A prefill instance without it is refused before its "
+        "first message. Spaces and line ends around it do not count.",
+        group="Disaggregation",
+        unset="anybody may connect",
+        option_help="A secret that the two sides share. @FILE is the text in a file, which does "
+        "not stand in the list of processes.",
+        metavar="@FILE",
+        converter=_stripped,
+    )
     disaggregation_timeout: float = setting(
         30.0,
         Seconds(),
@@ -364,6 +380,11 @@ class EngineConfig:
                 f"disaggregation_address={shown(address)} without disaggregation: expected one of "
                 f"{', '.join(DISAGGREGATION_MODES)} with it"
             )
+        if mode is None and self.disaggregation_key is not None:
+            raise UsageError(
+                "disaggregation_key without disaggregation: expected one of "
+                f"{', '.join(DISAGGREGATION_MODES)} with it"
+            )
         if mode == "both" and self.enable_dp_attention and self.dp_size != 1:
             raise UsageError(
                 "disaggregation='both' with enable_dp_attention: the two sides of a process take "
@@ -427,8 +448,10 @@ def one_way(function: Callable[_P, None]) -> Callable[_P, None]:
         model = settings.get("model", args[1] if len(args) > 1 else None)
         more = [name for name in settings if name != "model"]
         if isinstance(model, EngineConfig) and more:
+            about = settings_of(EngineConfig).get(more[0])
+            value = "…" if about and about.is_secret else shown(settings[more[0]])
             raise UsageError(
-                f"an EngineConfig and {more[0]}={shown(settings[more[0]])} are given: expected the "
+                f"an EngineConfig and {more[0]}={value} are given: expected the "
                 f"one or the others; attrs.evolve(config, {more[0]}=…) makes a changed one"
             )
         function(*args, **settings)

@@ -123,6 +123,7 @@ class LLM:
         skip_model_check: bool = False,
         disaggregation: str | None = None,
         disaggregation_address: str | None = None,
+        disaggregation_key: str | None = None,
         disaggregation_timeout: float = 30.0,
         num_threads: int | None = None,
         dp_rank: int = 0,

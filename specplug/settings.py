@@ -143,18 +143,25 @@ class Text:
         expected: what messages ask for.
         from_file: on the command line ``@FILE`` is the text in a file.
         most: characters; None: any number.
+        secret: no message, ``repr`` or ``effective_config`` shows it.
     """
 
     expected: str
     from_file: bool = False
     most: int | None = None
+    secret: bool = False
 
     def __call__(self, name: str, value: Any) -> None:
         """Refuse what is no text, or too long."""
         if not (isinstance(value, str) and value):
-            _refuse(name, value, self.expected)
+            self._refuse(name, value, self.expected)
         if self.most is not None and len(value) > self.most:
-            _refuse(name, value, f"{self.expected}, of at most {self.most} characters")
+            self._refuse(name, value, f"{self.expected}, of at most {self.most} characters")
+
+    def _refuse(self, name: str, value: Any, expected: str) -> None:
+        if self.secret:
+            raise UsageError(f"{name} is no such value: expected {expected}")
+        _refuse(name, value, expected)
 
 
 @attrs.frozen(kw_only=True)
@@ -221,6 +228,11 @@ class Setting:
     served: bool = False
     agree: tuple[str, ...] = ()
 
+    @property
+    def is_secret(self) -> bool:
+        """Whether its value is never shown."""
+        return isinstance(self.check, Text) and self.check.secret
+
 
 def setting(
     default: Any,
@@ -251,6 +263,7 @@ def setting(
         converter=converter,
         validator=_validate,
         hash=hash,
+        repr=not about.is_secret,
         metadata={_KEY: about},
     )
 

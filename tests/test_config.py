@@ -163,6 +163,25 @@ def test_messages_hold_no_more_than_a_bit_of_a_value(setting: dict[str, Any]) ->
     assert len(str(told.value)) < 300
 
 
+@pytest.mark.parametrize("key", ["", " ", "secret" * 1000, b"secret", ["secret"]])
+def test_a_key_that_is_refused_is_not_shown(key: Any) -> None:
+    message = "^disaggregation_key is no such value: expected a text"
+    with pytest.raises(UsageError, match=message) as told:
+        EngineConfig(disaggregation="decode", disaggregation_key=key)
+    assert "secret" not in str(told.value)
+
+
+def test_a_key_is_not_shown_and_goes_to_other_processes() -> None:
+    config = EngineConfig(disaggregation="decode", disaggregation_key=" secret\n")
+    assert "secret" not in repr(config)
+    assert EngineConfig.from_json(config.as_json()).disaggregation_key == "secret"
+    assert config.of_partner("tcp://127.0.0.1:9").disaggregation_key == "secret"
+    with pytest.raises(UsageError, match="an EngineConfig and disaggregation_key=… are given"):
+        LLM(config, disaggregation_key="secret")
+    with pytest.raises(UsageError, match="disaggregation_key without disaggregation: expected"):
+        EngineConfig(disaggregation_key="secret")
+
+
 @pytest.mark.parametrize("value", [7, None])
 def test_extensions_that_are_no_list_are_refused(value: Any) -> None:
     with pytest.raises(UsageError, match=f"^disable_extensions={value}: expected a list"):

@@ -11,7 +11,7 @@ from specplug.config import EngineConfig
 from specplug.disagg.identity import Identity, folder_fingerprint, model_fingerprint
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.request import Request
-from specplug.errors import UsageError
+from specplug.errors import UsageError, shown, warn_fallback
 from specplug.kv.prefix_cache import PrefixCache
 from specplug.model.target import Target
 
@@ -39,8 +39,14 @@ def make_decode_instance(
 
     both = config.disaggregation == "both"
     where = config.disaggregation_address or ("tcp://127.0.0.1:*" if both else DEFAULT_ADDRESS)
+    if config.disaggregation_key is None and not _is_local(where):
+        warn_fallback(
+            f"disaggregation_address={shown(where)} without disaggregation_key: whoever reaches "
+            "this port can fill the machine's memory; give both sides the same key "
+            "(--disaggregation-key @FILE)"
+        )
     return DecodeInstance(
-        _zmq().bind(where),
+        _zmq().bind(where, key=config.disaggregation_key),
         identity_of(target, runtime.config, config.page_size),
         cache=cache,
         form=KVFormat(shapes=runtime.kv_shapes, dtype=runtime.dtype, vocab_size=runtime.vocab_size),
@@ -54,12 +60,13 @@ def make_prefill_instance(
     identity: Identity,
     *,
     address: str | None,
+    key: str | None,
     prepare: Callable[..., Request],
     submit: Callable[[Request], None],
     abort: Callable[[str], None],
 ) -> PrefillInstance:
     """The prefill instance of an engine, for the decode instances at ``address``, or at several
-    with commas between them.
+    with commas between them, which expect ``key``.
 
     Raises:
         UsageError: an address cannot be one, or pyzmq is missing.
@@ -69,7 +76,7 @@ def make_prefill_instance(
     links = []
     with ExitStack() as opened:
         for each in (address or DEFAULT_ADDRESS).split(","):
-            links.append(Link(_zmq().connect(each.strip())))
+            links.append(Link(_zmq().connect(each.strip(), key=key)))
             opened.callback(links[-1].transport.close)
         opened.pop_all()
     return PrefillInstance(links, identity, prepare=prepare, submit=submit, abort=abort)
@@ -86,6 +93,11 @@ def identity_of(target: Target, config: SpecConfig, page_size: int) -> Identity:
         kv=(shape.num_layers, shape.num_kv_heads, shape.head_dim),
         draft=f"{config.algorithm} {folder_fingerprint(config.draft_model_path)}".strip(),
     )
+
+
+def _is_local(address: str) -> bool:
+    """Whether an address can be reached from this machine alone."""
+    return address.startswith(("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:"))
 
 
 def _zmq() -> type[ZmqTransport]:

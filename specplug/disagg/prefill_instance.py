@@ -15,7 +15,15 @@ from specplug.disagg.backoff import Backoff
 from specplug.disagg.identity import HandshakeError, Identity
 from specplug.disagg.incoming import OUTPUT, STATE
 from specplug.disagg.prefill_request import PrefillRequest, read_prefill_request
-from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost, Transport
+from specplug.disagg.transport import (
+    Arrived,
+    Broken,
+    Event,
+    Found,
+    Lost,
+    Refused,
+    Transport,
+)
 from specplug.disagg.wire_message import WireMessage
 from specplug.engine.kv_transfer import PrefillSlice
 from specplug.engine.request import Request
@@ -175,6 +183,8 @@ class PrefillInstance:
         match event:
             case Found(peer):
                 link.peer = peer
+            case Refused(_, why):
+                self._note_refusal(link, why)
             case Lost():
                 _log.warning("the decode instance at %s is lost", link.transport.address)
                 self._start_anew(link)

@@ -52,6 +52,7 @@ class PrefillLoop:
         self.instance = make_prefill_instance(
             identity,
             address=config.disaggregation_address,
+            key=config.disaggregation_key,
             prepare=self._prepare,
             submit=self._submit,
             abort=engine.abort,

@@ -33,6 +33,18 @@ class Found:
 
 
 @attrs.frozen
+class Refused:
+    """A peer refuses to be connected to; it will be tried again.
+
+    Attributes:
+        why: in words.
+    """
+
+    peer: str
+    why: str
+
+
+@attrs.frozen
 class Lost:
     """A peer's connection is cut, or the peer has been silent for too long.
 
@@ -42,7 +54,7 @@ class Lost:
     peer: str
 
 
-Event = Arrived | Broken | Found | Lost
+Event = Arrived | Broken | Found | Refused | Lost
 
 
 class Transport(Protocol):

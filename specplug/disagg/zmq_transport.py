@@ -2,10 +2,16 @@
 
 Decode instances bind a ROUTER, and each prefill instance connects a DEALER to it. Messages are
 multipart, over TCP; nothing is pickled.
+
+libzmq holds a message until all of its frames are there, before any code here sees it. So only the
+connection can be refused: with a key, by ZMTP's mechanism PLAIN, before the first message.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import logging
 import queue
 import time
 import uuid
@@ -19,7 +25,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from specplug.disagg.backoff import Backoff
-from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost
+from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost, Refused
 from specplug.disagg.wire_message import (
     MOST_FRAME_BYTES,
     WireError,
@@ -29,10 +35,19 @@ from specplug.disagg.wire_message import (
 )
 from specplug.errors import InstanceError, UsageError, shown
 
+_log = logging.getLogger(__name__)
+
 _BEAT = b"beat"
 _LINGER = 500
 _OVER = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 """Events of a monitor: a connection has ended, or could not be made."""
+
+_UNEQUAL = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+"""Events of a monitor: the two sides do not get as far as a connection."""
+
+_KEY_FIX = "start both sides with the same disaggregation_key (--disaggregation-key @FILE)"
+_NAME = b"specplug"
+"""Of the user and the domain, of which the mechanism wants one each."""
 
 ROUTER_SIDE = "decode instance"
 """The name that a connected side has for its only peer."""
@@ -59,9 +74,11 @@ class ZmqTransport:
     Args:
         socket: ROUTER or DEALER, not yet bound or connected.
         pulse: intervals of the signs of life.
+        key: that a peer of a ROUTER must have; its context must be this transport's alone, to be
+            ended with it. None: it needs none, or this is a DEALER.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], pulse: Pulse) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], pulse: Pulse, key: bytes | None = None) -> None:
         self._socket = socket
         self._is_router = socket.socket_type == zmq.ROUTER
         self._pulse = pulse
@@ -76,37 +93,61 @@ class ZmqTransport:
         self._found_at = 0.0
         self._monitor: Any = None
         if not self._is_router:
-            self._monitor = socket.get_monitor_socket(_OVER)
+            self._monitor = socket.get_monitor_socket(_OVER | _UNEQUAL)
+        self._key = key
+        self._has_refused = False
+        self._gate: zmq.Socket[bytes] | None = None
+        if key is not None:
+            self._gate = socket.context.socket(zmq.REP)
+            self._gate.setsockopt(zmq.LINGER, 0)
+            self._gate.bind("inproc://zeromq.zap.01")
         self._bell, self._ear = _pair(socket.context)
         self._thread = Thread(target=self._run, name="transport", daemon=True)
         self.address = ""
 
     @classmethod
-    def bind(cls, address: str, pulse: Pulse = Pulse()) -> ZmqTransport:
+    def bind(cls, address: str, pulse: Pulse = Pulse(), *, key: str | None = None) -> ZmqTransport:
         """Wait for peers at ``address``, such as ``tcp://127.0.0.1:9000``; port ``*`` is any.
+
+        Args:
+            key: that a peer must have. It is refused without it before its first message. None: any
+                peer may connect, and send a message without end.
 
         Raises:
             UsageError: it cannot be bound.
         """
-        socket = _socket(zmq.ROUTER)
+        # A context asks one gate about all of its connections.
+        socket = _socket(zmq.Context.instance() if key is None else zmq.Context(), zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to who is gone says so
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who comes back takes its old name over
-        transport = cls(socket, pulse)
+        if key is not None:
+            socket.setsockopt(zmq.PLAIN_SERVER, 1)
+            socket.setsockopt(zmq.ZAP_DOMAIN, _NAME)
+        transport = cls(socket, pulse, None if key is None else _digest(key))
         transport._start(socket.bind, address)
         transport.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         transport._thread.start()
         return transport
 
     @classmethod
-    def connect(cls, address: str, pulse: Pulse = Pulse()) -> ZmqTransport:
+    def connect(
+        cls, address: str, pulse: Pulse = Pulse(), *, key: str | None = None
+    ) -> ZmqTransport:
         """Connect to the peer bound at ``address``, which need not be there yet.
 
         It may go and come back: it is tried again after growing delays, until a connection lasts.
 
+        Args:
+            key: that the peer expects. ``receive`` returns ``Refused`` if it expects another, or
+                none.
+
         Raises:
             UsageError: the address cannot be one.
         """
-        socket = _socket(zmq.DEALER)
+        socket = _socket(zmq.Context.instance(), zmq.DEALER)
+        if key is not None:
+            socket.setsockopt(zmq.PLAIN_USERNAME, _NAME)
+            socket.setsockopt(zmq.PLAIN_PASSWORD, _digest(key))
         socket.setsockopt(zmq.ROUTING_ID, uuid.uuid4().hex.encode())
         socket.setsockopt(zmq.IMMEDIATE, 1)  # what cannot go out now is not kept for later
         # zmq's own delays begin anew whenever a connection is accepted, however soon it is dropped.
@@ -169,7 +210,7 @@ class ZmqTransport:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in filter(None, (self._socket, self._ear, self._monitor)):
+        for source in filter(None, (self._socket, self._ear, self._monitor, self._gate)):
             poller.register(source, zmq.POLLIN)
         next_beat = time.monotonic()
         try:
@@ -186,11 +227,13 @@ class ZmqTransport:
                     self._ear.recv()
                 self._send_all()
                 if self._monitor in ready:
-                    recv_monitor_message(self._monitor)
+                    self._tell_refusal(recv_monitor_message(self._monitor))
                     self._lose(ROUTER_SIDE)
                     self._plan_next_try()
                 if self._next_try is not None and time.monotonic() >= self._next_try:
                     self._connect_again()
+                if self._gate is not None and self._gate in ready:
+                    self._check_key(self._gate)
                 if self._socket in ready:
                     self._receive_all()
             self._send_all()
@@ -198,6 +241,34 @@ class ZmqTransport:
             self._failure = error
         finally:
             self._hang_up()
+
+    def _tell_refusal(self, event: Any) -> None:
+        """Tell of a peer that expects another key, or of two sides of which one has none."""
+        if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            why = "the key differs"
+        elif event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            why = "one of the two has a key, the other has none"
+        else:  # it has ended, or speaks another protocol
+            return
+        self._events.put(Refused(ROUTER_SIDE, f"{why}; expected the same: {_KEY_FIX}"))
+
+    def _check_key(self, gate: zmq.Socket[bytes]) -> None:
+        """Answer libzmq whether a peer may connect (ZAP: https://rfc.zeromq.org/spec/27)."""
+        version, number, _, address, _, mechanism, *told = gate.recv_multipart()
+        assert self._key is not None
+        is_known = (
+            mechanism == b"PLAIN" and len(told) == 2 and hmac.compare_digest(told[1], self._key)
+        )
+        verdict = (b"200", b"OK") if is_known else (b"400", b"the key differs")
+        gate.send_multipart([version, number, *verdict, b"", b""])
+        if not is_known and not self._has_refused:  # said once, since anybody may try
+            self._has_refused = True
+            _log.warning(
+                "%s: a peer at %s was refused: the key differs; expected the same: %s",
+                self.address,
+                address.decode(errors="replace"),
+                _KEY_FIX,
+            )
 
     def _plan_next_try(self) -> None:
         """Set when to connect again: soon after a connection that has lasted, else ever later."""
@@ -222,8 +293,10 @@ class ZmqTransport:
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor = None
-        for socket in (self._socket, self._bell, self._ear):
+        for socket in filter(None, (self._socket, self._bell, self._ear, self._gate)):
             socket.close()
+        if self._gate is not None:
+            self._socket.context.term()
 
     def _beat(self, now: float) -> None:
         """Send a sign of life to all peers, and lose those that have sent none for too long."""
@@ -279,14 +352,19 @@ class ZmqTransport:
             self._events.put(Lost(peer))
 
 
-def _socket(kind: int) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, _LINGER)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     return socket
+
+
+def _digest(key: str) -> bytes:
+    """Return what stands for a key of any length on the wire, where it may have 255 bytes."""
+    return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest().encode()
 
 
 def _pair(context: zmq.Context[Any]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:

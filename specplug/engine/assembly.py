@@ -181,6 +181,7 @@ def effective_config(
         "mixed_chunk": "on" if config.enable_mixed_chunk else "off: not enabled",
         "disaggregation": config.disaggregation or "off",
         "disaggregation_address": disaggregation_address,
+        "disaggregation_key": None if config.disaggregation_key is None else "set",
         "max_total_tokens": engine.scheduler.cache.pool.num_tokens,
         "context_len": runtime.context_len,
         "extensions": list(extensions),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import specplug
 from conftest import Plain, Site, finish, step_until
-from specplug import LLM, SamplingParams, UsageError
+from specplug import LLM, FallbackWarning, SamplingParams, UsageError
 from specplug.algorithm import ASSETS
 from specplug.disagg.identity import (
     HandshakeError,
@@ -28,12 +29,13 @@ from specplug.disagg.identity import (
 from specplug.model.checkpoint import weights_fingerprint
 
 PARAMS = SamplingParams(max_tokens=8)
+KEY = "open sesame"
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A decode instance that a sound one prefills for."""
-    options: dict[str, Any] = {"dtype": "float64"}
+    options: dict[str, Any] = {"dtype": "float64", "disaggregation_key": KEY}
     with ExitStack() as stack:
         llm = LLM(disaggregation="decode", disaggregation_address="tcp://127.0.0.1:*", **options)
         stack.enter_context(llm)
@@ -108,6 +110,42 @@ def test_an_instance_of_another_version_ends_and_says_why(
         "instance; expected the same: install the same version" in said
     )
     check_serves_on(site, plain)
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [("shut sesame", "the key differs"), (None, "one of the two has a key, the other has none")],
+)
+def test_an_instance_with_another_key_ends_and_says_why(
+    site: Site, plain: Plain, key: str | None, why: str
+) -> None:
+    instance = site.prefill(disaggregation_key=key)
+    assert instance.wait() == 1
+    said = instance.log.read_text()
+    assert f"the decode instance at {site.address} refuses this one: {why}; expected the" in said
+    assert "sesame" not in said
+    assert site.llm.stats()["prefill_instances"] == 1
+    check_serves_on(site, plain)
+
+
+def test_the_key_is_shown_nowhere(site: Site) -> None:
+    effective = site.llm.effective_config
+    assert effective["disaggregation_key"] == "set"
+    assert KEY not in f"{effective} {site.llm.config}"
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_port_that_anybody_reaches_is_warned_of_without_a_key(key: str | None) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        LLM(
+            disaggregation="decode",
+            disaggregation_address="tcp://*:*",
+            disaggregation_key=key,
+            max_total_tokens=64,
+        ).close()
+    texts = [str(each.message) for each in told if each.category is FallbackWarning]
+    assert len(texts) == (key is None)
+    assert all("'tcp://*:*' without disaggregation_key: whoever reaches" in t for t in texts)
 
 
 SOUND = Identity(model="M 1", dtype="float32", page_size=16, kv=(2, 4, 8), draft="NONE")

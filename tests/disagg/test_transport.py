@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from child_instances import DEADLINE, Instance, connect_and_beat
+from child_instances import DEADLINE, Instance, bind_and_measure, connect_and_beat
 from tcp_proxy import Proxy
+from zmq.utils.monitor import recv_monitor_message
 
 from specplug import UsageError
-from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost
-from specplug.disagg.wire_message import MAGIC, WireMessage
+from specplug.disagg.transport import Arrived, Broken, Event, Found, Lost, Refused
+from specplug.disagg.wire_message import MAGIC, MOST_FRAME_BYTES, WireMessage
 from specplug.disagg.zmq_transport import ROUTER_SIDE, Pulse, ZmqTransport
 
 PULSE = Pulse(interval=0.05, silence=1.0)
@@ -236,3 +237,89 @@ def test_an_address_that_cannot_be_is_refused(address: str) -> None:
 def test_a_port_that_is_taken_is_told(bound: Listener) -> None:
     with pytest.raises(UsageError, match="in use"):
         ZmqTransport.bind(bound.transport.address)
+
+
+MIB = 1 << 20
+
+
+def send_until_cut(address: str, frames: list[bytes], **options: Any) -> None:
+    """Send one message as a stranger would, and wait until the other side ends the connection."""
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as stranger, stranger.get_monitor_socket() as monitor:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.RECONNECT_IVL, -1)
+        for name, value in options.items():
+            stranger.setsockopt(getattr(zmq, name), value)
+        stranger.connect(address)
+        stranger.send_multipart(frames, copy=False)
+        while True:
+            assert monitor.poll(1000 * DEADLINE), "the connection has not been ended"
+            if recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                break
+        stranger.disable_monitor()
+    context.term()
+
+
+PLAIN = {"PLAIN_USERNAME": b"specplug", "PLAIN_PASSWORD": b"sesame"}
+
+
+@pytest.mark.parametrize(
+    ("key", "sizes", "options"),
+    [
+        (None, [200 * MIB], {}),
+        (None, [10, MOST_FRAME_BYTES + 1] + [MOST_FRAME_BYTES] * 30, {}),
+        ("a key", [MOST_FRAME_BYTES] * 30, {}),
+        ("a key", [MOST_FRAME_BYTES] * 30, PLAIN),
+        ("a key", [200 * MIB], PLAIN),
+    ],
+    ids=["one frame", "a frame of many", "no key", "another key", "another key, one frame"],
+)
+def test_what_a_stranger_sends_takes_no_memory(
+    tmp_path: Path, key: str | None, sizes: list[int], options: dict[str, bytes]
+) -> None:
+    child = Instance(bind_and_measure, tmp_path / "log", key=key)
+    try:
+        address = child.hear()
+        child.pipe.send("measure")
+        before = child.hear()
+        send_until_cut(address, [bytes(size) for size in sizes], **options)
+        child.pipe.send("measure")
+        assert child.hear() - before < 16 * MIB
+    finally:
+        child.kill()
+
+
+def test_peers_with_the_same_key_exchange_messages() -> None:
+    key = "äöü" * 1000
+    with (
+        closing(ZmqTransport.bind("tcp://127.0.0.1:*", PULSE, key=key)) as bound,
+        closing(ZmqTransport.connect(bound.address, PULSE, key=key)) as connected,
+    ):
+        (found,) = Listener(bound).wait_for(Found)
+        sent = torch.arange(3 * MIB)
+        bound.send(found.peer, WireMessage("who", {}, {"x": sent}))
+        (arrived,) = Listener(connected).messages(1)
+        assert torch.equal(arrived.tensors["x"], sent)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "why"),
+    [
+        ("sesame", "thistle", "the key differs"),
+        ("sesame", None, "one of the two has a key, the other has none"),
+        (None, "thistle", "one of the two has a key, the other has none"),
+    ],
+)
+def test_a_peer_with_another_key_is_told_so(
+    theirs: str | None, ours: str | None, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        closing(ZmqTransport.bind("tcp://127.0.0.1:*", PULSE, key=theirs)) as bound,
+        closing(ZmqTransport.connect(bound.address, PULSE, key=ours)) as connected,
+    ):
+        refused = Listener(connected).wait_for(Refused, 2)  # it goes on trying
+        assert bound.receive(0.0) == []
+    assert all(event.why.startswith(f"{why}; expected the same: start both") for event in refused)
+    assert caplog.text.count("was refused") == (why == "the key differs")
+    assert "sesame" not in caplog.text
+    assert "thistle" not in caplog.text
