@@ -63,6 +63,7 @@ class HookCalls:
         self._info = algorithm.info
         self._defaults = cast("CoreDefaults", manager.get_plugin(hookspecs.PROJECT))
         self._spec: Mapping[str, StateTensor] = {}
+        self._lent: tuple[Runtime, LentRuntime] | None = None
 
     @property
     def extensions(self) -> list[dict[str, str]]:
@@ -83,6 +84,13 @@ class HookCalls:
     def running(self) -> str | None:
         """The plugin's hook or method that is called now; see ``PluginGuard``."""
         return self._plugins.running
+
+    def _lend(self, runtime: Runtime) -> LentRuntime:
+        """Return the runtime as hooks get it: one object for the whole run, which plugins may
+        compare, and cache by."""
+        if self._lent is None or self._lent[0] is not runtime:
+            self._lent = runtime, LentRuntime(runtime)
+        return self._lent[1]
 
     # Before the run
 
@@ -106,7 +114,7 @@ class HookCalls:
             SpecplugError: it refuses the settings, or its checkpoint.
         """
         runtime.host.check(self._info, runtime.config, own_verify=not self.core_verifies)
-        worker: object = self._plugins.call("create_worker", runtime=LentRuntime(runtime))
+        worker: object = self._plugins.call("create_worker", runtime=self._lend(runtime))
         if worker is None:
             self._plugins.refuse(
                 "create_worker", "returned None", "an object, any that is not None"
@@ -117,7 +125,7 @@ class HookCalls:
     def create_future_map(self, runtime: Runtime) -> FutureMap:
         """Return the future map, with the buffers that the worker declares."""
         hook = "create_future_map"
-        found = self._plugins.call(hook, runtime=LentRuntime(runtime))
+        found = self._plugins.call(hook, runtime=self._lend(runtime))
         made = check_type(self._plugins, hook, found, FutureMap, "a specplug.FutureMap")
         least = runtime.req_table_size
         rows = self._plugins.guard(hook, getattr, made, "req_table_size")
@@ -146,7 +154,7 @@ class HookCalls:
             roots: [bs] int64, the bonus tokens; not those that the plugin was lent.
         """
         found = self._plugins.call(
-            "propose", runtime=LentRuntime(runtime), batch=batch, draft_input=draft_input
+            "propose", runtime=self._lend(runtime), batch=batch, draft_input=draft_input
         )
         vocab_size = runtime.vocab_size
         draft = check_draft(self._plugins, found, runtime.config, roots, vocab_size)
@@ -171,7 +179,7 @@ class HookCalls:
         try:
             found = self._plugins.call(
                 "verify",
-                runtime=LentRuntime(runtime),
+                runtime=self._lend(runtime),
                 batch=batch,
                 draft=draft.copy(),
                 target_output=lent,
@@ -196,7 +204,7 @@ class HookCalls:
         size = len(like)
         made = self._plugins.call(
             hook,
-            runtime=LentRuntime(runtime),
+            runtime=self._lend(runtime),
             batch=batch,
             target_output=target_output,
             future_map=future_map,
@@ -207,7 +215,7 @@ class HookCalls:
         """Return the draft input of no request."""
         hook, like = "fixup_idle", draft_input.bonus_tokens
         made = self._plugins.call(
-            hook, runtime=LentRuntime(runtime), batch=batch, draft_input=draft_input
+            hook, runtime=self._lend(runtime), batch=batch, draft_input=draft_input
         )
         return check_draft_input(self._plugins, hook, made, 0, like, self._spec)
 
@@ -218,7 +226,7 @@ class HookCalls:
         hook, size = "build_disagg_draft_input", len(last_tokens)
         made = self._plugins.call(
             hook,
-            runtime=LentRuntime(runtime),
+            runtime=self._lend(runtime),
             batch=batch,
             last_tokens=last_tokens,
             future_map=future_map,
@@ -235,7 +243,7 @@ class HookCalls:
         """
         hook = "export_draft_state"
         found = self._plugins.call(
-            hook, runtime=LentRuntime(runtime), batch=batch, future_map=future_map
+            hook, runtime=self._lend(runtime), batch=batch, future_map=future_map
         )
         size = len(req_indices)
         return check_tensors(
@@ -285,8 +293,8 @@ class HookCalls:
 
     def on_step(self, runtime: Runtime, report: StepReport) -> None:
         """Tell all plugins of a processed step."""
-        self._plugins.call("on_step", runtime=LentRuntime(runtime), report=report)
+        self._plugins.call("on_step", runtime=self._lend(runtime), report=report)
 
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:
         """Tell all plugins of an ended request."""
-        self._plugins.call("on_request_finished", runtime=LentRuntime(runtime), report=report)
+        self._plugins.call("on_request_finished", runtime=self._lend(runtime), report=report)

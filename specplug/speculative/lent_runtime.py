@@ -22,7 +22,7 @@ class LentRuntime:
         runtime: the host's own.
     """
 
-    __slots__ = ("_runtime",)
+    __slots__ = ("__weakref__", "_runtime")
 
     def __init__(self, runtime: Runtime) -> None:
         object.__setattr__(self, "_runtime", runtime)

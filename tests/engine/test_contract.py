@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -89,6 +90,26 @@ def test_the_runtime_shows_the_sizes_of_the_run(
             speculative_algorithm=Looks(),
         ).close()
         assert shown == {"page_size": 5, "chunked_prefill_size": size, "overlap": overlap}
+
+
+def test_all_hooks_of_a_run_get_the_same_runtime(tiny_model: Path, successors: Any) -> None:
+    """A plugin may compare it with what it kept, and cache by it, weakly too."""
+    tables: WeakKeyDictionary[Runtime, int] = WeakKeyDictionary()
+
+    class Caches(successors):  # type: ignore[misc]
+        @hookimpl
+        def create_worker(self, runtime: Runtime) -> object:
+            self.runtime = runtime
+            return super().create_worker(runtime)
+
+        @hookimpl
+        def on_step(self, runtime: Runtime) -> None:
+            assert runtime is self.runtime
+            tables[runtime] = tables.get(runtime, 0) + 1
+
+    with LLM(tiny_model, warm_up="off", speculative_algorithm=Caches()) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
+        assert [steps > 1 for steps in tables.values()] == [True]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
