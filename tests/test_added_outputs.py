@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -179,9 +180,15 @@ def test_what_verify_leaves_is_handed_out(
         assert output.token_ids == tokens
         assert list(output.token_outputs) == ["depth", "token", "aux_hidden_states"]
         depth, token, aux = output.token_outputs.values()
-        steps = [list(range(length)) for length in output.accept_lens]
-        counted = [d for d in depth.tolist() if d >= 0]
-        assert counted == [d for step in steps for d in step], "each node of each accepted path"
+        depths = depth.tolist()
+        ends = list(accumulate(output.accept_lens, initial=1))
+        passes = [depths[first:end] for first, end in pairwise(ends)]
+        prefills = [each for each in passes if each == [-1]]  # of retracted requests
+        decoded = [each for each in passes if each != [-1]]
+        assert depths[0] == -1
+        assert len(prefills) <= retractions
+        assert decoded == [list(range(len(each))) for each in decoded], "each accepted node"
+        counted = [d for d in depths if d >= 0]
         assert len(depth) == len(tokens)
         ids = [*output.prompt_token_ids, *tokens][:-1]
         assert token.dtype is torch.int32

@@ -74,8 +74,10 @@ class RankInfo:
 
 
 class Runtime(Protocol):
-    """What a plugin may use of the engine. It is lent for the whole run, to read and to call: hooks
-    get it as a ``LentRuntime``, of which nothing can be set.
+    """What a plugin may use of the engine.
+
+    It is lent for the whole run, to read and to call: hooks get it as a ``LentRuntime``, of which
+    nothing can be set.
 
     Every method runs on the current stream and reads no device data on the host. Those that are to
     be called in ``create_worker`` raise a ``PluginError`` later.

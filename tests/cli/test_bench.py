@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 
+import attrs
 import pytest
 from click.testing import CliRunner, Result
 from warm_process import written_to_terminal
 
+from specplug import LLM
 from specplug.cli import bench as command
 from specplug.cli import main
 from specplug.registry import Registry
@@ -18,20 +20,18 @@ from specplug.registry import Registry
 QUICK = "--rounds", "1", "--num-prompts", "1", "--batch-sizes", "1", "--max-new-tokens", "8"
 PLOTS = {"speedup.png", "acceptance.png", "time_split.png"}
 
-WRONG = '''
-import torch
 
+REPEAT = '''
 import specplug
-from specplug.speculative.verify import verify_tree
 
 
 class Algorithm:
-    """Drafts the same token again, and takes all of it for what the target said."""
+    """Drafts the same token again."""
 
     @specplug.hookimpl
     def describe(self):
         return specplug.AlgorithmInfo(
-            name="NAME", summary="Wrong", api_version=1, defaults=specplug.Defaults(num_steps=2)
+            name="NAME", summary="Again", api_version=1, defaults=specplug.Defaults(num_steps=2)
         )
 
     @specplug.hookimpl
@@ -46,11 +46,6 @@ class Algorithm:
     def propose(self, runtime, batch, draft_input):
         roots = draft_input.bonus_tokens.unsqueeze(1)
         return specplug.Draft.chain(roots.repeat(1, runtime.config.num_draft_tokens))
-
-    @specplug.hookimpl
-    def verify(self, runtime, batch, draft, target_output):
-        repeated = torch.cat([draft.tokens[:, 1:], draft.tokens[:, -1:]], 1)
-        return verify_tree(draft, repeated.flatten())
 
 
 algorithm = Algorithm()
@@ -282,8 +277,18 @@ def one_of_each(self, entries=Registry.entries):
     return [entry for entry in entries(self) if entry.name in ("EAGLE3", "NGRAM", "NONE")]
 
 
-def test_outputs_that_differ(plugin_folder):
-    plugin_folder.write("WRONG", code=WRONG)
+def test_outputs_that_differ(plugin_folder, monkeypatch):
+    """No plugin can make a token wrong, so the run itself is made to."""
+    plugin_folder.write("WRONG", code=REPEAT)
+    generate = LLM.generate
+
+    def repeat_first(llm, *args, **kwargs):
+        outputs = generate(llm, *args, **kwargs)
+        if llm.effective_config["speculative_algorithm"] != "WRONG":
+            return outputs
+        return [attrs.evolve(each, token_ids=each.token_ids[:1] * 8) for each in outputs]
+
+    monkeypatch.setattr(LLM, "generate", repeat_first)
     done = bench("--speculative-algorithms", "WRONG,NGRAM", *QUICK)
     assert done.exit_code == 1
     rows = [line.split() for line in done.stdout.partition("\n\n")[0].splitlines()[1:]]
