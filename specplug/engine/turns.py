@@ -33,26 +33,32 @@ class Turns:
         return self._next.locked()
 
     def __enter__(self) -> None:
-        if self._owner != get_ident():
-            with self._next:
-                self._turn.acquire()
-            try:
-                on_device = self._make_current()
-                on_device.__enter__()
-            except BaseException:
-                self._turn.release()
-                raise
-            self._on_device, self._owner = on_device, get_ident()
-        self._depth += 1
+        if self._owner == get_ident():
+            self._depth += 1
+            return
+        with self._next:
+            self._turn.acquire()
+        # The turn is this thread's from here on: what the garbage collector closes may take it.
+        self._owner, self._depth = get_ident(), 1
+        try:
+            self._on_device = self._make_current()
+            self._on_device.__enter__()
+        except BaseException:
+            self._release()
+            raise
 
     def __exit__(self, *exc: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            on_device, self._owner = self._on_device, None
-            try:
-                on_device.__exit__(None, None, None)
-            finally:
-                self._turn.release()
+        if self._depth > 1:
+            self._depth -= 1
+            return
+        try:
+            self._on_device.__exit__(None, None, None)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._owner, self._depth = None, 0
+        self._turn.release()
 
     def _make_current(self) -> AbstractContextManager[None]:
         is_gpu = self._device is not None and self._device.type == "cuda"

@@ -48,6 +48,36 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> _Devices:
     return made
 
 
+def test_a_turn_may_be_taken_while_it_begins_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a stream without a reference, which the garbage collector closes then."""
+    shared, taken = Turns(torch.device("cuda", 0)), []
+
+    class Collecting:
+        def __init__(self, device: torch.device) -> None:
+            self._collect("made")
+
+        def __enter__(self) -> None:
+            self._collect("entered")
+
+        def __exit__(self, *exc: object) -> None:
+            self._collect("left")
+
+        def _collect(self, when: str) -> None:
+            with shared:
+                taken.append(when)
+
+    def run() -> None:
+        for _ in range(2):
+            with shared:
+                taken.append("its own")
+
+    monkeypatch.setattr(torch.cuda, "device", Collecting)
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert taken == ["made", "entered", "its own", "left"] * 2
+
+
 def test_turns_of_two_devices_in_two_threads_keep_apart(devices: _Devices) -> None:
     both, found = Barrier(2), {}
 
