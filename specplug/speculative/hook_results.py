@@ -176,13 +176,16 @@ def check_tensors(
     ``size`` and on the device of ``like``; None may stand for a tensor if it ``may_lack``."""
     if not isinstance(found, Mapping):
         plugins.refuse(hook, f"gave {what} {described(found)}", "a mapping of named tensors")
-    kept: dict[str, Tensor | None] = plugins.guard(hook, dict, found)
-    for name, tensor in kept.items():
-        if type(name) is str and tensor is None and may_lack:
+    read: dict[Any, Any] = plugins.guard(hook, dict, found)
+    kept: dict[str, Tensor | None] = {}
+    for name, tensor in read.items():
+        if not issubclass(type(name), str):
+            plugins.refuse(hook, f"gave {what} named {shown(name)}", "a string")
+        kept[str.__str__(name)] = tensor  # of str itself, if it was a member of a StrEnum
+        if tensor is None and may_lack:
             continue
         if not (
-            type(name) is str
-            and is_dense(tensor)
+            is_dense(tensor)
             and tensor.dim()
             and len(tensor) == size
             and tensor.device == like.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -273,6 +274,29 @@ def test_a_draft_state_may_be_absent_or_change_its_width(
     assert [output.token_ids for output in outputs] == [
         output.token_ids for output in reference.outputs["seeded"]
     ]
+
+
+def test_the_names_of_a_draft_state_may_be_an_enums(tiny_model: Path, successors: Any) -> None:
+    class State(StrEnum):
+        SEEN = "seen"
+
+    read = []
+
+    class Named(successors):  # type: ignore[misc]
+        @hookimpl
+        def build_draft_input(self, batch: Batch, target_output: CommittedOutput) -> DraftInput:
+            made: DraftInput = super().build_draft_input(batch, target_output)
+            state = {State.SEEN: torch.full((batch.size, 1), 5)}
+            return DraftInput(bonus_tokens=made.bonus_tokens, state=state)
+
+        @hookimpl
+        def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+            read.append(int(draft_input[State.SEEN]))
+            return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
+
+    with LLM(tiny_model, warm_up="off", speculative_algorithm=Named()) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+    assert set(read) == {5}
 
 
 def test_temperatures_and_noise_are_those_of_the_requests(

@@ -291,6 +291,11 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
         of_output(lambda t: DraftInput(bonus_tokens=t, state=[t])),
         "gave a state of type list; expected a mapping of named tensors",
     ),
+    (
+        "build_draft_input",
+        of_output(lambda t: DraftInput(bonus_tokens=t, state={3: t})),
+        "gave a state named 3; expected a string",
+    ),
     ("verify", returning(5), "returned a value of type int; expected a specplug.VerifyOutput"),
     (
         "verify",
