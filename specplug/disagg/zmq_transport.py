@@ -4,7 +4,9 @@ Decode instances bind a ROUTER, and each prefill instance connects a DEALER to i
 multipart, over TCP; nothing is pickled.
 
 libzmq holds a message until all of its frames are there, before any code here sees it. So only the
-connection can be refused: with a key, by ZMTP's mechanism PLAIN, before the first message.
+connection can be refused, by ZMTP's mechanism PLAIN, before the first message. Both sides always
+take that mechanism, an empty key for none: where mechanisms differ, the connection may end before
+the side that connects has read why.
 """
 
 from __future__ import annotations
@@ -42,9 +44,10 @@ _LINGER = 500
 _OVER = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 """Events of a monitor: a connection has ended, or could not be made."""
 
-_UNEQUAL = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-"""Events of a monitor: the two sides do not get as far as a connection."""
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
+"""Event of a monitor: the peer expects another key."""
 
+_WHY = "the key differs, or only one of the two has one"
 _KEY_FIX = "start both sides with the same disaggregation_key (--disaggregation-key @FILE)"
 _NAME = b"specplug"
 """Of the user and the domain, of which the mechanism wants one each."""
@@ -93,11 +96,11 @@ class ZmqTransport:
         self._found_at = 0.0
         self._monitor: Any = None
         if not self._is_router:
-            self._monitor = socket.get_monitor_socket(_OVER | _UNEQUAL)
+            self._monitor = socket.get_monitor_socket(_OVER | _REFUSED)
         self._key = key
         self._has_refused = False
         self._gate: zmq.Socket[bytes] | None = None
-        if key is not None:
+        if self._is_router:
             self._gate = socket.context.socket(zmq.REP)
             self._gate.setsockopt(zmq.LINGER, 0)
             self._gate.bind("inproc://zeromq.zap.01")
@@ -117,13 +120,12 @@ class ZmqTransport:
             UsageError: it cannot be bound.
         """
         # A context asks one gate about all of its connections.
-        socket = _socket(zmq.Context.instance() if key is None else zmq.Context(), zmq.ROUTER)
+        socket = _socket(zmq.Context(), zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to who is gone says so
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who comes back takes its old name over
-        if key is not None:
-            socket.setsockopt(zmq.PLAIN_SERVER, 1)
-            socket.setsockopt(zmq.ZAP_DOMAIN, _NAME)
-        transport = cls(socket, pulse, None if key is None else _digest(key))
+        socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _NAME)
+        transport = cls(socket, pulse, _digest(key))
         transport._start(socket.bind, address)
         transport.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         transport._thread.start()
@@ -145,9 +147,8 @@ class ZmqTransport:
             UsageError: the address cannot be one.
         """
         socket = _socket(zmq.Context.instance(), zmq.DEALER)
-        if key is not None:
-            socket.setsockopt(zmq.PLAIN_USERNAME, _NAME)
-            socket.setsockopt(zmq.PLAIN_PASSWORD, _digest(key))
+        socket.setsockopt(zmq.PLAIN_USERNAME, _NAME)
+        socket.setsockopt(zmq.PLAIN_PASSWORD, _digest(key))
         socket.setsockopt(zmq.ROUTING_ID, uuid.uuid4().hex.encode())
         socket.setsockopt(zmq.IMMEDIATE, 1)  # what cannot go out now is not kept for later
         # zmq's own delays begin anew whenever a connection is accepted, however soon it is dropped.
@@ -243,14 +244,9 @@ class ZmqTransport:
             self._hang_up()
 
     def _tell_refusal(self, event: Any) -> None:
-        """Tell of a peer that expects another key, or of two sides of which one has none."""
-        if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            why = "the key differs"
-        elif event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-            why = "one of the two has a key, the other has none"
-        else:  # it has ended, or speaks another protocol
-            return
-        self._events.put(Refused(ROUTER_SIDE, f"{why}; expected the same: {_KEY_FIX}"))
+        """Tell of a peer that expects another key, or none."""
+        if event["event"] == _REFUSED:
+            self._events.put(Refused(ROUTER_SIDE, f"{_WHY}; expected the same: {_KEY_FIX}"))
 
     def _check_key(self, gate: zmq.Socket[bytes]) -> None:
         """Answer libzmq whether a peer may connect (ZAP: https://rfc.zeromq.org/spec/27)."""
@@ -264,9 +260,10 @@ class ZmqTransport:
         if not is_known and not self._has_refused:  # said once, since anybody may try
             self._has_refused = True
             _log.warning(
-                "%s: a peer at %s was refused: the key differs; expected the same: %s",
+                "%s: a peer at %s was refused: %s; expected the same: %s",
                 self.address,
                 address.decode(errors="replace"),
+                _WHY,
                 _KEY_FIX,
             )
 
@@ -362,9 +359,10 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     return socket
 
 
-def _digest(key: str) -> bytes:
-    """Return what stands for a key of any length on the wire, where it may have 255 bytes."""
-    return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest().encode()
+def _digest(key: str | None) -> bytes:
+    """Return what stands for a key of any length on the wire, where it may have 255 bytes. None is
+    an empty key."""
+    return hashlib.sha256((key or "").encode(errors="surrogatepass")).hexdigest().encode()
 
 
 def _pair(context: zmq.Context[Any]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from raw_peer import present
 from shallow_target import shallow_target
 
 from conftest import Plain, Site, check_whole, finish, step_until
@@ -38,6 +39,7 @@ class FalsePeer:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        present(self._socket)
         self._socket.setsockopt(zmq.ROUTING_ID, uuid.uuid4().hex.encode())
         self._socket.connect(site.address)
         self.jobs = 0

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import zmq
 from child_instances import DEADLINE, Instance, check_whole, decode, prefill
+from raw_peer import expect_no_key
 from shallow_target import shallow_target
 
 from conftest import Pair, Plain, Site, finish, step_until
@@ -370,6 +371,7 @@ def test_unanswered_instance_registers_ever_more_seldom() -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
+    gate = expect_no_key(router)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     times: list[float] = []
     with LLM(
@@ -387,6 +389,7 @@ def test_unanswered_instance_registers_ever_more_seldom() -> None:
                     assert read(frames).kind == "register"
                     times.append(time.monotonic())
         llm.prefill_loop.instance.links[0].transport.send("", read(frames))  # it still speaks
+    gate.stop()
     router.close()
     context.term()
     gaps = [b - a for a, b in pairwise(times)]

@@ -112,13 +112,11 @@ def test_an_instance_of_another_version_ends_and_says_why(
     check_serves_on(site, plain)
 
 
-@pytest.mark.parametrize(
-    ("key", "why"),
-    [("shut sesame", "the key differs"), (None, "one of the two has a key, the other has none")],
-)
+@pytest.mark.parametrize("key", ["shut sesame", None])
 def test_an_instance_with_another_key_ends_and_says_why(
-    site: Site, plain: Plain, key: str | None, why: str
+    site: Site, plain: Plain, key: str | None
 ) -> None:
+    why = "the key differs, or only one of the two has one"
     instance = site.prefill(disaggregation_key=key)
     assert instance.wait() == 1
     said = instance.log.read_text()
