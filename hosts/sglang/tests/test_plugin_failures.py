@@ -43,6 +43,7 @@ def test_failure_in_a_step_costs_drafts_and_no_token(fails, prompts, plain, tmp_
     assert told[1:] == ["FRAGILE: requests decoded without drafts so far: 1 (a plugin failed)"]
 
 
+@pytest.mark.parametrize("algorithm", ["FRAGILE", "FRAGILE_TREE"])
 def test_requests_beside_failed_ones_are_drafted_for(algorithm, prompts, plain, tmp_path):
     """One request fails at its prefill, and runs in the same batches as those that come later."""
     folder = str(tmp_path)
