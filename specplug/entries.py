@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, TypeVar
@@ -91,9 +92,38 @@ class HostEntry(PluginEntry):
 
 Entry = TypeVar("Entry", AlgorithmEntry, ExtensionEntry, HostEntry)
 
+_known: tuple[tuple[object, ...], tuple[EntryPoint, ...]] | None = None
+"""The entry points that were read last, with the state of the path then."""
+
 
 def installed_entry_points() -> list[EntryPoint]:
-    """Read all entry points; of two distributions with one name, the first's."""
+    """Read all entry points; of two distributions with one name, the first's.
+
+    What was read is kept for as long as nothing is installed or removed, because each run of a
+    process asks for it. A file that is edited in place is not read again.
+    """
+    global _known
+    state = _state_of_path()
+    if _known is None or _known[0] != state:
+        _known = state, tuple(_read_entry_points())
+    return list(_known[1])
+
+
+def _state_of_path() -> tuple[object, ...]:
+    """Return what changes when a distribution is installed or removed: where distributions are
+    looked for, and when each of these folders got or lost a file."""
+    return (*map(id, sys.meta_path), *((folder, _changed(folder)) for folder in sys.path))
+
+
+def _changed(folder: str) -> int:
+    """Return the nanosecond at which a folder last changed; 0 if there is none."""
+    try:
+        return os.stat(folder or ".").st_mtime_ns
+    except (OSError, ValueError, TypeError):
+        return 0
+
+
+def _read_entry_points() -> list[EntryPoint]:
     try:
         return list(importlib_metadata.entry_points())
     except Exception:  # an entry_points.txt is damaged: read them one by one

@@ -10,7 +10,7 @@ import warnings
 import pytest
 from importlib_metadata import EntryPoint
 
-from specplug import AlgorithmInfo, PluginError, UnknownAlgorithm, hookimpl
+from specplug import AlgorithmInfo, PluginError, UnknownAlgorithm, entries, hookimpl
 from specplug.contract import HOOKS, implemented_hooks
 from specplug.registry import PluginWarning, Registry, build_plugin_manager
 
@@ -280,6 +280,21 @@ def test_listing_imports_no_plugin_and_choosing_imports_one(plugin_folder):
     assert selected.entry.status == "ok"
     assert "specplug_one" in sys.modules
     assert "specplug_two" not in sys.modules
+
+
+def test_entry_points_are_read_again_after_an_install(plugin_folder, monkeypatch):
+    readings = []
+    read = entries._read_entry_points
+    monkeypatch.setattr(entries, "_read_entry_points", lambda: readings.append(1) or read())
+    Registry()
+    before = len(readings)
+    assert "LATE" not in Registry().names()
+    assert len(readings) == before, "nothing was installed"
+    plugin_folder.write("LATE")
+    assert "LATE" in Registry().names()
+    plugin_folder.remove("specplug-late")
+    assert "LATE" not in Registry().names()
+    assert len(readings) == before + 2
 
 
 def test_modules_of_the_core_import_no_torch():
