@@ -281,25 +281,29 @@ class Strange:
     def propose(self, draft_input):
         return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
 
-strange = Strange(sys.argv[2])
-try:
-    with LLM(sys.argv[1], device="cpu", speculative_algorithm=strange) as llm:
-        assert llm.effective_config["cpu_kernels"] == "on"
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
-except Exception as error:
-    print(type(error).__name__, error)
-assert strange.seen or strange.how == "starts"
+for how in sys.argv[2:]:
+    strange = Strange(how)
+    try:
+        with LLM(sys.argv[1], device="cpu", speculative_algorithm=strange) as llm:
+            assert llm.effective_config["cpu_kernels"] == "on"
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+    except Exception as error:
+        print(how, type(error).__name__, error)
+    torch.set_default_device(None)
+    assert strange.seen or how == "starts"
+    print(how, "is survived", flush=True)
 """
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-@pytest.mark.parametrize("how", ["queries", "starts", "default"])
-def test_strange_tensors_of_a_plugin_end_no_process(how: str, tiny_model: Path) -> None:
-    command = [sys.executable, "-c", STRANGE, str(tiny_model), how]
+def test_strange_tensors_of_a_plugin_end_no_process(tiny_model: Path) -> None:
+    """One process for all, as its start is most of the time; it says how far it came."""
+    ways = "queries", "starts", "default"
+    command = [sys.executable, "-c", STRANGE, str(tiny_model), *ways]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr
-    if how == "starts":
-        assert "plan_attention: starts" in ended.stdout
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert all(f"{how} is survived" in ended.stdout for how in ways)
+    assert "plan_attention: starts" in ended.stdout
 
 
 def test_run_without_kernels_says_why() -> None:
