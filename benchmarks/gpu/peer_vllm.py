@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ class Peer:
         log: where all that it prints goes.
         share: of the GPU's memory that it may use.
         dummy: let it draw weights of its own.
+        batch_invariant: have it compute each row alike in any batch (``VLLM_BATCH_INVARIANT``).
+        settings: more arguments of its ``LLM``, which JSON can hold.
     """
 
     def __init__(
@@ -55,16 +58,20 @@ class Peer:
         log: Path = Path(os.devnull),
         share: float = 0.34,
         dummy: bool = False,
+        batch_invariant: bool = False,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         environment = dict(os.environ, VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
         environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         environment |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         environment |= {"NCCL_SOCKET_IFNAME": "lo", "VLLM_USE_DEEP_GEMM": "0"}
         environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONUNBUFFERED": "1"}
+        environment |= {"VLLM_BATCH_INVARIANT": str(int(batch_invariant))}
         if packages is not None:
             environment["PYTHONPATH"] = str(packages)
         command = [python, __file__, str(base), "--algorithm", algorithm, "--serve"]
         command += ["--share", str(share), *(["--dummy"] if dummy else [])]
+        command += ["--settings", json.dumps(dict(settings or {}))]
         self._log, self._path = log.open("ab"), log
         self._process = subprocess.Popen(
             command,
@@ -115,7 +122,9 @@ class Peer:
         return answer
 
 
-def _load(base: Path, algorithm: str, share: float, *, dummy: bool) -> Any:
+def _load(
+    base: Path, algorithm: str, share: float, settings: Mapping[str, Any], *, dummy: bool
+) -> Any:
     """Make vLLM's engine."""
     from vllm import LLM
 
@@ -128,21 +137,24 @@ def _load(base: Path, algorithm: str, share: float, *, dummy: bool) -> Any:
         },
     }
     rows = NUM_STEPS + 1 if drafts[algorithm] else 1
+    given: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 16384,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 8192,
+        "seed": 0,
+        "disable_log_stats": drafts[algorithm] is None,
+        "compilation_config": {
+            "cudagraph_capture_sizes": [rows * n for n in (1, 2, 4, 8, 16, 24, 32)]
+        },
+    }
     return LLM(
         model=str(base / "target"),
         load_format="dummy" if dummy else "auto",
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=16384,
-        max_num_seqs=32,
-        max_num_batched_tokens=8192,
         gpu_memory_utilization=share,
-        seed=0,
         speculative_config=drafts[algorithm],
-        disable_log_stats=drafts[algorithm] is None,
-        compilation_config={
-            "cudagraph_capture_sizes": [rows * n for n in (1, 2, 4, 8, 16, 24, 32)]
-        },
+        **{**given, **settings},
     )
 
 
@@ -188,13 +200,17 @@ def main() -> None:
     parser.add_argument("--algorithm", default="none", choices=["none", "eagle3"])
     parser.add_argument("--share", type=float, default=0.85, help="of the GPU's memory")
     parser.add_argument("--dummy", action="store_true", help="weights of vLLM's own drawing")
+    parser.add_argument(
+        "--settings", type=json.loads, default={}, metavar="JSON", help="arguments of vLLM's LLM"
+    )
     parser.add_argument("--serve", action="store_true", help="answer lines of standard input")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     began = time.monotonic()
     algorithm: str = arguments.algorithm
-    llm = _load(arguments.base, algorithm, arguments.share, dummy=arguments.dummy)
+    settings: dict[str, Any] = arguments.settings
+    llm = _load(arguments.base, algorithm, arguments.share, settings, dummy=arguments.dummy)
     engine = _Engine(llm, drafting=algorithm != "none")
     import torch
     import vllm

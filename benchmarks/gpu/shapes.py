@@ -41,7 +41,7 @@ def _target(kind: str, **sizes: int) -> dict[str, Any]:
         "eos_token_id": 2,
         "hidden_act": "silu",
         "initializer_range": 0.02,
-        "max_position_embeddings": 20480,
+        "max_position_embeddings": 40960,
         "mlp_bias": False,
         "rms_norm_eps": 1e-5 if kind == "llama" else 1e-6,
         "rope_theta": 500000.0 if kind == "llama" else 1000000.0,
