@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import all as all_stages
+import first_token
 import kernel_trace
 import plots
 import points
@@ -111,6 +112,59 @@ def test_time_steps_leaves_the_prefill_out() -> None:
     found = points.time_steps([("engine", generate)], [[1], [2]])["engine"]
     assert (found.ms, found.median) == pytest.approx((4.0, 4.0))
     assert found.accept_length == 2.0
+
+
+def test_time_first_tokens_prompts_are_new_and_shared() -> None:
+    """Engines get the same prompt in a round; the first round, which compiles, is left out."""
+    given: dict[str, list[list[int]]] = {"one": [], "other": []}
+    flushed: list[None] = []
+
+    def engine(name: str, seconds: float) -> points.Generate:
+        def generate(prompts: list[list[int]], max_tokens: int) -> points.Generation:
+            assert max_tokens == 1
+            given[name] += prompts
+            return seconds * len(given[name]), 0, 1
+
+        return generate
+
+    found = first_token.time_first_tokens(
+        [("one", engine("one", 0.001)), ("other", engine("other", 0.002))],
+        16,
+        3,
+        512,
+        between=lambda: flushed.append(None),
+    )
+    assert found["one"] == pytest.approx([2, 3, 4])
+    assert found["other"] == pytest.approx([4, 6, 8])
+    assert given["one"] == given["other"]
+    assert {len(prompt) for prompt in given["one"]} == {16}
+    assert len({prompt[0] for prompt in given["one"]}) == len(flushed) == 4
+
+
+def test_first_token_tiny_writes_a_row_for_each_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = ["first_token.py", "--tiny", "--rounds", "1", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", told)
+    monkeypatch.setenv("SPECPLUG_COMMIT", "0123abc")
+    first_token.main()
+    run, *rows = points.read_results(tmp_path / "results.jsonl")
+    assert run["kind"] == "run"
+    assert [(row["tokens"], row["engine"]) for row in rows] == [(32, "specplug"), (64, "specplug")]
+    assert all(row["median"] == row["rounds"][0] > 0 for row in rows)
+
+
+def test_first_token_peers_that_fail_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "vllm.py").write_text("raise ImportError('not here')")
+    told = ["first_token.py", "--tiny", "--rounds", "1", "--output", str(tmp_path), "--peer"]
+    told += ["--peer-python", sys.executable, "--peer-packages", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", told)
+    first_token.main()
+    printed = capsys.readouterr().out
+    assert all(f"{name}: left out" in printed for name in first_token.PEERS)
+    assert "not here" in (tmp_path / "vllm-invariant.log").read_text()
 
 
 def test_point_prompts_begin_like_those_of_a_shorter_context() -> None:
