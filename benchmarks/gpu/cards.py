@@ -163,6 +163,7 @@ def attend(
         counts=ints(bs, width) if tree else None,
         flat_index=ints(bs * width) if ragged else None,
         padded_rows=ints(bs * width) if ragged else None,
+        length=width,
     )
     how: dict[str, Any] = {
         "window": {"window": 512},
@@ -197,8 +198,11 @@ def prompt_attention_cases(*, extremes: bool) -> Iterator[Case]:
     """Attention of prompts, at all head sizes."""
     for dim in (256,) if extremes else HEAD_SIZES:
         yield f"prompts, D {dim}", partial(attend, 64, 32, 8, dim)
+    yield "long prompts, D 128", partial(attend, 512, 32, 8, 128)
     if extremes:
         return
+    yield "long prompts, D 64", partial(attend, 512, 32, 8, 64)
+    yield "long prompts, D 128, float16", partial(attend, 512, 32, 8, 128, dtype=torch.float16)
     for dim, heads in ONE_KEY_HEAD:
         yield f"prompts, D {dim}, {heads} on 1", partial(attend, 64, heads, 1, dim)
     for kind, dim in KINDS:

@@ -1,15 +1,14 @@
 """Attention of prompts beside torch's, in TFLOPS, on one GPU; and whether its bits are a step's.
 
     python benchmarks/gpu/prompt_attention.py
-    python benchmarks/gpu/prompt_attention.py --tiles 64,32,4,5 128,32,8,5,ends --json FILE
+    python benchmarks/gpu/prompt_attention.py --tiles 64,1,4,5 128,2,8,3,copied --json FILE
     python benchmarks/gpu/prompt_attention.py --head-dim 256 --heads 16 8 --lengths 4096
 
 A prompt of L tokens is attended in one pass over a paged pool. Torch's
 ``scaled_dot_product_attention`` gets dense tensors of the same numbers. Operations are counted as
-2 L (L + 1) H D. A tile is ROWS,KEYS,WARPS,STAGES, with ``ends`` if only blocks that some row does
-not see whole are masked, and ``split`` if chances are rounded before they are scaled; see
-``PromptTile``. The first one is what the engine uses. Some rows of each prompt are attended again
-as steps of one row: ``same`` says that no bit differs.
+2 L (L + 1) H D. A tile is ROWS,BLOCKS,WARPS,STAGES, with ``copied`` if keys and values are copied
+in their order first, in the time that is told; see ``PromptTile``. Some rows of each prompt are
+attended again as steps of one row: ``same`` says that no bit differs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ from timing import replay_us
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from specplug.kernels.paged_attention_kernels import PagedRows, PromptTile
+    from specplug.kernels.paged_attention_kernels import PagedAttention, PagedRows
+    from specplug.kernels.prompt_attention_kernels import PromptTile
 
 DEVICE = "cuda"
 STEP_ROWS = 16
@@ -98,25 +98,19 @@ class Prompt:
 
         return PagedRows(
             table=self.table, req_indices=torch.ones_like(starts), starts=starts,
-            positions=positions, offset=0, width=width,
+            positions=positions, offset=0, width=width, length=self.length,
         )  # fmt: skip
 
-    def attend(self, tile: PromptTile | None = None) -> Tensor:
+    def attend(self, attention: PagedAttention) -> Tensor:
         """Attend in one pass: [L, H * D]."""
-        from specplug.kernels.paged_attention_kernels import PagedAttention
-
         none = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         rows = self.rows(none, torch.arange(self.length, device=DEVICE), self.length)
-        attention = PagedAttention(self.q.device, 0, tile)
         return attention(self.q, *self.pool.unbind(), rows, self.dim**-0.5)
 
-    def is_of_steps(self, found: Tensor, tile: PromptTile) -> bool:
+    def is_of_steps(self, found: Tensor, attention: PagedAttention) -> bool:
         """Return whether rows of a result have the bits of steps of one row each."""
-        from specplug.kernels.paged_attention_kernels import PagedAttention
-
         last = self.length - 1
         places = [0, 31, 32, 255, 256, last, *torch.randint(self.length, (STEP_ROWS,)).tolist()]
-        attention = PagedAttention(self.q.device, prompt_tile=tile)
         for place in sorted({min(each, last) for each in places}):
             start = torch.tensor([place], device=DEVICE)
             rows = self.rows(start, start, 1)
@@ -134,39 +128,37 @@ class Prompt:
 
 def measure(prompt: Prompt, tiles: list[PromptTile], repeats: int) -> list[Row]:
     """Time a prompt by torch, then by ours with each tile."""
+    from specplug.kernels.paged_attention_kernels import PagedAttention
+
     theirs = prompt.torch_call()
     us = time_us(theirs, repeats)
     found = [Row(prompt.length, "torch", us, prompt.operations / us / 1e6, 1.0, None)]
     print(found[-1].text(), flush=True)
     for tile in tiles:
         told = ",".join(map(str, attrs.astuple(tile)[:4]))
-        told += ",ends" * tile.masks_ends + ",split" * tile.split
-        result = prompt.attend(tile)
+        told += ",copied" * tile.copied
+        attention = PagedAttention(prompt.q.device, prompt.pool.nbytes, tile)
+        result = prompt.attend(attention)
         expected = theirs()[0].transpose(0, 1).flatten(1)
         torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
-        own = time_us(partial(prompt.attend, tile), repeats)
+        own = time_us(partial(prompt.attend, attention), repeats)
         speed = prompt.operations / own / 1e6
         found.append(
-            Row(prompt.length, told, own, speed, own / us, prompt.is_of_steps(result, tile))
+            Row(prompt.length, told, own, speed, own / us, prompt.is_of_steps(result, attention))
         )
         print(found[-1].text(), flush=True)
     return found
 
 
 def tile_of(text: str) -> PromptTile:
-    """Read a tile: ROWS,KEYS,WARPS,STAGES and maybe ``ends`` and ``split``."""
-    from specplug.kernels.paged_attention_kernels import PromptTile
+    """Read a tile: ROWS,BLOCKS,WARPS,STAGES and maybe ``copied``."""
+    from specplug.kernels.prompt_attention_kernels import PromptTile
 
-    rows, keys, warps, stages, *more = text.split(",")
-    return PromptTile(
-        int(rows), int(keys), int(warps), int(stages), "ends" in more, "split" in more
-    )
+    rows, blocks, warps, stages, *more = text.split(",")
+    return PromptTile(int(rows), int(blocks), int(warps), int(stages), "copied" in more)
 
 
-TILES = [
-    "64,32,4,5", "64,32,4,5,ends", "128,32,8,5", "128,32,8,5,ends", "64,64,4,5,split",
-    "128,64,8,5,split", "128,64,8,5,ends,split", "128,128,8,3,split",
-]  # fmt: skip
+TILES = ["64,1,4,5", "64,1,4,3,copied", "64,2,4,2,copied", "128,2,8,3,copied"]
 
 
 def main() -> None:
@@ -187,7 +179,7 @@ def main() -> None:
         DEVICE = "cpu"
         os.environ["TRITON_INTERPRET"] = "1"
         options.lengths, options.heads, options.head_dim = [70], [2, 1], 16
-        options.dtype, options.tiles = "float16", TILES[:4]  # it has no products of bfloat16
+        options.dtype, options.tiles = "float16", TILES[:2]  # it has no products of bfloat16
     torch.manual_seed(0)
     name = "interpreter" if options.tiny else torch.cuda.get_device_name()
     heads, kv_heads = options.heads

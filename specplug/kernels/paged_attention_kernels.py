@@ -2,13 +2,11 @@
 
 The keys of a row are numbered along its own path: what is committed, then the nodes from the
 draft's root to itself. Every ``BLOCK`` keys are one pair of products and every ``PART`` keys one
-sum. Blocks are folded into their part, and parts into the result, in the order of the keys. The
-running maximum is an integer power of two, so rescaling what is kept loses no bit, and a fold is a
-plain sum in fixed order. Three kernels compute it, each where it is fast, with the same bits:
+sum, see ``attention_sums``. Three kernels compute it, each where it is fast, with the same bits:
 
 ``_committed_parts``  the committed blocks of a request, for all its rows together: read once.
 ``_row_tails``        a row: folds what the first kernel left, then the keys after it.
-``_causal_tiles``     a tile of rows over all their keys: prefill.
+``causal_tiles``      a tile of rows over all their keys: prefill, in ``prompt_attention_kernels``.
 
 The torch reference is ``paged_attention_reference``.
 """
@@ -26,19 +24,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specplug.kernels.attention_sums import (
+    BLOCK,
+    PART,
+    add_block,
+    exponents_of,
+    fold,
+    no_sums,
+    power_of_two,
+    read_block,
+    result_of,
+)
 from specplug.kernels.card import Card, card_of
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
+from specplug.kernels.prompt_attention_kernels import (
+    GATHERED,
+    PromptTile,
+    causal_tiles,
+    copy_context,
+    prompt_tile_of,
+)
 
-BLOCK = 32
-"""Keys in one product."""
-PART = 256
-"""Keys that one program sums up, a multiple of ``BLOCK``."""
 WORKSPACE_BYTES = 16 << 20
 """For the sums of parts, before ``reserve``. Requests whose parts do not fit are read by each of
 their rows."""
+COPIED_BYTES = 128 << 20
+"""For copies of the keys and values of prompts, at most. What does not fit is gathered."""
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LEAST_EXPONENT = tl.constexpr(-127)
 _PROGRAMS = 8  # of ``_committed_parts``, for each of the card's processors
 _PARTS = {
     16: {"STAGES": 5, "num_warps": 1},
@@ -53,31 +65,13 @@ _TAILS = (
 _LEAST_BATCH = 32  # a warp's lanes: smaller batches share a compiled kernel
 _DOT_ROWS = 16  # the fewest rows of a tensor core's product
 _LEAST_COLUMNS = 16
-_TILE_ROWS = 64  # the most
+_TILE_ROWS = 64  # the most of ``_committed_parts``
 _TILED_WIDTH = 33  # chunks from this width on are read in tiles
+_COPIED_ROWS = 1024  # of a request and key head: from so many on a copy of the context pays
+_MOST_COPIED_DIM = 128
+_COPIED_KEYS = 8  # of a program, and how much of them at a time
+_COPIED_COLUMNS = 1024
 _NUMBERS = ["offset", "bs", "width", "num_tiles", "window", "table_stride", "capacity"]
-
-
-@attrs.frozen
-class PromptTile:
-    """How ``_causal_tiles`` cuts a prompt up. Only the default is measured.
-
-    Attributes:
-        rows: of a tile, at most; fewer where the card lacks room.
-        keys: in one product, 32 or more, a divisor of ``PART``. More are for ``split``.
-        warps: of a program.
-        stages: blocks that are read ahead, at most; see ``Card.buffers_of``.
-        masks_ends: mask only the blocks that some row of a tile does not see whole.
-        split: round chances before they are scaled, in steps too. Other bits than without; in
-            bfloat16 those of tiles of any number of keys are then to be the same, see README.md.
-    """
-
-    rows: int = _TILE_ROWS
-    keys: int = 32
-    warps: int = 4
-    stages: int = 5
-    masks_ends: bool = False
-    split: bool = False
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -96,6 +90,7 @@ class PagedRows:
         counts: [bs or 1, Q] int64, how many of them there are.
         flat_index: [R] int64, b * Q + i of each row; None: all requests have Q rows.
         padded_rows: [bs * Q] int64, the row at b * Q + i; any row where there is none.
+        length: at least every request's length after the pass; 0: not known.
     """
 
     table: Tensor
@@ -108,82 +103,7 @@ class PagedRows:
     counts: Tensor | None = None
     flat_index: Tensor | None = None
     padded_rows: Tensor | None = None
-
-
-@triton.jit
-def _power_of_two(exponent):
-    """2 to an integer in float32, exactly; 0 below the normal numbers."""
-    bounded = tl.maximum(exponent, _LEAST_EXPONENT).to(tl.int32)
-    return ((bounded + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _no_sums(ROWS: tl.constexpr, DIM: tl.constexpr):
-    """The sums of no keys: (top [ROWS], total [ROWS], mixed [ROWS, DIM])."""
-    return (
-        tl.full((ROWS,), float("-inf"), tl.float32),
-        tl.zeros((ROWS,), tl.float32),
-        tl.zeros((ROWS, DIM), tl.float32),
-    )
-
-
-@triton.jit
-def _fold(top, total, mixed, next_top, next_total, next_mixed):
-    """Add the sums of the keys that follow. Tops are integers or -inf: the scales are exact."""
-    new = tl.maximum(top, next_top)
-    scale = _power_of_two(tl.where(top == new, 0.0, top - new))
-    next_scale = _power_of_two(tl.where(next_top == new, 0.0, next_top - new))
-    return (
-        new,
-        total * scale + next_total * next_scale,
-        mixed * scale[:, None] + next_mixed * next_scale[:, None],
-    )
-
-
-@triton.jit
-def _block(
-    q, keys, values, slots, is_key, seen, dim, column, D: tl.constexpr, slot_stride, scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Read one block: its scores [M, BLOCK], as exponents of two, and columns of its values,
-    [BLOCK, C].
-
-    ``q`` is [M, D], ``slots`` and ``is_key`` [BLOCK], ``seen`` [M, BLOCK], ``column`` [C]. ``keys``
-    and ``values`` point at the head.
-    """
-    first = slots[:, None] * slot_stride
-    k = tl.load(keys + first + dim[None, :], mask=is_key[:, None] & (dim < D)[None, :], other=0.0)
-    is_value = is_key[:, None] & (column < D)[None, :]
-    v = tl.load(values + first + column[None, :], mask=is_value, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    if HAS_SOFTCAP:
-        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-    return tl.where(seen, scores * _LOG2_E, float("-inf")), v
-
-
-@triton.jit
-def _add_block(top, total, mixed, scores, v, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
-    """Add the block that follows to the sums of a part: (top [M], total [M], mixed [M, D]).
-
-    The sums are scaled exactly and go on in the product's accumulator. Totals come out of a product
-    too: its order of summation is that of ``mixed`` for tiles of all shapes, which that of
-    ``tl.sum`` is not. ``SPLIT``: a chance is rounded as a fraction, 1 to 2, and then scaled, so
-    that in bfloat16 it does not depend on the top.
-    """
-    new = tl.maximum(top, tl.ceil(tl.max(scores, 1)))
-    scale = _power_of_two(tl.where(top == new, 0.0, top - new))
-    finite = tl.where(new == float("-inf"), 0.0, new)[:, None]
-    if SPLIT:
-        whole = tl.floor(scores)
-        fraction = tl.where(scores == float("-inf"), 0.0, scores - whole)
-        rounded = tl.exp2(fraction).to(v.dtype).to(tl.float32)
-        chances = (rounded * _power_of_two(whole - finite)).to(v.dtype)
-    else:
-        chances = tl.exp2(scores - finite).to(v.dtype)
-    ones = tl.full((v.shape[0], 16), 1.0, tl.float32).to(v.dtype)
-    total = total * scale + tl.max(tl.dot(chances, ones, input_precision=PRECISION), 1)
-    mixed = tl.dot(chances, v, mixed * scale[:, None], input_precision=PRECISION)
-    return new, total, mixed
+    length: int = 0
 
 
 @triton.jit
@@ -201,7 +121,7 @@ def _committed_parts(
     scale, softcap, window, offset, bs, width, kv_heads, num_tiles, capacity,
     GROUP: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     BATCH: tl.constexpr, RAGGED: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum up parts of the committed blocks, for all rows of their request.
@@ -245,7 +165,7 @@ def _committed_parts(
             at = flat[:, None] * row_stride + query_head[:, None] * head_stride + dim[None, :]
             queries = tl.load(q + at, mask=is_row[:, None] & is_dim[None, :], other=0.0)
             own = table + tl.load(req_indices + b) * table_stride
-            top, total, summed = _no_sums(ROWS, DIM)
+            top, total, summed = no_sums(ROWS, DIM)
             end = tl.minimum(begin + PART, committed)
             for at_block in tl.range(begin, end, BLOCK, num_stages=STAGES):
                 key = at_block + tl.arange(0, BLOCK)
@@ -254,12 +174,12 @@ def _committed_parts(
                 if HAS_WINDOW:
                     position = tl.load(positions + flat, mask=is_row, other=0)
                     seen &= key[None, :] > (position - window)[:, None]
-                scores, v = _block(
-                    queries, keys + head * key_head_stride, values + head * key_head_stride,
-                    slots, key >= 0, seen, dim, dim, D, slot_stride, scale, softcap,
-                    HAS_SOFTCAP, PRECISION,
+                k, v = read_block(
+                    keys + head * key_head_stride, values + head * key_head_stride, slots,
+                    key >= 0, dim, dim, D, slot_stride,
                 )  # fmt: skip
-                top, total, summed = _add_block(top, total, summed, scores, v, PRECISION, SPLIT)
+                exponents = exponents_of(queries, k, seen, scale, softcap, HAS_SOFTCAP, PRECISION)
+                top, total, summed = add_block(top, total, summed, exponents, v, PRECISION)
             kept = task * ROWS + tl.arange(0, ROWS).to(tl.int64)
             tl.store(tops + kept, top)
             tl.store(totals + kept, total)
@@ -290,12 +210,12 @@ def _fold_parts(
     for ahead in tl.static_range(COUNT):
         kept, is_kept = (first + ahead) * part_stride + place, is_row & (first + ahead < num_parts)
         new = tl.maximum(new, tl.load(tops + kept, mask=is_kept, other=float("-inf")))
-    scale = _power_of_two(tl.where(top == new, 0.0, top - new))
+    scale = power_of_two(tl.where(top == new, 0.0, top - new))
     total, summed = total * scale, summed * scale[:, None]
     for ahead in tl.static_range(COUNT):
         kept, is_kept = (first + ahead) * part_stride + place, is_row & (first + ahead < num_parts)
         part = _kept_sums(tops, totals, mixed, kept, column, is_kept, DIM)
-        part_scale = _power_of_two(tl.where(part[0] == new, 0.0, part[0] - new))
+        part_scale = power_of_two(tl.where(part[0] == new, 0.0, part[0] - new))
         total, summed = total + part[1] * part_scale, summed + part[2] * part_scale[:, None]
     return new, total, summed
 
@@ -307,7 +227,8 @@ def _tail_block(
     HAS_ORDER: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Read the block of a row's own path that begins at ``first_key``."""
+    """Read the block of a row's own path that begins at ``first_key``: its exponents, [M, BLOCK],
+    and columns of its values, [BLOCK, C]."""
     key = first_key + tl.arange(0, BLOCK)
     exists = (key >= low) & (key < limit)
     position = key
@@ -318,22 +239,9 @@ def _tail_block(
     slots = tl.load(own + position, mask=exists, other=0)
     if HAS_ORDER:  # nodes without a slot of their own share slot 0
         exists &= (slots > 0) | (key < start)
-    return _block(
-        q, keys, values, slots, exists, is_row[:, None] & exists[None, :], dim, column, D,
-        slot_stride, scale, softcap, HAS_SOFTCAP, PRECISION,
-    )  # fmt: skip
-
-
-@triton.jit
-def _result(top, total, summed, sinks, query_head, is_row, HAS_SINKS: tl.constexpr):
-    """Divide the sums of rows [M, D] by their totals [M], to which the heads' sinks add."""
-    if HAS_SINKS:
-        sink = tl.load(sinks + query_head, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
-        sink_top = tl.ceil(sink)
-        top, total, summed = _fold(
-            top, total, summed, sink_top, tl.exp2(sink - sink_top), tl.zeros_like(summed)
-        )
-    return summed / tl.where(total == 0.0, 1.0, total)[:, None]
+    k, v = read_block(keys, values, slots, exists, dim, column, D, slot_stride)
+    seen = is_row[:, None] & exists[None, :]
+    return exponents_of(q, k, seen, scale, softcap, HAS_SOFTCAP, PRECISION), v
 
 
 @triton.jit(do_not_specialize=[*_NUMBERS, "span", "order_stride"])
@@ -345,7 +253,7 @@ def _row_tails(
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, RAGGED: tl.constexpr,
     HAS_ORDER: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, AT_ONCE: tl.constexpr,
     FEWER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -393,14 +301,14 @@ def _row_tails(
 
     # ``_committed_parts`` has let this kernel start after its own wait, so all rows are written.
     first_key = tl.maximum(committed, first_part * PART)
-    scores, v = _tail_block(
+    exponents, v = _tail_block(
         queries, keys + head * key_head_stride, values + head * key_head_stride, own, path,
         first_key, start, low, limit, is_row, dim, column, D, slot_stride, scale, softcap,
         HAS_ORDER, HAS_SOFTCAP, PRECISION, BLOCK,
     )  # fmt: skip
     wait_for_last(PDL)
 
-    top, total, summed = _no_sums(ROWS, COLUMNS)
+    top, total, summed = no_sums(ROWS, COLUMNS)
     rest = num_whole
     if FEWER:  # what does not fill a group is folded in smaller ones
         rest = first_part + tl.maximum(num_whole - first_part, 0) // AT_ONCE * AT_ONCE
@@ -422,131 +330,27 @@ def _row_tails(
     part_top, part_total, part_summed = _kept_sums(
         tops, totals, mixed, kept, column, has_begun, DIM
     )
-    part_top, part_total, part_summed = _add_block(
-        part_top, part_total, part_summed, scores, v, PRECISION, SPLIT
+    part_top, part_total, part_summed = add_block(
+        part_top, part_total, part_summed, exponents, v, PRECISION
     )
     for next_key in tl.range(first_key + BLOCK, limit, BLOCK, num_stages=STAGES):
         if next_key % PART == 0:
-            top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
-            part_top, part_total, part_summed = _no_sums(ROWS, COLUMNS)
-        scores, v = _tail_block(
+            top, total, summed = fold(top, total, summed, part_top, part_total, part_summed)
+            part_top, part_total, part_summed = no_sums(ROWS, COLUMNS)
+        exponents, v = _tail_block(
             queries, keys + head * key_head_stride, values + head * key_head_stride, own, path,
             next_key, start, low, limit, is_row, dim, column, D, slot_stride, scale, softcap,
             HAS_ORDER, HAS_SOFTCAP, PRECISION, BLOCK,
         )  # fmt: skip
-        part_top, part_total, part_summed = _add_block(
-            part_top, part_total, part_summed, scores, v, PRECISION, SPLIT
+        part_top, part_total, part_summed = add_block(
+            part_top, part_total, part_summed, exponents, v, PRECISION
         )
-    top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
+    top, total, summed = fold(top, total, summed, part_top, part_total, part_summed)
 
-    result = _result(top, total, summed, sinks, query_head, is_row, HAS_SINKS)
+    result = result_of(top, total, summed, sinks, query_head, is_row, HAS_SINKS)
     to = out + (flat * HEADS + query_head[:, None]) * D + column[None, :]
     is_out = is_row[:, None] & (column < D)[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=is_out)
-
-
-@triton.jit
-def _add_tile_block(
-    top, total, mixed, queries, own, keys, values, first_key, last, limit, low, is_row, dim,
-    D: tl.constexpr, slot_stride, scale, softcap,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add the block that begins at ``first_key`` to the sums of a tile's part. Unless ``MASKED``
-    all rows see all of it."""
-    key = first_key + tl.arange(0, BLOCK)
-    exists = key >= 0
-    seen = is_row[:, None] | exists[None, :]
-    if MASKED:
-        exists = key < last
-        seen = (key[None, :] < limit[:, None]) & is_row[:, None]
-        if HAS_WINDOW:
-            seen &= key[None, :] >= low[:, None]
-    slots = tl.load(own + key, mask=exists, other=0)
-    scores, v = _block(
-        queries, keys, values, slots, exists, seen, dim, dim, D, slot_stride, scale, softcap,
-        HAS_SOFTCAP, PRECISION,
-    )  # fmt: skip
-    return _add_block(top, total, mixed, scores, v, PRECISION, SPLIT)
-
-
-@triton.jit(do_not_specialize=["offset", "width", "num_tiles", "window", "table_stride"])
-def _causal_tiles(
-    q, keys, values, out, table, req_indices, starts, positions, flat_index, padded_rows, sinks,
-    row_stride, head_stride, slot_stride, key_head_stride, table_stride,
-    scale, softcap, window, offset, width, num_tiles,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, RAGGED: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
-    MASKS_ENDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Attend with a tile of rows, each of which sees the keys up to itself."""
-    let_next_start(PDL)
-    wait_for_last(PDL)
-    # The last tiles see most keys, so they go first.
-    tile = num_tiles - 1 - tl.program_id(0)
-    head = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
-    row = tile * ROWS + tl.arange(0, ROWS)
-    node = row // GROUP
-    is_row = node < width
-    first = b * width + tile * ROWS // GROUP
-    last_node = tl.minimum((tile * ROWS + ROWS - 1) // GROUP, width - 1)
-    if RAGGED:  # a place without a row has another row's number
-        flat = tl.load(padded_rows + b * width + node, mask=is_row, other=0)
-        is_row &= tl.load(flat_index + flat, mask=is_row, other=-1) == b * width + node
-        last_node = tl.max(tl.where(is_row, node, -1))
-        some = last_node >= 0
-    else:
-        flat = b * width + node
-        some = first >= 0
-    if some:
-        start = tl.load(starts + b).to(tl.int32)
-        limit = start + offset + node + 1
-        last = start + offset + last_node + 1
-        own = table + tl.load(req_indices + b) * table_stride
-        query_head = head * GROUP + row % GROUP
-        dim = tl.arange(0, DIM)
-        is_dim = dim < D
-        there = is_row[:, None] & is_dim[None, :]
-        at = flat[:, None] * row_stride + query_head[:, None] * head_stride + dim[None, :]
-        queries = tl.load(q + at, mask=there, other=0.0)
-        low = tl.zeros((ROWS,), tl.int32)
-        begin = 0
-        if HAS_WINDOW:
-            low = tl.load(positions + flat, mask=is_row, other=0).to(tl.int32) - window + 1
-            # Rows of a tile follow one another, so the first one sees the least position.
-            lowest = start + offset + tile * ROWS // GROUP - window + 1
-            begin = tl.maximum(lowest, 0) // PART * PART
-
-        top, total, summed = _no_sums(ROWS, DIM)
-        for first_part in tl.range(begin, last, PART):
-            part_top, part_total, part_summed = _no_sums(ROWS, DIM)
-            end = tl.minimum(first_part + PART, last)
-            whole = first_part
-            if MASKS_ENDS and not HAS_WINDOW:  # blocks that the first row sees, all see
-                whole = (start + offset + tile * ROWS // GROUP + 1) // BLOCK * BLOCK
-                whole = tl.minimum(tl.maximum(whole, first_part), end)
-                for first_key in tl.range(first_part, whole, BLOCK, num_stages=STAGES):
-                    part_top, part_total, part_summed = _add_tile_block(
-                        part_top, part_total, part_summed, queries, own,
-                        keys + head * key_head_stride, values + head * key_head_stride,
-                        first_key, last, limit, low, is_row, dim, D, slot_stride, scale, softcap,
-                        False, False, HAS_SOFTCAP, PRECISION, SPLIT, BLOCK,
-                    )  # fmt: skip
-            for first_key in tl.range(whole, end, BLOCK, num_stages=STAGES):
-                part_top, part_total, part_summed = _add_tile_block(
-                    part_top, part_total, part_summed, queries, own,
-                    keys + head * key_head_stride, values + head * key_head_stride,
-                    first_key, last, limit, low, is_row, dim, D, slot_stride, scale, softcap,
-                    True, HAS_WINDOW, HAS_SOFTCAP, PRECISION, SPLIT, BLOCK,
-                )  # fmt: skip
-            top, total, summed = _fold(top, total, summed, part_top, part_total, part_summed)
-
-        result = _result(top, total, summed, sinks, query_head, is_row, HAS_SINKS)
-        to = out + (flat[:, None] * HEADS + query_head[:, None]) * D + dim[None, :]
-        tl.store(to, result.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["span", "mask_stride"])
@@ -579,7 +383,7 @@ class PagedAttention:
     Args:
         device: of the pools.
         workspace_bytes: for the sums of parts.
-        prompt_tile: how prompts are cut up, for measurements; None: as measured.
+        prompt_tile: how prompts are cut up; None: as is fast on the device.
     """
 
     def __init__(
@@ -588,7 +392,7 @@ class PagedAttention:
         workspace_bytes: int = WORKSPACE_BYTES,
         prompt_tile: PromptTile | None = None,
     ) -> None:
-        self._prompt_tile = prompt_tile or PromptTile(keys=BLOCK)
+        self._prompt_tile = prompt_tile
         self._programs = 3
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
@@ -599,13 +403,15 @@ class PagedAttention:
         self, num_slots: int, num_requests: int, kv_heads: int, dim: int, num_rows: int
     ) -> None:
         """Make room for the parts of a pool's slots, with so many rows of each request and key
-        head. No call may be recorded yet.
+        head, and for copies of prompts. No call may be recorded yet.
 
         Passes that are wider, or whose requests share slots, may lack room.
         """
         tile, num_tiles = _tiles_of(num_rows, _most_rows(card_of(self._workspace.device), dim))
         parts = num_slots // PART + num_requests
         size = parts * kv_heads * num_tiles * tile * (_padded_dim(dim) + 2)
+        if prompt_tile_of(card_of(self._workspace.device), torch.bfloat16).copied:
+            size = max(size, min(num_slots * kv_heads * dim, COPIED_BYTES // 4))
         if size > len(self._workspace):
             self._workspace = torch.empty(size, device=self._workspace.device)
 
@@ -642,9 +448,9 @@ class PagedAttention:
         assert q.stride(2) == 1
         assert keys.stride(2) == 1
         assert keys.stride() == values.stride()
-        call = _Call(q, keys, values, out, rows, scale, window, softcap, sinks, self._prompt_tile)
+        call = _Call(q, keys, values, out, rows, scale, window, softcap, sinks)
         if rows.order is None and rows.width >= _TILED_WIDTH:
-            call.tiles()
+            call.tiles(self._workspace, self._prompt_tile or prompt_tile_of(call.card, q.dtype))
         else:
             call.parts_and_tails(self._workspace, self._programs)
         return out
@@ -663,22 +469,57 @@ class _Call:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
-    prompt_tile: PromptTile
 
-    def tiles(self) -> None:
-        """Launch ``_causal_tiles``."""
-        rows, out, how = self.rows, self.out, self.prompt_tile
-        tile = _most_rows(self.card, self.dim, how.rows, how.keys)
-        stages = _stages(how.stages, self.card, tile, self.dim, self.dim, how.keys)
+    def tiles(self, workspace: Tensor, how: PromptTile) -> None:
+        """Launch ``causal_tiles``, after ``copy_context`` if keys and values are to be copied."""
+        rows, out, keys, values, num_keys = self.rows, self.out, self.keys, self.values, BLOCK
+        if how.copied and self._can_copy(workspace):
+            num_keys = how.blocks * BLOCK
+            keys, values = self._copied(workspace, num_keys)
+        else:
+            how = GATHERED if how.copied else how
+        tile = _most_rows(self.card, self.dim, how.rows, num_keys)
+        stages = _stages(how.stages, self.card, tile, self.dim, self.dim, num_keys)
         num_tiles = triton.cdiv(rows.width * self.group, tile)
-        _causal_tiles[num_tiles, self.keys.shape[1], len(rows.req_indices)](
-            self.q, self.keys, self.values, out, rows.table, rows.req_indices, rows.starts,
+        causal_tiles[num_tiles, self.keys.shape[1], len(rows.req_indices)](
+            self.q, keys, values, out, rows.table, rows.req_indices, rows.starts,
             rows.positions, _given(rows.flat_index, out), _given(rows.padded_rows, out),
             _given(self.sinks, out), *self.strides, *self.numbers, rows.width, num_tiles,
-            HEADS=self.q.shape[1], ROWS=tile, HAS_SINKS=self.sinks is not None,
-            MASKS_ENDS=how.masks_ends, STAGES=stages, num_warps=how.warps,
-            **{**self.common, "BLOCK": how.keys},
+            rows.length, HEADS=self.q.shape[1], ROWS=tile, HAS_SINKS=self.sinks is not None,
+            COPIED=keys is not self.keys, STAGES=stages, num_warps=how.warps,
+            **{**self.common, "BLOCK": num_keys},
         )  # fmt: skip
+
+    def _can_copy(self, workspace: Tensor) -> bool:
+        """Whether the workspace holds all keys and values, and copying them pays."""
+        rows = self.rows
+        size = 2 * len(rows.req_indices) * rows.length * self.keys.shape[1] * self.dim
+        return (
+            0 < size <= len(workspace) * 4 // self.q.element_size()
+            and rows.width * self.group >= _COPIED_ROWS
+            and self.window is None
+            and self.dim == _padded_dim(self.dim) <= _MOST_COPIED_DIM
+            and self.keys.stride(1) == self.dim
+        )
+
+    def _copied(self, workspace: Tensor, num_keys: int) -> tuple[Any, Any]:
+        """Launch ``copy_context``, and describe the keys and values that it leaves."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        rows, size = self.rows, self.keys.shape[1] * self.dim
+        bs, length = len(rows.req_indices), rows.length
+        copies = workspace.view(self.q.dtype)[: 2 * bs * length * size]
+        copy_context[triton.cdiv(length, _COPIED_KEYS), bs](
+            self.keys, self.values, copies, rows.table, rows.req_indices, rows.starts,
+            self.keys.stride(0), rows.table.stride(0), rows.offset, rows.width, length,
+            bs * length, SIZE=size, COLUMNS=min(_COPIED_COLUMNS, triton.next_power_of_2(size)),
+            KEYS=_COPIED_KEYS, **launch_options(self.q),
+        )  # fmt: skip
+        keys, values = copies.view(2, bs * length, size).unbind()
+        shape = [num_keys, self.dim]
+        return TensorDescriptor.from_tensor(keys, shape), TensorDescriptor.from_tensor(
+            values, shape
+        )
 
     def parts_and_tails(self, workspace: Tensor, programs: int) -> None:
         """Launch ``_committed_parts``, then ``_row_tails``."""
@@ -748,8 +589,7 @@ class _Call:
             "GROUP": self.group, "D": self.dim, "DIM": _padded_dim(self.dim),
             "RAGGED": self.rows.flat_index is not None, "HAS_WINDOW": self.window is not None,
             "HAS_SOFTCAP": self.softcap is not None, "PRECISION": "ieee",
-            "SPLIT": self.prompt_tile.split, "BLOCK": BLOCK,
-            "PART": PART, **launch_options(self.q),
+            "BLOCK": BLOCK, "PART": PART, **launch_options(self.q),
         }  # fmt: skip
 
 

@@ -239,6 +239,7 @@ class PagedPlan:
             counts=counts,
             flat_index=None if padding is None else padding.flat_index,
             padded_rows=None if padding is None else padding.padded_rows,
+            length=self.length,
         )
 
     @cached_property

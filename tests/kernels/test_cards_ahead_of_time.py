@@ -16,6 +16,8 @@ import specplug
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/gpu/cards.py"
 FOLDER = Path(specplug.__file__).parent / "kernels"
+HOPPERS = {"copy_context"}
+"""Kernels that are launched on those cards alone."""
 
 
 def compiled(folder: Path, *options: str) -> list[dict[str, Any]]:
@@ -42,15 +44,18 @@ def launched() -> set[str]:
 def test_every_kernel_fits_a_card_of_99_kib(tmp_path: Path) -> None:
     found = compiled(tmp_path, "--cards", "sm89")
     assert all(each["shared"] <= each["limit"] == 101_376 for each in found)
-    missing = launched() - {each["kernel"] for each in found}
+    missing = launched() - HOPPERS - {each["kernel"] for each in found}
     assert not missing, f"{missing}: expected a case of each in benchmarks/gpu/cards.py"
 
 
 def test_prompts_of_large_heads_fit_all_cards(tmp_path: Path) -> None:
     cards = "sm80", "sm90", "sm100", "sm120", "gfx942"
     found = compiled(tmp_path, "--kernels", "prompts", "--cards", *cards)
-    assert [each["card"] for each in found] == list(cards)
+    assert list(dict.fromkeys(each["card"] for each in found)) == list(cards)
     assert all(each["shared"] <= each["limit"] for each in found)
-    (hopper,) = (each for each in found if each["card"] == "sm90")
-    assert hopper["wgmma"] > 0
-    assert hopper["mma"] == 0, "all products take Hopper's tensor cores"
+    hopper = [each for each in found if each["card"] == "sm90"]
+    assert {each["kernel"] for each in hopper} >= HOPPERS
+    tiles = [each for each in hopper if each["kernel"] == "causal_tiles"]
+    assert len(tiles) == 2
+    assert all(each["wgmma"] > 0 for each in tiles)
+    assert all(each["mma"] == 0 for each in tiles), "all products take Hopper's tensor cores"

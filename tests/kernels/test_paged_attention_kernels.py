@@ -10,15 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specplug.kernels import card
+from specplug.kernels import attention_sums, card
 from specplug.kernels import paged_attention_kernels as kernels
 from specplug.kernels.card import Card
-from specplug.kernels.paged_attention_kernels import (
-    PagedAttention,
-    PagedRows,
-    PromptTile,
-    path_orders,
-)
+from specplug.kernels.paged_attention_kernels import PagedAttention, PagedRows, path_orders
+from specplug.kernels.prompt_attention_kernels import COPIED, PromptTile
 from specplug.speculative.draft import ancestor_mask
 from specplug.speculative.padding import Padding
 
@@ -88,6 +84,7 @@ class Pass:
         attention._workspace.fill_(float("nan"))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "_TILED_WIDTH", tiled_width)
+            patch.setattr(kernels, "_COPIED_ROWS", 1)
             return attention(self.q, self.keys, self.values, self.rows, SCALE, **how)  # type: ignore[arg-type]
 
 
@@ -141,6 +138,7 @@ def make_pass(
         counts=counts,
         flat_index=None if padding is None else padding.flat_index,
         padded_rows=None if padding is None else padding.padded_rows,
+        length=max(used),
     )
     q = torch.randn(sum(widths), num_heads, dim, generator=generator).to(DEVICE, dtype)
     return Pass(q, *keys.to(DEVICE), rows, seen)
@@ -212,51 +210,57 @@ def test_tiles_fitted_to_a_small_card_have_the_same_bits(monkeypatch: pytest.Mon
     assert torch.equal(one.attend(), parts)
 
 
-@pytest.mark.parametrize("name", ["ragged chunks", "written again", "window"])
+@pytest.mark.parametrize("name", ["ragged chunks", "written again", "window", "softcap"])
 @pytest.mark.parametrize(
     "tile",
-    [PromptTile(16, keys=16), PromptTile(128, keys=16, warps=8), PromptTile(16, 16, 4, 2, True)],
-    ids=["16 rows", "128 rows", "ends masked"],
+    [PromptTile(16), PromptTile(128, warps=8, stages=2), COPIED[torch.float16]],
+    ids=["16 rows", "128 rows", "copied"],
 )
 def test_prompt_tile_of_any_kind_gives_the_same_bits(name: str, tile: PromptTile) -> None:
-    window = {"window": 37} if name == "window" else {}
-    one = make_pass((45, 70), (18, 18)) if window else MAKERS[name]()
-    assert torch.equal(one.attend(tiled_width=1, tile=tile, **window), one.attend(**window))
+    how = {"window": {"window": 37}, "softcap": {"softcap": 2.0}}.get(name, {})
+    one = MAKERS[name]() if name in MAKERS else make_pass((45, 70), (18, 18), (4, 2, 16))
+    for dtype in DTYPES:
+        one = attrs.evolve(one, q=one.q.to(dtype), keys=one.keys.to(dtype))
+        one = attrs.evolve(one, values=one.values.to(dtype))
+        assert torch.equal(one.attend(tiled_width=1, tile=tile, **how), one.attend(**how))
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_split_chances_give_what_plain_loops_do(tree: bool) -> None:
-    one = make_pass((45, 70), (18, 18), tree=tree)
-    found = one.attend(tile=PromptTile(keys=16, split=True))
-    torch.testing.assert_close(found.double(), one.expected(), rtol=0, atol=2e-3)
-    assert torch.equal(one.attend(parts=0, tile=PromptTile(keys=16, split=True)), found)
-    if not tree:
-        tiles = one.attend(tiled_width=1, tile=PromptTile(keys=16, split=True))
-        assert torch.equal(tiles, found)
-        wide = one.attend(tiled_width=1, tile=PromptTile(keys=32, split=True))
-        torch.testing.assert_close(wide.double(), one.expected(), rtol=0, atol=2e-3)
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter knows no bfloat16")
+@pytest.mark.parametrize("name", ["ragged chunks", "written again"])
+def test_two_blocks_at_once_give_the_same_bits(name: str) -> None:
+    one = MAKERS[name](dtype=torch.bfloat16)
+    tile = COPIED[torch.bfloat16]
+    assert torch.equal(one.attend(tiled_width=1, tile=tile), one.attend())
+
+
+def test_prompts_are_gathered_where_copies_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = make_pass((45, 70), (18, 18))
+    expected = one.attend()
+    launched = []
+    monkeypatch.setattr(kernels._Call, "_copied", lambda *_: launched.append(1))
+    for change in ({"parts": 8}, {"window": 1000}, {"rows": attrs.evolve(one.rows, length=0)}):
+        rows, how = change.pop("rows", one.rows), {"parts": 1 << 18, **change}
+        gathered = attrs.evolve(one, rows=rows)
+        found = gathered.attend(tiled_width=1, tile=COPIED[torch.float16], **how)
+        assert torch.equal(found, expected)
+    assert not launched
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_split_chances_of_bfloat16_need_no_common_top(dtype: torch.dtype) -> None:
-    """What README.md says of tiles of 128 keys, in float32 sums whose order is known."""
-    generator = torch.Generator().manual_seed(0)
-    scores = 8 * torch.randn(64, 256, generator=generator)
-    values = torch.randn(256, 16, generator=generator).to(dtype).float()
+def test_rounded_exponents_of_bfloat16_need_no_common_top(dtype: torch.dtype) -> None:
+    """Why two blocks at once give the bits of one after the other, and not in float16."""
+    scores = -20 * torch.rand(1 << 20, generator=torch.Generator().manual_seed(0))
 
-    def summed(keys: int) -> Tensor:
-        mixed, top = torch.zeros(64, 16), torch.full((64, 1), float("-inf"))
-        for block, v in zip(scores.split(keys, 1), values.split(keys), strict=True):
-            new = torch.maximum(top, block.amax(1, keepdim=True).ceil())
-            mixed, top = mixed * torch.exp2(top - new), new
-            whole = block.floor()
-            fractions = torch.exp2(block - whole).to(dtype).float()
-            chances = (fractions * torch.exp2(whole - new)).to(dtype).float()
-            for key in range(keys):
-                mixed += chances[:, key : key + 1] * v[key]
-        return mixed
+    def chances(top: float, offset: float) -> Tensor:
+        exponents = scores + offset - (top + offset)
+        whole = exponents.ceil()  # a card's exp2 scales exactly, libm's need not
+        chance = torch.exp2(exponents - whole) * torch.exp2(whole)
+        return chance.to(dtype).float() * 2**top
 
-    assert torch.equal(summed(128), summed(32)) == (dtype is torch.bfloat16)
+    offset = attention_sums._OFFSET.value
+    same = torch.equal(chances(0, offset), chances(7, offset))
+    assert same == (dtype is torch.bfloat16)
+    assert not torch.equal(chances(0, 0), chances(7, 0)), "exponents that are not rounded"
 
 
 def test_row_has_the_bits_of_a_step_of_its_own() -> None:
