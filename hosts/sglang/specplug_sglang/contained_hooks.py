@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from weakref import WeakSet
 
+import attrs
 import pluggy
 import torch
 from torch import Tensor
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class ContainedHooks(HookCalls):
@@ -61,7 +64,7 @@ class ContainedHooks(HookCalls):
         super().__init__(manager, algorithm, extensions)
         self.undrafted = UndraftedRequests(algorithm.info.name, logger.warning)
         self._requests: Sequence[View] = ()
-        self._widths: Sequence[int] = ()
+        self._part = StepPart((), 0)  # of the step: those for which hooks are called
         # A request that has ended may have a step that was planned before.
         self._failed: WeakSet[Req] = WeakSet()
         self._told: set[str] = set()
@@ -73,34 +76,33 @@ class ContainedHooks(HookCalls):
             requests: of the step; none of an idle one.
             widths: tokens of each request's chunk, of a prefill.
         """
-        self._requests, self._widths = requests, widths
+        chosen = [
+            place
+            for place, view in enumerate(requests)
+            if not (view.is_told or view.request in self._failed)
+        ]
+        self._requests, self._part = requests, StepPart(chosen, len(requests), widths)
 
     # In a step
 
     def propose(
         self, runtime: Runtime, batch: Batch, draft_input: DraftInput, *, roots: Tensor
     ) -> Draft:
-        part, made = self._part(roots.device), None
-        if part is not None:
-            own, given = part.of_batch(batch), part.of_input(draft_input)
-            call = super().propose
-            made = self._contain(lambda: call(runtime, own, given, roots=part.of(roots)))
-        if part is None or made is None:
+        made = self._contain(super().propose, runtime, batch, draft_input, roots=roots)
+        if made is None:
             return Draft.chain(roots.unsqueeze(1))
-        return part.draft_of_all(made, roots)
+        return self._part.draft_of_all(made, roots)
 
     def verify(
         self, runtime: Runtime, batch: Batch, draft: Draft, target_output: TargetOutput
     ) -> VerifyOutput:
-        part, made = self._part(target_output.predict.device), None
-        if part is not None and not self.core_verifies:
-            own, drafted = part.of_batch(batch), part.of_draft(draft)
-            lent = part.of_nodes(draft, target_output)
-            call = super().verify
-            made = self._contain(lambda: call(runtime, own, drafted, lent))
-            if made is not None:
-                return part.verified_of_all(made, draft, lent, target_output)
-        return verify_tree(draft, target_output.predict)
+        if self.core_verifies:
+            return verify_tree(draft, target_output.predict)
+        lent = self._part.of_nodes(draft, target_output)
+        made = self._contain(super().verify, runtime, batch, draft, lent)
+        if made is None:
+            return verify_tree(draft, target_output.predict)
+        return self._part.verified_of_all(made, draft, lent, target_output)
 
     def build_draft_input(
         self,
@@ -110,35 +112,32 @@ class ContainedHooks(HookCalls):
         future_map: FutureMap,
     ) -> DraftInput:
         """Return that of the requests that draft, for ``publish_and_stash``."""
-        part, made = self._part(target_output.bonus_tokens.device), None
-        if part is not None:
-            own, output = part.of_batch(batch), part.of_committed(target_output, self._widths)
-            if own is not batch and own.is_prefill:
-                own.attention = runtime.plan_attention(own, own.seq_lens, own.chunk_widths)
-            call = super().build_draft_input
-            made = self._contain(lambda: call(runtime, own, output, future_map))
+        call = self._build_draft_input
+        made = self._contain(call, runtime, batch, target_output, future_map)
         return DraftInput(bonus_tokens=target_output.bonus_tokens) if made is None else made
+
+    def _build_draft_input(
+        self, runtime: Runtime, batch: Batch, output: CommittedOutput, future_map: FutureMap
+    ) -> DraftInput:
+        if batch.is_prefill and batch.attention is None:  # the plan is of all requests
+            batch.attention = runtime.plan_attention(batch, batch.seq_lens, batch.chunk_widths)
+        return super().build_draft_input(runtime, batch, output, future_map)
 
     def build_disagg_draft_input(
         self, runtime: Runtime, batch: Batch, last_tokens: Tensor, future_map: FutureMap
     ) -> DraftInput:
         """Return that of the requests that draft, for ``publish_and_stash``."""
-        part, made = self._part(last_tokens.device), None
-        if part is not None:
-            own, tokens = part.of_batch(batch), part.of(last_tokens)
-            call = super().build_disagg_draft_input
-            made = self._contain(lambda: call(runtime, own, tokens, future_map))
+        call = super().build_disagg_draft_input
+        made = self._contain(call, runtime, batch, last_tokens, future_map)
         return DraftInput(bonus_tokens=last_tokens) if made is None else made
 
     def fixup_idle(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:
-        call = super().fixup_idle
-        made = self._contain(lambda: call(runtime, batch, draft_input))
+        made = self._contain(super().fixup_idle, runtime, batch, draft_input)
         return draft_input if made is None else made
 
     def resolve(self, future_map: FutureMap, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
-        """Return them of all requests: zeros if the map fails, which nobody reads."""
-        call = super().resolve
-        found = self._contain(lambda: call(future_map, req_indices))
+        """Return them of all requests: zeros, unread, if none of them draft or the map fails."""
+        found = self._contain(partial(super().resolve, future_map, req_indices))
         if found is not None:
             return found
         nothing = torch.zeros_like(req_indices)
@@ -153,13 +152,8 @@ class ContainedHooks(HookCalls):
         draft_input: DraftInput,
     ) -> None:
         """Publish how far the requests are that draft; ``draft_input`` is theirs."""
-        part = self._part(req_indices.device)
-        if part is None:
-            return
-        rows, lengths = part.of(req_indices), part.of(seq_lens)
-        own = part.of_committed(output, self._widths)
-        call = super().publish_and_stash
-        self._contain(lambda: call(future_map, rows, lengths, own, draft_input))
+        call = partial(super().publish_and_stash, draft_input=draft_input)
+        self._contain(call, future_map, req_indices, seq_lens, output)
 
     # Afterwards
 
@@ -170,29 +164,25 @@ class ContainedHooks(HookCalls):
         except PluginError as error:
             self._tell(error, "")
 
-    def _part(self, device: torch.device) -> StepPart | None:
-        """Return the requests of the step for which hooks are called; None if there are none of
-        them. An idle step, which has no requests, is all of it."""
-        requests, failed = self._requests, self._failed
-        chosen: Sequence[int] = range(len(requests))
-        if failed:
-            chosen = [i for i in chosen if requests[i].request not in failed]
-        if requests and not chosen:
+    def _contain(self, call: Callable[P, T], *given: P.args, **named: P.kwargs) -> T | None:
+        """Call a hook with what the requests that draft have of its arguments. If a plugin fails,
+        they draft no more; None then, and if there are none of them."""
+        part = self._part
+        if part.is_nobody:
             return None
-        return StepPart(chosen, len(requests), device)
-
-    def _contain(self, call: Callable[[], T]) -> T | None:
-        """Call a hook. If a plugin fails, the requests of the step draft no more; None then."""
+        hook: Callable[..., T] = call
         try:
-            return call()
+            return hook(*map(part.of, given), **{k: part.of(v) for k, v in named.items()})
         except PluginError as error:
-            running = [view for view in self._requests if not view.has_ended]
-            fresh = [view for view in running if view.request not in self._failed]
-            count = len(fresh)
-            self._tell(error, f". {count} requests go on without drafts; their tokens are right")
-            self._failed.update(request for view in self._requests if (request := view.request))
-            for view in fresh:
+            views = [self._requests[place] for place in part.chosen]
+            running = [view for view in views if not view.has_ended]
+            self._tell(
+                error, f". {len(running)} requests go on without drafts; their tokens are right"
+            )
+            for view in running:
                 self.undrafted.add(view.request_id, FAILED)
+            self._failed.update(request for view in views if (request := view.request))
+            self._part = attrs.evolve(part, chosen=())
             return None
 
     def _tell(self, error: PluginError, effect: str) -> None:

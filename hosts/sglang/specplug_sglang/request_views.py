@@ -19,9 +19,15 @@ _NO_STATE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class View:
-    """A ``RequestView`` of one of SGLang's requests. It holds no request alive."""
+    """A ``RequestView`` of one of SGLang's requests. It holds no request alive.
+
+    Attributes:
+        is_told: whether plugins know that it has ended; set by ``Requests``. SGLang may run a step
+            of it that was planned before, which they do not see.
+    """
 
     draft_state = _NO_STATE
+    is_told = False
 
     def __init__(self, request: Req) -> None:
         self._request = weakref.ref(request)
@@ -84,11 +90,17 @@ class Requests:
         self._rows: dict[int, _Row] = {}
 
     def views(self, requests: Sequence[Req]) -> list[View]:
-        """Return the views of a batch, one object for each request as long as it runs."""
-        return [
-            self._views.get(request.rid) or self._views.setdefault(request.rid, View(request))
-            for request in requests
-        ]
+        """Return the views of a batch, one object for each request until its end is told."""
+        return [self._views.get(request.rid) or self._view_of(request) for request in requests]
+
+    def _view_of(self, request: Req) -> View:
+        """Return a view of a request that is not known: a new one, or one whose end was told."""
+        view = View(request)
+        if request.finished():
+            view.is_told = True
+        else:
+            self._views[request.rid] = view
+        return view
 
     def begin_chunk(self, row: int, request: Req, start: int, end: int, is_last: bool) -> bool:
         """Note a chunk of a prompt, and return whether the request has just got its row: it is not

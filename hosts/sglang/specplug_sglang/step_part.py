@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -26,23 +26,47 @@ class StepPart:
     """m of the bs requests of a step. Where these are all, everything is handed on as it is.
 
     Args:
-        chosen: their places among the bs, in ascending order; at least one.
+        chosen: their places among the bs, in ascending order.
         size: bs.
-        device: of the step's tensors.
+        widths: rows that each of the bs has of what was committed; none: as many of each.
     """
 
     chosen: Sequence[int]
     size: int
-    device: torch.device
+    widths: Sequence[int] = ()
 
     @property
     def is_all(self) -> bool:
-        """Whether m is bs."""
+        """Whether m is bs, as in an idle step, which has no requests."""
         return len(self.chosen) == self.size
 
-    def of(self, values: Tensor) -> Tensor:
-        """[bs, …] -> [m, …]"""
-        return values if self.is_all else values[upload(self.chosen, self.device)]
+    @property
+    def is_nobody(self) -> bool:
+        """Whether there are requests, and none of them is in the part."""
+        return not self.chosen and self.size > 0
+
+    def of(self, value: V) -> V:
+        """Return what the m requests have of a batch, a draft, its input, what was committed, or a
+        tensor [bs, …]. All else is of no request, and handed on."""
+        return value if self.is_all else self._of(value)
+
+    def _of(self, value: Any) -> Any:
+        match value:
+            case Tensor():
+                return value[self._index(value)]
+            case Batch():
+                return self._of_batch(value)
+            case DraftInput(bonus_tokens=roots, state=state):
+                own = {k: None if v is None else self._of(v) for k, v in state.items()}
+                return DraftInput(bonus_tokens=self._of(roots), state=own)
+            case Draft():
+                return self._of_draft(value)
+            case CommittedOutput():
+                return self._of_committed(value)
+        return value
+
+    def _index(self, beside: Tensor) -> Tensor:
+        return upload(self.chosen, beside.device)
 
     def _each(self, values: Sequence[V]) -> tuple[V, ...]:
         """Return those of m requests; none if there are none of bs."""
@@ -53,15 +77,13 @@ class StepPart:
         first = _first_rows(widths)
         return list(chain.from_iterable(range(first[i], first[i] + widths[i]) for i in self.chosen))
 
-    def of_batch(self, batch: Batch) -> Batch:
-        """Return the batch that hooks get. It has no plan, unless it is the whole one."""
-        if self.is_all:
-            return batch
+    def _of_batch(self, batch: Batch) -> Batch:
+        """Return the batch that hooks get, which has no plan."""
         return attrs.evolve(
             batch,
             requests=self._each(batch.requests),
-            req_indices=self.of(batch.req_indices),
-            seq_lens=self.of(batch.seq_lens),
+            req_indices=self._of(batch.req_indices),
+            seq_lens=self._of(batch.seq_lens),
             chunk_widths=self._each(batch.chunk_widths),
             chunk_ends=self._each(batch.chunk_ends),
             first_chunk=self._each(batch.first_chunk),
@@ -70,23 +92,9 @@ class StepPart:
             attention=None,
         )
 
-    def of_input(self, given: DraftInput) -> DraftInput:
-        """Return the draft input of the m requests."""
-        if self.is_all:
-            return given
-        state = {k: None if v is None else self.of(v) for k, v in given.state.items()}
-        return DraftInput(bonus_tokens=self.of(given.bonus_tokens), state=state)
-
-    def of_committed(self, output: CommittedOutput, widths: Sequence[int]) -> CommittedOutput:
-        """Return what was computed of the m requests.
-
-        Args:
-            widths: rows of each of the bs; none: as many of each.
-        """
-        if self.is_all:
-            return output
-        widths = widths or (len(output.next_tokens) // self.size,) * self.size
-        rows = upload(self._rows(widths), self.device)
+    def _of_committed(self, output: CommittedOutput) -> CommittedOutput:
+        widths = self.widths or (len(output.next_tokens) // self.size,) * self.size
+        rows = upload(self._rows(widths), output.last_rows.device)
         before = _first_rows(widths)
         moved = [
             now - before[place]
@@ -96,18 +104,15 @@ class StepPart:
             next_tokens=output.next_tokens[rows],
             own_tokens=output.own_tokens[rows],
             per_node={name: tensor[rows] for name, tensor in output.per_node.items()},
-            last_rows=self.of(output.last_rows) + upload(moved, self.device),
-            accept_lens=self.of(output.accept_lens),
-            bonus_tokens=self.of(output.bonus_tokens),
+            last_rows=self._of(output.last_rows) + upload(moved, rows.device),
+            accept_lens=self._of(output.accept_lens),
+            bonus_tokens=self._of(output.bonus_tokens),
         )
 
-    def of_draft(self, draft: Draft) -> Draft:
-        """Return the drafts of the m requests."""
-        if self.is_all:
-            return draft
+    def _of_draft(self, draft: Draft) -> Draft:
         return Draft(
-            tokens=self.of(draft.tokens),
-            parents=None if draft.parents is None else self.of(draft.parents),
+            tokens=self._of(draft.tokens),
+            parents=self._of(draft.parents),
             widths=None if draft.widths is None else self._each(draft.widths),
             depth=draft.depth,
         )
@@ -116,13 +121,13 @@ class StepPart:
         """Return the drafts of the m requests beside the roots [bs] of the others."""
         if self.is_all:
             return made
-        index, width = upload(self.chosen, self.device), made.width
+        index, width = self._index(roots), made.width
         widths = [1] * self.size
         for place, own in zip(self.chosen, made.widths or (width,) * len(self.chosen), strict=True):
             widths[place] = own
         parents = None
         if made.parents is not None:
-            order = torch.arange(width, device=self.device) - 1
+            order = torch.arange(width, device=roots.device) - 1
             parents = order.repeat(self.size, 1).index_copy_(0, index, made.parents)
         tokens = roots.unsqueeze(1).repeat(1, width).index_copy_(0, index, made.tokens)
         return Draft(
@@ -159,7 +164,7 @@ class StepPart:
         """
         if self.is_all:
             return made
-        index, rows = upload(self.chosen, self.device), self._node_rows(draft)
+        index, rows = self._index(draft.tokens), self._node_rows(draft)
         for name, tensor in lent.per_node.items():
             if name not in output.per_node:
                 every = tensor.new_zeros((draft.total, *tensor.shape[1:]))
@@ -176,4 +181,4 @@ class StepPart:
         )
 
     def _node_rows(self, draft: Draft) -> Tensor:
-        return upload(self._rows(draft.widths or (draft.width,) * self.size), self.device)
+        return upload(self._rows(draft.widths or (draft.width,) * self.size), draft.tokens.device)

@@ -7,6 +7,8 @@ import asyncio
 import pytest
 from engines import TREE, environment, running
 
+from specplug.speculative.undrafted import undrafted_in
+
 
 @pytest.fixture(scope="module")
 def paged():
@@ -74,3 +76,21 @@ def test_tiny_pool_without_overlap_keeps_tokens(prompts, plain):
         made = engine.generate(prompts)
     assert made.tokens == plain
     assert sum(about["num_retractions"] for about in made.about) > 0
+
+
+def test_request_that_ended_before_a_planned_step_is_told_once(prompts, plain, tmp_path):
+    """Beside a grammar SGLang processes a step after it has planned the next one, and before it
+    runs that. FRAGILE fails if it gets a request whose end it was told."""
+    greedy = {"temperature": 0, "max_new_tokens": 64}
+    wanted = [
+        {**greedy, "max_new_tokens": 8},
+        {**greedy, "max_new_tokens": 16},
+        {**greedy, "regex": "[a-z ]{40}"},
+    ]
+    with environment(PROMETHEUS_MULTIPROC_DIR=str(tmp_path)), running("FRAGILE") as engine:
+        made = engine.generate(prompts[:3], wanted)
+        later = engine.generate(prompts[3:4])
+        told = engine.seen("finished")
+    assert [*made.tokens[:2], *later.tokens] == [plain[0][:8], plain[1][:16], plain[3]]
+    assert sorted(told) == sorted(about["id"] for about in (*made.about, *later.about))
+    assert undrafted_in(str(tmp_path)) == {"grammar": 1}
