@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ def record_graph(
                 run()
             stream.wait_stream(side)
         graph, began = torch.cuda.CUDAGraph(), time.perf_counter()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
+        records_on = _recording_stream(torch.cuda.current_device())
+        with torch.cuda.graph(graph, pool=pool, stream=records_on, capture_error_mode=mode):
             output = run()
         return graph, output, time.perf_counter() - began
     except RuntimeError:
@@ -89,6 +91,13 @@ def record_graph(
         torch.cuda.set_stream(stream)  # a failed recording leaves its own stream current
         if debug:
             torch.cuda.set_sync_debug_mode(debug)
+
+
+@cache
+def _recording_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all recordings on a device: what one of them frees, the next one of the
+    same pool has again. torch's own is of the device that recorded first in this process."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _end_recording_of_noise() -> None:
