@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 PROJECTS := pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PYTEST_ARGS ?= -n 2 --dist worksteal
+PYTEST_ARGS ?= -n 3 --dist worksteal
 HOST_PYTEST_ARGS ?=
 
 .DELETE_ON_ERROR:

@@ -16,7 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded by a test
 
-# What one process of the suite may hold at its peak, so that two fit on a laptop beside a browser.
+# What one process of the suite may hold at its peak, so that three fit on a laptop.
 MOST_MIB = 2560
 
 pytest_plugins = [
