@@ -19,7 +19,7 @@ import time
 import uuid
 from collections import deque
 from contextlib import suppress
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import attrs
@@ -105,6 +105,7 @@ class ZmqTransport:
             self._gate.setsockopt(zmq.LINGER, 0)
             self._gate.bind("inproc://zeromq.zap.01")
         self._bell, self._ear = _pair(socket.context)
+        self._bell_lock = Lock()  # a socket is one thread's at a time, its end too
         self._thread = Thread(target=self._run, name="transport", daemon=True)
         self.address = ""
 
@@ -206,7 +207,7 @@ class ZmqTransport:
             ) from error
 
     def _ring(self) -> None:
-        with suppress(zmq.ZMQError):  # it rings already, or the thread has ended
+        with self._bell_lock, suppress(zmq.ZMQError):  # it rings already, or the thread has ended
             self._bell.send(b"", zmq.NOBLOCK)
 
     def _run(self) -> None:
@@ -290,7 +291,9 @@ class ZmqTransport:
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor = None
-        for socket in filter(None, (self._socket, self._bell, self._ear, self._gate)):
+        with self._bell_lock:
+            self._bell.close()
+        for socket in filter(None, (self._socket, self._ear, self._gate)):
             socket.close()
         if self._gate is not None:
             self._socket.context.term()

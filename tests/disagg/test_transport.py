@@ -95,6 +95,39 @@ def test_messages_arrive_in_order_from_many_threads(ends: Ends) -> None:
         assert message.tensors["x"].tolist() == [number] * (number % 7)
 
 
+class SlowBell:
+    """A bell that rings for a moment, and notes whether it was closed meanwhile."""
+
+    def __init__(self, bell: Any) -> None:
+        self.bell = bell
+        self.rings = threading.Event()
+        self.was_closed_in_use = False
+
+    def send(self, *args: Any) -> None:
+        self.rings.set()
+        time.sleep(0.2)
+        if not self.bell.closed:
+            self.bell.send(*args)
+        self.rings.clear()
+
+    def close(self) -> None:
+        self.was_closed_in_use = self.rings.is_set()
+        self.bell.close()
+
+
+def test_close_waits_for_a_thread_that_rings(ends: Ends) -> None:
+    """A socket that one thread closes while another one sends ends the process."""
+    transport: Any = ends[1].transport
+    transport._bell = bell = SlowBell(transport._bell)
+    sender = threading.Thread(target=transport.send, args=(ROUTER_SIDE, WireMessage("part")))
+    sender.start()
+    assert bell.rings.wait(DEADLINE)
+    transport._closing = True  # as ``close`` does, before it rings
+    sender.join()
+    transport._thread.join()
+    assert not bell.was_closed_in_use
+
+
 def test_large_tensors_arrive(ends: Ends) -> None:
     bound, connected, _ = ends
     bound.wait_for(Found)
