@@ -104,7 +104,7 @@ BREAKS = (
     ),
     Break(
         "kv-move",
-        "specplug/engine/hook_host.py",
+        "specplug/engine/accepted_kv.py",
         "move_slots(pool, source.view(-1), target.view(-1))",
         "move_slots(pool, target.view(-1), source.view(-1))",
         ("tests/engine/test_exactness.py",),
@@ -119,7 +119,7 @@ BREAKS = (
     Break(
         "node-positions",
         "specplug/engine/step.py",
-        "positions=None if draft.is_chain else half.seq_lens.unsqueeze(1) + draft.depths,",
+        "positions=None if draft.is_chain else starts.unsqueeze(1) + draft.depths,",
         "positions=None,",
         ("tests/engine/test_exactness.py",),
     ),

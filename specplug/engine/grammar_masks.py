@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from specplug.engine.hook_host import EngineHalf
+from specplug.engine.request import Request
 from specplug.engine.step_result import StepResult
 from specplug.grammar.masks import allocate_masks
+from specplug.grammar.state import HostTree
 
 
 class GrammarMasks:
@@ -30,20 +33,23 @@ class GrammarMasks:
         if any(request.grammar_state is not None for request in result.step.requests):
             self._unread = [*(r for r in self._unread if not r.grammars_advanced), result]
 
-    def make(self, half: EngineHalf, num_rows: int) -> Tensor:
+    def make(self, requests: Sequence[Request], tree: HostTree | None, num_rows: int) -> Tensor:
         """Return what the requests' grammars allow after each row, [num_rows, words] int32.
 
         The one wait between resolve and publish: for what was accepted and drafted, while the
         target's pass runs.
+
+        Args:
+            tree: of the drafts whose nodes the rows are; None: each request has one row.
         """
         for result in self._unread:
             result.wait()
             result.advance_grammars()
         self._unread.clear()
         masks = allocate_masks(num_rows, self._vocab_size, pinned=self._device.type == "cuda")
-        grammar_states = [request.grammar_state for request in half.requests]
-        if half.tree is not None:
-            half.tree.fill_masks(grammar_states, masks)
+        grammar_states = [request.grammar_state for request in requests]
+        if tree is not None:
+            tree.fill_masks(grammar_states, masks)
         else:
             for grammar_state, mask in zip(grammar_states, masks, strict=True):
                 if grammar_state is not None:

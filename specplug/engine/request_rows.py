@@ -27,10 +27,10 @@ class RequestRows:
         self._padded: Tensor
         self._lent: list[Tensor] = []
 
-    def take(self, rows: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        """Return these rows, [bs] int64, and two copies that nobody else has or gets.
+    def take(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return these rows, [bs] int64, and two copies of this step alone, for hooks.
 
-        The rows themselves are those of later steps too: nobody writes to them.
+        The rows themselves are those of later steps too: nothing may write to them.
         """
         if rows != self._rows:
             # An even number of int64: every copy begins at a multiple of 16 bytes, as kernels are
@@ -40,4 +40,4 @@ class RequestRows:
         if not self._lent:
             copies = self._padded.repeat(2 * _STEPS, 1)[:, : len(rows)]
             self._lent = list(copies.unbind(0))
-        return self._padded[: len(rows)], [self._lent.pop(), self._lent.pop()]
+        return self._padded[: len(rows)], self._lent.pop(), self._lent.pop()

@@ -1,10 +1,9 @@
-"""One step on the device: propose, the target's pass, verify, compact, extend, publish."""
+"""One step on the device: draft, the target's pass, verify, commit, feed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
@@ -12,20 +11,19 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.engine.accepted_kv import keep_accepted
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.grammar_masks import GrammarMasks
-from specplug.engine.hook_host import EngineHalf, EngineHost
 from specplug.engine.kv_transfer import KVTransfer
-from specplug.engine.request import Request
 from specplug.engine.request_rows import RequestRows
 from specplug.engine.request_view import ReadOnlyRequest
 from specplug.engine.step_clock import StepClock
-from specplug.engine.step_outputs import WantedOutputs
 from specplug.engine.step_plan import Decode, PlacedPrefill, Prefill, Step
-from specplug.engine.step_result import StepResult
+from specplug.engine.step_result import DecodeResult, PrefillResult, StepResult
+from specplug.engine.step_rows import ChunkRows, NodeRows, RequestGroup
 from specplug.grammar.state import HostTree
 from specplug.model.model_runner import ModelRunner
-from specplug.model.padded_passes import PassOutput, PassPart
+from specplug.model.padded_passes import PassOutput
 from specplug.sampling_params import Needs
 from specplug.speculative.batch import Batch, ForwardMode
 from specplug.speculative.draft import Draft
@@ -34,21 +32,17 @@ from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import HookOrder
 from specplug.speculative.host_copy import Arrival, upload
 from specplug.speculative.padding import Padding
-from specplug.speculative.paged_plan import JoinedPlan, PagedPlan
-from specplug.speculative.target_output import CommittedOutput
+from specplug.speculative.paged_plan import JoinedPlan, LentPlan, PagedPlan
+from specplug.speculative.step_stages import Chunks, Committed, Half, Scheduled
 
 Key = TypeVar("Key")
-Sampled = tuple[Tensor, dict[str, Tensor]]
-"""The target's token after each node, [T] int64, and all per-node outputs."""
-Accepted = tuple[Tensor, CommittedOutput, Tensor]
-"""What a decode step has committed: lengths [bs] after it, the committed rows, and the report."""
 
 
 class StepRunner:
     """Runs scheduled steps; nothing in a step reads device data on the host.
 
-    The order of the hooks is ``HookOrder``'s. Here are the engine's rows and plans, the target's
-    pass and sampling; ``EngineHost`` keeps accepted KV and delivers outputs.
+    The order of the hooks is ``HookOrder``'s, and so are the stages of a step. Here are the
+    engine's rows and plans, the target's pass, sampling, and what goes to the host.
 
     Args:
         runtime: of the run.
@@ -72,9 +66,7 @@ class StepRunner:
         self._runtime = runtime
         self._device = runtime.device
         self.runner = runner
-        self._order: HookOrder[EngineHalf] = HookOrder(
-            runtime, hooks, future_map, EngineHost(runtime)
-        )
+        self._order = HookOrder(runtime, hooks, future_map)
         self._kv_transfer = kv_transfer
         self._masks = GrammarMasks(runtime.vocab_size, runtime.device)
         self._rows = RequestRows(runtime.device)
@@ -113,160 +105,139 @@ class StepRunner:
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def launch(self, step: Step) -> StepResult:
-        """Launch a step whose rows are in the request table; ``run`` sees to that."""
+        """Launch a step whose rows are in the request table; ``run`` sees to that.
+
+        Of a step that prefills and decodes, both halves commit before either is fed: hooks may
+        write to what they are lent, where the logits of a recorded pass are again.
+        """
         clock = StepClock(self._device)
-        slots = [chunk.end for chunk in step.prefill.chunks] if step.prefill else []
-        slots += [placed.received.end for placed in step.placed]
-        self._runtime.max_slots = max([*slots, *(step.decode.slots if step.decode else ())])
+        self._runtime.max_slots = step.max_slots
         if step.placed:
-            self._receive(step.placed, clock)
-        prefill = decode = None
-        if step.prefill:
-            half = self._make_half(step.prefill.requests, clock, is_warm_up=step.is_warm_up)
-            prefill = self._begin_prefill(step.prefill, half)
-        if step.decode:
-            half = self._make_half(
-                step.decode.requests, clock, decodes=True, is_warm_up=step.is_warm_up
-            )
-            decode = self._begin_decode(step.decode, half)
+            self._receive(step.placed)
+            clock.lap("receive")
+        chunks = self._place_chunks(step.prefill, step) if step.prefill else None
+        nodes = self._draft_nodes(step.decode, step) if step.decode else None
         clock.lap("propose")
-        of_prefill, of_decode = self._target_pass(prefill, decode)
+        of_chunks, of_nodes = self._pass_target(chunks, nodes)
         clock.lap("target")
-        sampled = None
-        if step.prefill and prefill and of_prefill:
-            if decode and of_decode:
-                # Before the hooks of the prefill: they may write to what ``verify`` was lent in an
-                # earlier step, where the logits of padded passes are again.
-                sampled = self._sample_nodes(decode, of_decode)
-            self._finish_prefill(step.prefill, prefill, of_prefill)
-        if decode and of_decode:
-            self._finish_decode(decode, of_decode, sampled)
-        result = StepResult(
-            step=step,
-            prefill=prefill.prefilled if prefill else None,
-            decode=decode.decoded if decode else None,
-            clock=clock,
-            arrival=Arrival(self._device, clock.last),  # after all that was sent
-        )
+        prefill = decode = None
+        if chunks and of_chunks:
+            prefilled, sampled = self._commit_chunks(chunks, of_chunks)
+            prefill = PrefillResult.send(chunks, prefilled, sampled)
+        if nodes and of_nodes:
+            decoded = self._accept(nodes, of_nodes)
+            decode = DecodeResult.send(nodes, decoded)
+        clock.lap("verify")
+        if chunks and prefill and step.prefill:
+            self._order.feed(chunks.chunks, prefilled, LentPlan(chunks.plan))
+            prefill = self._export(step.prefill, chunks, prefill)
+        if nodes and decode:
+            self._order.feed(nodes.drafted, decoded, LentPlan(nodes.plan))
+        clock.lap("extend")
+        arrival = Arrival(self._device, clock.last)  # after all that was sent
+        result = StepResult(step=step, prefill=prefill, decode=decode, clock=clock, arrival=arrival)
         self._masks.expect(result)
         return result
 
-    # Before the target's pass: what is received, and each half's rows
+    # Before the target's pass: received prefills, chunks, and what the algorithm proposes
 
-    def _receive(self, placed: Sequence[PlacedPrefill], clock: StepClock) -> None:
+    def _receive(self, placed: Sequence[PlacedPrefill]) -> None:
         """Write received prefills to the pool, and leave the draft input of their first step."""
         live = self._kv_transfer.write(placed)
-        half = self._make_half([p.request for p in live], clock)
-        half.seq_lens = upload([p.received.end for p in live], self._device)
-        half.tokens = upload([p.request.token_ids[p.received.end - 1] for p in live], self._device)
-        half.batch = _make_batch(half, ForwardMode.DECODE)
+        group = RequestGroup.of([p.request for p in live])
+        rows = upload([p.request.req_index for p in live], self._device)
+        ends = upload([p.received.end for p in live], self._device)
+        own = upload([p.request.token_ids[p.received.end - 1] for p in live], self._device)
         roots = upload([p.request.token_ids[p.received.end] for p in live], self._device)
-        self._order.receive(half, roots)
-        self._kv_transfer.protect(live, half.req_indices)
-        for request in half.requests:
+        batch = _batch(ForwardMode.DECODE, group, rows, ends)
+        self._order.receive(Half(req_indices=rows, batch=batch), ends, own, roots)
+        self._kv_transfer.protect(live, rows)
+        for request in group.requests:
             request.draft_state = {}
-        clock.lap("receive")
 
-    def _begin_prefill(self, scheduled: Prefill, half: EngineHalf) -> EngineHalf:
-        """Fill and return the prefill half: its rows are the chunks' tokens."""
-        chunks, runtime = scheduled.chunks, self._runtime
-        widths = tuple(chunk.end - chunk.start for chunk in chunks)
-        half.seq_lens = upload([chunk.start for chunk in chunks], self._device)
-        half.tokens = upload([token for chunk in chunks for token in chunk.tokens], self._device)
-        half.last_rows = upload([end - 1 for end in accumulate(widths)], self._device)
+    def _place_chunks(self, prefill: Prefill, step: Step) -> ChunkRows:
+        """Return the rows of a prefill: its chunks' tokens."""
+        scheduled, group = prefill.chunks, RequestGroup.of(prefill.requests)
+        widths = tuple(chunk.end - chunk.start for chunk in scheduled)
+        ends = tuple(chunk.end for chunk in scheduled)
+        rows = upload([request.req_index for request in group.requests], self._device)
+        starts = upload([chunk.start for chunk in scheduled], self._device)
+        batch = attrs.evolve(
+            _batch(ForwardMode.PREFILL, group, rows, starts),
+            chunk_widths=widths,
+            chunk_ends=ends,
+            first_chunk=tuple(chunk.is_first for chunk in scheduled),
+            last_chunk=tuple(chunk.is_last for chunk in scheduled),
+            is_warm_up=step.is_warm_up,
+        )
+        chunks = Chunks(
+            req_indices=rows,
+            batch=batch,
+            seq_lens=starts,
+            tokens=upload([t for chunk in scheduled for t in chunk.tokens], self._device),
+            last_rows=upload([end - 1 for end in accumulate(widths)], self._device),
+        )
         padding = Padding.of(widths, max(widths), self._device)
-        half.plan = runtime.make_plan(
-            half.req_indices,
-            half.seq_lens,
-            max(widths),
-            padding=padding,
-            used=tuple(chunk.end for chunk in chunks),
-        )
-        half.batch = batch = _make_batch(half, ForwardMode.PREFILL)
-        batch.chunk_widths = widths
-        batch.chunk_ends = tuple(chunk.end for chunk in chunks)
-        batch.first_chunk = tuple(chunk.is_first for chunk in chunks)
-        batch.last_chunk = tuple(chunk.is_last for chunk in chunks)
-        return half
+        plan = self._runtime.make_plan(rows, starts, max(widths), padding=padding, used=ends)
+        return ChunkRows(group=group, chunks=chunks, plan=plan)
 
-    def _begin_decode(self, scheduled: Decode, half: EngineHalf) -> EngineHalf:
-        """Fill and return the decode half: its rows are the nodes that the algorithm proposes."""
-        draft = self._order.begin_decode(
-            half,
-            tuple(map(ReadOnlyRequest, half.requests)),
-            scheduled.max_draft_nodes,
-            greedy=not half.needs & Needs.NOISE,
+    def _draft_nodes(self, decode: Decode, step: Step) -> NodeRows:
+        """Return the rows of a decode step: the nodes that the algorithm proposes."""
+        group = RequestGroup.of(decode.requests)
+        rows, batch_rows, map_rows = self._rows.take(
+            [request.req_index for request in group.requests]
         )
-        half.plan = self._runtime.make_plan(
-            half.req_indices,
-            half.seq_lens,
+        drafted = self._order.draft(
+            Scheduled(
+                req_indices=rows,
+                requests=tuple(map(ReadOnlyRequest, group.requests)),
+                max_draft_nodes=decode.max_draft_nodes,
+                greedy=not group.needs & Needs.NOISE,
+                is_warm_up=step.is_warm_up,
+                batch_rows=batch_rows,
+                map_rows=map_rows,
+            )
+        )
+        draft, starts = drafted.draft, drafted.seq_lens
+        plan = self._runtime.make_plan(
+            rows,
+            starts,
             draft.width,
-            given_positions=None if draft.is_chain else half.seq_lens.unsqueeze(1) + draft.depths,
+            given_positions=None if draft.is_chain else starts.unsqueeze(1) + draft.depths,
             mask=None if draft.is_chain else draft.mask,
             padding=draft.padding,
-            used=scheduled.slots,
+            used=decode.slots,
         )
-        if half.needs & Needs.GRAMMAR:
-            half.tree = HostTree.of(draft)
-        return half
+        tree = HostTree.of(draft) if group.needs & Needs.GRAMMAR else None
+        return NodeRows(group=group, drafted=drafted, plan=plan, tree=tree)
 
-    def _make_half(
-        self,
-        requests: Sequence[Request],
-        clock: StepClock,
-        *,
-        decodes: bool = False,
-        is_warm_up: bool = False,
-    ) -> EngineHalf:
-        """Return a half of a step of these requests, with what they need together, and no rows."""
-        needs = Needs.NOTHING
-        for request in requests:
-            needs |= request.needs
-        wanted = WantedOutputs(requests) if needs & Needs.OUTPUTS else None
-        rows = [request.req_index for request in requests]
-        lent: list[Tensor] = []
-        if decodes:
-            req_indices, lent = self._rows.take(rows)
-        else:
-            req_indices = upload(rows, self._device)
-        return EngineHalf(
-            requests=tuple(requests),
-            req_indices=req_indices,
-            lent_rows=lent,
-            needs=needs,
-            clock=clock,
-            wanted=wanted,
-            points=wanted.points if wanted else (),
-            is_warm_up=is_warm_up,
-        )
+    # The target's pass
 
-    def _target_pass(
-        self, prefill: EngineHalf | None, decode: EngineHalf | None
+    def _pass_target(
+        self, chunks: ChunkRows | None, nodes: NodeRows | None
     ) -> tuple[PassOutput | None, PassOutput | None]:
         """Run the target over the rows of both halves, together if there are two. Returns for each
         the logits that it wants and what was captured; None for one that is not there."""
-        halves = [half for half in (prefill, decode) if half is not None]
+        halves = [half for half in (chunks, nodes) if half is not None]
         if not halves:
             return None, None
-        parts = _part(prefill, ends_only=True), _part(decode, ends_only=False)
-        points = tuple(dict.fromkeys(point for half in halves for point in half.points))
+        points = tuple(dict.fromkeys(point for half in halves for point in half.group.points))
+        parts = chunks.part if chunks else None, nodes.part if nodes else None
         form = self.runner.begin_pass(*parts, points)
         if form is not None:
             return self.runner.run_padded(form, *parts, halves[0].plan)
-        if prefill is None:
-            assert decode is not None
-            assert decode.draft is not None
-            return None, self.runner.verify(decode.draft, decode.plan, decode.points)
-        assert prefill.last_rows is not None
-        if decode is None:
-            rows = prefill.last_rows
-            return self.runner.prefill(prefill.tokens, prefill.plan, rows, prefill.points), None
-        width, ends = len(prefill.tokens), prefill.last_rows
-        nodes = torch.arange(width, width + len(decode.tokens), device=ends.device)
+        if chunks is None:
+            assert nodes is not None
+            return None, self.runner.verify(nodes.drafted.draft, nodes.plan, points)
+        tokens, ends = chunks.chunks.tokens, chunks.chunks.last_rows
+        if nodes is None:
+            return self.runner.prefill(tokens, chunks.plan, ends, points), None
+        width, drafted = len(tokens), nodes.drafted.tokens
+        rows = torch.arange(width, width + len(drafted), device=ends.device)
         logits, captured, kept = self.runner.prefill(
-            torch.cat((prefill.tokens, decode.tokens)),
-            JoinedPlan((prefill.plan, decode.plan)),
-            torch.cat((ends, nodes)),
+            torch.cat((tokens, drafted)),
+            JoinedPlan((chunks.plan, nodes.plan)),
+            torch.cat((ends, rows)),
             points,
         )
         return (
@@ -274,81 +245,56 @@ class StepRunner:
             (logits[len(ends) :], _rows(captured, width, None), _rows(kept, width, None)),
         )
 
-    # After the target's pass: what each half makes of it
+    # After the target's pass: what each half commits
 
-    def _finish_prefill(self, scheduled: Prefill, half: EngineHalf, passed: PassOutput) -> None:
-        """Sample after each chunk, feed the draft model, and cut out what others wait for."""
-        (logits, per_node, points), wanted = passed, half.wanted
-        assert half.last_rows is not None
-        ends = half.plan.positions[half.last_rows] + 1
-        predict = self._sample(half, half.req_indices, ends, logits)
+    def _commit_chunks(
+        self, rows: ChunkRows, passed: PassOutput
+    ) -> tuple[Committed, dict[str, Tensor]]:
+        """Sample after each chunk. Returns what is committed, and the tokens' wanted outputs."""
+        (logits, per_node, points), wanted, chunks = passed, rows.group.wanted, rows.chunks
+        positions = rows.plan.positions[chunks.last_rows] + 1
+        predict = self._sample(rows, chunks.req_indices, positions, logits)
+        sampled = {}
         if wanted is not None:
             per_node = {**per_node, **wanted.read(points)}
-            half.sampled = wanted.sample(logits, predict)
-        self._order.finish_prefill(half, half.last_rows, predict, per_node)
-        assert half.prefilled is not None
-        state: Mapping[str, Tensor | None] = {}
-        if self._kv_transfer.exports_state(scheduled.chunks):
-            state = self._order.export_draft_state(half)
-        half.prefilled.slices = self._kv_transfer.read(scheduled.chunks, state)
-        half.clock.lap("extend")
+            sampled = wanted.sample(logits, predict)
+        return self._order.commit_chunks(chunks, predict, per_node), sampled
 
-    def _finish_decode(self, half: EngineHalf, passed: PassOutput, sampled: Sampled | None) -> None:
-        """Sample at each node, unless that is done, verify, compact, and feed the draft model."""
-        if sampled is None and self._order.core_verifies:
-            seq_lens, output, half.report = self._accept(half, passed)
-            self._order.feed(half, seq_lens, output)
-        else:
-            predict, per_node = sampled or self._sample_nodes(half, passed)
-            self._order.finish_decode(half, predict, passed[0], per_node)
-        half.clock.lap("extend")
+    def _accept(self, rows: NodeRows, passed: PassOutput) -> Committed:
+        """Commit the nodes that the target agrees with: recorded with its pass where that is,
+        unless the host takes part, for grammars, wanted outputs or a plugin's ``verify``."""
+        if self._order.core_verifies and not rows.group.needs & (Needs.GRAMMAR | Needs.OUTPUTS):
 
-    def _accept(self, half: EngineHalf, passed: PassOutput) -> Accepted:
-        """Accept nodes where only the core verifies: recorded with the target's pass where that is,
-        unless the host takes part, for grammars and wanted outputs."""
-        if not half.needs & (Needs.GRAMMAR | Needs.OUTPUTS):
-            key = half.needs, self._runtime.sampler.form
-            found = self.runner.follow(key, partial(self._accept_padded, half))
+            def commit(draft: Draft, plan: PagedPlan, passed: PassOutput) -> Committed:
+                return self._commit_nodes(rows.padded(draft, plan), passed)
+
+            found = self.runner.follow((rows.group.needs, self._runtime.sampler.form), commit)
             if found is not None:
                 return found
-        return self._accept_nodes(half, passed)
+        return self._commit_nodes(rows, passed)
 
-    def _accept_padded(
-        self, half: EngineHalf, draft: Draft, plan: PagedPlan, passed: PassOutput
-    ) -> Accepted:
-        """Accept nodes of a batch that is padded, in the tensors of its recorded pass.
-
-        Args:
-            plan: of the nodes as chains.
-        """
-        padded = attrs.evolve(half, req_indices=plan.req_indices, draft=draft)
-        padded.seq_lens, padded.tokens = plan.starts, draft.flat_tokens
-        padded.plan = plan.of_nodes(draft)
-        return self._accept_nodes(padded, passed)
-
-    def _accept_nodes(self, half: EngineHalf, passed: PassOutput) -> Accepted:
-        """Sample at each node, verify by the core, compact and publish."""
-        predict, per_node = self._sample_nodes(half, passed)
-        seq_lens, output = self._order.accept(half, predict, per_node)
-        assert half.report is not None
-        return seq_lens, output, half.report
-
-    def _sample_nodes(self, half: EngineHalf, passed: PassOutput) -> Sampled:
-        """Return the target's token after each node, and all per-node outputs."""
-        (logits, per_node, points), wanted, draft = passed, half.wanted, half.draft
-        assert draft is not None
-        req_indices, positions = half.req_indices, half.plan.positions
-        if half.needs & ~Needs.OUTPUTS:
-            req_indices = draft.spread(req_indices)
-        if half.needs & (Needs.NOISE | Needs.MIN_TOKENS):  # nothing else depends on them
+    def _commit_nodes(self, rows: NodeRows, passed: PassOutput) -> Committed:
+        """Sample at each node, verify, keep what is accepted and publish it."""
+        (logits, per_node, points), wanted = passed, rows.group.wanted
+        needs, drafted, positions = rows.group.needs, rows.drafted, rows.plan.positions
+        req_indices = drafted.req_indices
+        if needs & ~Needs.OUTPUTS:
+            req_indices = drafted.draft.spread(req_indices)
+        if needs & (Needs.NOISE | Needs.MIN_TOKENS):  # nothing else depends on them
             positions = positions + 1
-        predict = self._sample(half, req_indices, positions, logits)
+        predict = self._sample(rows, req_indices, positions, logits)
         if wanted is not None:
             per_node = {**per_node, **wanted.read(points), **wanted.sample(logits, predict)}
-        return predict, per_node
+        verified = self._order.verify(drafted, predict, logits, per_node)
+        keep_accepted(self._runtime, drafted, verified.accepted)
+        if needs & Needs.PENALTIES:
+            index = verified.accepted.accept_index
+            tokens = drafted.tokens[index.clamp(min=0)]
+            self._runtime.sampler.count(drafted.req_indices, tokens, index >= 0)
+        return self._order.commit(verified)
 
     def _sample(
-        self, half: EngineHalf, req_indices: Tensor, positions: Tensor, logits: Tensor
+        self, rows: ChunkRows | NodeRows, req_indices: Tensor, positions: Tensor, logits: Tensor
     ) -> Tensor:
         """Return the target's token for each row of logits, [M] int64.
 
@@ -356,26 +302,33 @@ class StepRunner:
             req_indices: [M] int64, the request of each row.
             positions: [M] int64 position of the token being chosen.
         """
-        sampler, needs = self._runtime.sampler, half.needs
+        sampler, group, needs = self._runtime.sampler, rows.group, rows.group.needs
+        draft, tree = (
+            (rows.drafted.draft, rows.tree) if isinstance(rows, NodeRows) else (None, None)
+        )
         random = sampler.is_random(req_indices) if needs & Needs.NOISE else None
-        masks = self._masks.make(half, len(logits)) if needs & Needs.GRAMMAR else None
-        return sampler.sample(logits, needs, random, req_indices, positions, half.draft, masks)
+        masks = None
+        if needs & Needs.GRAMMAR:
+            masks = self._masks.make(group.requests, tree, len(logits))
+        return sampler.sample(logits, needs, random, req_indices, positions, draft, masks)
+
+    def _export(self, prefill: Prefill, rows: ChunkRows, result: PrefillResult) -> PrefillResult:
+        """Start copying what other instances wait for to the host, once the draft model is fed."""
+        state: Mapping[str, Tensor | None] = {}
+        if self._kv_transfer.exports_state(prefill.chunks):
+            state = self._order.export_draft_state(rows.chunks)
+        return attrs.evolve(result, slices=self._kv_transfer.read(prefill.chunks, state))
 
 
-def _make_batch(half: EngineHalf, mode: ForwardMode) -> Batch:
-    """Return a half's batch as hooks get it, with tensors of its own."""
+def _batch(mode: ForwardMode, group: RequestGroup, rows: Tensor, seq_lens: Tensor) -> Batch:
+    """Return a batch as hooks get it, with tensors of its own."""
     return Batch(
         mode=mode,
-        requests=tuple(map(ReadOnlyRequest, half.requests)),
-        req_indices=half.lend_req_indices(),
-        seq_lens=half.seq_lens.clone(),
-        greedy=not half.needs & Needs.NOISE,
-        is_warm_up=half.is_warm_up,
+        requests=tuple(map(ReadOnlyRequest, group.requests)),
+        req_indices=rows.clone(),
+        seq_lens=seq_lens.clone(),
+        greedy=not group.needs & Needs.NOISE,
     )
-
-
-def _part(half: EngineHalf | None, *, ends_only: bool) -> PassPart | None:
-    return None if half is None else PassPart(half.tokens, half.plan, ends_only)
 
 
 def _rows(tensors: dict[Key, Tensor], start: int | None, end: int | None) -> dict[Key, Tensor]:

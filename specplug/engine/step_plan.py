@@ -112,6 +112,13 @@ class Step:
         return "prefill" if self.prefill else "decode" if self.decode else "receive"
 
     @property
+    def max_slots(self) -> int:
+        """The most slots that a request of it reaches."""
+        ends = [chunk.end for chunk in self.prefill.chunks] if self.prefill else []
+        ends += [placed.received.end for placed in self.placed]
+        return max([*ends, *(self.decode.slots if self.decode else ())])
+
+    @property
     def requests(self) -> tuple[Request, ...]:
         """All that take part, each in one half."""
         return tuple(r for half in (self.prefill, self.decode) if half for r in half.requests)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Self
+
 import attrs
 from torch import Tensor
 
@@ -9,10 +12,12 @@ from specplug.engine.kv_transfer import KVSlice
 from specplug.engine.step_clock import StepClock
 from specplug.engine.step_outputs import HostOutputs
 from specplug.engine.step_plan import Step
-from specplug.speculative.host_copy import Arrival
+from specplug.engine.step_rows import ChunkRows, NodeRows
+from specplug.speculative.host_copy import Arrival, host_copy
+from specplug.speculative.step_stages import Committed
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.frozen(eq=False, kw_only=True)
 class PrefillResult:
     """What a launched prefill leaves for the host.
 
@@ -26,8 +31,22 @@ class PrefillResult:
     outputs: HostOutputs | None
     slices: tuple[KVSlice, ...] = ()
 
+    @classmethod
+    def send(cls, rows: ChunkRows, committed: Committed, sampled: Mapping[str, Tensor]) -> Self:
+        """Start copying what a prefill has committed to the host.
 
-@attrs.define(eq=False, kw_only=True)
+        Args:
+            sampled: what is wanted of the tokens after the chunks, by name, [bs, …].
+        """
+        output, wanted = committed.output, rows.group.wanted
+        per_row = {**output.per_node, **sampled}
+        return cls(
+            tokens=host_copy(output.bonus_tokens),
+            outputs=wanted.send(per_row, len(output.next_tokens)) if wanted else None,
+        )
+
+
+@attrs.frozen(eq=False, kw_only=True)
 class DecodeResult:
     """What a launched decode step leaves for the host.
 
@@ -42,6 +61,19 @@ class DecodeResult:
     accept_lens: Tensor
     outputs: HostOutputs | None
     widths: tuple[int, ...]
+
+    @classmethod
+    def send(cls, rows: NodeRows, committed: Committed) -> Self:
+        """Start copying what a decode step has committed to the host."""
+        assert committed.report is not None
+        output, wanted, draft = committed.output, rows.group.wanted, rows.drafted.draft
+        report = host_copy(committed.report)
+        return cls(
+            tokens=report[:, :-1],
+            accept_lens=report[:, -1],
+            outputs=wanted.send(output.per_node, len(output.next_tokens)) if wanted else None,
+            widths=draft.widths or (draft.width,) * len(rows.group.requests),
+        )
 
 
 @attrs.define(eq=False, kw_only=True)

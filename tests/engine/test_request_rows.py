@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def test_rows_of_the_same_requests_are_kept() -> None:
     rows, places, lent = RequestRows(DEVICE), set(), []
     for _ in range(70):
-        own, copies = rows.take([3, 1, 2])
+        own, *copies = rows.take([3, 1, 2])
         assert own.tolist() == [3, 1, 2]
         assert [copy.tolist() for copy in copies] == [[3, 1, 2]] * 2
         places.add(own.data_ptr())
@@ -26,7 +26,7 @@ def test_rows_of_the_same_requests_are_kept() -> None:
     assert len(places) == 1
     assert len({copy.data_ptr() for copy in lent}) == len(lent)
     assert all(copy.data_ptr() % 16 == 0 for copy in lent)
-    own, copies = rows.take([1, 3])
+    own, *copies = rows.take([1, 3])
     assert [each.tolist() for each in (own, *copies)] == [[1, 3]] * 3
 
 

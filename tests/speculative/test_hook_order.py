@@ -47,7 +47,8 @@ from specplug.speculative import hook_results
 from specplug.speculative.batch import ForwardMode
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.hook_order import Half, HookOrder
+from specplug.speculative.hook_order import HookOrder
+from specplug.speculative.step_stages import Chunks, Committed, Drafted, Half, Scheduled
 from specplug.speculative.target_output import compact
 
 CPU = torch.device("cpu")
@@ -224,89 +225,103 @@ class ToyHost:
         )
         self.runtime.worker = self.hooks.create_worker(self.runtime)
         self.future_map = self.hooks.create_future_map(self.runtime)
-        self.order: HookOrder[Half] = HookOrder(self.runtime, self.hooks, self.future_map, self)
-
-    def keep_accepted(self, half: Half, verified: VerifyOutput) -> None:
-        self.events.append("keep_accepted")
+        self.order = HookOrder(self.runtime, self.hooks, self.future_map)
 
     def deliver(self, half: Half, output: CommittedOutput) -> None:
-        self.events.append("deliver")
+        """Hand out what is committed, before hooks may write to it."""
+        rows = half.req_indices.tolist()
         if half.batch.is_prefill:
-            for b, row in enumerate(half.req_indices.tolist()):
+            for b, row in enumerate(rows):
                 if half.batch.last_chunk[b]:
                     self.generated[row].append(int(output.bonus_tokens[b]))
             return
-        tokens = output.next_tokens.view(len(half.req_indices), -1)
-        for row, path, count in zip(
-            half.req_indices.tolist(), tokens.tolist(), output.accept_lens.tolist(), strict=True
-        ):
+        paths = output.next_tokens.view(len(rows), -1).tolist()
+        for row, path, count in zip(rows, paths, output.accept_lens.tolist(), strict=True):
             self.generated[row] += path[:count]
 
-    def prefill(self, prompts: Mapping[int, Sequence[int]], start: int = 0, end: int = 99) -> Half:
+    def feed(self, half: Half, committed: Committed) -> None:
+        self.deliver(half, committed.output)
+        self.order.feed(half, committed)
+
+    def prefill(
+        self, prompts: Mapping[int, Sequence[int]], start: int = 0, end: int = 99
+    ) -> Chunks:
         """Prefill the tokens of each prompt from ``start`` to ``end``."""
-        half = self._half(prompts)
-        chunks = [prompt[start:end] for prompt in prompts.values()]
-        widths = tuple(map(len, chunks))
-        half.seq_lens = torch.full((len(chunks),), start)
-        half.tokens = torch.tensor([token for chunk in chunks for token in chunk])
-        half.batch = self._batch(half, ForwardMode.PREFILL, prompts)
-        half.batch.chunk_widths = widths
-        half.batch.chunk_ends = tuple(start + width for width in widths)
-        half.batch.first_chunk = (start == 0,) * len(chunks)
-        half.batch.last_chunk = tuple(len(prompt) <= end for prompt in prompts.values())
-        last_rows = torch.tensor([total - 1 for total in accumulate(widths)])
-        predict = following(half.tokens[last_rows])
-        self.order.finish_prefill(half, last_rows, predict, {"after": following(half.tokens)})
-        return half
+        tokens = [prompt[start:end] for prompt in prompts.values()]
+        widths = tuple(map(len, tokens))
+        seq_lens = torch.full((len(tokens),), start)
+        batch = attrs.evolve(
+            self._batch(ForwardMode.PREFILL, prompts, seq_lens),
+            chunk_widths=widths,
+            chunk_ends=tuple(start + width for width in widths),
+            first_chunk=(start == 0,) * len(tokens),
+            last_chunk=tuple(len(prompt) <= end for prompt in prompts.values()),
+        )
+        chunks = Chunks(
+            req_indices=ids(list(prompts)),
+            batch=batch,
+            seq_lens=seq_lens,
+            tokens=torch.tensor([token for chunk in tokens for token in chunk]),
+            last_rows=torch.tensor([total - 1 for total in accumulate(widths)]),
+        )
+        predict = following(chunks.tokens[chunks.last_rows])
+        per_node = {"after": following(chunks.tokens)}
+        self.feed(chunks, self.order.commit_chunks(chunks, predict, per_node))
+        return chunks
 
     def receive(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """Take in prompts that another instance has prefilled."""
-        half = self._half(prompts)
-        half.seq_lens = ids([len(prompt) for prompt in prompts.values()])
-        half.tokens = ids([prompt[-1] for prompt in prompts.values()])
-        half.batch = self._batch(half, ForwardMode.DECODE, prompts)
-        roots = following(half.tokens)
+        seq_lens = ids([len(prompt) for prompt in prompts.values()])
+        last_tokens = ids([prompt[-1] for prompt in prompts.values()])
+        roots = following(last_tokens)
         for row, root in zip(prompts, roots.tolist(), strict=True):
             self.generated[row].append(root)
-        self.order.receive(half, roots)
+        batch = self._batch(ForwardMode.DECODE, prompts, seq_lens)
+        half = Half(req_indices=ids(list(prompts)), batch=batch)
+        self.order.receive(half, seq_lens, last_tokens, roots)
 
     def decode(self, rows: Sequence[int], max_draft_nodes: int = 4) -> None:
         """Take one decode step."""
-        half, draft = self.begin(rows, max_draft_nodes)
-        predict, logits = following(half.tokens), torch.zeros(draft.total, VOCAB)
-        self.order.finish_decode(half, predict, logits, {"after": predict})
+        drafted = self.draft(rows, max_draft_nodes)
+        predict, logits = following(drafted.tokens), torch.zeros(drafted.draft.total, VOCAB)
+        verified = self.order.verify(drafted, predict, logits, {"after": predict})
+        self.feed(drafted, self.order.commit(verified))
 
     def decode_verifying_itself(self, rows: Sequence[int]) -> None:
         """Take one decode step, the draft verified by the host."""
-        self.extend(*self.begin(rows, 4))
+        self.verify_itself(self.draft(rows))
 
-    def extend(self, half: Half, draft: Draft) -> None:
-        verified = verify_tree(draft, following(half.tokens))
-        output = compact(verified, half.tokens, {"after": following(half.tokens)})
-        self.order.extend(half, half.seq_lens + verified.accept_lens, output)
+    def verify_itself(self, drafted: Drafted) -> None:
+        verified = verify_tree(drafted.draft, following(drafted.tokens))
+        output = compact(verified, drafted.tokens, {"after": following(drafted.tokens)})
+        seq_lens = drafted.seq_lens + verified.accept_lens
+        self.feed(drafted, self.order.publish(drafted, seq_lens, output))
 
-    def begin(
-        self, rows: Sequence[int], max_draft_nodes: int, *, greedy: bool = True
-    ) -> tuple[Half, Draft]:
-        half = self._half(rows)
-        views = [View(request_id=str(row), token_ids=()) for row in rows]
-        most = (max_draft_nodes,) * len(rows)
-        return half, self.order.begin_decode(half, views, most, greedy=greedy)
+    def draft(
+        self, rows: Sequence[int], max_draft_nodes: int = 4, *, greedy: bool = True
+    ) -> Drafted:
+        return self.order.draft(
+            Scheduled(
+                req_indices=ids(rows),
+                requests=[View(request_id=str(row), token_ids=()) for row in rows],
+                max_draft_nodes=(max_draft_nodes,) * len(rows),
+                greedy=greedy,
+            )
+        )
 
-    def _half(self, rows: Sequence[int] | Mapping[int, Any]) -> Half:
-        return Half(req_indices=ids(list(rows)))
-
-    def _batch(self, half: Half, mode: ForwardMode, prompts: Mapping[int, Sequence[int]]) -> Batch:
+    def _batch(
+        self, mode: ForwardMode, prompts: Mapping[int, Sequence[int]], seq_lens: Tensor
+    ) -> Batch:
         return Batch(
             mode=mode,
             requests=[View(request_id=str(row), token_ids=p) for row, p in prompts.items()],
-            req_indices=half.req_indices.clone(),
-            seq_lens=half.seq_lens.clone(),
+            req_indices=ids(list(prompts)),
+            seq_lens=seq_lens.clone(),
         )
 
 
 PROMPTS = {2: (1, 2, 3, 4, 5), 5: (6, 0, 9), 4: (8, 8, 8, 10)}
-FEED = ["deliver", "build_draft_input", "publish", "stash"]
+FEED = ["build_draft_input", "publish", "stash"]
 
 
 @pytest.fixture(params=[False, True], ids=["chain", "tree"])
@@ -341,11 +356,11 @@ def test_host_generates_what_its_target_does(host: ToyHost) -> None:
 def test_drafts_are_greedy_where_noise_is_not_foreseen(foreseeable: bool, greedy: bool) -> None:
     host = ToyHost(foreseeable_noise=foreseeable)
     host.prefill(PROMPTS)
-    half, draft = host.begin([2, 5], 4, greedy=greedy)
-    assert half.batch.greedy is (greedy or not foreseeable)
-    half.batch.greedy = greedy  # a host's batch for what it has verified by itself
-    host.extend(half, draft)
-    assert half.batch.greedy is (greedy or not foreseeable)
+    drafted = host.draft([2, 5], greedy=greedy)
+    assert drafted.batch.greedy is (greedy or not foreseeable)
+    drafted.batch.greedy = greedy  # a host's batch for what it has verified by itself
+    host.verify_itself(drafted)
+    assert drafted.batch.greedy is (greedy or not foreseeable)
 
 
 def test_host_that_verifies_refuses_a_verify_hook() -> None:
@@ -358,7 +373,7 @@ def test_decode_step_calls_resolve_to_stash(host: ToyHost) -> None:
     assert host.events == FEED
     host.events.clear()
     host.decode([2, 5])
-    assert host.events == ["resolve", "propose", "verify", "keep_accepted", *FEED]
+    assert host.events == ["resolve", "propose", "verify", *FEED]
 
 
 def test_host_that_verifies_calls_no_verify_hook(host: ToyHost) -> None:
@@ -370,10 +385,10 @@ def test_host_that_verifies_calls_no_verify_hook(host: ToyHost) -> None:
 
 def test_plugins_map_hears_of_steps_that_no_draft_follows(host: ToyHost) -> None:
     host.prefill(PROMPTS)
-    half, draft = host.begin([2, 5], 4)
-    half.batch.drafts_follow = False
+    drafted = host.draft([2, 5])
+    drafted.batch.drafts_follow = False
     host.events.clear()
-    host.extend(half, draft)
+    host.verify_itself(drafted)
     assert host.events == FEED
 
 
@@ -405,8 +420,8 @@ def test_idle_rank_verifies_and_fixes_up(host: ToyHost) -> None:
 
 
 def test_exported_state_is_what_was_stashed(host: ToyHost) -> None:
-    half = host.prefill(PROMPTS)
-    state = host.order.export_draft_state(half)
+    chunks = host.prefill(PROMPTS)
+    state = host.order.export_draft_state(chunks)
     assert state["seen"] is not None
     assert state["seen"].tolist() == [5, 3, 4]
     assert host.events == [*FEED, "export_draft_state", "resolve"]
@@ -420,10 +435,10 @@ def test_wrong_roots_of_an_algorithm_are_not_verified(
     future_map = host.future_map
     host.prefill(PROMPTS)
     future_map.bonus_tokens.zero_()
-    half, draft = host.begin([2, 5], 4)
-    assert draft.tokens[:, 0].tolist() == [*plain(PROMPTS[2], 1), *plain(PROMPTS[5], 1)]
+    drafted = host.draft([2, 5])
+    assert drafted.draft.tokens[:, 0].tolist() == [*plain(PROMPTS[2], 1), *plain(PROMPTS[5], 1)]
     future_map.seq_lens.add_(1)
-    assert half.seq_lens.tolist() == [5, 3]
+    assert drafted.seq_lens.tolist() == [5, 3]
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from torch import Tensor
 
 from specplug import CommittedOutput, VerifyOutput
-from specplug.speculative.hook_order import Half
-from specplug.speculative.paged_plan import PagedPlan
 from specplug_sglang.relay import RelayedRoots
 from specplug_sglang.versions import keep_logprobs, output_widths
 
@@ -22,44 +20,43 @@ if TYPE_CHECKING:
 Publish = Callable[[Tensor], None]
 
 
-@attrs.define(eq=False, kw_only=True)
-class SglangHalf(Half):
-    """The requests of one of SGLang's batches: it never prefills and decodes in one pass.
-
-    Attributes:
-        plan: of the target's rows.
-        publish: of the scheduler's map, with overlap: takes the lengths after the step.
-        verified: of a decode step.
-        committed: what the step has left.
-    """
-
-    plan: PagedPlan = attrs.field(init=False)
-    publish: Publish | None = None
-    verified: VerifyOutput | None = None
-    committed: CommittedOutput = attrs.field(init=False)
+def kept(output: CommittedOutput) -> CommittedOutput:
+    """Return what a step has committed, with copies of what the scheduler is given."""
+    return attrs.evolve(
+        output,
+        next_tokens=output.next_tokens.clone(),
+        accept_lens=output.accept_lens.clone(),
+        bonus_tokens=output.bonus_tokens.clone(),
+    )
 
 
 def decoded(
-    batch: ScheduleBatch, half: SglangHalf, result: GenerationBatchResult, stride: int
+    batch: ScheduleBatch,
+    accepted: VerifyOutput,
+    output: CommittedOutput,
+    seq_lens: Tensor,
+    result: GenerationBatchResult,
+    stride: int,
 ) -> GenerationBatchResult:
     """Return what the scheduler is given of a decode step.
 
     Args:
+        accepted: of its nodes.
+        output: what it has committed.
+        seq_lens: [bs] int64, the lengths after it.
         result: of the target's pass.
         stride: the most nodes of a request.
     """
-    verified, committed = half.verified, half.committed
-    assert verified is not None
     if batch.return_logprob:
-        keep_logprobs(batch, result.logits_output, verified)
+        keep_logprobs(batch, result.logits_output, accepted)
     return GenerationBatchResult(
         logits_output=result.logits_output,
-        next_token_ids=committed.next_tokens.to(torch.int32),
-        accept_lens=committed.accept_lens.to(torch.int32),
-        new_seq_lens=half.seq_lens + committed.accept_lens,
-        next_draft_input=RelayedRoots(committed.bonus_tokens),
+        next_token_ids=output.next_tokens.to(torch.int32),
+        accept_lens=output.accept_lens.to(torch.int32),
+        new_seq_lens=seq_lens,
+        next_draft_input=RelayedRoots(output.bonus_tokens),
         can_run_cuda_graph=result.can_run_cuda_graph,
-        **output_widths(stride, verified.accept_index.shape[1]),
+        **output_widths(stride, accepted.accept_index.shape[1]),
     )
 
 

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import attrs
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode as SglangMode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
-from specplug import Batch, CommittedOutput, RequestReport, VerifyOutput
+from specplug import Batch, RequestReport
 from specplug.speculative.batch import ForwardMode
 from specplug.speculative.hook_order import HookOrder
 from specplug.speculative.host_copy import upload
-from specplug.speculative.paged_plan import LentPlan
+from specplug.speculative.paged_plan import LentPlan, PagedPlan
+from specplug.speculative.step_stages import Chunks, Drafted, Half, Scheduled, Verified
 from specplug_sglang.batch_invariance import teach_addmm
 from specplug_sglang.host import MASKED
 from specplug_sglang.relay import RelayedRoots
@@ -26,7 +26,7 @@ from specplug_sglang.runtime import SglangRuntime
 from specplug_sglang.sampling import has_foreseen_noise, plain_because_of, sample_nodes
 from specplug_sglang.settings import choose
 from specplug_sglang.sglang_names import check_objects
-from specplug_sglang.step_result import Publish, SglangHalf, decoded, idled
+from specplug_sglang.step_result import Publish, decoded, idled, kept
 from specplug_sglang.step_table import Nodes
 from specplug_sglang.verify_pass import (
     VerifyInput,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class SpecplugWorker(BaseSpecWorker):
-    """Runs the target, and drives the hooks. Implements ``Host`` for ``HookOrder``.
+    """Runs the target, and drives the hooks by ``HookOrder``.
 
     Args:
         algorithm: as it is registered in this process.
@@ -115,7 +115,7 @@ class SpecplugWorker(BaseSpecWorker):
         """Make the algorithm's future map, once the pools are there."""
         with torch.inference_mode():
             future_map = self._hooks.create_future_map(self._runtime)
-            self._order = HookOrder(self._runtime, self._hooks, future_map, self)
+            self._order = HookOrder(self._runtime, self._hooks, future_map)
 
     @property
     def last_shared_read_runner(self) -> Any:
@@ -143,87 +143,113 @@ class SpecplugWorker(BaseSpecWorker):
         if batch.forward_mode.is_idle():
             self._hooks.begin(())
             return self._idle(batch)
-        half = SglangHalf(req_indices=batch.req_pool_indices.to(torch.int64), publish=on_publish)
         if batch.forward_mode.is_extend():
-            return self._prefill(batch, half)
-        return self._decode(batch, half)
+            return self._prefill(batch, on_publish)
+        return self._decode(batch, on_publish)
 
-    def _prefill(self, batch: ScheduleBatch, half: SglangHalf) -> GenerationBatchResult:
+    def _prefill(self, batch: ScheduleBatch, publish: Publish | None) -> GenerationBatchResult:
         views = self._requests.views(batch.reqs)
         starts, widths = list(batch.prefix_lens), tuple(batch.extend_lens)
         self._hooks.begin(views, widths)
         ends = tuple(start + width for start, width in zip(starts, widths, strict=True))
         last = tuple(end >= len(v.token_ids) for end, v in zip(ends, views, strict=True))
-        rows = batch.req_pool_indices.tolist()
-        chunks = zip(rows, batch.reqs, starts, ends, last, strict=True)
-        first = tuple([self._requests.begin_chunk(*chunk) for chunk in chunks])
-        half.seq_lens = upload(starts, self._table.device)
-        self._set_floors(half, first)
-        half.tokens = batch.input_ids.to(torch.int64)
-        half.batch = Batch(
-            mode=ForwardMode.PREFILL,
-            requests=views,
-            req_indices=half.req_indices.clone(),
-            seq_lens=half.seq_lens.clone(),
-            chunk_widths=widths,
-            chunk_ends=ends,
-            first_chunk=first,
-            last_chunk=last,
-            greedy=not has_foreseen_noise(batch.sampling_info),
+        numbers = batch.req_pool_indices.tolist()
+        each = zip(numbers, batch.reqs, starts, ends, last, strict=True)
+        first = tuple([self._requests.begin_chunk(*chunk) for chunk in each])
+        rows = batch.req_pool_indices.to(torch.int64)
+        seq_lens = upload(starts, self._table.device)
+        self._set_floors(rows, seq_lens, first)
+        chunks = Chunks(
+            req_indices=rows,
+            batch=Batch(
+                mode=ForwardMode.PREFILL,
+                requests=views,
+                req_indices=rows.clone(),
+                seq_lens=seq_lens.clone(),
+                chunk_widths=widths,
+                chunk_ends=ends,
+                first_chunk=first,
+                last_chunk=last,
+                greedy=not has_foreseen_noise(batch.sampling_info),
+            ),
+            seq_lens=seq_lens,
+            tokens=batch.input_ids.to(torch.int64),
+            last_rows=upload(widths, self._table.device).cumsum(0) - 1,
         )
-        self._begin_step(batch, half, ends)
-        half.plan = self._runtime.table.plan(half.req_indices, half.seq_lens, widths)
-        captures = self._runtime.captures
+        self._begin_step(batch, rows, ends)
+        plan = self._runtime.table.plan(rows, seq_lens, widths)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL if self.captures else None
         )
         predict = result.next_token_ids.to(torch.int64)
-        per_node = captures.of(result.logits_output.hidden_states)
-        last_rows = upload(widths, predict.device).cumsum(0) - 1
-        if half.publish is not None:
-            half.publish(batch.seq_lens)
-        self._order.finish_prefill(half, last_rows, predict, per_node)
+        per_node = self._runtime.captures.of(result.logits_output.hidden_states)
+        if publish is not None:
+            publish(batch.seq_lens)
+        committed = self._order.commit_chunks(chunks, predict, per_node)
+        self._order.feed(chunks, committed, LentPlan(plan))
         result.logits_output.hidden_states = None
         result.next_draft_input = RelayedRoots(predict)
         result.new_seq_lens = batch.seq_lens
         return result
 
-    def _set_floors(self, half: SglangHalf, first: Sequence[bool]) -> None:
+    def _set_floors(self, rows: Tensor, seq_lens: Tensor, first: Sequence[bool]) -> None:
         """Note where each request begins to write: after what was found in the prefix cache."""
         begun = upload(first, self._table.device).bool()
-        rows, floors = half.req_indices, self._runtime.table.floors
-        floors[rows] = torch.where(begun, half.seq_lens, floors[rows])
+        floors = self._runtime.table.floors
+        floors[rows] = torch.where(begun, seq_lens, floors[rows])
 
-    def _begin_step(self, batch: ScheduleBatch, half: SglangHalf, counts: Sequence[int]) -> None:
-        self._runtime.sampling.set(half.req_indices, batch.sampling_info)
-        self._runtime.table.begin(half.req_indices, counts)
+    def _begin_step(self, batch: ScheduleBatch, rows: Tensor, counts: Sequence[int]) -> None:
+        self._runtime.sampling.set(rows, batch.sampling_info)
+        self._runtime.table.begin(rows, counts)
 
-    def _decode(self, batch: ScheduleBatch, half: SglangHalf) -> GenerationBatchResult:
-        runtime, stride = self._runtime, self.num_draft_tokens
+    def _decode(self, batch: ScheduleBatch, publish: Publish | None) -> GenerationBatchResult:
         allocated = [request.kv.kv_allocated_len for request in batch.reqs]
-        self._begin_step(batch, half, allocated)
+        rows = batch.req_pool_indices.to(torch.int64)
+        self._begin_step(batch, rows, allocated)
         views = self._requests.views(batch.reqs)
         self._hooks.begin(views)
-        most = tuple(self._most_nodes(request) for request in batch.reqs)
-        greedy = not has_foreseen_noise(batch.sampling_info)
-        draft = self._order.begin_decode(half, views, most, greedy=greedy)
-        widths = draft.widths or (draft.width,) * len(views)
-        nodes = self._lay_out(half, allocated)
+        drafted = self._order.draft(
+            Scheduled(
+                req_indices=rows,
+                requests=views,
+                max_draft_nodes=tuple(self._most_nodes(request) for request in batch.reqs),
+                greedy=not has_foreseen_noise(batch.sampling_info),
+            )
+        )
+        plan = drafted_nodes(drafted.draft, rows, drafted.seq_lens, self._runtime.table)
+        nodes = self._lay_out(drafted, plan, allocated)
         batch.forward_mode = SglangMode.TARGET_VERIFY
         batch.input_ids = nodes.tokens
         batch.out_cache_loc = nodes.plan.slots
         batch.spec_info = VerifyInput(nodes.width, self.captures, nodes.mask, nodes.plan)
         result = self._target_worker.forward_batch_generation(batch, is_verify=True)
-        output = result.logits_output
-        per_node = {
-            name: nodes.of_drafts(states)
-            for name, states in runtime.captures.of(output.hidden_states).items()
-        }
+        verified = self._verify(batch, drafted, nodes, plan.positions, result)
+        self._keep_accepted(verified, plan)
+        committed = self._order.commit(verified)
+        output = kept(committed.output)  # hooks may write to what they are fed
+        seq_lens = drafted.seq_lens + output.accept_lens
+        if publish is not None:
+            publish(seq_lens)
+        self._order.feed(drafted, committed, LentPlan(plan))
+        return decoded(batch, verified.accepted, output, seq_lens, result, self.num_draft_tokens)
+
+    def _verify(
+        self,
+        batch: ScheduleBatch,
+        drafted: Drafted,
+        nodes: Nodes,
+        positions: Tensor,
+        result: GenerationBatchResult,
+    ) -> Verified:
+        """Sample at each node of the target's pass, and verify."""
+        output, draft = result.logits_output, drafted.draft
+        states = self._runtime.captures.of(output.hidden_states)
+        per_node = {name: nodes.of_drafts(each) for name, each in states.items()}
         output.hidden_states = None
         output.next_token_logits = logits = nodes.of_drafts(output.next_token_logits)
-        predict = sample_nodes(self._runner, batch, output, widths, half.plan.positions)
-        self._order.finish_decode(half, predict, logits, per_node)
-        return decoded(batch, half, result, stride)
+        widths = draft.widths or (draft.width,) * len(batch.reqs)
+        predict = sample_nodes(self._runner, batch, output, widths, positions)
+        return self._order.verify(drafted, predict, logits, per_node)
 
     def _most_nodes(self, request: Req) -> int:
         """Return how many nodes of a request may be verified; count one that drafts nothing."""
@@ -234,20 +260,32 @@ class SpecplugWorker(BaseSpecWorker):
             self._hooks.undrafted.add(request.rid, reason)
         return 1
 
-    def _lay_out(self, half: SglangHalf, allocated: Sequence[int]) -> Nodes:
+    def _lay_out(self, drafted: Drafted, plan: PagedPlan, allocated: Sequence[int]) -> Nodes:
         """Return the rows of the target's pass.
 
         Args:
+            plan: of the drafts' nodes.
             allocated: slots of each request; none of one that has ended.
         """
-        draft, table = half.draft, self._runtime.table
-        assert draft is not None
-        rows, starts = half.req_indices, half.seq_lens
-        half.plan = drafted_nodes(draft, rows, starts, table)
+        draft, table = drafted.draft, self._runtime.table
         if not self._pads:
-            return Nodes(half.plan, half.tokens, draft.width)
+            return Nodes(plan, drafted.tokens, draft.width)
         longest = [length or self._runtime.context_len for length in allocated]
+        rows, starts = drafted.req_indices, drafted.seq_lens
         return equally_many(draft, rows, starts, table, self.num_draft_tokens, longest)
+
+    def _keep_accepted(self, verified: Verified, plan: PagedPlan) -> None:
+        """Move the KV of a tree's accepted nodes to the first of the request's slots."""
+        draft = verified.drafted.draft
+        if draft.is_chain:
+            return
+        index, slots = verified.accepted.accept_index, plan.slots
+        node = index.clamp(min=0)
+        first = draft.offsets.unsqueeze(1) + torch.arange(index.shape[1], device=index.device)
+        accepted = index >= 0
+        source = torch.where(accepted, slots[node], 0)
+        target = torch.where(accepted, slots[first.clamp(max=len(slots) - 1)], 0)
+        self._pool.move_kv_cache(target.flatten(), source.flatten())
 
     # Without a step
 
@@ -267,55 +305,28 @@ class SpecplugWorker(BaseSpecWorker):
         Args:
             roots: [bs] int64, the token after each prompt.
         """
-        half = SglangHalf(req_indices=batch.req_pool_indices.to(torch.int64))
-        half.seq_lens = batch.seq_lens.to(torch.int64)
-        ends, rows = half.seq_lens.tolist(), half.req_indices.tolist()
-        for row, request, start, end in zip(rows, batch.reqs, batch.prefix_lens, ends, strict=True):
-            self._requests.begin_chunk(row, request, start, end, True)
+        rows = batch.req_pool_indices.to(torch.int64)
+        seq_lens = batch.seq_lens.to(torch.int64)
+        numbers, ends = rows.tolist(), seq_lens.tolist()
+        for number, request, start, end in zip(
+            numbers, batch.reqs, batch.prefix_lens, ends, strict=True
+        ):
+            self._requests.begin_chunk(number, request, start, end, True)
         views = self._requests.views(batch.reqs)
         self._hooks.begin(views)
-        floors = self._runtime.table.floors
-        floors[half.req_indices] = upload(batch.prefix_lens, roots.device)
-        self._begin_step(batch, half, ends)
+        self._runtime.table.floors[rows] = upload(batch.prefix_lens, roots.device)
+        self._begin_step(batch, rows, ends)
         self._runtime.clear_drafts()
         own = [view.token_ids[end - 1] for view, end in zip(views, ends, strict=True)]
-        half.tokens = upload(own, roots.device)
-        half.batch = Batch(
+        received = Batch(
             mode=ForwardMode.DECODE,
             requests=views,
-            req_indices=half.req_indices.clone(),
-            seq_lens=half.seq_lens.clone(),
+            req_indices=rows.clone(),
+            seq_lens=seq_lens.clone(),
         )
-        self._order.receive(half, roots)
+        half = Half(req_indices=rows, batch=received)
+        self._order.receive(half, seq_lens, upload(own, roots.device), roots)
         return RelayedRoots(roots)
-
-    # Host
-
-    def keep_accepted(self, half: SglangHalf, verified: VerifyOutput) -> None:
-        """Move the KV of a tree's accepted nodes to the first of the request's slots."""
-        half.verified, draft = verified, half.draft
-        assert draft is not None
-        if draft.is_chain:
-            return
-        index, slots = verified.accept_index, half.plan.slots
-        node = index.clamp(min=0)
-        first = draft.offsets.unsqueeze(1) + torch.arange(index.shape[1], device=index.device)
-        accepted = index >= 0
-        source = torch.where(accepted, slots[node], 0)
-        target = torch.where(accepted, slots[first.clamp(max=len(slots) - 1)], 0)
-        self._pool.move_kv_cache(target.flatten(), source.flatten())
-
-    def deliver(self, half: SglangHalf, output: CommittedOutput) -> None:
-        """Keep what the scheduler is to be given, and tell it the lengths after the step."""
-        half.batch.attention = LentPlan(half.plan)
-        half.committed = attrs.evolve(
-            output,
-            next_tokens=output.next_tokens.clone(),
-            accept_lens=output.accept_lens.clone(),
-            bonus_tokens=output.bonus_tokens.clone(),
-        )
-        if not half.batch.is_prefill and half.publish is not None:
-            half.publish(half.seq_lens + output.accept_lens)
 
     # Ends
 

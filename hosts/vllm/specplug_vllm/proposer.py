@@ -1,8 +1,8 @@
 """The proposer that vLLM's model runner of version 1 asks for drafts: an algorithm of specplug.
 
 A step of vLLM's verifies by itself and ends with the next step's drafts. So one call here is the
-end of a step and the beginning of the next: the committed tokens go to the algorithm (``extend``,
-``finish_prefill``), and what it drafts then (``begin_decode``) goes to vLLM's scheduler.
+end of a step and the beginning of the next: the committed tokens go to the algorithm
+(``HookOrder.feed``), and what it drafts then (``HookOrder.draft``) goes to vLLM's scheduler.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import HookOrder
 from specplug.speculative.host_copy import upload
+from specplug.speculative.step_stages import Half, Scheduled
 from specplug.speculative.undrafted import FAILED, UndraftedRequests
 from specplug_vllm import cpu_sampling, v1_names, vllm_names
 from specplug_vllm.draft_cache import PREFIX
@@ -39,10 +40,10 @@ from specplug_vllm.run_settings import RunSettings
 from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.step_rows import accepted, first_rows, ranges
 from specplug_vllm.v1_step import RunnerStep
-from specplug_vllm.vllm_half import VllmCallbacks, VllmHalf, drafted_tokens
+from specplug_vllm.vllm_stages import drafted_tokens, feed_chunks, prefilled_chunks
 
 
-class Proposer(VllmCallbacks):
+class Proposer:
     """What vLLM makes for ``specplug_vllm.NAME``.
 
     Args:
@@ -126,7 +127,7 @@ class Proposer(VllmCallbacks):
             runtime.worker = self._hooks.create_worker(runtime)
         runtime.seal()
         future_map = self._hooks.create_future_map(runtime)
-        self._order = HookOrder(runtime, self._hooks, future_map, self)
+        self._order = HookOrder(runtime, self._hooks, future_map)
         self._rows = RequestRows(runtime.req_table_size, runtime.context_len, self._undrafted)
         self._block_group = 0
         v1_names.keep_drafting_near_the_end(runner)
@@ -197,36 +198,31 @@ class Proposer(VllmCallbacks):
         widths = ends - starts
         places = ranges(starts, widths)
         owners = np.repeat(chosen, widths)
-        half = self._half(chosen)
-        half.seq_lens = self._tensor(starts)
-        half.tokens = self._tensor(step.tokens[owners, places])
-        half.begin_prefill(
-            self._runtime,
+        chunks = prefilled_chunks(
             self._views(step, chosen),
-            widths,
+            self._rows_of(chosen),
+            self._tensor(step.tokens[owners, places]),
+            starts,
             ends,
             first=[rows.is_first[index] for index in chosen],
             last=[rows.ends_prompt[index] for index in chosen],
         )
         # The token after each chunk is the next of the prompt, or the one that was sampled.
         after = self._tensor(step.tokens[chosen, ends])
-        last_rows = self._tensor(widths.cumsum() - 1)
         nodes = ranges(first_rows(step)[chosen], widths)
         per_node = self._per_node(step, self._tensor(nodes))
-        self._order.finish_prefill(half, last_rows, after, per_node)
+        feed_chunks(self._order, self._runtime, chunks, after, per_node)
 
     def _decode(self, step: RunnerStep, chosen: Sequence[int]) -> None:
         """Feed the algorithm what vLLM accepted of its drafts."""
         found = accepted(step, chosen)
         req_indices = [self._rows.of_step[index] for index in chosen]
         made = self._tensors(req_indices, *attrs.astuple(found, recurse=False))
-        half = VllmHalf(req_indices=made[0])
-        half.seq_lens = made[1]
-        half.batch = Batch(
+        batch = Batch(
             mode=ForwardMode.DECODE,
             requests=self._views(step, chosen),
-            req_indices=half.req_indices.clone(),
-            seq_lens=half.seq_lens.clone(),
+            req_indices=made[0].clone(),
+            seq_lens=made[1].clone(),
         )
         output = CommittedOutput(
             next_tokens=made[3],
@@ -236,13 +232,20 @@ class Proposer(VllmCallbacks):
             accept_lens=made[7],
             bonus_tokens=made[8],
         )
-        self._order.extend(half, made[2], output)
+        half = Half(req_indices=made[0], batch=batch)
+        self._order.feed(half, self._order.publish(half, made[2], output))
 
     def _draft(self, step: RunnerStep, chosen: Sequence[int], drafts: list[list[int]]) -> None:
         """Draft for the requests that decode next; put their tokens into ``drafts``."""
         most = self._rows.max_nodes(step, chosen, self._config.num_draft_tokens)
-        half = self._half(chosen)
-        draft = self._order.begin_decode(half, self._views(step, chosen), most, greedy=True)
+        drafted = self._order.draft(
+            Scheduled(
+                req_indices=self._rows_of(chosen),
+                requests=self._views(step, chosen),
+                max_draft_nodes=most,
+            )
+        )
+        draft = drafted.draft
         tokens = drafted_tokens(draft, self._config.algorithm).tolist()
         widths = draft.widths or (draft.width,) * len(chosen)
         for index, row, width in zip(chosen, tokens, widths, strict=True):
@@ -257,9 +260,9 @@ class Proposer(VllmCallbacks):
         made = upload([value for values in lists for value in values], self._runtime.device)
         return torch.split(made, [len(values) for values in lists])
 
-    def _half(self, chosen: Sequence[int]) -> VllmHalf:
+    def _rows_of(self, chosen: Sequence[int]) -> Tensor:
         (rows,) = self._tensors([self._rows.of_step[index] for index in chosen])
-        return VllmHalf(req_indices=rows)
+        return rows
 
     def _views(self, step: RunnerStep, chosen: Sequence[int]) -> list[Any]:
         views = self._rows.views

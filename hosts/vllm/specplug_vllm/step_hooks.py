@@ -17,16 +17,17 @@ from specplug.speculative.batch import ForwardMode
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import HookOrder
 from specplug.speculative.host_copy import upload
+from specplug.speculative.step_stages import Committed, Half, Scheduled
 from specplug_vllm.committed_rows import CommittedRows
 from specplug_vllm.request_view import VllmRequest
 from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.step_rows import ranges
 from specplug_vllm.v2_step import Step
-from specplug_vllm.vllm_half import VllmCallbacks, VllmHalf, drafted_tokens
+from specplug_vllm.vllm_stages import drafted_tokens, feed_chunks, prefilled_chunks
 
 
-class StepHooks(VllmCallbacks):
-    """Calls them in their order, and is the ``Host`` of that order.
+class StepHooks:
+    """Calls them in their order.
 
     Args:
         runtime: with the algorithm's worker.
@@ -41,7 +42,7 @@ class StepHooks(VllmCallbacks):
         views: Mapping[str, VllmRequest],
     ) -> None:
         self._runtime, self._views = runtime, views
-        self._order = HookOrder(runtime, hooks, hooks.create_future_map(runtime), self)
+        self._order = HookOrder(runtime, hooks, hooks.create_future_map(runtime))
         self._of_all: tuple[Step, CommittedRows] | None = None
 
     def prefill(self, step: Step, chosen: np.ndarray, first: np.ndarray) -> None:
@@ -50,23 +51,20 @@ class StepHooks(VllmCallbacks):
         Args:
             first: [n] bool, whose first chunk it is.
         """
-        device, starts, ends = self._runtime.device, step.starts[chosen], step.ends[chosen]
-        widths = ends - starts
-        rows = upload(ranges(step.first_rows[chosen], widths), device)
-        half = self._half(step, chosen)
-        half.seq_lens = upload(starts, device)
-        half.tokens = step.tokens[rows].to(torch.int64)
-        half.begin_prefill(
-            self._runtime,
+        starts, ends = step.starts[chosen], step.ends[chosen]
+        rows = upload(ranges(step.first_rows[chosen], ends - starts), self._runtime.device)
+        chunks = prefilled_chunks(
             self._views_of(step, chosen),
-            widths,
+            self._of(step.req_indices, chosen),
+            step.tokens[rows].to(torch.int64),
+            starts,
             ends,
             first=first[chosen].tolist(),
             last=(ends == step.prefill_lens[chosen]).tolist(),
+            is_warm_up=step.is_warm_up,
         )
-        after = self._of(step.last_sampled, chosen)
-        last_rows = upload(widths.cumsum() - 1, device)
-        self._order.finish_prefill(half, last_rows, after, self._per_node(step, rows))
+        after, per_node = self._of(step.last_sampled, chosen), self._per_node(step, rows)
+        feed_chunks(self._order, self._runtime, chunks, after, per_node)
 
     def decode(self, step: Step, chosen: np.ndarray, *, drafts_follow: bool) -> None:
         """Feed the algorithm what was accepted of its drafts: of C columns each request uses as
@@ -77,9 +75,7 @@ class StepHooks(VllmCallbacks):
         committed = self._order.committed
         got = CommittedRows.of(step, requests, len(chosen), columns, committed)
         self._of_all = None if requests is not None else (step, got)
-        half = VllmHalf(req_indices=got.req_indices, is_warm_up=step.is_warm_up)
-        half.seq_lens = got.starts
-        half.batch = Batch(
+        batch = Batch(
             mode=ForwardMode.DECODE,
             requests=self._views_of(step, chosen),
             req_indices=got.lent_indices,
@@ -96,7 +92,8 @@ class StepHooks(VllmCallbacks):
             accept_lens=got.accept_lens,
             bonus_tokens=got.bonus_tokens,
         )
-        self._order.feed(half, got.ends, output)
+        half = Half(req_indices=got.req_indices, batch=batch)
+        self._order.feed(half, Committed(got.ends, output))
 
     def draft(self, step: Step, chosen: np.ndarray, wanted: int) -> Tensor:
         """Return at most so many drafted tokens for each of the requests that decode next, [m, …]
@@ -106,24 +103,26 @@ class StepHooks(VllmCallbacks):
             PluginError: it is a tree.
         """
         most = (min(self._runtime.config.num_draft_tokens, wanted + 1),) * len(chosen)
-        half = self._drafting_half(step, chosen)
-        views = self._views_of(step, chosen)
-        draft = self._order.begin_decode(half, views, most, greedy=step.greedy)
-        return drafted_tokens(draft, self._runtime.config.algorithm)
-
-    def _drafting_half(self, step: Step, chosen: np.ndarray) -> VllmHalf:
-        """Return a half of requests of the step. Where all of it decoded, their rows are there."""
-        if self._of_all is None or self._of_all[0] is not step or len(chosen) < len(step.ids):
-            return self._half(step, chosen)
-        got = self._of_all[1]
-        return VllmHalf(
-            req_indices=got.next_indices,
-            lent_rows=[got.lent_next_indices],
-            is_warm_up=step.is_warm_up,
+        rows, batch_rows = self._next_rows(step, chosen)
+        drafted = self._order.draft(
+            Scheduled(
+                req_indices=rows,
+                requests=self._views_of(step, chosen),
+                max_draft_nodes=most,
+                greedy=step.greedy,
+                is_warm_up=step.is_warm_up,
+                batch_rows=batch_rows,
+            )
         )
+        return drafted_tokens(drafted.draft, self._runtime.config.algorithm)
 
-    def _half(self, step: Step, chosen: np.ndarray) -> VllmHalf:
-        return VllmHalf(req_indices=self._of(step.req_indices, chosen), is_warm_up=step.is_warm_up)
+    def _next_rows(self, step: Step, chosen: np.ndarray) -> tuple[Tensor, Tensor | None]:
+        """Return the rows of requests of the step, and a copy where all of it decoded: both are
+        there then."""
+        if self._of_all is None or self._of_all[0] is not step or len(chosen) < len(step.ids):
+            return self._of(step.req_indices, chosen), None
+        got = self._of_all[1]
+        return got.next_indices, got.lent_next_indices
 
     def _views_of(self, step: Step, chosen: np.ndarray) -> list[VllmRequest]:
         return [self._views[step.ids[index]] for index in chosen.tolist()]
