@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import torch
 
-from specplug.algorithm import SpecConfig
+from specplug.algorithm import AlgorithmInfo, SpecConfig
 from specplug.config import EngineConfig, config_of, one_way
 from specplug.disagg.instances import identity_of, make_decode_instance
 from specplug.disagg.prefill_loop import PrefillLoop
@@ -29,7 +29,7 @@ from specplug.engine.assembly import (
 )
 from specplug.engine.core_outputs import core_outputs
 from specplug.engine.engine import Engine
-from specplug.engine.engine_runtime import EngineRuntime
+from specplug.engine.engine_runtime import EMBEDDED, EngineRuntime
 from specplug.engine.features import Features
 from specplug.engine.input_processor import InputProcessor, Prompt
 from specplug.engine.kv_memory import allocate_kv
@@ -39,7 +39,7 @@ from specplug.engine.statistics import Statistics
 from specplug.engine.stepper import Stepper, take_all
 from specplug.engine.turns import Turns
 from specplug.engine.warm_up import WarmUp
-from specplug.errors import PluginError, RankError, UsageError, shown, warn_fallback
+from specplug.errors import PluginError, RankError, UsageError, shown
 from specplug.kernels.compilations import compilations_counted
 from specplug.kernels.cpu_compiler import compiling_declined
 from specplug.kernels.cpu_kernels import cpu_kernels_of_draft
@@ -53,9 +53,8 @@ from specplug.model.loading import (
 )
 from specplug.model.model_runner import ModelRunner
 from specplug.outputs import RequestOutput, by_prompt
-from specplug.registry import Registry, build_plugin_manager
 from specplug.sampling_params import SamplingParams
-from specplug.speculative.defaults import CoreDefaults
+from specplug.speculative.algorithm_start import start_algorithm
 from specplug.speculative.hook_calls import HookCalls
 from specplug.startup import Startup
 
@@ -165,29 +164,34 @@ class LLM:
     def _make(self, config: EngineConfig, device: torch.device) -> None:
         """Make the parts of the run, each from those before it."""
         startup = self._startup
-        registry = Registry()
-        selected = registry.select(config.speculative_algorithm)
-        extensions = registry.extensions(config.disable_extensions)
-        manager = build_plugin_manager(selected, extensions, CoreDefaults())
-        self._hooks = hooks = HookCalls(manager, selected, extensions)
 
-        with startup.part("reading the configuration"):
-            typed = resolve_speculation(config, selected.info)
-        self._ranks = ranks = join_ranks(config, device, typed.target_config)
-        self.spec_config = spec = hooks.validate_config(typed)
-        _tell_adjustments(spec)
+        def resolve(info: AlgorithmInfo) -> SpecConfig:
+            with startup.part("reading the configuration"):
+                typed = resolve_speculation(config, info)
+            self._ranks = join_ranks(config, device, typed.target_config)
+            return typed
+
+        algorithm = start_algorithm(
+            config.speculative_algorithm,
+            resolve,
+            host=EMBEDDED,
+            disable_extensions=config.disable_extensions,
+            calls=HookCalls,
+        )
+        self._hooks, ranks = algorithm.hooks, self._ranks
+        self.spec_config = spec = algorithm.config
 
         target = load_target(config, device, ranks, startup)
         self._runner = runner = ModelRunner(target)
         with startup.part("loading the tokenizer"):
             self.tokenizer = load_tokenizer(config)
-        self._features = features = Features.of_run(config, selected.info)
+        self._features = features = Features.of_run(config, algorithm.info)
         self._runtime = runtime = EngineRuntime(
             config,
             spec,
             runner,
             overlap=features.is_on("overlap"),
-            draft_verifies=hooks.supports_target_verify_for_draft(),
+            draft_verifies=algorithm.draft_verifies,
             outputs=core_outputs(target, backend_of(self.tokenizer)),
         )
         with (
@@ -195,8 +199,7 @@ class LLM:
             cpu_kernels_of_draft(target.cpu_kernels),
             compiling_declined(config.disable_cpu_kernels),
         ):
-            runtime.worker = hooks.create_worker(runtime)
-        runtime.seal()
+            algorithm.create_worker(runtime)
 
         limits = plan_steps(config, spec, overlap=runtime.overlap)
         cached = features.is_on("prefix_cache")
@@ -207,14 +210,14 @@ class LLM:
         scheduler = Scheduler(limits, cache, table)
         self._decode_instance = remote = make_decode_instance(config, runtime, target, cache)
         self._engine = make_engine(
-            config, runtime, runner, hooks, scheduler, remote=remote, ranks=ranks
+            config, runtime, runner, algorithm, scheduler, remote=remote, ranks=ranks
         )
         self._stepper = Stepper(self._engine, ranks)
         self._input_processor = InputProcessor(config, runtime, target, self.tokenizer, cache.pool)
         if warm_up_state(config, runtime) == "on":
             decodes = config.disaggregation != "prefill"
             warm_up = WarmUp(
-                runtime, self._engine.steps, hooks, limits, decodes=decodes, ranks=ranks
+                runtime, self._engine.steps, algorithm.hooks, limits, decodes=decodes, ranks=ranks
             )
             with startup.part("warming up"):
                 warm_up.run(startup.advance)
@@ -659,9 +662,3 @@ class LLM:
                 if done or all(r.finished and not r.in_flight for r in requests):
                     break
                 self._step()
-
-
-def _tell_adjustments(spec: SpecConfig) -> None:
-    """Warn of what the algorithm has changed in its settings."""
-    for adjustment in spec.adjustments:
-        warn_fallback(f"{spec.algorithm}: {adjustment}")

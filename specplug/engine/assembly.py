@@ -22,6 +22,7 @@ from specplug.kernels.dispatch import runs_kernels
 from specplug.model.device_memory import in_mib
 from specplug.model.model_runner import ModelRunner
 from specplug.model.target import Target
+from specplug.speculative.algorithm_start import StartedAlgorithm
 from specplug.speculative.hook_calls import HookCalls
 from specplug.startup import Startup
 
@@ -52,7 +53,7 @@ def make_engine(
     config: EngineConfig,
     runtime: EngineRuntime,
     runner: ModelRunner,
-    hooks: HookCalls,
+    algorithm: StartedAlgorithm[HookCalls],
     scheduler: Scheduler,
     *,
     remote: RemotePrefill | None,
@@ -64,18 +65,17 @@ def make_engine(
         config: of the run.
         runtime: with the KV pool.
         runner: the target.
-        hooks: of the run's plugins.
+        algorithm: of the run, with its worker.
         scheduler: over the same pool.
         remote: has requests prefilled by other instances; None: they are prefilled here.
         ranks: that step together with this one; None: it is alone.
     """
-    future_map = hooks.create_future_map(runtime)
     transfer = KVTransfer(runtime, scheduler.cache.lookahead)
     return Engine(
         scheduler=scheduler,
-        steps=StepRunner(runtime, runner, hooks, future_map, transfer),
+        steps=StepRunner(runtime, runner, algorithm.begin(runtime), transfer),
         runtime=runtime,
-        hooks=hooks,
+        hooks=algorithm.hooks,
         overlap=runtime.overlap,
         remote=remote,
         ranks=ranks,

@@ -34,6 +34,7 @@ from specplug.speculative.paged_plan import (
     round_up,
 )
 from specplug.speculative.runtime import RankInfo
+from specplug.speculative.runtime_base import RuntimeBase
 
 EMBEDDED = HostCapabilities(
     name="the embedded engine",
@@ -52,7 +53,7 @@ _SHORTEST_GRAPH = 256
 """Slots a request that the smallest graphs read."""
 
 
-class EngineRuntime:
+class EngineRuntime(RuntimeBase):
     """The ``Runtime`` of the embedded engine: the target, its KV cache and the sampler.
 
     Args:
@@ -80,10 +81,9 @@ class EngineRuntime:
         draft_verifies: bool = False,
         outputs: Iterable[OutputKind] = (),
     ) -> None:
-        self.host = EMBEDDED
+        super().__init__(EMBEDDED, config)
         self._runner = runner
         self._target = target = runner.target
-        self.config = config
         self.device = target.device
         self.dtype = target.dtype
         self.vocab_size = target.vocab_size
@@ -96,7 +96,6 @@ class EngineRuntime:
         self.chunked_prefill_size = settings.chunked_prefill_size
         self.overlap = overlap
         self.rank = RankInfo(rank=settings.dp_rank, world_size=settings.dp_size)
-        self.worker: Any = None
         self.outputs: dict[str, OutputKind] = {output.name: output for output in outputs}
         self.sampler = Sampler(self.req_table_size, self.vocab_size, self.device)
         self.table: RequestTable
@@ -110,8 +109,6 @@ class EngineRuntime:
             and not settings.disable_cuda_graph
             and (settings.dp_size == 1 or target.kernels is not None)
         )
-        self._draft_runners: list[PassRunner] = []
-        self._sealed = False
         self._num_lookahead_slots = config.num_lookahead_slots
         self.draft_verifies = draft_verifies
         if self._graphs:
@@ -128,15 +125,15 @@ class EngineRuntime:
         return logits
 
     def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
-        self._check_open("capture_layer_inputs")
+        self.check_open("capture_layer_inputs")
         return self._target.capture.keep_layer_inputs(layer_ids)
 
     def capture_lm_head_input(self) -> str:
-        self._check_open("capture_lm_head_input")
+        self.check_open("capture_lm_head_input")
         return self._target.capture.keep_lm_head_input()
 
     def add_output(self, output: PerTokenOutput) -> None:
-        self._check_open("add_output")
+        self.check_open("add_output")
         if not isinstance(output, PerTokenOutput):
             raise PluginError(
                 f"add_output: {described(output)}; expected a specplug.PerTokenOutput"
@@ -154,7 +151,7 @@ class EngineRuntime:
         self.outputs[output.name] = output
 
     def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKVCache:
-        self._check_open("allocate_kv")
+        self.check_open("allocate_kv")
         cache = PagedKVCache()
         self._draft_caches.append((cache, KVShape(num_layers, num_kv_heads, head_dim)))
         return cache
@@ -169,10 +166,7 @@ class EngineRuntime:
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> LentPlan:
-        padding = None
-        if not isinstance(width, int):
-            widths, width = width, max(width)
-            padding = Padding.of(widths, width, self.device)
+        width, padding = Padding.between(width, self.device)
         self._check_plan(batch, starts, width, offset, positions, mask)
         return LentPlan(
             self.make_plan(
@@ -220,24 +214,6 @@ class EngineRuntime:
                     f"offset {offset}"
                 )
 
-    def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        self._check_open("record_draft")
-        if not callable(forward):
-            raise PluginError(
-                f"record_draft: {forward!r:.60}; expected a function; give it the draft's pass, "
-                "not what the pass returns"
-            )
-        recorded = self._graphs and self.draft_verifies
-        by_kernels = self._target.kernels is not None
-        length = None if by_kernels else self._key_length
-        runner = (
-            GraphRunner(forward, pads=by_kernels, length=length)
-            if recorded
-            else PassRunner(forward)
-        )
-        self._draft_runners.append(runner)
-        return runner
-
     def temperatures(self, batch: Batch) -> Tensor:
         return self.sampler.temperatures(batch.req_indices)
 
@@ -247,18 +223,15 @@ class EngineRuntime:
         noise = self.sampler.noise(req_indices, positions.reshape(-1), token_ids)
         return noise.view(bs, width, -1)
 
-    def _check_open(self, method: str) -> None:
-        if self._sealed:
-            raise PluginError(
-                f"runtime.{method}() was called after create_worker(); expected it there, before "
-                "the KV pool is made; call it in create_worker()"
-            )
-
     # What the engine uses
 
-    def seal(self) -> None:
-        """Refuse further captures, caches and outputs: the worker has been made."""
-        self._sealed = True
+    def draft_pass(self, forward: Callable[..., Any]) -> PassRunner:
+        if not (self._graphs and self.draft_verifies):
+            return PassRunner(forward)
+        by_kernels = self._target.kernels is not None
+        return GraphRunner(
+            forward, pads=by_kernels, length=None if by_kernels else self._key_length
+        )
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -344,14 +317,14 @@ class EngineRuntime:
                 dtype = str(self.dtype).removeprefix("torch.")
                 return f"off: data-parallel attention in {dtype}"
             return "off: disable_cuda_graph"
-        failures = [self._runner.graph_failure, *(r.failure for r in self._draft_runners)]
+        failures = [self._runner.graph_failure, *(r.failure for r in self._draft_passes)]
         failed = next((f for f in failures if f is not None), None)
         return "on" if failed is None else f"off: {failed}"
 
     @property
     def recordings(self) -> tuple[int, float]:
         """How many forms of passes are recorded, and the seconds that took."""
-        recorders = [*self._runner.recorders, *self._draft_runners]
+        recorders = [*self._runner.recorders, *self._draft_passes]
         return sum(r.num_recordings for r in recorders), sum(r.recording_seconds for r in recorders)
 
     @property
@@ -367,9 +340,9 @@ class EngineRuntime:
     def close(self) -> None:
         """Free the draft models and all caches, even while somebody still holds this object."""
         self.worker = None
-        for runner in self._draft_runners:
+        for runner in self._draft_passes:
             runner.close()
         for cache, _ in self._draft_caches:
             drop_tensors(cache)
-        self._draft_runners.clear()
+        self._draft_passes.clear()
         self.pools.clear()

@@ -27,8 +27,6 @@ from specplug.model.padded_passes import PassOutput
 from specplug.sampling_params import Needs
 from specplug.speculative.batch import Batch, ForwardMode
 from specplug.speculative.draft import Draft
-from specplug.speculative.future_map import FutureMap
-from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import HookOrder
 from specplug.speculative.host_copy import Arrival, upload
 from specplug.speculative.padding import Padding
@@ -47,8 +45,7 @@ class StepRunner:
     Args:
         runtime: of the run.
         runner: of the target.
-        hooks: of the run's plugins.
-        future_map: the algorithm's.
+        order: of the hooks of the run's plugins.
         kv_transfer: to other instances and from them.
 
     Attributes:
@@ -59,14 +56,13 @@ class StepRunner:
         self,
         runtime: EngineRuntime,
         runner: ModelRunner,
-        hooks: HookCalls,
-        future_map: FutureMap,
+        order: HookOrder,
         kv_transfer: KVTransfer,
     ) -> None:
         self._runtime = runtime
         self._device = runtime.device
         self.runner = runner
-        self._order = HookOrder(runtime, hooks, future_map)
+        self._order = order
         self._kv_transfer = kv_transfer
         self._masks = GrammarMasks(runtime.vocab_size, runtime.device)
         self._rows = RequestRows(runtime.device)

@@ -35,3 +35,14 @@ class Padding:
         for row, place in enumerate(flat):
             padded[place] = row
         return cls(tuple(widths), upload(flat, device), upload(padded, device))
+
+    @classmethod
+    def between(
+        cls, width: int | Sequence[int], device: torch.device
+    ) -> tuple[int, Padding | None]:
+        """Return the most rows of a request, and the padding to it, of requests that have ``width``
+        rows each, or as many as it says of each."""
+        if isinstance(width, int):
+            return width, None
+        most = max(width)
+        return most, cls.of(width, most, device)

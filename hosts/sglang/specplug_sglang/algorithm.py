@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
-from specplug_sglang.settings import choose
+from specplug_sglang.settings import start_in_sglang
 from specplug_sglang.sglang_names import check_names
 from specplug_sglang.versions import disagg_arguments
 
@@ -51,10 +51,7 @@ class SpecplugAlgorithm(CustomSpecAlgo):
         from sglang.srt.configs.model_config import ModelConfig
 
         target = ModelConfig.from_server_args(server_args).hf_config.to_dict()
-        chosen = choose(self.algorithm, server_args, target)
-        config = chosen.config
-        for adjustment in config.adjustments:
-            logger.warning("%s: %s", self.name, adjustment)
+        config = start_in_sglang(self.algorithm, server_args, target).config
         server_args.speculative_num_steps = config.num_steps
         server_args.speculative_eagle_topk = config.topk
         server_args.speculative_num_draft_tokens = config.num_draft_tokens

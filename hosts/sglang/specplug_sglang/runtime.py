@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specplug import Batch, PluginError, SpecConfig, UsageError
+from specplug import Batch, SpecConfig
 from specplug.kernels.dispatch import attention_kernels
-from specplug.speculative.graph_runner import GraphRunner
-from specplug.speculative.output_kind import PerTokenOutput
+from specplug.speculative.graph_runner import GraphRunner, PassRunner
 from specplug.speculative.paged_plan import LentPlan, PagedKVCache
-from specplug.speculative.runtime import RankInfo
+from specplug.speculative.runtime_base import RuntimeBase
 from specplug_sglang.captures import Captures
 from specplug_sglang.sampling import SamplingRows
 from specplug_sglang.settings import given_by
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
-class SglangRuntime:
+class SglangRuntime(RuntimeBase):
     """Implements ``Runtime``.
 
     Args:
@@ -38,17 +37,14 @@ class SglangRuntime:
         sampling: what they want of the sampler.
     """
 
-    worker: Any = None
-    rank = RankInfo()
     req_table_size: int
     table: StepTable
     sampling: SamplingRows
 
     def __init__(self, runner: ModelRunner, server_args: ServerArgs, config: SpecConfig) -> None:
         target = runner.model_config
-        self.host = given_by(server_args)
+        super().__init__(given_by(server_args), config)
         self._runner = runner
-        self.config = config
         self.device = torch.device(runner.device)
         self.dtype = runner.dtype
         self.vocab_size = target.vocab_size
@@ -62,11 +58,9 @@ class SglangRuntime:
         self.overlap = not server_args.disable_overlap_schedule
         self.captures = Captures(runner.model, self.num_layers, self.hidden_size)
         self._draft_pools: list[tuple[PagedKVCache, tuple[int, int, int]]] = []
-        self._sealed = False
         self._attention = attention_kernels(self.device, self.dtype)
         # Where torch attends there would be a recording for each length of a context.
         self._records = self._attention is not None and records_graphs()
-        self._recorders: list[GraphRunner] = []
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         embedded: Tensor = part_of(self._runner.model, "model.embed_tokens")(token_ids)
@@ -78,21 +72,15 @@ class SglangRuntime:
         return torch.nn.functional.linear(hidden, weight[: self.vocab_size])
 
     def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
-        self._check_open("capture_layer_inputs")
+        self.check_open("capture_layer_inputs")
         return self.captures.layer_inputs(layer_ids)
 
     def capture_lm_head_input(self) -> str:
-        self._check_open("capture_lm_head_input")
+        self.check_open("capture_lm_head_input")
         return self.captures.lm_head_input()
 
-    def add_output(self, output: PerTokenOutput) -> None:
-        raise UsageError(
-            f"output {output.name!r}: SGLang hands out tokens and log-probabilities alone; "
-            "expected no extension that adds outputs, disable it (SPECPLUG_DISABLE)"
-        )
-
     def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> PagedKVCache:
-        self._check_open("allocate_kv")
+        self.check_open("allocate_kv")
         pools = PagedKVCache()
         self._draft_pools.append((pools, (num_layers, num_kv_heads, head_dim)))
         return pools
@@ -112,33 +100,23 @@ class SglangRuntime:
         )
         return LentPlan(plan)
 
-    def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        self._check_open("record_draft")
-        if not self._records:
-            return forward
-        # SGLang's other threads use the device too.
-        self._recorders.append(GraphRunner(forward, pads=True, beside_threads=True))
-        return self._recorders[-1]
-
     def temperatures(self, batch: Batch) -> Tensor:
         return self.sampling.temperatures(batch.req_indices)
 
     def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
         return self.sampling.noise(batch.req_indices, positions, token_ids)
 
-    def _check_open(self, method: str) -> None:
-        if self._sealed:
-            raise PluginError(
-                f"runtime.{method}() was called after create_worker(); expected it there, before "
-                "SGLang makes its pools; call it in create_worker()"
-            )
-
     # What the worker uses
 
     def seal(self) -> None:
         """Refuse further captures and caches, and have the target return what was asked for."""
-        self._sealed = True
+        super().seal()
         self.captures.install()
+
+    def draft_pass(self, forward: Callable[..., Any]) -> PassRunner:
+        if not self._records:
+            return PassRunner(forward)
+        return GraphRunner(forward, pads=True, beside_threads=True)  # SGLang's threads use it too
 
     def allocate(self, req_to_token: Tensor, num_slots: int) -> None:
         """Make the draft models' pools, with the slots of SGLang's.

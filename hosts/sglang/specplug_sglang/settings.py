@@ -2,68 +2,64 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import attrs
-
 import specplug
-from specplug import HostCapabilities, SpecConfig, UsageError
-from specplug.registry import Registry, SelectedAlgorithm, build_plugin_manager
-from specplug.speculative.defaults import CoreDefaults
+from specplug import AlgorithmInfo, HostCapabilities, SpecConfig, UsageError
+from specplug.speculative.algorithm_start import StartedAlgorithm, start_algorithm
 from specplug_sglang.contained_hooks import ContainedHooks
 from specplug_sglang.host import MASKED, PLANNED, capabilities
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-
-@attrs.frozen
-class Chosen:
-    """The plugins of a run and its settings."""
-
-    selected: SelectedAlgorithm
-    hooks: ContainedHooks
-    config: SpecConfig
+logger = logging.getLogger(__name__)
 
 
-def choose(algorithm: str, args: ServerArgs, target_config: Mapping[str, Any]) -> Chosen:
-    """Select the algorithm and resolve its settings.
+def start_in_sglang(
+    algorithm: str, args: ServerArgs, target_config: Mapping[str, Any]
+) -> StartedAlgorithm[ContainedHooks]:
+    """Start the algorithm of a run.
 
     Raises:
-        UsageError: they do not fit, or SGLang cannot give what they need.
+        UsageError: the settings do not fit, or SGLang cannot give what they need.
     """
     if found := "; ".join(_refused(args)):
         raise UsageError(f"{algorithm}: {found}")
-    registry = Registry()
-    selected = registry.select(algorithm)
-    extensions = registry.extensions()
-    manager = build_plugin_manager(selected, extensions, CoreDefaults())
-    hooks = ContainedHooks(manager, selected, extensions)
-    path = args.speculative_draft_model_path
-    typed = SpecConfig.resolve(
-        selected.info,
-        num_steps=args.speculative_num_steps,
-        topk=args.speculative_eagle_topk,
-        num_draft_tokens=args.speculative_num_draft_tokens,
-        draft_model_path=None if path is None else Path(path),
-        model_name=_shipped_name(args.model_path),
-        target_config=target_config,
+
+    def resolve(info: AlgorithmInfo) -> SpecConfig:
+        _check_capabilities(info, args)
+        path = args.speculative_draft_model_path
+        return SpecConfig.resolve(
+            info,
+            num_steps=args.speculative_num_steps,
+            topk=args.speculative_eagle_topk,
+            num_draft_tokens=args.speculative_num_draft_tokens,
+            draft_model_path=None if path is None else Path(path),
+            model_name=_shipped_name(args.model_path),
+            target_config=target_config,
+        )
+
+    return start_algorithm(
+        algorithm, resolve, host=given_by(args), calls=ContainedHooks, tell=logger.warning
     )
-    if not selected.info.capabilities.overlap and not args.disable_overlap_schedule:
+
+
+def _check_capabilities(info: AlgorithmInfo, args: ServerArgs) -> None:
+    """Refuse what an algorithm cannot run with."""
+    if not info.capabilities.overlap and not args.disable_overlap_schedule:
         raise UsageError(
-            f"{algorithm} needs the result of a step before the next one; start SGLang with "
+            f"{info.name} needs the result of a step before the next one; start SGLang with "
             "--disable-overlap-schedule"
         )
-    if not selected.info.capabilities.prefix_cache and not args.disable_radix_cache:
+    if not info.capabilities.prefix_cache and not args.disable_radix_cache:
         raise UsageError(
-            f"{algorithm} cannot begin in the middle of a prompt; start SGLang with "
+            f"{info.name} cannot begin in the middle of a prompt; start SGLang with "
             "--disable-radix-cache"
         )
-    config = hooks.validate_config(typed)
-    given_by(args).check(selected.info, config, own_verify=not hooks.core_verifies)
-    return Chosen(selected, hooks, config)
 
 
 def given_by(args: ServerArgs) -> HostCapabilities:

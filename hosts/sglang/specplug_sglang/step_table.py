@@ -91,10 +91,7 @@ class StepTable:
         Args:
             req_indices: [bs] int64, their rows. A recorded pass is given more, the rest of them 0.
         """
-        padding = None
-        if not isinstance(width, int):
-            widths, width = width, max(width)
-            padding = Padding.of(widths, width, starts.device)
+        width, padding = Padding.between(width, starts.device)
         return PagedPlan(
             requests=self._requests,
             req_indices=req_indices,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from specplug import Batch, RequestReport
 from specplug.speculative.batch import ForwardMode
-from specplug.speculative.hook_order import HookOrder
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import LentPlan, PagedPlan
 from specplug.speculative.step_stages import Chunks, Drafted, Half, Scheduled, Verified
@@ -24,7 +23,7 @@ from specplug_sglang.relay import RelayedRoots
 from specplug_sglang.request_views import Requests
 from specplug_sglang.runtime import SglangRuntime
 from specplug_sglang.sampling import has_foreseen_noise, plain_because_of, sample_nodes
-from specplug_sglang.settings import choose
+from specplug_sglang.settings import start_in_sglang
 from specplug_sglang.sglang_names import check_objects
 from specplug_sglang.step_result import Publish, decoded, idled, kept
 from specplug_sglang.step_table import Nodes
@@ -77,18 +76,17 @@ class SpecplugWorker(BaseSpecWorker):
         self._runner = target_worker.model_runner
         check_objects(runner=self._runner)
         target = self._runner.model_config.hf_config.to_dict()
-        chosen = choose(algorithm.algorithm, server_args, target)
-        self._hooks, config = chosen.hooks, chosen.config
+        self._started = started = start_in_sglang(algorithm.algorithm, server_args, target)
+        self._hooks, config = started.hooks, started.config
         self.num_draft_tokens = config.num_draft_tokens
         # Its CUDA graphs are of one width, and it reads a mask and no plan.
         self._pads = server_args.attention_backend == MASKED
         self._runtime = SglangRuntime(self._runner, server_args, config)
         self._requests = Requests()
         self._has_run = False
-        self.supports_target_verify_for_draft = self._hooks.supports_target_verify_for_draft()
+        self.supports_target_verify_for_draft = started.draft_verifies
         with torch.inference_mode():
-            self._runtime.worker = self._hooks.create_worker(self._runtime)
-        self._runtime.seal()
+            started.create_worker(self._runtime)
         self.captures = bool(self._runtime.captures)
         teach_torch_native()
         teach_graphs()
@@ -114,8 +112,7 @@ class SpecplugWorker(BaseSpecWorker):
     def begin(self) -> None:
         """Make the algorithm's future map, once the pools are there."""
         with torch.inference_mode():
-            future_map = self._hooks.create_future_map(self._runtime)
-            self._order = HookOrder(self._runtime, self._hooks, future_map)
+            self._order = self._started.begin(self._runtime)
 
     @property
     def last_shared_read_runner(self) -> Any:

@@ -22,13 +22,8 @@ from specplug import (
     PluginError,
     RequestReport,
 )
-from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, load_cpu_kernels
-from specplug.registry import build_plugin_manager
 from specplug.speculative.batch import ForwardMode
-from specplug.speculative.defaults import CoreDefaults
-from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.hook_order import HookOrder
 from specplug.speculative.host_copy import upload
 from specplug.speculative.step_stages import Half, Scheduled
 from specplug.speculative.undrafted import FAILED, UndraftedRequests
@@ -36,7 +31,7 @@ from specplug_vllm import cpu_sampling, v1_names, vllm_names
 from specplug_vllm.draft_cache import PREFIX
 from specplug_vllm.failures import FailureLog
 from specplug_vllm.request_rows import RequestRows
-from specplug_vllm.run_settings import RunSettings
+from specplug_vllm.run_settings import start_in_vllm
 from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.step_rows import accepted, first_rows, ranges
 from specplug_vllm.v1_step import RunnerStep
@@ -63,15 +58,10 @@ class Proposer:
 
         patch_all()
         self._vllm_config = vllm_config
-        run = RunSettings.of(vllm_config, name)
+        self._host, self._algorithm = start_in_vllm(vllm_config, name)
         if vllm_config.device_config.device_type == "cpu":
             cpu_sampling.mend()
-        self._host = run.host
-        manager = build_plugin_manager(run.selected, run.extensions, CoreDefaults())
-        self._hooks = HookCalls(manager, run.selected, run.extensions)
-        self._config = run.validated(self._hooks)
-        for adjustment in self._config.adjustments:
-            warn_fallback(f"{name}: {adjustment}")
+        self._hooks, self._config = self._algorithm.hooks, self._algorithm.config
         self._target: nn.Module | None = None
         self.captured_layers: tuple[int, ...] = ()
         self.decode_steps = 0
@@ -111,7 +101,6 @@ class Proposer:
         assert self._target is not None
         v1_names.check_runner(runner)
         self._runner = runner
-        records = self._hooks.supports_target_verify_for_draft()
         found = load_cpu_kernels() if runner.device.type == "cpu" else None
         kernels = found if isinstance(found, CPUKernels) else None
         self._runtime = runtime = VllmRuntime(
@@ -121,13 +110,11 @@ class Proposer:
             self._host,
             self._config,
             kernels,
-            records=records,
+            records=self._algorithm.draft_verifies,
         )
         with cpu_kernels_of_draft(kernels):
-            runtime.worker = self._hooks.create_worker(runtime)
-        runtime.seal()
-        future_map = self._hooks.create_future_map(runtime)
-        self._order = HookOrder(runtime, self._hooks, future_map)
+            self._algorithm.create_worker(runtime)
+        self._order = self._algorithm.begin(runtime)
         self._rows = RequestRows(runtime.req_table_size, runtime.context_len, self._undrafted)
         self._block_group = 0
         v1_names.keep_drafting_near_the_end(runner)

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from specplug import HostCapabilities, SpecConfig, UsageError
-from specplug.registry import Extension, Registry, SelectedAlgorithm
+from specplug import AlgorithmInfo, HostCapabilities, SpecConfig, UsageError
+from specplug.registry import Registry
 from specplug_vllm.host import WITH_RUNNER_V2, capabilities, installed_version
 from specplug_vllm.settings import ALWAYS, FASTER, KEY, Settings
 
 if TYPE_CHECKING:
+    from specplug.speculative.algorithm_start import StartedAlgorithm
     from specplug.speculative.hook_calls import HookCalls
 
 MODULE = "specplug_vllm"
@@ -19,19 +20,18 @@ MODULE = "specplug_vllm"
 
 @attrs.frozen(kw_only=True)
 class RunSettings:
-    """What vLLM gives a run, its algorithm and extensions, and its settings as they were typed."""
+    """What vLLM gives a run, and its settings as they were typed."""
 
     host: HostCapabilities
-    selected: SelectedAlgorithm
-    extensions: list[Extension]
-    typed: SpecConfig
+    settings: Settings
+    vllm_config: Any
 
     @classmethod
     def of(cls, vllm_config: Any, name: str) -> RunSettings:
         """Read them from vLLM's configuration.
 
         Raises:
-            SpecplugError: the algorithm is broken, or a setting does not fit.
+            UsageError: a setting does not fit.
         """
         host = host_of(vllm_config)
         _refuse_what_is_missing(vllm_config, name, host)
@@ -40,27 +40,38 @@ class RunSettings:
             raise UsageError(
                 f"{KEY}.draft_when={FASTER!r}: {reason} drafts in every step; leave the setting out"
             )
-        registry = Registry()
-        selected = registry.select(name)
-        model = vllm_config.model_config
-        typed = settings.resolve(
-            selected.info,
-            num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
+        return cls(host=host, settings=settings, vllm_config=vllm_config)
+
+    def resolve(self, info: AlgorithmInfo) -> SpecConfig:
+        """Return what was typed over the algorithm's defaults."""
+        model = self.vllm_config.model_config
+        return self.settings.resolve(
+            info,
+            num_speculative_tokens=self.vllm_config.speculative_config.num_speculative_tokens,
             target=model.model,
             target_config=model.hf_text_config.to_dict(),
         )
-        extensions = registry.extensions(settings.disable_extensions)
-        return cls(host=host, selected=selected, extensions=extensions, typed=typed)
 
-    def validated(self, hooks: HookCalls) -> SpecConfig:
-        """Return the settings as the algorithm takes them.
 
-        Raises:
-            UsageError: it refuses them, or needs what vLLM has not.
-        """
-        config = hooks.validate_config(self.typed)
-        self.host.check(self.selected.info, config, own_verify=not hooks.core_verifies)
-        return config
+def start_in_vllm(
+    vllm_config: Any, name: str
+) -> tuple[HostCapabilities, StartedAlgorithm[HookCalls]]:
+    """Start the algorithm of a run. Returns what vLLM gives it, too.
+
+    Raises:
+        SpecplugError: the version of vLLM, the algorithm or a setting does not fit.
+    """
+    from specplug.speculative.algorithm_start import start_algorithm
+    from specplug.speculative.hook_calls import HookCalls
+
+    run = RunSettings.of(vllm_config, name)
+    return run.host, start_algorithm(
+        name,
+        run.resolve,
+        host=run.host,
+        disable_extensions=run.settings.disable_extensions,
+        calls=HookCalls,
+    )
 
 
 def algorithm_of(vllm_config: Any) -> str | None:
@@ -78,8 +89,9 @@ def lookahead_of(vllm_config: Any) -> int | None:
     name = algorithm_of(vllm_config)
     if name is None:
         return None
-    run = RunSettings.of(vllm_config, name)
-    return run.typed.num_lookahead_slots if run.selected.info.capabilities.draft_model else 0
+    info = Registry().select(name).info
+    typed = RunSettings.of(vllm_config, name).resolve(info)
+    return typed.num_lookahead_slots if info.capabilities.draft_model else 0
 
 
 def host_of(vllm_config: Any) -> HostCapabilities:

@@ -11,17 +11,17 @@ from torch import Tensor
 from specplug import (
     Batch,
     HostCapabilities,
-    PerTokenOutput,
     PluginError,
     SpecConfig,
     UsageError,
 )
 from specplug.kernels.cpu_kernels import CPUKernels
 from specplug.kernels.dispatch import attention_kernels, runs_step_kernels
-from specplug.speculative.graph_runner import GraphRunner
+from specplug.speculative.graph_runner import GraphRunner, PassRunner
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedPlan, RequestSlots
 from specplug.speculative.runtime import RankInfo
+from specplug.speculative.runtime_base import RuntimeBase
 from specplug_vllm import vllm_names
 from specplug_vllm.draft_cache import PREFIX, DraftCache, DraftLayer, SlotTable
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LM_HEAD_INPUT = "lm_head_input"
 
 
-class VllmRuntime:
+class VllmRuntime(RuntimeBase):
     """Implements ``Runtime``.
 
     Args:
@@ -50,7 +50,6 @@ class VllmRuntime:
         sampling: what requests want of the sampler; None where its noise is not foreseeable.
     """
 
-    worker: Any = None
     sampling: SamplingRows | None = None
 
     def __init__(
@@ -66,8 +65,8 @@ class VllmRuntime:
     ) -> None:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         scheduler = vllm_config.scheduler_config
-        self.host, self.overlap = host, host.overlap
-        self.config = config
+        super().__init__(host, config)
+        self.overlap = host.overlap
         self.device, self.dtype = device, model.dtype
         self.vocab_size = model.get_vocab_size()
         self.hidden_size = model.get_hidden_size()
@@ -84,9 +83,7 @@ class VllmRuntime:
         self._vllm_config, self._target, self._cpu_kernels = vllm_config, target, cpu_kernels
         self.captures: dict[str, tuple[int, ...]] = {}
         self._caches: list[DraftCache] = []
-        self._sealed = False
         self._table: SlotTable | None = None
-        self._recorders: list[GraphRunner] = []
         self._attention = attention_kernels(device, self.dtype)
         # Where torch attends there would be a recording for each length of a context; and the
         # collectives of several ranks are vLLM's own to record.
@@ -109,7 +106,7 @@ class VllmRuntime:
         return logits
 
     def capture_layer_inputs(self, layer_ids: tuple[int, ...]) -> str:
-        self._check_open("capture_layer_inputs")
+        self.check_open("capture_layer_inputs")
         kind = type(self._target).__name__
         if not vllm_names.captures_layers(self._target):
             raise UsageError(
@@ -128,18 +125,12 @@ class VllmRuntime:
         return name
 
     def capture_lm_head_input(self) -> str:
-        self._check_open("capture_lm_head_input")
+        self.check_open("capture_lm_head_input")
         self.captures[_LM_HEAD_INPUT] = ()
         return _LM_HEAD_INPUT
 
-    def add_output(self, output: PerTokenOutput) -> None:
-        raise UsageError(
-            f"output {output.name!r}: vLLM hands out its own outputs alone; expected none of a "
-            "plugin's, disable the extension that adds it"
-        )
-
     def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> DraftCache:
-        self._check_open("allocate_kv")
+        self.check_open("allocate_kv")
         heads = self._vllm_config.model_config.get_num_attention_heads(
             self._vllm_config.parallel_config
         )
@@ -163,10 +154,7 @@ class VllmRuntime:
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> LentPlan:
-        padding = None
-        if not isinstance(width, int):
-            widths, width = width, max(width)
-            padding = Padding.of(widths, width, self.device)
+        width, padding = Padding.between(width, self.device)
         if self._table is None:
             raise PluginError("plan_attention: there is no draft cache; allocate_kv() makes one")
         plan = PagedPlan(
@@ -182,14 +170,6 @@ class VllmRuntime:
         )
         return LentPlan(plan)
 
-    def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        self._check_open("record_draft")
-        if not self._records:
-            return forward
-        # vLLM's threads use the device too.
-        self._recorders.append(GraphRunner(forward, pads=True, beside_threads=True))
-        return self._recorders[-1]
-
     def temperatures(self, batch: Batch) -> Tensor:
         if self.sampling is None:
             return torch.ones(batch.size, 1, device=self.device)
@@ -200,18 +180,12 @@ class VllmRuntime:
             raise NotImplementedError("not called: this runner's noise is not foreseeable")
         return self.sampling.noise(batch.req_indices, positions, token_ids)
 
-    def _check_open(self, method: str) -> None:
-        if self._sealed:
-            raise PluginError(
-                f"runtime.{method}() was called after create_worker(); expected it there, before "
-                "vLLM makes the KV cache; call it in create_worker()"
-            )
-
     # What the proposer uses
 
-    def seal(self) -> None:
-        """Refuse further captures and caches: the worker has been made."""
-        self._sealed = True
+    def draft_pass(self, forward: Callable[..., Any]) -> PassRunner:
+        if not self._records:
+            return PassRunner(forward)
+        return GraphRunner(forward, pads=True, beside_threads=True)  # vLLM's threads use it too
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
@@ -219,13 +193,8 @@ class VllmRuntime:
 
     @property
     def records_passes(self) -> bool:
-        """Whether passes are recorded when they first run."""
-        return bool(self._recorders)
-
-    @property
-    def num_recordings(self) -> int:
-        """The forms of passes that are recorded."""
-        return sum(recorder.num_recordings for recorder in self._recorders)
+        """Whether there are passes that are recorded when they first run."""
+        return self._records and bool(self._draft_passes)
 
     @property
     def has_draft_cache(self) -> bool:

@@ -20,12 +20,8 @@ from specplug import (
     PluginError,
     RequestReport,
 )
-from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, load_cpu_kernels
-from specplug.registry import build_plugin_manager
-from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.graph_runner import batch_sizes
-from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.host_copy import upload
 from specplug.speculative.undrafted import FAILED, UndraftedRequests
 from specplug_vllm import v2_names, vllm_names
@@ -33,7 +29,7 @@ from specplug_vllm.draft_cache import PREFIX
 from specplug_vllm.exact_sampler import ExactSampler
 from specplug_vllm.failures import FailureLog
 from specplug_vllm.request_view import VllmRequest
-from specplug_vllm.run_settings import RunSettings, pauses
+from specplug_vllm.run_settings import pauses, start_in_vllm
 from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.seeded_noise import SamplingRows
 from specplug_vllm.step_hooks import StepHooks
@@ -64,13 +60,8 @@ class Speculator(DraftModelSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device, name: str) -> None:
         super().__init__(vllm_config, device)
-        run = RunSettings.of(vllm_config, name)
-        manager = build_plugin_manager(run.selected, run.extensions, CoreDefaults())
-        self._host = run.host
-        self._hooks = HookCalls(manager, run.selected, run.extensions)
-        self._config = run.validated(self._hooks)
-        for adjustment in self._config.adjustments:
-            warn_fallback(f"{name}: {adjustment}")
+        self._host, self._algorithm = start_in_vllm(vllm_config, name)
+        self._hooks, self._config = self._algorithm.hooks, self._algorithm.config
         self.model = nn.Module()  # vLLM looks for experts in it
         self.decode_steps = 0
         self._num_wanted = self.num_speculative_steps
@@ -105,7 +96,6 @@ class Speculator(DraftModelSpeculator):
     @torch.inference_mode()
     def load_model(self, target_model: nn.Module) -> None:
         """Make the algorithm's worker for the target, which has been loaded."""
-        records = self._hooks.supports_target_verify_for_draft()
         found = load_cpu_kernels() if self.device.type == "cpu" else None
         kernels = found if isinstance(found, CPUKernels) else None
         self._runtime = runtime = VllmRuntime(
@@ -115,14 +105,13 @@ class Speculator(DraftModelSpeculator):
             self._host,
             self._config,
             kernels,
-            records=records,
+            records=self._algorithm.draft_verifies,
         )
         if self._host.foreseeable_noise:
             runtime.sampling = SamplingRows(runtime.req_table_size, self.device)
         with cpu_kernels_of_draft(kernels):
-            runtime.worker = self._hooks.create_worker(runtime)
-        runtime.seal()
-        self._step_hooks = StepHooks(runtime, self._hooks, self._views)
+            self._algorithm.create_worker(runtime)
+        self._step_hooks = StepHooks(runtime, self._algorithm.begin(runtime), self._views)
         self.captured_layers = runtime.captured_layers
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any) -> None:

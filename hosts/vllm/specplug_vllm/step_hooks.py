@@ -14,7 +14,6 @@ from torch import Tensor
 
 from specplug import Batch, CommittedOutput
 from specplug.speculative.batch import ForwardMode
-from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import HookOrder
 from specplug.speculative.host_copy import upload
 from specplug.speculative.step_stages import Committed, Half, Scheduled
@@ -31,18 +30,18 @@ class StepHooks:
 
     Args:
         runtime: with the algorithm's worker.
-        hooks: of the run.
+        order: of the hooks of the run.
         views: of the running requests by id, which others keep.
     """
 
     def __init__(
         self,
         runtime: VllmRuntime,
-        hooks: HookCalls,
+        order: HookOrder,
         views: Mapping[str, VllmRequest],
     ) -> None:
         self._runtime, self._views = runtime, views
-        self._order = HookOrder(runtime, hooks, hooks.create_future_map(runtime))
+        self._order = order
         self._of_all: tuple[Step, CommittedRows] | None = None
 
     def prefill(self, step: Step, chosen: np.ndarray, first: np.ndarray) -> None:

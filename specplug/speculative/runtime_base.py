@@ -1,0 +1,80 @@
+"""What the runtimes of all hosts share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specplug.algorithm import SpecConfig
+from specplug.errors import PluginError, UsageError
+from specplug.host import HostCapabilities
+from specplug.speculative.graph_runner import PassRunner
+from specplug.speculative.output_kind import PerTokenOutput
+from specplug.speculative.runtime import RankInfo
+
+
+class RuntimeBase:
+    """The part of a ``Runtime`` that no host does its own way: a door that closes when the worker
+    is made, and the passes of draft models, each recorded or not.
+
+    Args:
+        host: what the host gives.
+        config: of the run's speculation.
+
+    Attributes:
+        host, config: as given.
+        worker: the algorithm's; set by ``StartedAlgorithm.create_worker``.
+        rank: of the run; a host with several ranks sets its own.
+    """
+
+    worker: Any = None
+    rank = RankInfo()
+
+    def __init__(self, host: HostCapabilities, config: SpecConfig) -> None:
+        self.host = host
+        self.config = config
+        self._is_sealed = False
+        self._draft_passes: list[PassRunner] = []
+
+    def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        self.check_open("record_draft")
+        if not callable(forward):
+            raise PluginError(
+                f"record_draft: {forward!r:.60}; expected a function; give it the draft's pass, "
+                "not what the pass returns"
+            )
+        self._draft_passes.append(self.draft_pass(forward))
+        return self._draft_passes[-1]
+
+    def add_output(self, output: PerTokenOutput) -> None:
+        raise UsageError(
+            f"output {output.name!r}: {self.host.name} hands out its own outputs alone; expected "
+            "none of a plugin's; disable the extension that adds it (SPECPLUG_DISABLE)"
+        )
+
+    # What a host does with it
+
+    def draft_pass(self, forward: Callable[..., Any]) -> PassRunner:
+        """Return what runs a draft's pass: a host that records it overrides this."""
+        return PassRunner(forward)
+
+    def check_open(self, method: str) -> None:
+        """Refuse a call of ``method`` after ``create_worker``.
+
+        Raises:
+            PluginError: the worker has been made.
+        """
+        if self._is_sealed:
+            raise PluginError(
+                f"runtime.{method}() was called after create_worker(); expected it there, before "
+                "the KV pool is made; call it in create_worker()"
+            )
+
+    def seal(self) -> None:
+        """Refuse further captures, caches, outputs and passes: the worker has been made."""
+        self._is_sealed = True
+
+    @property
+    def num_recordings(self) -> int:
+        """The forms of draft models' passes that are recorded."""
+        return sum(each.num_recordings for each in self._draft_passes)
