@@ -122,10 +122,23 @@ class PluginGuard:
         finally:
             self._running = before
 
+    def bound(self) -> Callable[..., Any]:
+        """Return ``guard`` for code of the plugin that runs now, which is called later."""
+        caller = self.caller
+
+        def guard(what: str, function: Callable[..., Result], *positional: Any) -> Result:
+            before, self.caller = self.caller, caller
+            try:
+                return self.guard(what, function, *positional)
+            finally:
+                self.caller = before
+
+        return guard
+
     def _told(self, what: str, raised: BaseException) -> str:
         if isinstance(raised, ExtensionFailure):
             return _failure(raised.extension.entry.subject, what, raised.error)
-        return _failure(self._subject, what, raised)
+        return _failure(self.caller, what, raised)
 
     def refuse(
         self, what: str, found: str, expected: str = "", fix: str = "fix the plugin"
