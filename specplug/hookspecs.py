@@ -73,9 +73,10 @@ first, whatever was proposed.
 requests of that step end with the error, and the engine goes on. Only the hooks before the run
 (``validate_config``, ``create_worker``, ``create_future_map``) may refuse what the user gave, by
 ``UsageError`` or ``CheckpointError``. An extension whose ``on_step`` or ``on_request_finished``
-raises is switched off, and the run goes on. Values (tokens, parents, depths, accepted paths) are
-bounded on the device. With ``SPECPLUG_DEBUG=1`` in the environment they are read on the host, and a
-wrong one is an error: set it in tests of a plugin.
+raises is switched off, and the run goes on. Torch's default device, where a hook has changed it,
+is put back, with a warning that names the plugin. Values (tokens, parents, depths, accepted paths)
+are bounded on the device. With ``SPECPLUG_DEBUG=1`` in the environment they are read on the host,
+and a wrong one is an error: set it in tests of a plugin.
 """
 
 from __future__ import annotations
