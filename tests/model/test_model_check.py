@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_targets import TINY_EXPERTS, TINY_SHAPE
 
 from specplug import LLM, CheckpointError, SamplingParams
 from specplug.model import target as target_file
@@ -18,25 +19,11 @@ from specplug.model.trials import rows_of
 from specplug.speculative.paged_plan import PagedPlan
 
 CPU = torch.device("cpu")
-SHAPE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 UNSOUND = {
     "DiffLlamaConfig": ({}, "in chunks: logits differ by .* from layer 0 on"),
     "DogeConfig": ({}, "DogeAttention of layer 0 makes its own mask"),
     "PhimoeConfig": (
-        {"sliding_window": 6, **EXPERTS},
+        {"sliding_window": 6, **TINY_EXPERTS},
         "PhimoeAttention of layer 0 is called without a window, but its mask differs",
     ),
     "Gemma3TextConfig": (
@@ -56,7 +43,7 @@ HALVES = ("LlamaConfig", "Qwen3MoeConfig", "GptOssConfig")
 @pytest.fixture(scope="module")
 def folder_of(build_model: Callable[..., Path]) -> Callable[..., Path]:
     def make(config: str, **changes: Any) -> Path:
-        return build_model(getattr(transformers, config)(**{**SHAPE, **changes}))
+        return build_model(getattr(transformers, config)(**{**TINY_SHAPE, **changes}))
 
     return make
 
@@ -77,18 +64,18 @@ def test_load_of_unsound_model_is_refused(config: str, folder_of: Callable[..., 
 
 def test_load_sees_window_longer_than_proof(folder_of: Callable[..., Path]) -> None:
     """PhiMoE's window is in its mask alone, and here no token of the proof is out of it."""
-    folder = folder_of("PhimoeConfig", sliding_window=100, **EXPERTS)
+    folder = folder_of("PhimoeConfig", sliding_window=100, **TINY_EXPERTS)
     with pytest.raises(CheckpointError, match="its mask differs at positions after"):
         _load(folder)
 
 
 def test_load_with_window_of_whole_context_passes(folder_of: Callable[..., Path]) -> None:
     """As Phi-3.5-MoE has it: it hides nothing."""
-    _load(folder_of("PhimoeConfig", sliding_window=128, **EXPERTS))
+    _load(folder_of("PhimoeConfig", sliding_window=128, **TINY_EXPERTS))
 
 
 def test_load_with_check_skipped_takes_it(folder_of: Callable[..., Path]) -> None:
-    folder = folder_of("PhimoeConfig", sliding_window=6, **EXPERTS)
+    folder = folder_of("PhimoeConfig", sliding_window=6, **TINY_EXPERTS)
     with LLM(folder, skip_model_check=True) as llm:
         assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids) == 2
 
