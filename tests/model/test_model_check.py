@@ -37,7 +37,18 @@ UNSOUND["MoshiConfig"] = (
     "MoshiAttention of layer 0 sees all tokens before it, and transformers' own cache forgets",
 )
 NO_BACKEND = ("GPTNeoConfig", "GPTJConfig", "FalconConfig", "BloomConfig")
-HALVES = ("LlamaConfig", "Qwen3MoeConfig", "GptOssConfig")
+HALVES = {
+    "LlamaConfig": {},  # its forward knows no window
+    "Qwen3MoeConfig": {"sliding_window": 6},
+    # It has 128 experts unless told otherwise. In 8 to 30 % of rows here the router's fourth and
+    # fifth logit are then closer than bfloat16 tells apart (four seeds, three layers), so whatever
+    # rounds otherwise, as our attention does, routes some rows otherwise: logits differed by 0.64.
+    # Neither pass is the better one. Of the rows of a whole pass 20 to 30 % differ by more than 0.2
+    # between transformers' own in bfloat16 and in float32, and 15 to 40 % between ours and that.
+    # transformers' own is the same, bit by bit, whole, in chunks and token by token. Where all of 4
+    # experts are taken, ours differs from it by at most 0.073 (seed 0); where 2 of 4, by 0.056.
+    "GptOssConfig": {"sliding_window": 6, **TINY_EXPERTS},
+}
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +104,7 @@ def test_load_without_attention_interface_is_refused(config: str, tmp_path: Path
 def test_load_of_random_half_weights_passes(
     config: str, dtype: torch.dtype, folder_of: Callable[..., Path]
 ) -> None:
-    window = {} if config == "LlamaConfig" else {"sliding_window": 6}  # its forward knows none
-    # GPT-OSS's own attention rounds its scores, ours does not: with larger weights more than a few
-    # rows of a short chunk are routed otherwise.
-    spread = 0.2 if config == "GptOssConfig" else 0.3
-    folder = folder_of(config, initializer_range=spread, num_hidden_layers=3, **window)
+    folder = folder_of(config, initializer_range=0.3, num_hidden_layers=3, **HALVES[config])
     target = _load(folder, dtype)
     assert target.dtype is dtype
     assert target.cache.keys == target.cache.values == []
