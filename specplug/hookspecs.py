@@ -55,7 +55,8 @@ same while the request runs, and goes to another request afterwards. Row 0 and s
 **Lifetime.** Tensors are lent for the call: a hook may write to them, which changes no token, and
 clones what it keeps. A recorded pass overwrites its outputs in the next step. An ``AttentionPlan``
 is good for the step in which it was made. What a hook returns is copied before the next hook of the
-step, so its buffers may be used again.
+step, so its buffers may be used again. Where a hook returns a subclass of ``Draft``, ``DraftInput``
+or ``VerifyOutput``, the engine takes the values of its fields and calls no method of it.
 
 **KV.** A draft model writes to caches of its own alone (``runtime.allocate_kv``), through an
 ``AttentionPlan``, never to the target's. A request's committed tokens fill its slots from 0 to
