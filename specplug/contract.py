@@ -40,7 +40,7 @@ HOOKS = _hook_arguments()
 
 
 class PluginWarning(Message, UserWarning):
-    """An extension was left out because it is broken."""
+    """A plugin was left out because it is broken, or did what the engine has undone."""
 
 
 @attrs.frozen

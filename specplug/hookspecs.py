@@ -55,7 +55,8 @@ same while the request runs, and goes to another request afterwards. Row 0 and s
 **Lifetime.** Tensors are lent for the call: a hook may write to them, which changes no token, and
 clones what it keeps. A recorded pass overwrites its outputs in the next step. An ``AttentionPlan``
 is good for the step in which it was made. What a hook returns is copied before the next hook of the
-step, so its buffers may be used again.
+step, so its buffers may be used again. Where a hook returns a subclass of ``Draft``, ``DraftInput``
+or ``VerifyOutput``, the engine takes the values of its fields and calls no method of it.
 
 **KV.** A draft model writes to caches of its own alone (``runtime.allocate_kv``), through an
 ``AttentionPlan``, never to the target's. A request's committed tokens fill its slots from 0 to
@@ -73,9 +74,10 @@ first, whatever was proposed.
 requests of that step end with the error, and the engine goes on. Only the hooks before the run
 (``validate_config``, ``create_worker``, ``create_future_map``) may refuse what the user gave, by
 ``UsageError`` or ``CheckpointError``. An extension whose ``on_step`` or ``on_request_finished``
-raises is switched off, and the run goes on. Values (tokens, parents, depths, accepted paths) are
-bounded on the device. With ``SPECPLUG_DEBUG=1`` in the environment they are read on the host, and a
-wrong one is an error: set it in tests of a plugin.
+raises is switched off, and the run goes on. Torch's default device, where a hook has changed it,
+is put back, with a warning that names the plugin. Values (tokens, parents, depths, accepted paths)
+are bounded on the device. With ``SPECPLUG_DEBUG=1`` in the environment they are read on the host,
+and a wrong one is an error: set it in tests of a plugin.
 """
 
 from __future__ import annotations

@@ -208,7 +208,8 @@ def test_nobody_asks_and_nothing_is_computed(tiny_model: Path, reference: Any, a
     with LLM(tiny_model, dtype="float64", speculative_algorithm=algorithm) as llm:
         output = llm.generate([prompt], params)[0]
         assert output.token_outputs == {}
-        with pytest.raises(PluginError, match=r"output 'never': compute\(\) raised AssertionError"):
+        told = r"^algorithm SCRIPTED \(.*\): output 'never': compute\(\) raised AssertionError"
+        with pytest.raises(PluginError, match=told):
             llm.generate([prompt], wanting)
         assert llm.generate([prompt], params)[0].token_ids == output.token_ids
 
@@ -263,9 +264,33 @@ def test_an_output_of_another_form_is_told(
     params = attrs.evolve(reference.params["greedy"][1], token_outputs=(output.name,))
     with (
         LLM(tiny_model, dtype="float64", speculative_algorithm=adding(output)) as llm,
-        pytest.raises(PluginError, match=why),
+        pytest.raises(PluginError, match=rf"^algorithm SCRIPTED \(.*\): output .*{why}"),
     ):
         llm.generate([reference.prompts[1]], params)
+
+
+def test_failing_compute_of_an_extension_bears_its_name(
+    plugin_folder: Any, tiny_model: Path
+) -> None:
+    code = """
+from specplug import PerTokenOutput, hookimpl
+
+class Measure:
+    @hookimpl(wrapper=True)
+    def create_worker(self, runtime):
+        runtime.add_output(PerTokenOutput(name="ratio", compute=lambda logits, predict: 1 / 0))
+        return (yield)
+
+extension = Measure()
+"""
+    plugin_folder.write(
+        "measure", code=code, distribution="their-measure", value="their_measure:extension",
+        group="specplug.extensions",
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=4, token_outputs=("ratio",))
+    told = r"measure.*their-measure 1\.0.*: output 'ratio': compute\(\) raised ZeroDivisionError"
+    with LLM(tiny_model) as llm, pytest.raises(PluginError, match=told):
+        llm.generate([(1, 2, 3)], params)
 
 
 @pytest.mark.parametrize(

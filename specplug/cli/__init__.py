@@ -38,6 +38,9 @@ COMMANDS = {
 }
 """Sub-command -> the module and the click command in it."""
 
+_ANYWHERE = {"list", "info", "doctor"}
+"""Sub-commands that run no model, and so work in a folder that is gone."""
+
 
 class CommandLine(click.Group):
     """The command group: the core's commands, loaded when called, and those of extensions."""
@@ -115,6 +118,8 @@ def main(ctx: click.Context) -> None:
     """Speculative decoding in which an algorithm is a pip package."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+    elif ctx.invoked_subcommand not in _ANYWHERE:
+        _check_working_directory()
 
 
 def _load(place: str) -> click.Command | None:
@@ -134,7 +139,6 @@ def _exit(call: Callable[[], Any]) -> NoReturn:
     open_closed_streams()
     try:
         check_standard_output()
-        _check_working_directory()
         with warnings.catch_warnings():
             warnings.showwarning = _warning_shower()
             result = call()
@@ -176,7 +180,7 @@ def _of_the_system(error: Exception) -> str | None:
 
 
 def _check_working_directory() -> None:
-    """Refuse to work in a folder that is gone: libraries of torch end the process there.
+    """Refuse to run a model in a folder that is gone: libraries of torch end the process there.
 
     Raises:
         SpecplugError: it is gone.

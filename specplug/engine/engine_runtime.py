@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -138,9 +137,6 @@ class EngineRuntime(RuntimeBase):
             raise PluginError(
                 f"add_output: {described(output)}; expected a specplug.PerTokenOutput"
             )
-        fields = [field.name for field in attrs.fields(PerTokenOutput) if field.init]
-        # Values are taken from a plugin, and no methods: it may be of a subclass.
-        output = PerTokenOutput(**{name: getattr(output, name) for name in fields})
         taken = {name for other in self.outputs.values() for name in other.tensor_names}
         if output.is_sampled:  # what algorithms read in the same container
             taken |= {AUX_HIDDEN_STATES, LM_HEAD_INPUT}

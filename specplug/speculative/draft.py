@@ -38,7 +38,8 @@ class Draft:
     """The nodes that the target is to verify, for every request of a batch.
 
     Node 0 of each request is its root, the bonus token; a parent stands before its children. Made
-    by ``Draft.chain`` or ``Draft.tree``.
+    by ``Draft.chain`` or ``Draft.tree``. Where a plugin returns a subclass, the engine takes the
+    values below and calls no method of it.
 
     Attributes:
         tokens: [bs, N] int64.
@@ -388,6 +389,8 @@ class DraftInput:
     """What ``build_draft_input`` leaves for the next ``propose``.
 
     Its state is copied by request row into the future map; the tensors may be used again at once.
+    Where a plugin returns a subclass, the engine takes the values below and calls no method of it;
+    ``propose`` gets a ``DraftInput``.
 
     Attributes:
         bonus_tokens: [bs] int64, the next step's roots. What is verified begins at the engine's

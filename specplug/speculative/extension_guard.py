@@ -10,6 +10,7 @@ import pluggy
 
 from specplug import hookspecs
 from specplug.contract import implementations
+from specplug.speculative.default_device import default_device, num_modes
 
 if TYPE_CHECKING:
     from specplug.registry import Extension
@@ -53,9 +54,12 @@ class ExtensionGuard:
         """Call the extension's code, as its own."""
         plugins = self._plugins
         before, plugins.caller = plugins.caller, self.extension.entry.subject
+        device = default_device() if num_modes() else None
         try:
             return function(*arguments)
         finally:
+            if device or num_modes():
+                plugins.put_back(device)
             plugins.caller = before
 
     def _answer(self, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -89,7 +89,7 @@ class HookCalls:
         """Return the runtime as hooks get it: one object for the whole run, which plugins may
         compare, and cache by."""
         if self._lent is None or self._lent[0] is not runtime:
-            self._lent = runtime, LentRuntime(runtime)
+            self._lent = runtime, LentRuntime(runtime, self._plugins)
         return self._lent[1]
 
     # Before the run

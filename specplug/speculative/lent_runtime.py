@@ -6,6 +6,8 @@ from operator import attrgetter
 from typing import NoReturn
 
 from specplug.errors import PluginError
+from specplug.speculative.output_kind import AddedOutput, PerTokenOutput
+from specplug.speculative.plugin_guard import PluginGuard
 from specplug.speculative.runtime import Runtime
 
 MEMBERS = frozenset(
@@ -20,12 +22,23 @@ class LentRuntime:
 
     Args:
         runtime: the host's own.
+        plugins: of the run.
     """
 
-    __slots__ = ("__weakref__", "_runtime")
+    __slots__ = ("__weakref__", "_plugins", "_runtime")
 
-    def __init__(self, runtime: Runtime) -> None:
+    _plugins: PluginGuard
+    _runtime: Runtime
+
+    def __init__(self, runtime: Runtime, plugins: PluginGuard) -> None:
         object.__setattr__(self, "_runtime", runtime)
+        object.__setattr__(self, "_plugins", plugins)
+
+    def add_output(self, output: PerTokenOutput) -> None:
+        """Add an output as that of the plugin which runs now; see ``Runtime``."""
+        if isinstance(output, PerTokenOutput):  # the host refuses anything else
+            output = AddedOutput.of(output, self._plugins.caller, self._plugins.bound())
+        self._runtime.add_output(output)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         _refuse("set", name)
@@ -41,5 +54,5 @@ def _refuse(what: str, name: str) -> NoReturn:
     )
 
 
-for _member in MEMBERS:
+for _member in MEMBERS - vars(LentRuntime).keys():
     setattr(LentRuntime, _member, property(attrgetter(f"_runtime.{_member}")))

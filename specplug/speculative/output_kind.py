@@ -196,18 +196,13 @@ class PerTokenOutput(OutputKind):
         Raises:
             PluginError: it fails, or gives something else.
         """
-        assert self.compute is not None
-        try:
-            found = self.compute(logits.clone(), predict.clone())  # others read them too
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raise PluginError(
-                f"output {self.name!r}: compute() raised {type(error).__name__}: {error}; expected "
-                "a tensor; fix the plugin"
-            ) from error
+        found = self._compute(logits.clone(), predict.clone())  # others read them too
         self._check(found, len(predict), logits.device)
         return {self.name: found}
+
+    def _compute(self, logits: Tensor, predict: Tensor) -> Tensor:
+        assert self.compute is not None
+        return self.compute(logits, predict)
 
     def found_in(
         self, per_node: Mapping[str, Tensor], want: bool, num_rows: int
@@ -224,6 +219,11 @@ class PerTokenOutput(OutputKind):
             self._check(found, num_rows)
         return {self.name: found}
 
+    @property
+    def _subject(self) -> str:
+        """The output, as messages name it."""
+        return f"output {self.name!r}"
+
     def _check(self, found: object, num_rows: int, device: torch.device | None = None) -> None:
         expected = (num_rows, *self.shape)
         if (
@@ -234,6 +234,36 @@ class PerTokenOutput(OutputKind):
         ):
             where = "" if device is None else f" on {device}"
             raise PluginError(
-                f"output {self.name!r} is {described(found)}; expected {list(expected)} of "
+                f"{self._subject} is {described(found)}; expected {list(expected)} of "
                 f"{self.dtype}{where}; fix the plugin"
             )
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class AddedOutput(PerTokenOutput):
+    """A plugin's output as a run has it. Its values are taken and not its methods, as it may be of
+    a subclass; its errors bear the plugin's name.
+
+    Attributes:
+        plugin: that has added it, as messages name it.
+        guard: ``guard(what, function, *arguments)`` calls code of that plugin.
+    """
+
+    plugin: str
+    guard: Callable[..., Any]
+
+    @classmethod
+    def of(cls, output: PerTokenOutput, plugin: str, guard: Callable[..., Any]) -> AddedOutput:
+        """Take the values of what a plugin adds."""
+        names = [field.name for field in attrs.fields(PerTokenOutput) if field.init]
+        values = {name: getattr(output, name) for name in names}
+        return cls(**values, plugin=plugin, guard=guard)
+
+    def _compute(self, logits: Tensor, predict: Tensor) -> Tensor:
+        what = f"output {self.name!r}: compute"
+        found: Tensor = self.guard(what, self.compute, logits, predict)
+        return found
+
+    @property
+    def _subject(self) -> str:
+        return f"{self.plugin}: output {self.name!r}"

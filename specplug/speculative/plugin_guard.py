@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 import pluggy
+import torch
 
 from specplug import hookspecs
 from specplug.contract import HOOKS, PluginWarning, error_line
 from specplug.errors import InstanceError, PluginError, SpecplugError
 from specplug.registry import Extension, SelectedAlgorithm
+from specplug.speculative.default_device import default_device, num_modes
 from specplug.speculative.extension_guard import ExtensionFailure, ExtensionGuard
 
 Result = TypeVar("Result")
@@ -105,6 +107,7 @@ class PluginGuard:
             what: the hook or method that is called, for the message.
         """
         before, self._running = self._running, what
+        device = default_device() if num_modes() else None
         try:
             return function(*positional, **named)
         except KeyboardInterrupt:
@@ -120,12 +123,41 @@ class PluginGuard:
                 raise
             raise PluginError(self._told(what, raised)) from raised
         finally:
+            if device or num_modes():
+                self.put_back(device)
             self._running = before
+
+    def put_back(self, device: torch.device | None) -> None:
+        """Make this torch's default device again, if the plugin that runs has changed it, and tell
+        so."""
+        found = default_device()
+        if found == device:
+            return
+        torch.set_default_device(device)
+        warnings.warn(
+            f"{self.caller}: {self._running}() set torch's default device to {found}; expected it "
+            "unchanged, and it is put back; give device= where a tensor is made",
+            PluginWarning,
+            stacklevel=3,
+        )
+
+    def bound(self) -> Callable[..., Any]:
+        """Return ``guard`` for code of the plugin that runs now, which is called later."""
+        caller = self.caller
+
+        def guard(what: str, function: Callable[..., Result], *positional: Any) -> Result:
+            before, self.caller = self.caller, caller
+            try:
+                return self.guard(what, function, *positional)
+            finally:
+                self.caller = before
+
+        return guard
 
     def _told(self, what: str, raised: BaseException) -> str:
         if isinstance(raised, ExtensionFailure):
             return _failure(raised.extension.entry.subject, what, raised.error)
-        return _failure(self._subject, what, raised)
+        return _failure(self.caller, what, raised)
 
     def refuse(
         self, what: str, found: str, expected: str = "", fix: str = "fix the plugin"

@@ -189,17 +189,38 @@ def test_other_closed_streams_do_no_harm(redirected):
     assert json.loads(done.stdout)
 
 
-def test_working_directory_that_is_gone_is_told(tmp_path):
+def in_a_gone_folder(tmp_path, arguments):
     gone = tmp_path / "gone"
     gone.mkdir()
-    line = shlex.join([sys.executable, "-m", "specplug", "list"])
+    line = shlex.join([sys.executable, "-m", "specplug", *arguments])
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SPECPLUG_")}
-    done = subprocess.run(
+    return subprocess.run(
         ["bash", "-c", f"cd {shlex.quote(str(gone))} && rmdir ../gone && {line}"],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize("arguments", [["generate", "x"], ["bench"], ["serve"]], ids=" ".join)
+def test_working_directory_that_is_gone_is_told(tmp_path, arguments):
+    done = in_a_gone_folder(tmp_path, arguments)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: the working directory cannot be found: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["list", "--check"], "NONE "),
+        (["info", "NONE"], "core defaults"),
+        (["doctor"], "all plugins are sound"),
+        (["--version"], "specplug "),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_plugins_are_told_in_a_folder_that_is_gone(tmp_path, arguments, said):
+    done = in_a_gone_folder(tmp_path, arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert said in done.stdout

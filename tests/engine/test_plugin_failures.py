@@ -30,6 +30,7 @@ from specplug import (
 from specplug.registry import Extension, ExtensionEntry, PluginWarning, Registry
 from specplug.speculative import draft as draft_module
 from specplug.speculative import hook_results
+from specplug.speculative.default_device import default_device
 
 SHORT = SamplingParams(max_tokens=6)
 PROMPT = [3, 1, 4, 1, 5]
@@ -1002,3 +1003,39 @@ def test_an_innocent_wrapper_is_not_named(
             plugin.instead["propose"] = instead
             with pytest.raises(PluginError, match=rf"^algorithm PLAIN .*propose\(\) {found}"):
                 llm.generate([PROMPT], SHORT)
+
+
+@pytest.mark.parametrize("before", [None, torch.device("cpu")], ids=str)
+@pytest.mark.parametrize("hook", ["propose", "build_draft_input", "verify", "on_step"])
+def test_default_device_that_a_hook_sets_is_put_back(
+    engine: tuple[LLM, Plain], hook: str, before: torch.device | None
+) -> None:
+    def setting(*arguments: Any) -> Any:
+        found = {
+            "propose": lambda roots: Draft.chain(roots.unsqueeze(1).repeat(1, 2)),
+            "build_draft_input": lambda output: DraftInput(bonus_tokens=output.bonus_tokens),
+        }.get(hook, lambda _: None)(arguments[-1])
+        torch.set_default_device("meta")
+        return found
+
+    llm, plugin = engine
+    plugin.instead.clear()
+    expected = llm.generate([PROMPT], SHORT)[0].token_ids
+    torch.set_default_device(before)
+    try:
+        plugin.instead[hook] = setting
+        told = rf"^algorithm PLAIN \(.*\): {hook}\(\) set torch's default device to meta; expected"
+        with pytest.warns(PluginWarning, match=told):
+            assert llm.generate([PROMPT], SHORT)[0].token_ids == expected
+        assert default_device() == before
+    finally:
+        plugin.instead.clear()
+        torch.set_default_device(None)
+
+
+def test_default_device_set_by_an_extension_names_it(extended: Callable[..., LLM]) -> None:
+    wrapper = wrapping(lambda: torch.set_default_device("meta"), same)
+    told = r"^extension e0 \(of-e0 1.2, own:it\): propose\(\) set torch's default device to meta;"
+    with extended(wrapper) as llm, pytest.warns(PluginWarning, match=told):
+        assert len(llm.generate([PROMPT], SHORT)[0].token_ids) == 6
+    assert default_device() is None

@@ -9,12 +9,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from tiny_targets import DEEPSEEK_V3
+from tiny_targets import DEEPSEEK_V3, TINY_SHAPE, VOCAB_SIZE
 from torch import Tensor
 
 from specplug import LLM, CheckpointError, SamplingParams
 
-VOCAB_SIZE = 96
 PROMPT = (5, 80, 33, 2, 2, 61, 7, 90, 14, 55, 31, 8, 77, 20, 4, 68, 12, 39, 91, 3)
 TOLERANCE = 1e-9
 IN_FLOAT64: dict[str, Any] = {"dtype": "float64", "disable_cpu_kernels": True}
@@ -32,20 +31,7 @@ class Family:
     def make(self) -> Any:
         import transformers
 
-        shape: dict[str, Any] = {
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 128,
-            "initializer_range": 0.3,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": None,
-        }
+        shape = {**TINY_SHAPE, "num_hidden_layers": 3, "initializer_range": 0.3}
         for name in self.without:
             del shape[name]
         return getattr(transformers, self.config)(**{**shape, **self.changes})

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tiny_targets import TINY_EXPERTS, TINY_SHAPE
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -21,19 +22,8 @@ from specplug.model.target import Target
 from specplug.model.trials import TrialRequests
 
 CPU = torch.device("cpu")
-SHAPE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 1024,
-    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
-}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-KINDS = {"LlamaConfig": {}, "Gemma2Config": {}, "GPT2Config": {}, "MixtralConfig": EXPERTS}
+SHAPE = {**TINY_SHAPE, "max_position_embeddings": 1024}
+KINDS = {"LlamaConfig": {}, "Gemma2Config": {}, "GPT2Config": {}, "MixtralConfig": TINY_EXPERTS}
 
 
 class _Odd(nn.Module):

@@ -207,6 +207,10 @@ FAULTY = {
     "bare_carriage_return": (400, POST + b"x: y\rContent-Length: 5\r\n\r\nhello"),
     "folded_first_line": (400, b"GET / HTTP/1.1\r\n Host: x\r\n\r\n"),
     "nul": (400, POST + b"x: \0\r\n" + LENGTH + b"\r\nhello"),
+    "many_empty_lines": (400, b"\r\n" * 5),
+    "empty_line_with_a_bare_line_end": (400, b"\n"),
+    "bare_carriage_return_first": (400, b"\r"),
+    "space_before_the_request": (400, b"\r\n "),
     "no_http": (400, b"\x16\x03\x01\x02\x00\r\n\r\n"),
 }
 
@@ -252,8 +256,19 @@ def test_request_of_faulty_framing_ends_its_connection(status: int, sent: bytes)
         (POST + CHUNKED + b"\r\n5;a=b\r\nhello\r\n0\r\nx: y\r\n\r\n", b"hello"),
         (POST + b"x: y\r\n z\r\n" + CHUNKED + b"\r\n" + CHUNKS, b"hello"),
         (POST + CHUNKED + b"\r\n4000\r\n" + b"x" * 16384 + b"\r\n0\r\n\r\n", b"x" * 16384),
+        (b"\r\n" + POST + LENGTH + b"\r\nhello", b"hello"),
+        (b"\r\n" * 4 + POST + CHUNKED + b"\r\n" + CHUNKS + b"\r\n" * 4, b"hello"),
     ],
-    ids=["length", "length_twice", "chunks", "trailer", "folded", "as_large_as_can_be"],
+    ids=[
+        "length",
+        "length_twice",
+        "chunks",
+        "trailer",
+        "folded",
+        "as_large_as_can_be",
+        "empty_line",
+        "four_empty_lines",
+    ],
 )
 def test_request_of_sound_framing_is_answered(sent: bytes, body: bytes) -> None:
     async def work() -> None:
@@ -264,6 +279,16 @@ def test_request_of_sound_framing_is_answered(sent: bytes, body: bytes) -> None:
             assert answer.partition(b"\r\n")[2].startswith(body)
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
             writer.close()
+
+    run(work)
+
+
+def test_empty_lines_alone_end_a_connection_as_silence_does() -> None:
+    async def work() -> None:
+        async with listening(echo, head_timeout=0.2) as house:
+            reader, _ = await house.connect(b"\r\n\r\n")
+            assert await reader.read() == b""
+            await house.until_open(0)
 
     run(work)
 
