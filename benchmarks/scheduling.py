@@ -220,13 +220,7 @@ class Bench:
         table = RequestTable(case.running + 1, pages * case.page_size, case.page_size, CPU)
         pool = PagePool(case.running * pages + cached + 1, case.page_size)
         config = SchedulerConfig(
-            max_running_requests=case.running,
-            chunked_prefill_size=None,
-            mixed_chunk=True,
-            columns=1,
-            num_draft_tokens=1,
-            num_lookahead_slots=1,
-            steps_in_flight=2,
+            max_running_requests=case.running, mixed_chunk=True, steps_in_flight=2
         )
         scheduler = Scheduler(config, PrefixCache(pool, 0), table)
         sampler = Sampler(case.running + 1, VOCAB, CPU)
@@ -243,7 +237,7 @@ class Bench:
         unused: Any = None
         self.engine = Engine(
             scheduler=scheduler,
-            steps=ReadySteps(runtime, unused, hooks, unused, unused),
+            steps=ReadySteps(runtime, unused, unused, unused),
             runtime=runtime,
             hooks=hooks,
             overlap=True,

@@ -26,17 +26,25 @@ _NOT_THE_PLUGINS = {
 }
 
 
+_MARK = f"{hookspecs.PROJECT}_spec"
+"""Where ``hookspec`` leaves its options."""
+
+
 def _hook_arguments() -> dict[str, tuple[str, ...]]:
-    marked = f"{hookspecs.PROJECT}_spec"
     return {
         name: tuple(inspect.signature(function).parameters)
         for name, function in vars(hookspecs).items()
-        if hasattr(function, marked)
+        if hasattr(function, _MARK)
     }
 
 
 HOOKS = _hook_arguments()
 """Every hook's name, in the order of ``hookspecs.py``, with its arguments."""
+
+OBSERVERS = tuple(
+    name for name in HOOKS if not getattr(getattr(hookspecs, name), _MARK)["firstresult"]
+)
+"""Hooks that answer nothing: all implementations are called, and a run goes on if one fails."""
 
 
 class PluginWarning(Message, UserWarning):

@@ -33,7 +33,10 @@ just ended.
 
 **firstresult.** Implementations are asked one after the other, extensions first. The first result
 that is not None is taken. None means "ask the next", in the end the core; each hook says what the
-core then does. The three hooks that are not firstresult return nothing, and all are called.
+core then does.
+
+**Observers** are the hooks that are not firstresult: they return nothing, and all implementations
+are called. An extension whose observer raises is switched off, and the run goes on.
 
 **Streams.** All hooks of a run are called one at a time, by whichever thread runs the step. What
 they launch goes to the device's current stream, in order. A hook that uses another stream makes the
@@ -73,8 +76,7 @@ first, whatever was proposed.
 ``sys.exit`` too; so is a result of another type, dtype, shape or device than is said here. The
 requests of that step end with the error, and the engine goes on. Only the hooks before the run
 (``validate_config``, ``create_worker``, ``create_future_map``) may refuse what the user gave, by
-``UsageError`` or ``CheckpointError``. An extension whose ``on_step`` or ``on_request_finished``
-raises is switched off, and the run goes on. Torch's default device, where a hook has changed it,
+``UsageError`` or ``CheckpointError``. Torch's default device, where a hook has changed it,
 is put back, with a warning that names the plugin. Values (tokens, parents, depths, accepted paths)
 are bounded on the device. With ``SPECPLUG_DEBUG=1`` in the environment they are read on the host,
 and a wrong one is an error: set it in tests of a plugin.

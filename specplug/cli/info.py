@@ -11,11 +11,8 @@ import click
 from specplug.algorithm import CAPTURES, DEFAULT_MODEL
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
-from specplug.contract import HOOKS, implemented_hooks
+from specplug.contract import HOOKS, OBSERVERS, implemented_hooks
 from specplug.registry import Registry, SelectedAlgorithm
-
-OBSERVERS = ("on_step", "on_request_finished", "register_commands")
-"""Hooks that have no default in the core."""
 
 
 @click.command()

@@ -17,7 +17,7 @@ from specplug.kv.request_table import RequestTable
 
 @attrs.frozen(kw_only=True)
 class SchedulerConfig:
-    """The limits of a run.
+    """The limits of a run. What is not said is as in plain decoding without overlap.
 
     Attributes:
         max_running_requests: most requests that have a row at a time.
@@ -31,12 +31,12 @@ class SchedulerConfig:
     """
 
     max_running_requests: int
-    chunked_prefill_size: int | None
-    mixed_chunk: bool
-    columns: int
-    num_draft_tokens: int
-    num_lookahead_slots: int
-    steps_in_flight: int
+    chunked_prefill_size: int | None = None
+    mixed_chunk: bool = False
+    columns: int = 1
+    num_draft_tokens: int = 1
+    num_lookahead_slots: int = 1
+    steps_in_flight: int = 1
 
 
 class Scheduler:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from specplug import hookspecs
-from specplug.contract import implementations
+from specplug.contract import OBSERVERS, implementations
 from specplug.speculative.default_device import default_device, num_modes
 
 if TYPE_CHECKING:
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 _OPTIONS = f"{hookspecs.PROJECT}_impl"
 """Where ``hookimpl`` leaves its options."""
-
-OBSERVERS = ("on_step", "on_request_finished")
-"""Hooks by which an extension only looks on: the run goes on without it if they fail."""
 
 
 class ExtensionFailure(Exception):

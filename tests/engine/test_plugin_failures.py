@@ -27,10 +27,19 @@ from specplug import (
     hookimpl,
     verify_tree,
 )
-from specplug.registry import Extension, ExtensionEntry, PluginWarning, Registry
+from specplug.contract import HOOKS, OBSERVERS
+from specplug.registry import (
+    Extension,
+    ExtensionEntry,
+    PluginWarning,
+    Registry,
+    build_plugin_manager,
+)
 from specplug.speculative import draft as draft_module
 from specplug.speculative import hook_results
 from specplug.speculative.default_device import default_device
+from specplug.speculative.defaults import CoreDefaults
+from specplug.speculative.plugin_guard import PluginGuard
 
 SHORT = SamplingParams(max_tokens=6)
 PROMPT = [3, 1, 4, 1, 5]
@@ -911,6 +920,20 @@ def test_an_extension_that_fails_to_look_on_is_switched_off(
         "state": f"off: {hook}() raised {said}",
     }
     assert [config[0]["state"], config[2]["state"]] == ["on", "on"]
+
+
+@pytest.mark.parametrize("hook", OBSERVERS)
+def test_an_extension_may_fail_in_any_observer(hook: str) -> None:
+    """What is declared on the hookspec alone decides it: a new observer needs no further word."""
+    failing = type("Failing", (), {hook: hookimpl(lambda self: 1 / 0)})()
+    entry = ExtensionEntry(name="e", value="own:it", distribution="of-e", version="1.2")
+    extensions = [Extension("e", failing, entry)]
+    selected = Registry().select("NONE")
+    manager = build_plugin_manager(selected, extensions, CoreDefaults())
+    plugins, arguments = PluginGuard(manager, selected, extensions), dict.fromkeys(HOOKS[hook])
+    with pytest.warns(PluginWarning, match=rf"switched off: extension e .*{hook}\(\) raised"):
+        plugins.call(hook, **arguments)
+    plugins.call(hook, **arguments)
 
 
 def wrapping(before: Callable[[], Any], after: Callable[[Any], Any]) -> Any:

@@ -629,19 +629,8 @@ def _scheduler(
 ) -> Scheduler:
     """Plain decoding without overlap, unless told otherwise."""
     lookahead, caches = changes.pop("lookahead", 0), changes.pop("caches", True)
-    nodes = changes.get("num_draft_tokens", 1)
-    config = SchedulerConfig(
-        **{
-            "max_running_requests": 8,
-            "chunked_prefill_size": None,
-            "mixed_chunk": False,
-            "columns": 1,
-            "num_draft_tokens": 1,
-            "num_lookahead_slots": max(nodes, changes.get("columns", 1)),
-            "steps_in_flight": 1,
-            **changes,
-        }
-    )
+    slots = max(changes.get("num_draft_tokens", 1), changes.get("columns", 1))
+    config = SchedulerConfig(**{"max_running_requests": 8, "num_lookahead_slots": slots, **changes})
     return _make(config, num_pages, page_size, most_tokens, lookahead=lookahead, caches=caches)
 
 
