@@ -61,15 +61,23 @@ def _run_controller(*arguments: Any, **named: Any) -> None:
 
 
 def _idle_between_steps(scheduler: Any) -> None:
-    """Let the scheduler run a few idle batches whenever it has nothing else to run, as a
-    data-parallel rank does while others have requests: SGLang's own batch, in its own loop."""
-    left = [0]
+    """Let the scheduler run ``IDLE_STEPS`` idle batches before its first request, and as many
+    whenever it has nothing else to run, as a data-parallel rank does while others have requests:
+    SGLang's own batch, in its own loop. A request waits until they have run, however soon it
+    comes; so no request joins one that runs."""
+    most = int(os.environ["IDLE_STEPS"])
+    left = [most]
     choose = scheduler.get_next_batch_to_run
 
     def get_next_batch_to_run(self: Any, *arguments: Any, **named: Any) -> Any:
+        held_back = []
+        if left[0]:
+            held_back = list(self.waiting_queue)
+            self.waiting_queue.clear()
         plan = choose(self, *arguments, **named)
+        self.waiting_queue.extend(held_back)
         if plan.batch_to_run is not None:
-            left[0] = 3
+            left[0] = most
         elif left[0]:
             left[0] -= 1
             plan.batch_to_run = self.dp_attn_adapter.get_idle_batch()

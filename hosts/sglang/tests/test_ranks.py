@@ -64,10 +64,11 @@ def test_received_prefills_keep_tokens(algorithm, overlap, prompts, plainly_rece
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_idle_steps_between_requests_keep_tokens(algorithm, prompts, plain):
-    with environment(IDLE_STEPS="1"), running(algorithm, **ALGORITHMS[algorithm]) as engine:
+    with environment(IDLE_STEPS="3"), running(algorithm, **ALGORITHMS[algorithm]) as engine:
         for number in range(3):
             assert engine.generate(prompts[number : number + 1]).tokens == [plain[number]]
-        assert engine.seen("idle")
+        # Three run before each request; those after the last one may not have run yet.
+        assert 9 <= len(engine.seen("idle")) <= 12, engine.witness.read_text()
         assert len(engine.seen("future_map")) == 1
         assert engine.seen("asked") == [True]
 
