@@ -313,15 +313,17 @@ class EngineRuntime(RuntimeBase):
                 dtype = str(self.dtype).removeprefix("torch.")
                 return f"off: data-parallel attention in {dtype}"
             return "off: disable_cuda_graph"
-        failures = [self._runner.graph_failure, *(r.failure for r in self._draft_passes)]
+        recorders = [each.recorder for each in self._draft_passes]
+        failures = [self._runner.graph_failure, *(r.failure for r in recorders if r is not None)]
         failed = next((f for f in failures if f is not None), None)
         return "on" if failed is None else f"off: {failed}"
 
     @property
     def recordings(self) -> tuple[int, float]:
         """How many forms of passes are recorded, and the seconds that took."""
-        recorders = [*self._runner.recorders, *self._draft_passes]
-        return sum(r.num_recordings for r in recorders), sum(r.recording_seconds for r in recorders)
+        passes = [*self._runner.recorders, *self._draft_passes]
+        recorders = [each.recorder for each in passes if each.recorder is not None]
+        return sum(each.num_recordings for each in passes), sum(r.seconds for r in recorders)
 
     @property
     def cpu_kernels(self) -> str:

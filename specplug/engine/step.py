@@ -264,7 +264,8 @@ class StepRunner:
             def commit(draft: Draft, plan: PagedPlan, passed: PassOutput) -> Committed:
                 return self._commit_nodes(rows.padded(draft, plan), passed)
 
-            found = self.runner.follow((rows.group.needs, self._runtime.sampler.form), commit)
+            key = rows.group.needs, self._runtime.sampler.form
+            found = self.runner.run_epilogue(key, commit)
             if found is not None:
                 return found
         return self._commit_nodes(rows, passed)

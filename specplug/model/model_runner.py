@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.model.hidden_states import Point
-from specplug.model.padded_passes import PaddedPasses, PassOutput, PassPart, Record, size_of
+from specplug.model.padded_passes import PaddedPasses, PassOutput, PassPart, size_of
 from specplug.model.pass_form import PassForm, PassSize
 from specplug.model.target import Target
 from specplug.speculative.draft import Draft
@@ -46,7 +46,6 @@ class ModelRunner:
         self._graphs: dict[frozenset[str], GraphRunner] = {}
         self._verified: GraphRunner | None = None
         self._padded: PaddedPasses | None = None
-        self._recorder: GraphRecorder | None = None
         self._buffers: dict[Hashable, Tensor] = {}
 
     def record_graphs(self) -> None:
@@ -60,16 +59,15 @@ class ModelRunner:
             self.records = True
             self._recorded(frozenset())
         if self.target.kernels is not None:
-            self._recorder = GraphRecorder(beside_threads=self._ranks is not None)
-            self.pad_passes(self._recorder)
+            self.pad_passes(GraphRecorder(beside_threads=self._ranks is not None))
 
-    def pad_passes(self, record: Record | None) -> None:
+    def pad_passes(self, recorder: GraphRecorder | None) -> None:
         """Pad passes to few forms from now on; alone, those of differing rows.
 
         Args:
-            record: makes their recordings; None: they run as they are.
+            recorder: makes their recordings; None: they run as they are.
         """
-        self._padded = PaddedPasses(self._padded_forward, record, waits=self._ranks is not None)
+        self._padded = PaddedPasses(self._padded_forward, recorder, waits=self._ranks is not None)
 
     @property
     def num_padded_recordings(self) -> int:
@@ -95,7 +93,8 @@ class ModelRunner:
     @property
     def graph_failure(self) -> str | None:
         """Why recording failed; None if it did not."""
-        return next((each.failure for each in self.recorders if each.failure is not None), None)
+        recorders = (each.recorder for each in self.recorders)
+        return next((r.failure for r in recorders if r is not None and r.failure), None)
 
     def begin_pass(
         self,
@@ -171,23 +170,23 @@ class ModelRunner:
             {point: draft.select(tensor) for point, tensor in kept.items()},
         )
 
-    def follow(
-        self, key: Hashable, sequel: Callable[[Draft, PagedPlan, PassOutput], Result]
+    def run_epilogue(
+        self, key: Hashable, epilogue: Callable[[Draft, PagedPlan, PassOutput], Result]
     ) -> Result | None:
         """Run what follows the pass of ``verify`` over nodes of equal widths, recorded with it.
 
         Args:
-            key: stands for ``sequel``: of equal keys the same is recorded.
-            sequel: takes the draft and a plan of its nodes as chains, in tensors that are padded
+            key: stands for ``epilogue``: of equal keys the same is recorded.
+            epilogue: takes the draft and a plan of its nodes as chains, in tensors that are padded
                 and the same in every replay, and the pass's output for them.
 
         Returns:
-            What ``sequel`` returns, cut to the batch. None if that pass was not replayed, or
+            What ``epilogue`` returns, cut to the batch. None if that pass was not replayed, or
             another one has begun since; then nothing is run.
         """
         found: Result | None = None
         if self._verified is not None:
-            found = self._verified.follow(key, sequel)
+            found = self._verified.run_epilogue(key, epilogue)
         return found
 
     def close(self) -> None:
@@ -198,9 +197,7 @@ class ModelRunner:
         self._verified = None
         if self._padded is not None:
             self._padded.close()
-        if self._recorder is not None:
-            self._recorder.close()
-        self._padded = self._recorder = None
+        self._padded = None
         self._buffers.clear()
         self.target.close()
 
@@ -208,12 +205,15 @@ class ModelRunner:
         """Agree with the other ranks on the form of a pass. All know the same passes of the same
         forms, so all choose the same."""
         padded = self._padded
-        wish = size.as_text() if padded is not None and padded.failure is None else ""
+        recorder = None if padded is None else padded.recorder
+        fails = recorder is not None and recorder.failure is not None
+        wish = size.as_text() if padded is not None and not fails else ""
         wishes = ranks.agree(max(size.rows, 1), wish)
         if padded is None or not wish:
             return None
         if not all(wishes):
-            padded.give_up(f"rank {wishes.index('')} does not record its passes")
+            if recorder is not None:
+                recorder.give_up(f"rank {wishes.index('')} does not record its passes")
             return None
         form = PassForm.of([PassSize.from_text(each) for each in wishes])
         if form is None or not padded.takes(form):
@@ -229,7 +229,7 @@ class ModelRunner:
             self._graphs[kinds] = GraphRunner(
                 partial(self._keeping_forward, points=points),
                 pads=self.target.kernels is not None,
-                leads=True,
+                has_epilogue=True,
             )
         return self._graphs[kinds]
 

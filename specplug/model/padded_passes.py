@@ -6,7 +6,6 @@ second is recorded, and those that follow are replayed: a form that is seen once
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Hashable
 from itertools import accumulate
@@ -16,9 +15,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.errors import warn_fallback
 from specplug.model.pass_form import NOTHING, PartForm, PartSize, PassForm, PassSize
-from specplug.speculative.graph_recorder import failure_of
+from specplug.speculative.graph_recorder import GraphRecorder, Recorded
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import JoinedPlan, PagedPlan, RequestSlots
 
@@ -31,8 +29,6 @@ PassOutput = tuple[Tensor, dict[str, Tensor], dict[Hashable, Tensor]]
 the tensors at the points to read. Both have leading size R."""
 Forward = Callable[[Tensor, PagedPlan | JoinedPlan, Tensor | int, frozenset[str]], PassOutput]
 """Runs a pass: tokens, plan, rows whose logits are wanted (0: all), kinds of points to keep."""
-Record = Callable[[Callable[[], PassOutput]], Callable[[], PassOutput]]
-"""Records a pass and returns what replays it."""
 
 
 @attrs.frozen(eq=False)
@@ -71,39 +67,33 @@ class PaddedPasses:
 
     Args:
         forward: the pass. What it returns may be overwritten by the next one.
-        record: makes recordings; None: passes are padded and run as they are.
+        recorder: makes recordings; None: passes are padded and run as they are.
         waits: replay a pass from the next one of its form on, not at once: other ranks' recordings
             must have succeeded too.
 
     Attributes:
-        failure: why recording has failed; None if it has not.
-        recording_seconds: that the recordings took.
+        recorder: as given.
     """
 
-    failure: str | None = None
-    recording_seconds = 0.0
-
-    def __init__(self, forward: Forward, record: Record | None, *, waits: bool = False) -> None:
+    def __init__(
+        self, forward: Forward, recorder: GraphRecorder | None, *, waits: bool = False
+    ) -> None:
         self._forward = forward
-        self._record = record
+        self.recorder = recorder
         self._waits = waits
         self._inputs: dict[PassForm, _Inputs] = {}
-        self._replays: dict[PassForm, Callable[[], PassOutput]] = {}
+        self._recordings: dict[PassForm, Recorded] = {}
 
     @property
     def num_recordings(self) -> int:
         """The forms that are recorded."""
-        return len(self._replays)
+        return len(self._recordings)
 
     def takes(self, form: PassForm) -> bool:
         """Return whether passes of this form are padded: none is where recording has failed."""
-        known = form in self._inputs or len(self._inputs) < _MOST_FORMS
-        return self.failure is None and known
-
-    def give_up(self, why: str) -> None:
-        """Pad and record no more passes, and warn of it."""
-        self.failure = why
-        warn_fallback(f"cuda_graph is off: {why}")
+        if self.recorder is not None and self.recorder.failure is not None:
+            return False
+        return form in self._inputs or len(self._inputs) < _MOST_FORMS
 
     def __call__(
         self, form: PassForm, parts: Parts, like: PagedPlan
@@ -129,21 +119,19 @@ class PaddedPasses:
         def run() -> PassOutput:
             return self._forward(inputs.tokens, inputs.plan(), inputs.logits_rows, form.kinds)
 
-        replay = self._replays.get(form)
-        if replay is None and self._record is not None and is_known:
-            began = time.perf_counter()
-            try:
-                replay = self._replays[form] = self._record(run)
-            except RuntimeError as error:
-                self.give_up(failure_of(error))
-            self.recording_seconds += time.perf_counter() - began
-            if self._waits:
-                replay = None
-        return run() if replay is None else replay()
+        recorded = self._recordings.get(form)
+        if recorded is None and self.recorder is not None and is_known:
+            found = self.recorder.record(run)
+            if found is not None:
+                self._recordings[form] = found
+                recorded = None if self._waits else found
+        return run() if recorded is None else recorded.replay()
 
     def close(self) -> None:
         """Free the recordings and their tensors, and drop the pass."""
-        self._replays.clear()
+        if self.recorder is not None:
+            self.recorder.close()
+        self._recordings.clear()
         self._inputs.clear()
         del self._forward
 

@@ -1,56 +1,109 @@
-"""Record what a function launches as a CUDA graph: one launch instead of hundreds."""
+"""Records what a pass launches as a CUDA graph: one launch instead of hundreds.
+
+``GraphRecorder`` is the one recorder of a run's passes. What to pad to, and so what is recorded, is
+``GraphRunner``'s for batches of one width, and ``PaddedPasses``' for rows of differing widths.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
+import attrs
 import torch
+
+from specplug.errors import warn_fallback
+
+
+class Replay(Protocol):
+    """A recording, as ``torch.cuda.CUDAGraph`` is one."""
+
+    def replay(self) -> None:
+        """Launch again what was recorded, on the same memory."""
+
+    def reset(self) -> None:
+        """Free it."""
+
+
+@attrs.frozen(eq=False)
+class Recorded:
+    """A recorded pass.
+
+    Attributes:
+        graph: of what it launches.
+        output: that it writes, each time to the same memory.
+    """
+
+    graph: Replay
+    output: Any
+
+    def replay(self) -> Any:
+        """Run the pass again and return its output."""
+        self.graph.replay()
+        return self.output
 
 
 class GraphRecorder:
-    """Records passes in one memory pool. What they have compiled must be there already.
+    """Records passes in one memory pool, until one cannot be recorded: what uses it then runs all
+    further passes as they are.
 
     Args:
         beside_threads: other threads of the process may use the device meanwhile, as those of NCCL
             do. Else what they do ends the recording.
+
+    Attributes:
+        failure: why recording has failed; None if it has not.
+        seconds: that the recordings took, without the runs before them.
     """
 
     def __init__(self, *, beside_threads: bool = False) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._mode = capture_mode(beside_threads)
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self.failure: str | None = None
+        self.seconds = 0.0
+        # What CUDA forbids the threads of the process while one of them records.
+        self._mode = "thread_local" if beside_threads else "global"
+        self._pool: Any = None
+        self._recorded: list[Recorded] = []
 
-    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """Record what ``run`` launches, which reads and writes the same tensors each time.
+    def record(self, run: Callable[[], Any], *, warms_up: bool = False) -> Recorded | None:
+        """Record what ``run`` launches, which reads and writes the same tensors each time. What it
+        has compiled must be there already.
+
+        Args:
+            warms_up: run it once before.
 
         Returns:
-            replays it and returns what ``run`` has.
-
-        Raises:
-            RuntimeError: it cannot be recorded.
+            None if it cannot be recorded, which is warned of once.
         """
-        graph, output, _ = record_graph(run, self._pool, warms_up=False, mode=self._mode)
-        self._graphs.append(graph)
+        if self.failure is not None:
+            return None
+        try:
+            recorded, seconds = self.launch(run, warms_up)
+        except RuntimeError as error:
+            self.give_up(failure_of(error))
+            return None
+        self.seconds += seconds
+        self._recorded.append(recorded)
+        return recorded
 
-        def replay() -> Any:
-            graph.replay()
-            return output
+    def launch(self, run: Callable[[], Any], warms_up: bool) -> tuple[Recorded, float]:
+        """Record as CUDA does, and return the seconds that took. Tests override it."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph, output, seconds = record_graph(run, self._pool, warms_up=warms_up, mode=self._mode)
+        return Recorded(graph, output), seconds
 
-        return replay
+    def give_up(self, why: str) -> None:
+        """Record no more, and warn of it."""
+        self.failure = why
+        warn_fallback(f"cuda_graph is off: {why}")
 
     def close(self) -> None:
-        """Free the graphs, whoever still holds what replays them: NCCL cannot end before that."""
-        for graph in self._graphs:
-            graph.reset()
-        self._graphs.clear()
-
-
-def capture_mode(beside_threads: bool) -> str:
-    """Return what CUDA forbids the threads of the process while one of them records."""
-    return "thread_local" if beside_threads else "global"
+        """Free the graphs, whatever still holds what replays them: NCCL cannot end before that."""
+        for recorded in self._recorded:
+            recorded.graph.reset()
+        self._recorded.clear()
 
 
 def failure_of(error: RuntimeError) -> str:

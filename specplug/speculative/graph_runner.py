@@ -8,11 +8,10 @@ from copy import copy
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
-from specplug.errors import PluginError, warn_fallback
-from specplug.speculative.graph_recorder import capture_mode, failure_of, record_graph
+from specplug.errors import PluginError
+from specplug.speculative.graph_recorder import GraphRecorder, Recorded
 from specplug.speculative.paged_plan import plan_of
 from specplug.speculative.pass_arguments import (
     Parts,
@@ -29,8 +28,8 @@ _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _MOST_GRAPHS = 128
 """The most shapes that one pass is recorded for; others run eagerly."""
 
-_MOST_SEQUELS = 32
-"""The most forms of what follows a recorded pass that are recorded with it."""
+_MOST_EPILOGUES = 32
+"""The most epilogues that are recorded with a pass."""
 
 
 def batch_bucket(bs: int) -> int:
@@ -54,14 +53,12 @@ class PassRunner:
         forward: the pass.
 
     Attributes:
-        failure: why it could not be recorded; None if nobody tried, or it could.
+        recorder: of its recordings; None: it is not recorded.
         num_recordings: the forms that are recorded.
-        recording_seconds: that their recording took, without the run before it.
     """
 
-    failure: str | None = None
+    recorder: GraphRecorder | None = None
     num_recordings = 0
-    recording_seconds = 0.0
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
@@ -77,27 +74,26 @@ class PassRunner:
 
 @attrs.define(eq=False)
 class _Recording:
-    """A recorded pass.
+    """A form of the pass, recorded.
 
     Attributes:
         inputs: that it reads, the batch padded to its bucket.
         arguments: the same as the pass takes them, with all that it has computed of them; none if
-            no sequel needs them.
-        output: that it writes.
-        parts: of the output.
+            no epilogue needs them.
+        recorded: the pass.
+        parts: of its output.
         bs: of the last replay: what follows in ``inputs`` is padding.
         bucket: the batch size that it is padded to.
-        sequels: what is replayed after it, and its output.
+        epilogues: what is replayed after it, and the parts of its output.
     """
 
-    graph: torch.cuda.CUDAGraph
     inputs: PassInputs
     arguments: tuple[Any, ...]
-    output: Any
+    recorded: Recorded
     parts: Parts
     bs: int
     bucket: int | None
-    sequels: dict[Hashable, tuple[torch.cuda.CUDAGraph, Parts]] = attrs.field(factory=dict)
+    epilogues: dict[Hashable, tuple[Recorded, Parts]] = attrs.field(factory=dict)
 
     def cut(self, parts: Parts) -> Any:
         """Cut a padded output to the requests of the last replay, in tensors and containers of its
@@ -125,10 +121,12 @@ class GraphRunner(PassRunner):
             leave NaN in slot 0, which others read and mask.
         length: gives the keys of a request that a plan made within the pass reads, where torch
             attends; None: the kernels do, and need no length.
-        leads: whether a sequel may follow (``follow``). What the pass computes of its arguments is
-            kept for it.
+        has_epilogue: whether ``run_epilogue`` may be called after it. What the pass computes of
+            its arguments is kept for that.
         beside_threads: see ``GraphRecorder``.
     """
+
+    recorder: GraphRecorder
 
     def __init__(
         self,
@@ -136,20 +134,20 @@ class GraphRunner(PassRunner):
         *,
         pads: bool,
         length: Callable[[], int] | None = None,
-        leads: bool = False,
+        has_epilogue: bool = False,
         beside_threads: bool = False,
     ) -> None:
         super().__init__(forward)
         self._pads = pads
         self._length = length
-        self._leads = leads
-        self._mode = capture_mode(beside_threads)
+        self._has_epilogue = has_epilogue
+        self.recorder = GraphRecorder(beside_threads=beside_threads)
         self._recordings: dict[Any, _Recording] = {}
         self._last: _Recording | None = None
-        self._pool = torch.cuda.graph_pool_handle()
 
     def close(self) -> None:
         """Free the graphs too."""
+        self.recorder.close()
         self._recordings.clear()
         self._last = self._length = None
         super().close()
@@ -160,7 +158,7 @@ class GraphRunner(PassRunner):
         bs = batch_size_of(arguments)
         plans = [plan for a in arguments if (plan := plan_of(a)) is not None]
         ragged = any(plan.padding is not None for plan in plans)
-        if ragged or bs == 0 or self.failure is not None:
+        if ragged or bs == 0 or self.recorder.failure is not None:
             return self._forward(*arguments)
         bucket = batch_bucket(bs) if bs is not None and self._pads else bs
         tensors, remake = apart(arguments)
@@ -183,45 +181,45 @@ class GraphRunner(PassRunner):
             self._recordings[form] = recording
             self.num_recordings = len(self._recordings)
         # A plugin's pass may write to what it is given, the padding too.
-        recording.inputs.fill(tensors, clear=recording.bs != bs or not self._leads)
+        recording.inputs.fill(tensors, clear=recording.bs != bs or not self._has_epilogue)
         recording.bs = bs or 0
-        recording.graph.replay()
-        self._last = recording if self._leads else None
+        recording.recorded.replay()
+        self._last = recording if self._has_epilogue else None
         return recording.cut(recording.parts)
 
-    def follow(self, key: Hashable, sequel: Callable[..., Any]) -> Any:
+    def run_epilogue(self, key: Hashable, epilogue: Callable[..., Any]) -> Any:
         """Run what follows the last pass, on what that has read and written, and return its result.
 
         The first time it runs as it is, and then is recorded, which runs nothing; from the second
         time on it is replayed. So it runs once each time, and may write what it reads.
 
         Args:
-            key: stands for ``sequel``: of equal keys the same is recorded.
-            sequel: takes the arguments of the pass, plans and drafts, and its output, in tensors
+            key: stands for ``epilogue``: of equal keys the same is recorded.
+            epilogue: takes the arguments of the pass, plans and drafts, and its output, in tensors
                 that may be padded and are the same in every replay, and returns as ``forward``
                 does.
 
         Returns:
             None if the last pass was not replayed; then nothing is run.
         """
-        recording = self._last
-        if recording is None:
+        last = self._last
+        if last is None:
             return None
-        if key in recording.sequels:
-            graph, parts = recording.sequels[key]
-            graph.replay()
-            return recording.cut(parts)
+        if key in last.epilogues:
+            recorded, parts = last.epilogues[key]
+            recorded.replay()
+            return last.cut(parts)
 
         def run() -> Any:
             # Copies: what this computes of them is its own, and not there for the next run.
-            return sequel(*map(copy, recording.arguments), recording.output)
+            return epilogue(*map(copy, last.arguments), last.recorded.output)
 
         output = run()
-        if self.failure is None and len(recording.sequels) < _MOST_SEQUELS:
-            recorded = self._try_to_record(run, warms_up=False)
-            if recorded is not None:
-                recording.sequels[key] = recorded[0], apart(recorded[1])
-        return recording.cut(apart(output))
+        if len(last.epilogues) < _MOST_EPILOGUES:
+            found = self.recorder.record(run)
+            if found is not None:
+                last.epilogues[key] = found, apart(found.output)
+        return last.cut(apart(output))
 
     def _record(
         self,
@@ -243,26 +241,9 @@ class GraphRunner(PassRunner):
             given = remake(iter(inputs))
             return self._forward(*given)
 
-        recorded = self._try_to_record(run, warms_up=True)
+        recorded = self.recorder.record(run, warms_up=True)
         if recorded is None:
             return None
-        graph, output = recorded
-        arguments = given if self._leads else ()
-        return _Recording(
-            graph, PassInputs(inputs), arguments, output, apart(output), bs or 0, bucket
-        )
-
-    def _try_to_record(
-        self, run: Callable[[], Any], *, warms_up: bool
-    ) -> tuple[torch.cuda.CUDAGraph, Any] | None:
-        """Return a recording and its output; None if that fails."""
-        try:
-            graph, output, seconds = record_graph(
-                run, self._pool, warms_up=warms_up, mode=self._mode
-            )
-        except RuntimeError as error:
-            self.failure = failure_of(error)
-            warn_fallback(f"cuda_graph is off: {self.failure}")
-            return None
-        self.recording_seconds += seconds
-        return graph, output
+        arguments = given if self._has_epilogue else ()
+        parts = apart(recorded.output)
+        return _Recording(PassInputs(inputs), arguments, recorded, parts, bs or 0, bucket)

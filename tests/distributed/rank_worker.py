@@ -14,6 +14,7 @@ from multiprocessing.connection import Client
 from typing import Any
 
 import torch
+from runs_again import RunsAgain
 
 from specplug import (
     LLM,
@@ -162,24 +163,13 @@ class RankWorker:
         Args:
             fails: nothing can be recorded here.
         """
-        self._replays = 0
-
-        def record(run: Callable[[], Any]) -> Callable[[], Any]:
-            if fails:
-                raise RuntimeError("no memory for graphs")
-
-            def replay() -> Any:
-                self._replays += 1
-                return run()
-
-            return replay
-
-        self.llm.engine.steps.runner.pad_passes(record)
+        self._recorder = RunsAgain("no memory for graphs" if fails else None)
+        self.llm.engine.steps.runner.pad_passes(self._recorder)
 
     def recorded(self) -> tuple[int, int, str | None]:
         """How many forms are recorded; how often stand-ins were replayed; why recording failed."""
         runner = self.llm.engine.steps.runner
-        return runner.num_padded_recordings, self._replays, runner.graph_failure
+        return runner.num_padded_recordings, self._recorder.replayed, runner.graph_failure
 
     def timed(self, jobs: Sequence[Job]) -> float:
         """Run requests, then wait for the other ranks; seconds a step, idle ones too."""

@@ -121,7 +121,7 @@ def test_a_pass_that_cannot_be_recorded_runs_as_it_is() -> None:
     x = torch.ones(3, device="cuda")
     stream = torch.cuda.current_stream()
     assert torch.equal(runner(x), x + 3)
-    assert runner.failure
+    assert runner.recorder.failure
     assert torch.cuda.current_stream() == stream
     assert torch.equal(runner(x * 2), x * 2 + 6)
     assert torch.rand(3, device="cuda").shape == (3,), "the generator draws as before"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
+from runs_again import RunsAgain
 from torch import Tensor
 
 from specplug import LLM, SamplingParams
@@ -168,42 +168,18 @@ def test_padded_rows_have_the_bits_of_the_pass(case: str) -> None:
         found = padded(form, parts, like)
         layer.assert_left_alone(parts)
         assert_same(found, layer.expected(*parts))
-    assert padded.failure is None
+    assert padded.recorder is None or padded.recorder.failure is None
     assert padded.num_recordings == ON_GPU
 
 
 # When a form is recorded
 
 
-class Recorder:
-    """Stands in for the recording of graphs: what is recorded runs again.
-
-    Attributes:
-        recorded: passes.
-        replayed: passes.
-    """
-
-    def __init__(self, failure: str | None = None) -> None:
-        self.recorded = self.replayed = 0
-        self._failure = failure
-
-    def __call__(self, run: Callable[[], PassOutput]) -> Callable[[], PassOutput]:
-        if self._failure is not None:
-            raise RuntimeError(self._failure)
-        self.recorded += 1
-
-        def replay() -> PassOutput:
-            self.replayed += 1
-            return run()
-
-        return replay
-
-
 def counts_of(waits: bool) -> list[tuple[int, int]]:
     def forward(tokens: Tensor, plan: Any, *_: Any) -> PassOutput:
         return tokens.unsqueeze(1), {}, {}
 
-    recorder = Recorder()
+    recorder = RunsAgain()
     padded = PaddedPasses(forward, recorder, waits=waits)
     layer = Layer()
     counts = []
@@ -226,7 +202,7 @@ def test_form_of_ranks_is_replayed_one_pass_later() -> None:
 
 
 def test_failed_recording_ends_all_padding() -> None:
-    padded = PaddedPasses(lambda tokens, *_: (tokens, {}, {}), Recorder("no memory"))
+    padded = PaddedPasses(lambda tokens, *_: (tokens, {}, {}), RunsAgain("no memory"))
     part = Layer().part((1,), (9,), "chains")
     form = form_of((None, part))
     for _ in range(2):
@@ -236,7 +212,8 @@ def test_failed_recording_ends_all_padding() -> None:
         assert found is not None
         assert torch.equal(found[0], part.tokens)
     assert [str(each.message) for each in told] == ["cuda_graph is off: no memory"]
-    assert padded.failure == "no memory"
+    assert padded.recorder is not None
+    assert padded.recorder.failure == "no memory"
     assert not padded.takes(form)
 
 
@@ -249,7 +226,7 @@ def test_padded_steps_give_the_same_tokens(
 ) -> None:
     known = reference.tokens(["greedy"] * 7)
     drafts = scripted(known, right=0.7, ragged=True) if algorithm == "chains" else "NONE"
-    recorder = Recorder()
+    recorder = RunsAgain()
     with LLM(
         tiny_model,
         device="cpu",

@@ -32,7 +32,7 @@ from specplug import (
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.step import StepRunner
 from specplug.errors import PluginError
-from specplug.speculative import graph_runner
+from specplug.speculative import graph_recorder
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.paged_plan import PagedPlan, RequestSlots
@@ -49,7 +49,7 @@ Start = Callable[..., LLM]
 def record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Record on the CPU too."""
     if not ON_GPU:
-        monkeypatch.setattr(graph_runner, "record_graph", record_operations)
+        monkeypatch.setattr(graph_recorder, "record_graph", record_operations)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
 
@@ -76,14 +76,14 @@ def start(tiny_model: Path) -> Iterator[Start]:
 def followed(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """How many steps were followed by a replay or a recording, and how many ran on unrecorded."""
     counts: Counter[bool] = Counter()
-    follow = GraphRunner.follow
+    run_epilogue = GraphRunner.run_epilogue
 
-    def counted(self: GraphRunner, key: Any, sequel: Any) -> Any:
-        found = follow(self, key, sequel)
+    def counted(self: GraphRunner, key: Any, epilogue: Any) -> Any:
+        found = run_epilogue(self, key, epilogue)
         counts[found is not None] += 1
         return found
 
-    monkeypatch.setattr(GraphRunner, "follow", counted)
+    monkeypatch.setattr(GraphRunner, "run_epilogue", counted)
     return counts
 
 
@@ -228,7 +228,7 @@ def test_a_padded_batch_is_accepted_as_it_is(is_tree: bool) -> None:
         committed = compact(verified, draft.flat_tokens, per_node)
         return plan.starts + verified.accept_lens, committed
 
-    runner = GraphRunner(forward, pads=True, leads=True)
+    runner = GraphRunner(forward, pads=True, has_epilogue=True)
     lens = []
     for bs in (3, 4, 3, 5, 8, 1, 6, 3):
         draft = _drafts(bs, 6, is_tree, generator)
@@ -240,7 +240,7 @@ def test_a_padded_batch_is_accepted_as_it_is(is_tree: bool) -> None:
             length=20,
         )
         passed = runner(draft, plan)
-        seq_lens, committed = runner.follow("accept", accept)
+        seq_lens, committed = runner.run_epilogue("accept", accept)
         expected_lens, expected = accept(draft, plan, forward(draft, plan))
         assert torch.equal(seq_lens, expected_lens)
         assert torch.equal(passed[0], forward(draft, plan)[0])
@@ -325,11 +325,10 @@ def test_recorded_drafts_are_those_that_are_not(
         proposed.append(draft.tokens.tolist())
         return draft
 
-    def record_draft(self: EngineRuntime, forward: Callable[..., Any]) -> GraphRunner:
+    def draft_pass(self: EngineRuntime, forward: Callable[..., Any]) -> GraphRunner:
         # Positions before 0 see nothing, which leaves NaN where torch attends.
         pads = name != "MULTI_LAYER_EAGLE"
         runners.append(GraphRunner(forward, pads=pads, length=self._key_length))
-        self._draft_runners.append(runners[-1])  # closed with the engine
         return runners[-1]
 
     monkeypatch.setattr(HookCalls, "propose", kept)
@@ -340,7 +339,7 @@ def test_recorded_drafts_are_those_that_are_not(
     for records in (True, False):
         with monkeypatch.context() as patch:
             if records:
-                patch.setattr(EngineRuntime, "record_draft", record_draft)
+                patch.setattr(EngineRuntime, "draft_pass", draft_pass)
             with LLM(
                 **shallow.options(name),
                 dtype="float32",

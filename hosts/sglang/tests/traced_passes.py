@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from specplug.speculative.graph_runner import GraphRunner
+from specplug.speculative.graph_recorder import GraphRecorder, Recorded
+from specplug.speculative.graph_runner import GraphRunner, PassRunner
 from specplug.speculative.paged_plan import round_up
 from specplug.speculative.pass_arguments import apart
 from specplug_sglang.runtime import SglangRuntime
@@ -32,19 +32,22 @@ class _Trace:
         for kept, new in zip(self._kept, self._operations(), strict=True):
             kept.copy_(new)
 
+    def reset(self) -> None: ...
 
-class _TracedPass(GraphRunner):
-    def _try_to_record(self, run: Callable[[], Any], *, warms_up: bool) -> Any:
+
+class _Tracer(GraphRecorder):
+    def launch(self, run: Callable[[], Any], warms_up: bool) -> tuple[Recorded, float]:
         trace = _Trace(run)
-        return trace, trace.output
+        return Recorded(trace, trace.output), 0.0
 
 
 def trace_drafts() -> None:
     """Let draft models' passes be traced and replayed in this process."""
-    torch.cuda.graph_pool_handle = object  # type: ignore[assignment,misc]
 
-    def record_draft(self: SglangRuntime, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return _TracedPass(forward, pads=True, length=lambda: self.table._length)
+    def draft_pass(self: SglangRuntime, forward: Callable[..., Any]) -> PassRunner:
+        runner = GraphRunner(forward, pads=True, length=lambda: self.table._length)
+        runner.recorder = _Tracer()
+        return runner
 
     begin = StepTable.begin
 
@@ -52,5 +55,5 @@ def trace_drafts() -> None:
         begin(self, *arguments)
         self._length = min(round_up(self._length, LENGTHS), len(self._order))
 
-    SglangRuntime.record_draft = record_draft  # type: ignore[method-assign]
+    SglangRuntime.draft_pass = draft_pass  # type: ignore[method-assign]
     StepTable.begin = begin_step  # type: ignore[method-assign]
