@@ -67,7 +67,7 @@ REFUSED = {
     ),
     "ADDS": (
         {"create": "runtime.add_output(specplug.PerTokenOutput(name='x', dtype=torch.int8))"},
-        "vLLM hands out its own outputs alone",
+        r"vLLM 0\.32\.0 \(model runner V1\) hands out its own outputs alone",
     ),
     "LAYERS": (
         {"create": "runtime.capture_layer_inputs((99,))"},
