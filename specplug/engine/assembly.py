@@ -18,7 +18,7 @@ from specplug.engine.remote_prefill import RemotePrefill
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.step import StepRunner
 from specplug.kernels.compilations import Compilations, cache_folder
-from specplug.kernels.dispatch import runs_kernels
+from specplug.kernels.kernel_table import runs_kernels
 from specplug.model.device_memory import in_mib
 from specplug.model.model_runner import ModelRunner
 from specplug.model.target import Target

@@ -13,7 +13,7 @@ from specplug.algorithm import CAPTURES, SpecConfig
 from specplug.config import EngineConfig
 from specplug.errors import PluginError
 from specplug.host import HostCapabilities
-from specplug.kernels.dispatch import runs_kernels
+from specplug.kernels.kernel_table import runs_kernels
 from specplug.kv.request_table import RequestTable
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
 from specplug.model.hidden_states import AUX_HIDDEN_STATES, LM_HEAD_INPUT

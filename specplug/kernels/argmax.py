@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specplug.kernels.dispatch import runs_step_kernels
+from specplug.kernels.kernel_table import runs_step_kernels
 
 
 def argmax_rows(scores: Tensor, ids: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from specplug.kernels.dispatch import runs_kernels
+from specplug.kernels.kernel_table import runs_kernels
 
 
 @attrs.define

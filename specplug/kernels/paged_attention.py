@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specplug.kernels.dispatch import HALF
+from specplug.kernels.kernel_table import HALF
 
 
 def paged_attention_reference(

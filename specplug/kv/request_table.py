@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from specplug.kernels.dispatch import runs_step_kernels
+from specplug.kernels.kernel_table import runs_step_kernels
 from specplug.speculative.host_copy import upload
 
 

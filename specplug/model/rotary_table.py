@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specplug.kernels.dispatch import runs_step_kernels
+from specplug.kernels.kernel_table import runs_step_kernels
 from specplug.model.rotary import scaled_parts, types_of
 
 MOST_BYTES = 256 << 20

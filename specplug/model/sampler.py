@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specplug.grammar.masks import mask_scores
 from specplug.kernels.argmax import argmax_rows
-from specplug.kernels.dispatch import runs_kernels
+from specplug.kernels.kernel_table import runs_kernels
 from specplug.sampling_params import BannedTokens, Needs, SamplingParams
 from specplug.speculative.draft import Draft
 from specplug.speculative.host_copy import upload

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specplug.distributed.rank_group import RankGroup
 from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
-from specplug.kernels.dispatch import HALF, attention_kernels, why_without_kernels
+from specplug.kernels.kernel_table import HALF, attention_kernels, why_without_kernels
 from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import running
 from specplug.model.checkpoint import (

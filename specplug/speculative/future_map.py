@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specplug.kernels.dispatch import runs_step_kernels
+from specplug.kernels.kernel_table import runs_step_kernels
 from specplug.speculative.draft import DraftInput
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specplug.kernels.dispatch import runs_step_kernels
+from specplug.kernels.kernel_table import runs_step_kernels
 
 _FEW_BYTES = 16 << 10
 """Up to so many a kernel writes, which the stream need not change over to a copy engine for."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_for
-from specplug.kernels.dispatch import runs_pass_kernels
+from specplug.kernels.kernel_table import runs_pass_kernels
 
 DRAFT_KERNEL_ROWS = 64
 """The most rows of a draft's product that the kernel computes: up to there it is as fast as cuBLAS

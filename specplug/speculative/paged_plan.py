@@ -18,8 +18,8 @@ from torch import Tensor
 from specplug.errors import PluginError
 from specplug.kernels import grouped_attention
 from specplug.kernels.cpu_kernels import CPUKernels, CPURows
-from specplug.kernels.dispatch import HALF
 from specplug.kernels.grouped_attention import GroupedAttention, group_requests
+from specplug.kernels.kernel_table import HALF
 from specplug.kernels.paged_attention import paged_attention_reference
 from specplug.speculative.draft import Draft, described
 from specplug.speculative.padding import Padding

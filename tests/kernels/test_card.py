@@ -8,7 +8,7 @@ import torch
 from specplug.errors import FallbackWarning
 from specplug.kernels import card
 from specplug.kernels.card import Card, card_of
-from specplug.kernels.dispatch import runs_pass_kernels
+from specplug.kernels.kernel_table import runs_pass_kernels
 from specplug.kernels.linear import choose_tile, compile_options
 from specplug.model.target import row_invariance_without_kernels
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specplug import CommittedOutput, FutureMap
-from specplug.kernels import dispatch
+from specplug.kernels import kernel_table
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -37,7 +37,7 @@ def test_publish_says_what_torch_says(
     """By step and by lengths; the other rows keep what they had."""
     found = []
     for forced in (True, False):
-        monkeypatch.setattr(dispatch, "forced", forced)
+        monkeypatch.setattr(kernel_table, "forced", forced)
         future_map = FutureMap(9, DEVICE)
         everyone = torch.arange(9, device=DEVICE)
         future_map.seq_lens.copy_(everyone + 100)
@@ -59,7 +59,7 @@ def test_publish_says_what_torch_says(
 
 def test_publish_refuses_tensors_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin may have put them there."""
-    monkeypatch.setattr(dispatch, "forced", True)
+    monkeypatch.setattr(kernel_table, "forced", True)
     output = _output(2, 1)
     output.bonus_tokens = output.bonus_tokens[:1]
     with pytest.raises(ValueError, match=r"expected \[bs\] of each"):
@@ -68,7 +68,7 @@ def test_publish_refuses_tensors_of_other_sizes(monkeypatch: pytest.MonkeyPatch)
 
 def test_requests_of_nobody_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A padded batch repeats row 0, which is nobody's."""
-    monkeypatch.setattr(dispatch, "forced", True)
+    monkeypatch.setattr(kernel_table, "forced", True)
     future_map = FutureMap(4, DEVICE)
     seq_lens, report = future_map.publish_step(_ids(3, 0, 0), _ids(5, 0, 0), _output(3, 2))
     assert seq_lens.tolist() == [6, 2, 1]

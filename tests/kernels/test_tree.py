@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specplug import Draft, VerifyOutput, verify_tree
-from specplug.kernels import dispatch
+from specplug.kernels import kernel_table
 from specplug.kernels.tree import move_accepted
 from specplug.kv.tensors import move_slots
 from specplug.speculative.target_output import CommittedOutput, compact
@@ -27,11 +27,11 @@ some = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @contextmanager
 def _kernels(forced: bool) -> Iterator[None]:
     """Launch the kernels in the block, on the CPU too; or nowhere."""
-    dispatch.forced = forced
+    kernel_table.forced = forced
     try:
         yield
     finally:
-        dispatch.forced = None
+        kernel_table.forced = None
 
 
 @attrs.frozen
@@ -189,7 +189,9 @@ def test_wide_trees_are_accepted_as_by_torch(width: int) -> None:
 
 
 def test_more_nodes_than_bits_are_for_torch() -> None:
-    draft = Draft.chain(torch.zeros(1, dispatch.MOST_NODES + 1, dtype=torch.int64, device=DEVICE))
+    draft = Draft.chain(
+        torch.zeros(1, kernel_table.MOST_NODES + 1, dtype=torch.int64, device=DEVICE)
+    )
     with _kernels(forced=True):
         verified = verify_tree(draft, draft.tokens.view(-1))
     assert verified.accepted_rows is None

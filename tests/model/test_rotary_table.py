@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from specplug.kernels import dispatch
+from specplug.kernels import kernel_table
 from specplug.model import rotary_table
 from specplug.model.rotary_table import RotaryTable, keep_rotary_tables
 
@@ -58,7 +58,7 @@ def make(name: str, **more: Any) -> nn.Module:
 def test_rows_of_tables_are_those_of_the_module(
     family: str, dtype: torch.dtype, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "forced", kernels)
+    monkeypatch.setattr(kernel_table, "forced", kernels)
     name, more = KEPT[family]
     model: Any = make(name, **more).to(DEVICE)
     own = copy.deepcopy(model.model.rotary_emb)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specplug import CommittedOutput, DraftInput, FutureMap
-from specplug.kernels import dispatch
+from specplug.kernels import kernel_table
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -18,7 +18,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.fixture(params=["torch", "kernels"])
 def future_map(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FutureMap:
     """Of rows 0 (padding) to 5; its rows are copied by torch, or by the kernels."""
-    monkeypatch.setattr(dispatch, "forced", request.param == "kernels")
+    monkeypatch.setattr(kernel_table, "forced", request.param == "kernels")
     return FutureMap(6, DEVICE)
 
 
@@ -193,7 +193,7 @@ def test_publish_and_stash_is_one_after_the_other(kind: str, future_map: FutureM
 
 def test_two_maps_are_resolved_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As each by itself, in tensors of their own; torch, subclasses and odd buffers do not."""
-    monkeypatch.setattr(dispatch, "forced", True)
+    monkeypatch.setattr(kernel_table, "forced", True)
     core, own = FutureMap(6, DEVICE), FutureMap(6, DEVICE)
     for number, each in enumerate((core, own)):
         _publish(each, _rows(2, 5, 1), [10 + number, 20, 30], [7, 8 + number, 9])
@@ -218,7 +218,7 @@ def test_two_maps_are_resolved_in_one_launch(monkeypatch: pytest.MonkeyPatch) ->
     derived.state = own.state
     assert core.resolve_with(derived, rows) is None
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "forced", False)
+        patch.setattr(kernel_table, "forced", False)
         assert core.resolve_with(own, rows) is None
     own.state["hidden"] = own.state["hidden"][:4]
     assert core.resolve_with(own, rows) is None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specplug import PluginError
-from specplug.kernels.dispatch import runs_step_kernels
+from specplug.kernels.kernel_table import runs_step_kernels
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import PagedKVCache
 from specplug_vllm.vllm_names import attention_classes, target_indexes_by_block_stride

@@ -17,7 +17,7 @@ from specplug import (
     UsageError,
 )
 from specplug.kernels.cpu_kernels import CPUKernels
-from specplug.kernels.dispatch import attention_kernels, runs_step_kernels
+from specplug.kernels.kernel_table import attention_kernels, runs_step_kernels
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedPlan, RequestSlots
