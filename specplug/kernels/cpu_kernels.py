@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from specplug.kernels import cpu_library
 from specplug.kernels.cpu_compiler import CompilerError, load_or_reason
 from specplug.kernels.cpu_library import open_library
+from specplug.kernels.kernel_table import Implementation, Operation, choose
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _HEAD_STEP = 16
@@ -311,8 +312,14 @@ def cpu_kernels_of_draft(kernels: CPUKernels | None) -> Iterator[None]:
 
 def cpu_kernels_for(weight: Tensor) -> CPUKernels | None:
     """Return what a draft's layers with such a weight compute with, while it is loaded."""
-    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return _of_draft.get() if fits else None
+    choice = choose(Operation.LAYERS, weight.device, weight.dtype)
+    return _of_draft.get() if choice.implementation is Implementation.C else None
+
+
+def find_cpu_kernels(device: torch.device) -> CPUKernels | str:
+    """Return the kernels, if any dtype has them on a device; or why there are none."""
+    choice = choose(Operation.LAYERS, device, torch.float32)
+    return load_cpu_kernels() if choice.implementation is Implementation.C else choice.why
 
 
 @cache

@@ -23,7 +23,7 @@ from specplug import (
     RequestReport,
 )
 from specplug.errors import warn_fallback
-from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, load_cpu_kernels
+from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, find_cpu_kernels
 from specplug.registry import build_plugin_manager
 from specplug.speculative.batch import ForwardMode
 from specplug.speculative.defaults import CoreDefaults
@@ -112,7 +112,7 @@ class Proposer:
         v1_names.check_runner(runner)
         self._runner = runner
         records = self._hooks.supports_target_verify_for_draft()
-        found = load_cpu_kernels() if runner.device.type == "cpu" else None
+        found = find_cpu_kernels(runner.device)
         kernels = found if isinstance(found, CPUKernels) else None
         self._runtime = runtime = VllmRuntime(
             self._vllm_config,

@@ -21,7 +21,7 @@ from specplug import (
     RequestReport,
 )
 from specplug.errors import warn_fallback
-from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, load_cpu_kernels
+from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, find_cpu_kernels
 from specplug.registry import build_plugin_manager
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.graph_runner import batch_sizes
@@ -106,7 +106,7 @@ class Speculator(DraftModelSpeculator):
     def load_model(self, target_model: nn.Module) -> None:
         """Make the algorithm's worker for the target, which has been loaded."""
         records = self._hooks.supports_target_verify_for_draft()
-        found = load_cpu_kernels() if self.device.type == "cpu" else None
+        found = find_cpu_kernels(self.device)
         kernels = found if isinstance(found, CPUKernels) else None
         self._runtime = runtime = VllmRuntime(
             self.vllm_config,
