@@ -49,7 +49,7 @@ class Implementation(StrEnum):
     """What computes an operation."""
 
     TRITON = "triton"
-    C = "c"
+    C = "C"
     TORCH = "torch"
 
 
@@ -271,7 +271,8 @@ def _why_triton(device: torch.device, mode: str) -> str:
 
 
 def _named(dtypes: Sequence[torch.dtype] | None) -> str:
-    return " and ".join(_name(dtype) for dtype in dtypes or ())
+    *others, last = (_name(dtype) for dtype in dtypes or ())
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -284,19 +285,19 @@ def _has_triton() -> bool:
 
 
 def table_rows(device: torch.device) -> list[tuple[str, str, str, str]]:
-    """Return the table for a device: operation, dtypes, implementation, why."""
-    rows = []
+    """Return the table for a device: operations, dtypes, implementation, why."""
+    found: dict[tuple[str, Choice], list[str]] = {}
     for operation, kernels in TABLE.items():
-        dtypes = _DTYPES if kernels.triton or kernels.c else (None,)
         by_choice: dict[Choice, list[str]] = {}
-        for dtype in dtypes:
+        for dtype in _DTYPES if kernels.triton or kernels.c else (None,):
             told = "any" if dtype is None else _name(dtype)
             by_choice.setdefault(choose(operation, device, dtype), []).append(told)
-        rows += [
-            (str(operation), ", ".join(told), str(choice.implementation), choice.why)
-            for choice, told in by_choice.items()
-        ]
-    return rows
+        for choice, dtypes in by_choice.items():
+            found.setdefault((", ".join(dtypes), choice), []).append(operation)
+    return [
+        (", ".join(operations), dtypes, choice.implementation, choice.why)
+        for (dtypes, choice), operations in found.items()
+    ]
 
 
 def table_lines(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
@@ -304,7 +305,7 @@ def table_lines(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
     reason."""
     by_choice: dict[Choice, list[str]] = {}
     for operation in TABLE:
-        by_choice.setdefault(choose(operation, device, dtype), []).append(str(operation))
+        by_choice.setdefault(choose(operation, device, dtype), []).append(operation)
     for choice, told in by_choice.items():
         yield f"{choice.implementation} for {', '.join(told)}: {choice.why}"
 
