@@ -31,6 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specplug import LLM, SamplingParams
 from specplug.bench.dataset import HELD_OUT, read_prompts
+from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
 from specplug.model.attention import TargetPass, register
 from specplug.model.cpu_layer import fuse_cpu_layers
@@ -118,11 +119,12 @@ def measure_attention(kernels: CPUKernels, rounds: int) -> None:
             pool = Pool(shape, bs)
             q = torch.randn(bs * rows, shape.heads, shape.head_dim)
             k, v = torch.randn(2, bs * rows, shape.kv_heads, shape.head_dim)
+            form = AttentionForm(shape.head_dim**-0.5)
 
             def run(kernels: CPUKernels | None) -> None:
                 plan = pool.plan(rows, start, kernels)  # noqa: B023
                 for layer in range(len(pool.cache.keys)):  # noqa: B023
-                    plan.attend(pool.cache, layer, q, k, v)  # noqa: B023
+                    plan.attend(pool.cache, layer, q, k, v, form)  # noqa: B023
 
             count = rounds if rows < 512 else 3
             times = compare(count, lambda: run(kernels), lambda: run(None))

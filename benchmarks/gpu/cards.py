@@ -37,6 +37,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from specplug.kernels import card, linear
+from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.card import Card
 
 BF16, F32, INT = torch.bfloat16, torch.float32, torch.int64
@@ -165,14 +166,14 @@ def attend(
         padded_rows=ints(bs * width) if ragged else None,
         length=width,
     )
-    how: dict[str, Any] = {
+    form: dict[str, Any] = {
         "window": {"window": 512},
         "softcap": {"softcap": 50.0},
         "sinks": {"sinks": empty(heads, dtype=dtype)},
     }.get(kind, {})
     pool = empty(2, 1000, kv_heads, dim, dtype=dtype)
     q = empty(bs * width, heads, dim, dtype=dtype)
-    PagedAttention(q.device)(q, *pool.unbind(), rows, 0.1, **how)
+    PagedAttention(q.device)(q, *pool.unbind(), rows, AttentionForm(0.1, **form))
 
 
 def step_attention_cases(*, extremes: bool) -> Iterator[Case]:

@@ -29,6 +29,7 @@ from timing import replay_us
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from specplug.kernels.attention_form import AttentionForm
     from specplug.kernels.paged_attention_kernels import PagedAttention, PagedRows
     from specplug.kernels.prompt_attention_kernels import PromptTile
 
@@ -101,11 +102,17 @@ class Prompt:
             positions=positions, offset=0, width=width, length=self.length,
         )  # fmt: skip
 
+    @property
+    def form(self) -> AttentionForm:
+        from specplug.kernels.attention_form import AttentionForm
+
+        return AttentionForm(self.dim**-0.5)
+
     def attend(self, attention: PagedAttention) -> Tensor:
         """Attend in one pass: [L, H * D]."""
         none = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         rows = self.rows(none, torch.arange(self.length, device=DEVICE), self.length)
-        return attention(self.q, *self.pool.unbind(), rows, self.dim**-0.5)
+        return attention(self.q, *self.pool.unbind(), rows, self.form)
 
     def is_of_steps(self, found: Tensor, attention: PagedAttention) -> bool:
         """Return whether rows of a result have the bits of steps of one row each."""
@@ -114,7 +121,7 @@ class Prompt:
         for place in sorted({min(each, last) for each in places}):
             start = torch.tensor([place], device=DEVICE)
             rows = self.rows(start, start, 1)
-            own = attention(self.q[place : place + 1], *self.pool.unbind(), rows, self.dim**-0.5)
+            own = attention(self.q[place : place + 1], *self.pool.unbind(), rows, self.form)
             if not torch.equal(own[0], found[place]):
                 return False
         return True

@@ -93,6 +93,7 @@ def compare(
         logits: [calls, T, V].
     """
     from specplug import SamplingParams
+    from specplug.kernels.kernel_table import kernels_used
     from specplug.model.sampler import Sampler
     from specplug.sampling_params import Needs
 
@@ -100,8 +101,8 @@ def compare(
     requests = torch.arange(rows, device=device) % 32 + 1
     positions = torch.arange(rows, device=device) + 100
     took, chosen = [], []
-    for fused in (True, False):
-        sampler = Sampler(33, vocab, device, fused=fused)
+    for mode in ("triton", "torch"):
+        sampler = Sampler(33, vocab, device)
         params = SamplingParams(**settings)
         for row in range(1, 33):
             sampler.admit(row, params, row, range(50), range(20, 90))
@@ -115,8 +116,9 @@ def compare(
         ) -> Tensor:
             return sampler.sample(logits[i], params.needs, random, requests, positions, None)
 
-        took.append(microseconds(call, device))
-        chosen.append(torch.stack([call(i) for i in range(calls)]))
+        with kernels_used(mode):
+            took.append(microseconds(call, device))
+            chosen.append(torch.stack([call(i) for i in range(calls)]))
     return took[0], took[1], int((chosen[0] != chosen[1]).sum())
 
 

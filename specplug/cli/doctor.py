@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +35,9 @@ from specplug.sources import heavy_imports, look
 DISTRIBUTIONS = ("specplug", "torch", "triton", "transformers", "tokenizers", "safetensors")
 """Whose versions a bug report needs; read from metadata, none is imported for it."""
 
+_MOST_SECONDS = 120
+"""Of the process that imports torch."""
+
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -42,7 +47,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
     Exits with 1 if any plugin is broken. Disabled algorithms are not imported. Of a host, a package
     that runs algorithms in another engine, it says which versions of that engine are installed, and
-    whether algorithms can run there.
+    whether algorithms can run there. At last it says which kernels run on this machine, and why.
     """
     with reserve_standard_output() as out:
         registry = Registry()
@@ -51,20 +56,20 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         extensions = [_visit(registry, entry) for entry in registry.extension_entries()]
         hosts = [_visit(registry, entry) for entry in registry.host_entries()]
         visits = [*algorithms, *extensions, *hosts]
-        notes = _notes(registry, visits)
+        kernels, unknown = _kernels()
+        notes = [*_notes(registry, visits), *unknown]
         if as_json:
-            import json
-
             report = {
                 "versions": _versions(hosts),
                 "algorithms": [visit.as_mapping() for visit in algorithms],
                 "extensions": [visit.as_mapping() for visit in extensions],
                 "hosts": [visit.as_mapping() for visit in hosts],
+                "kernels": kernels,
                 "notes": notes,
             }
             click.echo(json.dumps(report, indent=2), file=out)
     if not as_json:
-        _print_report(visits, notes)
+        _print_report(visits, kernels, notes)
     ctx.exit(1 if any(visit.broken for visit in visits) else 0)
 
 
@@ -217,7 +222,25 @@ def _notes(registry: Registry, visits: Sequence[Visit]) -> list[str]:
     return [*unknown, *slow, *taken]
 
 
-def _print_report(visits: Sequence[Visit], notes: Sequence[str]) -> None:
+def _kernels() -> tuple[Mapping[str, Any] | None, list[str]]:
+    """Return which kernels run on this machine, or None; and what there is to note of it. Another
+    process finds it out: that takes torch, which may be what is broken."""
+    command = [sys.executable, "-P", "-m", "specplug.kernels.kernel_table"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_MOST_SECONDS
+        )
+        lines = done.stderr.splitlines() or [f"it ended with {done.returncode}"]
+        if done.returncode == 0:
+            return json.loads(done.stdout), []
+    except subprocess.TimeoutExpired as error:
+        lines = [str(error)]
+    return None, [f"which kernels run is not known: {lines[-1]}"]
+
+
+def _print_report(
+    visits: Sequence[Visit], kernels: Mapping[str, Any] | None, notes: Sequence[str]
+) -> None:
     versions = _versions(visits).items()
     print_table(("what", "version"), [(k, v or "not installed") for k, v in versions])
     click.echo()
@@ -240,6 +263,9 @@ def _print_report(visits: Sequence[Visit], notes: Sequence[str]) -> None:
         if visit.runs:
             click.echo(printable(f"algorithms run in {visit.entry.name}: {visit.runs}"))
         _print_problems(visit.entry)
+    if kernels is not None:
+        click.echo(f"\nkernels on {kernels['device']}, SPECPLUG_KERNELS={kernels['mode']}")
+        print_table(("operation", "dtype", "by", "why"), kernels["table"])
     for note in notes:
         click.echo(f"\nnote: {printable(note)}")
     count = sum(visit.broken for visit in visits)

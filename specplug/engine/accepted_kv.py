@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specplug.engine.engine_runtime import EngineRuntime
-from specplug.kernels.dispatch import runs_tree_kernels
+from specplug.kernels.kernel_table import runs_tree_kernels
 from specplug.kv.tensors import move_slots
 from specplug.speculative.step_stages import Drafted
 from specplug.speculative.verify import VerifyOutput

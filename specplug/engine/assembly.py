@@ -18,7 +18,7 @@ from specplug.engine.remote_prefill import RemotePrefill
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.step import StepRunner
 from specplug.kernels.compilations import Compilations, cache_folder
-from specplug.kernels.dispatch import runs_kernels
+from specplug.kernels.kernel_table import compiles_triton, kernels_mode, table_lines
 from specplug.model.device_memory import in_mib
 from specplug.model.model_runner import ModelRunner
 from specplug.model.target import Target
@@ -106,6 +106,8 @@ def startup_lines(
         f"model {config.model}: {type(target.model).__name__}, {target.num_parameters:,} "
         f"parameters, {in_mib(target.num_bytes)} of weights in {dtype} on {runtime.device}"
     )
+    for line in table_lines(runtime.device, runtime.dtype):
+        yield f"SPECPLUG_KERNELS={kernels_mode()}: {line}"
     if target.kernels is not None:
         yield (
             f"kernels: {target.num_fused_layers} of {target.num_layers} layers are fused; row "
@@ -138,7 +140,7 @@ def times_of_start(
     """Yield what the start of a run took, in lines for a log."""
     parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in startup.seconds.items())
     yield f"start: {parts}"
-    if runs_kernels(runtime.device):
+    if compiles_triton(runtime.device):
         yield (
             f"kernels: {compiled.compiled} compiled in {compiled.seconds:.2f} s, {compiled.cached} "
             f"read from {cache_folder()}"

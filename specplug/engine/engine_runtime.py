@@ -12,7 +12,7 @@ from specplug.algorithm import CAPTURES, SpecConfig
 from specplug.config import EngineConfig
 from specplug.errors import PluginError
 from specplug.host import HostCapabilities
-from specplug.kernels.dispatch import runs_kernels
+from specplug.kernels.kernel_table import compiles_triton
 from specplug.kv.request_table import RequestTable
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
 from specplug.model.hidden_states import AUX_HIDDEN_STATES, LM_HEAD_INPUT
@@ -301,7 +301,7 @@ class EngineRuntime(RuntimeBase):
     @property
     def compiles(self) -> bool:
         """Whether kernels are compiled, or passes recorded, when they are first needed."""
-        return self._graphs or runs_kernels(self.device)
+        return self._graphs or compiles_triton(self.device)
 
     @property
     def cuda_graph(self) -> str:

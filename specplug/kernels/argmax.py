@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specplug.kernels.dispatch import runs_step_kernels
+from specplug.kernels.kernel_table import Operation, runs_triton
 
 
 def argmax_rows(scores: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -40,7 +40,7 @@ def argmax_rows(scores: Tensor, ids: Tensor | None = None) -> Tensor:
             f"argmax_rows: ids {_described(ids)}; expected [{scores.shape[1]}] of torch.int64 on "
             f"{scores.device}, the target's token for each column of scores"
         )
-    if scores.is_cuda and scores.dtype != torch.float64 and runs_step_kernels(scores.device):
+    if runs_triton(Operation.GREATEST, scores.device, scores.dtype):
         from specplug.kernels.sampling import find_greatest
 
         return find_greatest(scores, None if ids is None else ids.contiguous())

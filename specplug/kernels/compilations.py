@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from specplug.kernels.dispatch import runs_kernels
+from specplug.kernels.kernel_table import compiles_triton
 
 
 @attrs.define
@@ -39,7 +39,7 @@ class Compilations:
 def compilations_counted(device: torch.device) -> Iterator[Compilations]:
     """Count what this process compiles meanwhile; nothing for a device that runs no kernels."""
     counts = Compilations()
-    if runs_kernels(device):
+    if compiles_triton(device):
         with _listening(counts):
             yield counts
     else:

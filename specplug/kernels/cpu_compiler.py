@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specplug.kernels import cpu_library
+from specplug.kernels.kernel_table import Implementation, Operation, choose
 
 _log = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
@@ -76,7 +77,7 @@ def load_compiled(source: Path, trial: Path, opened: Callable[[Path], Opened]) -
 
     A fresh compilation takes up to a second; the user's cache folder keeps what was compiled. It is
     loaded once a process. There is none without a C compiler, with one that fails, and in a run
-    with ``disable_cpu_kernels``: then do without.
+    with ``disable_cpu_kernels`` or ``SPECPLUG_KERNELS=torch``: then do without.
 
     Args:
         source: in C.
@@ -86,8 +87,10 @@ def load_compiled(source: Path, trial: Path, opened: Callable[[Path], Opened]) -
         opened: opens the library at a path; raises ``OSError`` or ``AttributeError`` if it cannot
             be used.
     """
-    if _declined.get():
-        _log.info("%s is not compiled: disable_cpu_kernels", source.name)
+    choice = choose(Operation.PLUGINS_C)
+    if _declined.get() or choice.implementation is not Implementation.C:
+        why = "disable_cpu_kernels" if _declined.get() else choice.why
+        _log.info("%s is not compiled: %s", source.name, why)
         return None
     if (source, trial) not in _loaded:
         found = load_or_reason(source, trial, opened)

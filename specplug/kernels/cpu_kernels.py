@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specplug.kernels import cpu_library
+from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.cpu_compiler import CompilerError, load_or_reason
 from specplug.kernels.cpu_library import open_library
+from specplug.kernels.kernel_table import Implementation, Operation, choose
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _HEAD_STEP = 16
@@ -117,10 +119,7 @@ class CPUKernels:
         keys: Tensor,
         values: Tensor,
         rows: CPURows,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        form: AttentionForm,
     ) -> Tensor | None:
         """Attend to the pages of each row's request: q [R, H, D] and a layer's keys and values
         [slots, Hkv, D] to [R, H * D].
@@ -133,11 +132,11 @@ class CPUKernels:
             IndexError: a request's row, or a slot of the table, stands outside.
             MemoryError: there is none for the scores.
         """
-        mask = rows.mask
+        mask, window = rows.mask, form.window
         if not (
             rows.is_readable
-            and softcap is None
-            and sinks is None
+            and form.softcap is None
+            and form.sinks is None
             and (window is None or (window > 0 and mask is None))
             and _is_floats(q)
             and _is_whole(keys)
@@ -183,7 +182,7 @@ class CPUKernels:
             heads,
             kv_heads,
             size,
-            scale,
+            form.scale,
             out.data_ptr(),
         )
         if failed == _NO_MEMORY:
@@ -311,8 +310,14 @@ def cpu_kernels_of_draft(kernels: CPUKernels | None) -> Iterator[None]:
 
 def cpu_kernels_for(weight: Tensor) -> CPUKernels | None:
     """Return what a draft's layers with such a weight compute with, while it is loaded."""
-    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return _of_draft.get() if fits else None
+    choice = choose(Operation.LAYERS, weight.device, weight.dtype)
+    return _of_draft.get() if choice.implementation is Implementation.C else None
+
+
+def find_cpu_kernels(device: torch.device) -> CPUKernels | str:
+    """Return the kernels, if any dtype has them on a device; or why there are none."""
+    choice = choose(Operation.LAYERS, device, torch.float32)
+    return load_cpu_kernels() if choice.implementation is Implementation.C else choice.why
 
 
 @cache
@@ -346,7 +351,7 @@ def _is_right(kernels: CPUKernels) -> bool:
         first_rows=torch.tensor([0, length]),
         count=length,
     )
-    found = kernels.attend(q, keys, values, rows, size**-0.5)
+    found = kernels.attend(q, keys, values, rows, AttentionForm(size**-0.5))
     by_head = [each.transpose(0, 1) for each in (q, keys, values)]
     own = F.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], is_causal=True)
     gated = kernels.silu_and_mul(q.flatten(1))

@@ -15,6 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.paged_attention import attention_reference
 
 GROUP_BYTES = 1 << 20
@@ -114,10 +115,7 @@ class GroupedAttention:
         keys: Tensor,
         values: Tensor,
         visible: Callable[[int | None], Tensor],
-        window: int | None,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        form: AttentionForm,
     ) -> Tensor:
         """Attend as ``paged_attention_reference`` does: q [R, H, D] to [R, H * D].
 
@@ -127,7 +125,7 @@ class GroupedAttention:
                 keeps this object, and the two would wait for the garbage collector.
         """
         heads, head_dim = q.shape[1:]
-        biases = self._biases_for(visible, window, heads // keys.shape[1], q.dtype)
+        biases = self._biases_for(visible, form.window, heads // keys.shape[1], q.dtype)
         if self._rows is not None:
             q = q.index_select(0, self._rows)
         # Whole pages are copied: fewer and longer stretches of memory.
@@ -143,9 +141,7 @@ class GroupedAttention:
                 keys_of_page.index_select(0, pages).view(shape),
                 values_of_page.index_select(0, pages).view(shape),
                 bias,
-                scale,
-                softcap,
-                sinks,
+                form,
             )
             parts.append(out.transpose(1, 2).reshape(end - start, heads * head_dim))
             start = end

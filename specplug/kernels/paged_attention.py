@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specplug.kernels.dispatch import HALF
+from specplug.kernels.attention_form import AttentionForm
+from specplug.kernels.kernel_table import HALF
 
 
 def paged_attention_reference(
@@ -15,9 +16,7 @@ def paged_attention_reference(
     values: Tensor,
     table: Tensor,
     bias: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    form: AttentionForm,
 ) -> Tensor:
     """Gather each request's keys and values, then attend with a mask. The torch reference.
 
@@ -27,27 +26,18 @@ def paged_attention_reference(
         table: [bs * L] int64 slots of each request's keys, slot 0 where there is none.
         bias: [bs, 1, H // Hkv * Q, L], 0 where a query sees a key and -inf where it does not;
             the queries of a group of heads one after the other.
-        scale: of the scores.
-        softcap: ``softcap * tanh(score / softcap)`` before the mask (Gemma 2), or None.
-        sinks: [H], a score of each head that takes part in the softmax without a value (gpt-oss),
-            or None.
+        form: but for its window, which is the mask's.
 
     Returns:
         [bs, H, Q, D].
     """
     shape = len(q), bias.shape[-1], *keys.shape[1:]
     k, v = keys.index_select(0, table).view(shape), values.index_select(0, table).view(shape)
-    return attention_reference(q, k, v, bias, scale, softcap, sinks)
+    return attention_reference(q, k, v, bias, form)
 
 
 def attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, form: AttentionForm
 ) -> Tensor:
     """Attend as ``paged_attention_reference``, with keys and values [bs, L, Hkv, D].
 
@@ -56,7 +46,8 @@ def attention_reference(
     """
     if q.dtype in HALF and q.device.type == "cpu":
         wide_q, k, v, bias = (each.double() for each in (q, k, v, bias))
-        return attention_reference(wide_q, k, v, bias, scale, softcap, sinks).to(q.dtype)
+        return attention_reference(wide_q, k, v, bias, form).to(q.dtype)
+    scale, softcap, sinks = form.scale, form.softcap, form.sinks
     bs, heads, width, head_dim = q.shape
     length, kv_heads = k.shape[1:3]
     k, v = k.transpose(1, 2), v.transpose(1, 2)

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.attention_sums import (
     BLOCK,
     PART,
@@ -416,16 +417,7 @@ class PagedAttention:
             self._workspace = torch.empty(size, device=self._workspace.device)
 
     def __call__(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        rows: PagedRows,
-        scale: float,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        self, q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, form: AttentionForm
     ) -> Tensor:
         """Attend, as ``paged_attention_reference`` does.
 
@@ -433,10 +425,6 @@ class PagedAttention:
             q: [R, H, D], dense in D.
             keys, values: [slots, Hkv, D], the pool of one layer.
             rows: where the keys of the rows stand.
-            scale: of the scores.
-            window: positions that a row looks back, its own included; None: all.
-            softcap: ``softcap * tanh(score / softcap)``, or None.
-            sinks: [H], a score of each head without a value, or None.
 
         Returns:
             [R, H * D].
@@ -448,7 +436,7 @@ class PagedAttention:
         assert q.stride(2) == 1
         assert keys.stride(2) == 1
         assert keys.stride() == values.stride()
-        call = _Call(q, keys, values, out, rows, scale, window, softcap, sinks)
+        call = _Call(q, keys, values, out, rows, form)
         if rows.order is None and rows.width >= _TILED_WIDTH:
             call.tiles(self._workspace, self._prompt_tile or prompt_tile_of(call.card, q.dtype))
         else:
@@ -465,10 +453,7 @@ class _Call:
     values: Tensor
     out: Tensor
     rows: PagedRows
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
+    form: AttentionForm
 
     def tiles(self, workspace: Tensor, how: PromptTile) -> None:
         """Launch ``causal_tiles``, after ``copy_context`` if keys and values are to be copied."""
@@ -484,8 +469,8 @@ class _Call:
         causal_tiles[num_tiles, self.keys.shape[1], len(rows.req_indices)](
             self.q, keys, values, out, rows.table, rows.req_indices, rows.starts,
             rows.positions, _given(rows.flat_index, out), _given(rows.padded_rows, out),
-            _given(self.sinks, out), *self.strides, *self.numbers, rows.width, num_tiles,
-            rows.length, HEADS=self.q.shape[1], ROWS=tile, HAS_SINKS=self.sinks is not None,
+            _given(self.form.sinks, out), *self.strides, *self.numbers, rows.width, num_tiles,
+            rows.length, HEADS=self.q.shape[1], ROWS=tile, HAS_SINKS=self.form.sinks is not None,
             COPIED=keys is not self.keys, STAGES=stages, num_warps=how.warps,
             **{**self.common, "BLOCK": num_keys},
         )  # fmt: skip
@@ -497,7 +482,7 @@ class _Call:
         return (
             0 < size <= len(workspace) * 4 // self.q.element_size()
             and rows.width * self.group >= _COPIED_ROWS
-            and self.window is None
+            and self.form.window is None
             and self.dim == _padded_dim(self.dim) <= _MOST_COPIED_DIM
             and self.keys.stride(1) == self.dim
         )
@@ -549,10 +534,10 @@ class _Call:
         _row_tails[len(self.q), kv_heads, dim // columns](
             self.q, self.keys, self.values, out, rows.table, rows.req_indices, rows.starts,
             rows.positions, _given(rows.flat_index, out), _given(order, out),
-            _given(rows.counts, out), _given(self.sinks, out), tops, totals, mixed,
+            _given(rows.counts, out), _given(self.form.sinks, out), tops, totals, mixed,
             *self.strides, order_stride, *self.numbers, bs, rows.width, span, kv_heads, num_tiles,
             capacity, HEADS=self.q.shape[1], ROWS=members, TILE=tile, BATCH=batch,
-            HAS_ORDER=order is not None, HAS_SINKS=self.sinks is not None, COLUMNS=columns,
+            HAS_ORDER=order is not None, HAS_SINKS=self.form.sinks is not None, COLUMNS=columns,
             **_fitted(tails, self.card, members, dim, columns), **self.common,
         )  # fmt: skip
 
@@ -580,15 +565,16 @@ class _Call:
     @property
     def numbers(self) -> tuple[float, ...]:
         """Scale, softcap, window and offset."""
-        return self.scale, self.softcap or 0.0, self.window or 0, self.rows.offset
+        form = self.form
+        return form.scale, form.softcap or 0.0, form.window or 0, self.rows.offset
 
     @property
     def common(self) -> dict[str, Any]:
         """What all kernels are compiled for."""
         return {
             "GROUP": self.group, "D": self.dim, "DIM": _padded_dim(self.dim),
-            "RAGGED": self.rows.flat_index is not None, "HAS_WINDOW": self.window is not None,
-            "HAS_SOFTCAP": self.softcap is not None, "PRECISION": "ieee",
+            "RAGGED": self.rows.flat_index is not None, "HAS_WINDOW": self.form.window is not None,
+            "HAS_SOFTCAP": self.form.softcap is not None, "PRECISION": "ieee",
             "BLOCK": BLOCK, "PART": PART, **launch_options(self.q),
         }  # fmt: skip
 

@@ -16,7 +16,7 @@ cumulated probability is within some 1e-6 of top_p.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -44,10 +44,9 @@ _kernel = triton.jit(
         "width", "is_share", "is_last",
     ],
     do_not_specialize_on_alignment=[
-        "best", "best_at", "cut", "req_indices", "positions", "random", "seeds", "temperature",
-        "repetition", "presence", "frequency", "masks", "enders", "may_end_at", "path_tokens",
-        "path_parents", "path_index", "chosen", "maxima", "most", "prefix", "target", "log_min_p",
-        "top_k", "top_p",
+        "best", "best_at", "cut", "req_indices", "positions", "random", "seeds", "masks",
+        "path_tokens", "path_parents", "path_index", "chosen", "maxima", "most", "prefix", "target",
+        "log_min_p", "top_k", "top_p",
     ],
 )  # fmt: skip
 
@@ -138,12 +137,13 @@ def choose_tokens(
     Returns:
         [T] int64; 0 for a row without a finite score.
     """
-    row = _Rows(req_indices.contiguous(), positions.contiguous(), settings, random)
     cut, logits = None, _with_dense_rows(logits)
+    requests = _Requests.of(settings, adjustments, tempered=random is not None)
     if truncated and random is not None and len(logits):
         logits, cut = truncate_rows(logits, req_indices, positions, settings, adjustments, random)
-        adjustments, row = Adjustments(), attrs.evolve(row, tempered=False)
-    return _best(logits, cut, row.arguments(), adjustments)
+        requests, adjustments = _Requests(seeds=settings.seeds), Adjustments()
+    rows = _rows(req_indices, positions, random, adjustments)
+    return _best(logits, cut, requests, rows)
 
 
 def find_greatest(scores: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -153,8 +153,8 @@ def find_greatest(scores: Tensor, ids: Tensor | None = None) -> Tensor:
     Args:
         ids: [V] int64 contiguous, what is returned for each index; None: itself.
     """
-    nobody = (None,) * 8 + (0,)  # as ``_Rows.arguments``, without a request's settings
-    return _best(_with_dense_rows(scores), None, nobody, Adjustments(), ids)
+    rows = _rows(None, None, None, Adjustments())
+    return _best(_with_dense_rows(scores), None, _Requests(), rows, ids)
 
 
 def _with_dense_rows(logits: Tensor) -> Tensor:
@@ -165,24 +165,24 @@ def _with_dense_rows(logits: Tensor) -> Tensor:
 def _best(
     logits: Tensor,
     cut: Tensor | None,
-    row: tuple[Any, ...],
-    adjustments: Adjustments,
+    requests: _Requests,
+    rows: tuple[Any, ...],
     ids: Tensor | None = None,
 ) -> Tensor:
     """Launch the search for the best token of each row, whose tokens stand side by side: [T]
     int64."""
-    rows, vocab_size = logits.shape
-    chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if not rows:
+    count, vocab_size = logits.shape
+    chosen = torch.empty(count, dtype=torch.int64, device=logits.device)
+    if not count:
         return chosen
-    parts, span = _split(rows, vocab_size, logits.device)
-    best = torch.empty(rows, parts, dtype=torch.float64, device=logits.device)
-    best_at = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
-    _best_of_parts[(parts, rows)](
+    parts, span = _split(count, vocab_size, logits.device)
+    best = torch.empty(count, parts, dtype=torch.float64, device=logits.device)
+    best_at = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
+    _best_of_parts[(parts, count)](
         logits, logits.stride(0), vocab_size, span, best, best_at, cut, _index_bits(vocab_size),
-        *row, *_arguments(adjustments), TILE=_TILE, **_EXACT,
+        requests, *rows, TILE=_TILE, **_EXACT,
     )  # fmt: skip
-    _best_of_rows[(rows,)](
+    _best_of_rows[(count,)](
         best, best_at, ids, chosen, parts, vocab_size, PARTS=_most_parts(vocab_size), num_warps=1
     )
     return chosen
@@ -224,40 +224,54 @@ def gumbel_noise(seeds: Tensor, random: Tensor, positions: Tensor, token_ids: Te
     return noise
 
 
-@attrs.frozen(eq=False)
-class _Rows:
-    """What the kernels read of each row and of its request."""
+class _Requests(NamedTuple):
+    """What the kernels read by request row: tensors that stay the same all through a run. What
+    changes from step to step is no part of it, as Triton compiles anew for any other number in a
+    tuple."""
 
-    req_indices: Tensor
-    positions: Tensor
-    settings: Settings
-    random: Tensor | None
-    tempered: bool = True
+    seeds: Tensor | None = None
+    temperature: Tensor | None = None
+    repetition: Tensor | None = None
+    presence: Tensor | None = None
+    frequency: Tensor | None = None
+    stride: int = 0
+    enders: Tensor | None = None
+    may_end_at: Tensor | None = None
+    bias: Tensor | None = None
+    counts: Tensor | None = None
+    in_prompt: Tensor | None = None
 
-    def arguments(self) -> tuple[Any, ...]:
-        s = self.settings
-        random = None if self.random is None else self.random.view(torch.uint8)
-        tempered = self.tempered and random is not None
-        return (
-            self.req_indices, self.positions, random, s.seeds,
-            s.temperature if tempered else None, s.repetition, s.presence, s.frequency,
-            s.repetition.stride(0),
+    @classmethod
+    def of(cls, settings: Settings, adjustments: Adjustments, *, tempered: bool) -> _Requests:
+        """Return what is read for these; the temperature only if there are rows that sample."""
+        s, a = settings, adjustments
+        return cls(
+            s.seeds, s.temperature if tempered else None, s.repetition, s.presence, s.frequency,
+            s.repetition.stride(0), a.enders, a.may_end_at, a.bias, a.counts,
+            None if a.in_prompt is None else a.in_prompt.view(torch.uint8),
         )  # fmt: skip
 
 
-def _arguments(adjustments: Adjustments) -> tuple[Any, ...]:
+def _rows(
+    req_indices: Tensor | None,
+    positions: Tensor | None,
+    random: Tensor | None,
+    adjustments: Adjustments,
+) -> tuple[Any, ...]:
+    """Return what the kernels read of each row, in their order, from ``req_indices`` on."""
     a, path = adjustments, adjustments.path
     words = 0 if a.masks is None else a.masks.stride(0)
     num_enders = 0 if a.enders is None else a.enders.shape[1]
-    in_prompt = None if a.in_prompt is None else a.in_prompt.view(torch.uint8)
     nodes: tuple[Any, ...] = (None, None, None, 0, 0)
     if path is not None and a.counts is not None:
-        tokens = path.tokens.contiguous()
-        parents = None if path.parents is None else path.parents.contiguous()
+        tokens, parents = path.tokens.contiguous(), _dense(path.parents)
         nodes = tokens, parents, path.flat_index, tokens.shape[1], path.depth
-    return (
-        a.masks, words, a.enders, a.may_end_at, num_enders, a.bias, a.counts, in_prompt, *nodes,
-    )  # fmt: skip
+    samples = None if random is None else random.view(torch.uint8)
+    return _dense(req_indices), _dense(positions), samples, a.masks, words, num_enders, *nodes
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _index_bits(vocab_size: int) -> int:
@@ -300,7 +314,8 @@ def truncate_rows(
     """
     rows, vocab_size = logits.shape
     device = logits.device
-    row = _Rows(req_indices.contiguous(), positions.contiguous(), settings, random)
+    requests = _Requests.of(settings, adjustments, tempered=True)
+    of_rows = _rows(req_indices, positions, random, adjustments)
     parts, span = _split(rows, vocab_size, device)
     index_bits = _index_bits(vocab_size)
     scores = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
@@ -314,10 +329,10 @@ def truncate_rows(
     grid = parts, rows
     _adjusted_scores[grid](
         logits, logits.stride(0), vocab_size, span, scores, maxima, bins,
-        *row.arguments(), *_arguments(adjustments), TILE=_TILE, BINS=_BINS, **_EXACT,
+        requests, *of_rows, TILE=_TILE, BINS=_BINS, **_EXACT,
     )  # fmt: skip
     _first_cut[(rows,)](
-        maxima, parts, row.req_indices, row.arguments()[2], settings.log_min_p, settings.top_k,
+        maxima, parts, of_rows[0], of_rows[2], settings.log_min_p, settings.top_k,
         settings.top_p, settings.top_p.stride(0), settings.log_min_p.stride(0), most, cut,
         prefix, target, rows, index_bits, PARTS=_most_parts(vocab_size), num_warps=1,
     )  # fmt: skip
@@ -330,7 +345,7 @@ def truncate_rows(
                 index_bits, by_mass, TILE=_TILE, BINS=_BINS, num_warps=4,
             )  # fmt: skip
             _digit[(rows,)](
-                bins, prefix[by_mass], target[by_mass], cut, row.req_indices, settings.top_p,
+                bins, prefix[by_mass], target[by_mass], cut, of_rows[0], settings.top_p,
                 settings.top_p.stride(0), before - shift, int(level == 0) * by_mass,
                 int(shift == 0), BINS=_BINS, num_warps=4,
             )  # fmt: skip
@@ -389,9 +404,8 @@ def _order(score, index, index_bits):
 
 @triton.jit
 def _scores(
-    logits, row_stride, vocab_size, row, request, tokens,
-    positions, temperature, repetition, presence, frequency, settings_stride,
-    masks, words, enders, may_end_at, num_enders, bias, counts, in_prompt,
+    logits, row_stride, vocab_size, row, request, tokens, requests,
+    positions, masks, words, num_enders,
     path_tokens, path_parents, path_index, path_width, path_depth,
 ):  # fmt: skip
     """Return the scores of some tokens of a row, float32, -inf after the vocabulary's end."""
@@ -401,16 +415,16 @@ def _scores(
     if masks is not None:
         word = tl.load(masks + row * words + (tokens >> 5), mask=inside, other=0)
         scores = tl.where((word >> (tokens & 31)) & 1 == 1, scores, float("-inf"))
-    if enders is not None:
-        is_early = tl.load(positions + row) < tl.load(may_end_at + request)
+    if requests.enders is not None:
+        is_early = tl.load(positions + row) < tl.load(requests.may_end_at + request)
         for i in range(num_enders):
-            ender = tl.load(enders + request * num_enders + i)
+            ender = tl.load(requests.enders + request * num_enders + i)
             scores = tl.where((tokens == ender) & is_early, float("-inf"), scores)
-    if bias is not None:
-        scores += tl.load(bias + request * vocab_size + tokens, mask=inside, other=0.0)
-    if counts is not None:
+    if requests.bias is not None:
+        scores += tl.load(requests.bias + request * vocab_size + tokens, mask=inside, other=0.0)
+    if requests.counts is not None:
         of_request = request * vocab_size + tokens
-        count = tl.load(counts + of_request, mask=inside, other=0)
+        count = tl.load(requests.counts + of_request, mask=inside, other=0)
         if path_tokens is not None:
             at = row
             if path_index is not None:
@@ -427,13 +441,13 @@ def _scores(
                     above = tl.where(at > root, root + tl.maximum(parent, 0), root - 1)
                 at = tl.where(ahead, above, at)
         appeared = count > 0
-        seen = appeared | (tl.load(in_prompt + of_request, mask=inside, other=0) != 0)
-        factor = tl.where(seen, tl.load(repetition + request * settings_stride), 1.0)
+        seen = appeared | (tl.load(requests.in_prompt + of_request, mask=inside, other=0) != 0)
+        factor = tl.where(seen, tl.load(requests.repetition + request * requests.stride), 1.0)
         scores = tl.where(scores > 0, tl.div_rn(scores, factor), scores * factor)
-        scores -= tl.load(frequency + request * settings_stride) * count.to(tl.float32)
-        scores -= tl.load(presence + request * settings_stride) * appeared.to(tl.float32)
-    if temperature is not None:
-        heat = tl.load(temperature + request * settings_stride)
+        scores -= tl.load(requests.frequency + request * requests.stride) * count.to(tl.float32)
+        scores -= tl.load(requests.presence + request * requests.stride) * appeared.to(tl.float32)
+    if requests.temperature is not None:
+        heat = tl.load(requests.temperature + request * requests.stride)
         if heat != 1.0:
             scores = tl.div_rn(scores, tl.zeros_like(scores) + heat)
     return tl.where(inside, scores, float("-inf"))
@@ -442,9 +456,7 @@ def _scores(
 @_kernel
 def _best_of_parts(
     logits, row_stride, vocab_size, span, best, best_at, cut, index_bits,
-    req_indices, positions, random, seeds,
-    temperature, repetition, presence, frequency, settings_stride,
-    masks, words, enders, may_end_at, num_enders, bias, counts, in_prompt,
+    requests, req_indices, positions, random, masks, words, num_enders,
     path_tokens, path_parents, path_index, path_width, path_depth,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -462,15 +474,14 @@ def _best_of_parts(
     samples = False
     if random is not None:
         samples = tl.load(random + row) != 0
-        key = _key(tl.load(seeds + request), tl.load(positions + row))
+        key = _key(tl.load(requests.seeds + request), tl.load(positions + row))
     if cut is not None:
         last = tl.load(cut + row)
     for start in range(part * span, tl.minimum(part * span + span, vocab_size), TILE):
         tokens = start + tl.arange(0, TILE)
         scores = _scores(
-            logits, row_stride, vocab_size, row, request, tokens,
-            positions, temperature, repetition, presence, frequency, settings_stride,
-            masks, words, enders, may_end_at, num_enders, bias, counts, in_prompt,
+            logits, row_stride, vocab_size, row, request, tokens, requests,
+            positions, masks, words, num_enders,
             path_tokens, path_parents, path_index, path_width, path_depth,
         )  # fmt: skip
         if cut is not None:
@@ -516,9 +527,7 @@ def _best_of_rows(best, best_at, ids, chosen, parts, vocab_size, PARTS: tl.const
 @_kernel
 def _adjusted_scores(
     logits, row_stride, vocab_size, span, out, maxima, bins,
-    req_indices, positions, random, seeds,
-    temperature, repetition, presence, frequency, settings_stride,
-    masks, words, enders, may_end_at, num_enders, bias, counts, in_prompt,
+    requests, req_indices, positions, random, masks, words, num_enders,
     path_tokens, path_parents, path_index, path_width, path_depth,
     TILE: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
@@ -529,9 +538,8 @@ def _adjusted_scores(
     for start in range(part * span, tl.minimum(part * span + span, vocab_size), TILE):
         tokens = start + tl.arange(0, TILE)
         scores = _scores(
-            logits, row_stride, vocab_size, row, request, tokens,
-            positions, temperature, repetition, presence, frequency, settings_stride,
-            masks, words, enders, may_end_at, num_enders, bias, counts, in_prompt,
+            logits, row_stride, vocab_size, row, request, tokens, requests,
+            positions, masks, words, num_enders,
             path_tokens, path_parents, path_index, path_width, path_depth,
         )  # fmt: skip
         tl.store(out + row * vocab_size + tokens, scores, mask=tokens < vocab_size)

@@ -197,7 +197,7 @@ def root_trees(
     """Root trees as ``Draft.rooted`` does, and compute who sees whom in them.
 
     Args:
-        tokens, parents: [bs, N] int64, bs at least 1, N at most ``dispatch.MOST_NODES``. A parent
+        tokens, parents: [bs, N] int64, bs at least 1, N at most ``MOST_NODES``. A parent
             is less than N.
         depth: the greatest depth of a node that can be accepted.
         roots: [bs] int64; None: tokens and parents are left, and returned, as they are.
@@ -230,7 +230,7 @@ def root_chains(tokens: Tensor, roots: Tensor, vocab_size: int) -> Tensor:
     """Return chains with their roots and tokens of the vocabulary, as ``Draft.rooted`` does.
 
     Args:
-        tokens: [bs, N] int64, bs at least 1, N at most ``dispatch.MOST_NODES``.
+        tokens: [bs, N] int64, bs at least 1, N at most ``MOST_NODES``.
         roots: [bs] int64.
         vocab_size: V.
 
@@ -257,7 +257,7 @@ def verify_drafts(
     """Accept the longest paths as ``verify_tree`` does, and compact them as ``compact`` does.
 
     Args:
-        tokens: [bs, N] int64, bs at least 1, N at most ``dispatch.MOST_NODES``.
+        tokens: [bs, N] int64, bs at least 1, N at most ``MOST_NODES``.
         tree: parents, mask, depths and lost, each [bs, …]; None for chains.
         columns: C.
         predict: [T] int64.

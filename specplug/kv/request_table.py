@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from specplug.kernels.dispatch import runs_step_kernels
+from specplug.kernels.kernel_table import Operation, runs_triton
 from specplug.speculative.host_copy import upload
 
 
@@ -103,7 +103,7 @@ class RequestTable:
     def _enter(self, changes: torch.Tensor) -> None:
         """Write the slots of pages. ``changes``: [n, 3] int64, row, number of the page in it, and
         page."""
-        if runs_step_kernels(self.slots.device):
+        if runs_triton(Operation.TABLE_PAGES, self.slots.device):
             from specplug.kernels.table_pages import enter_pages
 
             enter_pages(self.slots, changes, self.page_size)

@@ -11,6 +11,7 @@ import attrs
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specplug.kernels.attention_form import AttentionForm, kept_form
 from specplug.speculative.paged_plan import JoinedPlan, PagedKVCache, PagedPlan
 
 IMPLEMENTATION = "specplug"
@@ -86,9 +87,13 @@ def attention(
     if width < key.shape[3]:  # latent attention: the cache has one width for both
         value = F.pad(value, (0, key.shape[3] - width))
     k, v = key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
-    how = scaling, sliding_window, softcap, s_aux
     q = query.squeeze(0).transpose(0, 1)
-    flat = plan.attend(cache, layer, q, k, v, *how)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    if s_aux is None:
+        form = kept_form(scale, sliding_window, softcap)
+    else:
+        form = AttentionForm(scale, sliding_window, softcap, s_aux)
+    flat = plan.attend(cache, layer, q, k, v, form)
     out = flat.view(1, flat.shape[0], query.shape[1], -1)
     return out[..., :width].contiguous(), None  # some models call view() on it
 

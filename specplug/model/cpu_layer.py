@@ -110,7 +110,7 @@ class CPULayer(FusedLayer):
             turned[:, : self.heads],
             turned[:, self.heads :],
             qkv[:, -self.kv_heads :],
-            *self.how,
+            self.form,
         )
         hidden = torch.addmm(hidden, mixed, self.o)
         x = rms_norm(hidden, *self.mlp_norm)
@@ -138,7 +138,7 @@ class CPULayer(FusedLayer):
         keys, values = cache.keys[self.layer], cache.values[self.layer]
         if not kernels.rotate_and_write(qkv, cos, sin, self.head_norm, plan.slots, keys, values):
             return None
-        mixed = plan.attend_written(cache, self.layer, qkv[:, : self.heads], *self.how)
+        mixed = plan.attend_written(cache, self.layer, qkv[:, : self.heads], self.form)
         hidden = torch.addmm(hidden, mixed, self.o)
         x = kernels.rms_norm(hidden, self.mlp_norm[0], mlp_eps)
         gated = None if x is None else kernels.silu_and_mul(x.mm(gate_up))

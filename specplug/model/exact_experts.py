@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.pytorch_utils import Conv1D
 
-from specplug.kernels.dispatch import HALF
 from specplug.kernels.experts import (
     expert_gated_linear,
     expert_linear,
@@ -25,6 +24,7 @@ from specplug.kernels.experts import (
     sum_choices,
 )
 from specplug.kernels.float_linear import float_linear
+from specplug.kernels.kernel_table import HALF
 from specplug.model.exact_linear import EXACT, ExactConv1D, ExactLinear, modules_outside
 
 EXPERTS = "specplug"

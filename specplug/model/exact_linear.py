@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from specplug.kernels.dispatch import HALF
+from specplug.kernels.kernel_table import HALF
 from specplug.kernels.linear import gated_linear, linear
 from specplug.kernels.rotary import rotate_and_write
 from specplug.kernels.rotated_linear import rotated_linear

@@ -68,7 +68,7 @@ class GPULayer(FusedLayer):
             cache.values[self.layer],
             self.head_norms,
         )
-        mixed = plan.attend_written(cache, self.layer, q, *self.how)
+        mixed = plan.attend_written(cache, self.layer, q, self.form)
         hidden = products.linear(mixed, *self.o, hidden)
         inner = products.gated_linear(self.mlp_norm(hidden), self.gate, self.up)
         return products.linear(inner, *self.down, hidden)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specplug.kernels.dispatch import HALF
+from specplug.kernels.kernel_table import HALF
 from specplug.model.exact_experts import (
     find_experts_variance,
     make_experts_exact,

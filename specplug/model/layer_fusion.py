@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specplug.kernels.attention_form import AttentionForm
 from specplug.model.attention import TARGET_PASS, TargetPass, running
 from specplug.model.quantization import is_plain_linear
 from specplug.speculative.paged_plan import PagedKVCache
@@ -36,13 +37,13 @@ class FusedLayer(ABC):
     Attributes:
         layer: its number, by which its cache is found.
         head_dim, kv_heads: D, and how many heads the keys have.
-        how: what the module gives its attention: scale, window, softcap, sinks. The proof finds it.
+        form: of the module's attention. The proof finds it.
     """
 
     layer: int
     head_dim: int
     kv_heads: int
-    how: tuple[Any, ...] = attrs.field(default=(), init=False)
+    form: AttentionForm = attrs.field(init=False)
 
     def __call__(
         self,
@@ -148,7 +149,7 @@ def _is_proved(
     tolerance: float,
     context_len: int,
 ) -> bool:
-    """Return whether a forward gives a layer's results on random rows, and set its ``how``.
+    """Return whether a forward gives a layer's results on random rows, and set its ``form``.
 
     The rows stand at positions from the context's first to its last: some layers (Ministral 3)
     scale their queries by the position, and only late ones.
@@ -172,7 +173,9 @@ def _is_proved(
         if cos.shape != (1, _ROWS, fused.head_dim) or sin.shape != cos.shape:
             return False
         own = own_plan.run(layer.forward, fused.layer, hidden, (cos, sin), positions)
-        fused.how = own_plan.how
+        if own_plan.form is None:
+            return False
+        fused.form = own_plan.form
         result = plan.run(fused, fused.layer, hidden, (cos, sin), positions)
     except torch.OutOfMemoryError:
         raise
@@ -193,7 +196,7 @@ class SequencePlan:
     Attributes:
         slots: [R] int64.
         pool: keys and values, [2, slots, Hkv, D]; layers use it one after the other.
-        how: what the last module gave its attention: scale, window, softcap, sinks.
+        form: of the last module's attention; None: it has not attended.
     """
 
     def __init__(
@@ -201,7 +204,7 @@ class SequencePlan:
     ) -> None:
         self.slots = torch.arange(rows, 0, -1, device=device)
         self.pool = torch.zeros(2, rows + 1, kv_heads, head_dim, dtype=dtype, device=device)
-        self.how: tuple[Any, ...] = ()
+        self.form: AttentionForm | None = None
 
     def run(
         self,
@@ -239,15 +242,23 @@ class SequencePlan:
         return result
 
     def attend(
-        self, cache: PagedKVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any
+        self,
+        cache: PagedKVCache,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        form: AttentionForm,
     ) -> Tensor:
         """As ``PagedPlan.attend``; keeps what the module says of its attention."""
-        self.how = how
+        self.form = form
         cache.keys[layer].index_copy_(0, self.slots, k)
         cache.values[layer].index_copy_(0, self.slots, v)
-        return self.attend_written(cache, layer, q, *how)
+        return self.attend_written(cache, layer, q, form)
 
-    def attend_written(self, cache: PagedKVCache, layer: int, q: Tensor, *how: Any) -> Tensor:
+    def attend_written(
+        self, cache: PagedKVCache, layer: int, q: Tensor, form: AttentionForm
+    ) -> Tensor:
         """As ``PagedPlan.attend_written``, in float32."""
         keys, values = (pool[layer][self.slots].float() for pool in (cache.keys, cache.values))
         out = F.scaled_dot_product_attention(
@@ -255,7 +266,7 @@ class SequencePlan:
             keys.transpose(0, 1),
             values.transpose(0, 1),
             is_causal=True,
-            scale=how[0],
+            scale=form.scale,
             enable_gqa=True,
         )
         return out.transpose(0, 1).flatten(1).to(q.dtype)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from specplug.kernels.dispatch import HALF
+from specplug.kernels.kernel_table import HALF
 from specplug.model.quantization import is_plain_linear
 
 _ROWS_AND_WEIGHT: dict[Callable[..., Any], int] = {

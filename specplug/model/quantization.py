@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specplug.errors import CheckpointError
-from specplug.kernels.dispatch import HALF
+from specplug.kernels.kernel_table import HALF
 
 _OWN = {"torch", "transformers", "specplug", "builtins"}
 """Packages whose modules a model of transformers has when it is not quantized."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specplug.kernels.dispatch import runs_step_kernels
+from specplug.kernels.kernel_table import Operation, runs_triton
 from specplug.model.rotary import scaled_parts, types_of
 
 MOST_BYTES = 256 << 20
@@ -47,7 +47,7 @@ class RotaryTable(nn.Module):
 
 def _read(table: Tensor, positions: Tensor) -> Tensor:
     """Return the rows of [2, positions, D] at these [R]: [2, R, D]."""
-    if runs_step_kernels(table.device):
+    if runs_triton(Operation.ROTARY_ROWS, table.device):
         from specplug.kernels.row_gather import gather_rows
 
         return gather_rows(table, positions)

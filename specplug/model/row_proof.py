@@ -14,6 +14,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from specplug.kernels.attention_form import AttentionForm
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
 from specplug.model.attention import AttentionKind
 from specplug.model.trials import RunPass, TrialRequests, random_tokens, rows_of
@@ -178,12 +179,11 @@ class RowProof:
             k, v = torch.randn(2, length, kv_heads, head_dim, **how)
             sinks = torch.randn(kind.heads, **how) if kind.has_sinks else None
             scale = kind.key_dim**-0.5 if kind.scale is None else kind.scale
+            form = AttentionForm(scale, kind.window, kind.softcap, sinks)
             whole = None
             for one in self._reads(requests, length):
                 at = one.tokens
-                out = one.plan.attend(
-                    cache, 0, q[at], k[at], v[at], scale, kind.window, kind.softcap, sinks
-                )
+                out = one.plan.attend(cache, 0, q[at], k[at], v[at], form)
                 whole = out if whole is None else whole
                 found = _variance(one, [out], [whole])
                 if found is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specplug.grammar.masks import mask_scores
 from specplug.kernels.argmax import argmax_rows
-from specplug.kernels.dispatch import runs_kernels
+from specplug.kernels.kernel_table import Operation, runs_triton
 from specplug.sampling_params import BannedTokens, Needs, SamplingParams
 from specplug.speculative.draft import Draft
 from specplug.speculative.host_copy import upload
@@ -42,21 +42,10 @@ class Sampler:
     Args:
         req_table_size: request rows, row 0 included.
         vocab_size: V.
-        fused: choose with the Triton kernels of ``kernels.sampling``, except from float64 logits.
-            None: if the device is a GPU and Triton is installed.
     """
 
-    def __init__(
-        self,
-        req_table_size: int,
-        vocab_size: int,
-        device: torch.device,
-        fused: bool | None = None,
-    ) -> None:
+    def __init__(self, req_table_size: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
-        if fused is None:
-            fused = runs_kernels(device)
-        self._fused = fused
         self._vocab = torch.arange(vocab_size, device=device)
         self._settings = torch.zeros(
             req_table_size, len(_COLUMNS), dtype=torch.float32, device=device
@@ -133,7 +122,7 @@ class Sampler:
         """Return the Gumbel noise of each request and position [n] at ``token_ids`` [V]: [n, V]
         float32, 0 for greedy requests."""
         seeds, random = self._seeds[req_indices], self._random[req_indices]
-        if self._fused:
+        if runs_triton(Operation.NOISE, self._device):
             from specplug.kernels.sampling import gumbel_noise
 
             return gumbel_noise(seeds, random, positions, token_ids)
@@ -168,7 +157,7 @@ class Sampler:
         """
         if not needs & ~Needs.OUTPUTS:
             return argmax_rows(logits)
-        if self._fused and logits.dtype != torch.float64:
+        if runs_triton(Operation.SAMPLING, logits.device, logits.dtype):
             from specplug.kernels.sampling import choose_tokens
 
             return choose_tokens(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specplug.distributed.rank_group import RankGroup
 from specplug.errors import warn_fallback
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
-from specplug.kernels.dispatch import HALF, attention_kernels, why_without_kernels
+from specplug.kernels.kernel_table import HALF, Implementation, Operation, attention_kernels, choose
 from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import running
 from specplug.model.checkpoint import (
@@ -229,8 +229,9 @@ class Target:
         """Return the kernels of the CPU, or why there are none."""
         if self.device.type != "cpu":
             return f"they are not for {self.device.type}"
-        if self.dtype != torch.float32:
-            return f"they are not for {str(self.dtype).removeprefix('torch.')}"
+        choice = choose(Operation.LAYERS, self.device, self.dtype)
+        if choice.implementation is not Implementation.C:
+            return choice.why
         if torch.get_num_threads() > 1:
             return "they run on one thread, torch on several"
         with self._startup.part("compiling kernels"):
@@ -367,7 +368,7 @@ def row_invariance_without_kernels(
         return "on"
     why = f"there are no kernels for this {device.type}"
     if device.type == "cuda":
-        why = why_without_kernels(device) or why
+        why = choose(Operation.LAYERS, device, dtype).why
         warn_fallback(
             f"{why}: torch attends and multiplies, so tokens may depend on what else is in a batch"
         )

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from specplug.debug import DEBUG
 from specplug.errors import shown
-from specplug.kernels.dispatch import runs_tree_kernels
+from specplug.kernels.kernel_table import runs_tree_kernels
 from specplug.speculative.host_copy import upload
 from specplug.speculative.padding import Padding
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specplug.kernels.dispatch import runs_step_kernels
+from specplug.kernels.kernel_table import Operation, runs_triton
 from specplug.speculative.draft import DraftInput
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class FutureMap:
 
     def publish(self, req_indices: Tensor, seq_lens: Tensor, output: CommittedOutput) -> None:
         """Say how far each request is: committed lengths [bs] and bonus tokens [bs]."""
-        if runs_step_kernels(self._known.device):
+        if runs_triton(Operation.PUBLISH, self._known.device):
             from specplug.kernels.publish import publish
 
             publish(self._known, req_indices, seq_lens, output.bonus_tokens)
@@ -69,7 +69,7 @@ class FutureMap:
             of each accepted path, and then its accept length.
         """
         lens, tokens = output.accept_lens, output.next_tokens
-        if runs_step_kernels(self._known.device):
+        if runs_triton(Operation.PUBLISH, self._known.device):
             from specplug.kernels.publish import publish_step
 
             bonus = output.bonus_tokens
@@ -183,7 +183,7 @@ class FutureMap:
         """Return whether a kernel copies rows of these buffers; of none there is nothing to copy.
         What a plugin has put in their place may be of other sizes."""
         device = self._known.device
-        if not buffers or not runs_step_kernels(device):
+        if not buffers or not runs_triton(Operation.STATE_ROWS, device):
             return False
         from specplug.kernels.state_rows import serves
 

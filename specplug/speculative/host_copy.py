@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specplug.kernels.dispatch import runs_step_kernels
+from specplug.kernels.kernel_table import Operation, runs_triton
 
 _FEW_BYTES = 16 << 10
 """Up to so many a kernel writes, which the stream need not change over to a copy engine for."""
@@ -36,7 +36,8 @@ def host_copy(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor.clone()
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    if tensor.nbytes <= _FEW_BYTES and tensor.is_contiguous() and runs_step_kernels(tensor.device):
+    fits = tensor.nbytes <= _FEW_BYTES and tensor.is_contiguous()
+    if fits and runs_triton(Operation.HOST_WRITE, tensor.device):
         from specplug.kernels.host_write import host_write
 
         host_write(tensor, pinned)

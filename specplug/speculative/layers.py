@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_for
-from specplug.kernels.dispatch import runs_pass_kernels
+from specplug.kernels.kernel_table import Operation, runs_triton
 
 DRAFT_KERNEL_ROWS = 64
 """The most rows of a draft's product that the kernel computes: up to there it is as fast as cuBLAS
@@ -31,7 +31,7 @@ where they belong and attends."""
 def has_kernels(x: Tensor) -> bool:
     """Return whether the layers compute rows [R, …] by kernels: on a GPU in half precision. They
     know no gradient, so training does not."""
-    return runs_pass_kernels(x.device, x.dtype) and not torch.is_grad_enabled()
+    return runs_triton(Operation.LAYERS, x.device, x.dtype) and not torch.is_grad_enabled()
 
 
 def linear(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from specplug.errors import PluginError
 from specplug.kernels import grouped_attention
+from specplug.kernels.attention_form import AttentionForm, kept_form
 from specplug.kernels.cpu_kernels import CPUKernels, CPURows
-from specplug.kernels.dispatch import HALF
 from specplug.kernels.grouped_attention import GroupedAttention, group_requests
+from specplug.kernels.kernel_table import HALF
 from specplug.kernels.paged_attention import paged_attention_reference
 from specplug.speculative.draft import Draft, described
 from specplug.speculative.padding import Padding
@@ -268,46 +269,28 @@ class PagedPlan:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        form: AttentionForm,
     ) -> Tensor:
-        """Write keys and values, then attend, as ``AttentionPlan.attend`` says.
-
-        Args:
-            window: a sliding window's length in tokens.
-            sinks: [H], a score of each head that takes part in its softmax without a value.
-        """
+        """Write keys and values, then attend, as ``AttentionPlan.attend`` says."""
         self.write(cache, layer, k, v)
-        return self.attend_written(cache, layer, q, scale, window, softcap, sinks)
+        return self.attend_written(cache, layer, q, form)
 
     def attend_written(
-        self,
-        cache: PagedKVCache,
-        layer: int,
-        q: Tensor,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        self, cache: PagedKVCache, layer: int, q: Tensor, form: AttentionForm
     ) -> Tensor:
         """Attend, as ``attend`` does, after the rows' keys and values have been written."""
         keys, values = cache.keys[layer], cache.values[layer]
-        scale = q.shape[2] ** -0.5 if scale is None else scale
         kernels, on_cpu = self.requests.kernels, self.requests.cpu_kernels
         if kernels is not None and q.dtype in HALF:
-            return kernels(
-                q, keys, values, self.rows, scale, window=window, softcap=softcap, sinks=sinks
-            )
+            return kernels(q, keys, values, self.rows, form)
         if on_cpu is not None:
-            out = on_cpu.attend(q, keys, values, self._cpu_rows, scale, window, softcap, sinks)
+            out = on_cpu.attend(q, keys, values, self._cpu_rows, form)
             if out is not None:
                 return out
         grouped = self._grouped(keys.shape[1] * keys.shape[2], keys.element_size())
         if grouped is not None:
-            return grouped.attend(q, keys, values, self.visible, window, scale, softcap, sinks)
-        return self._attend_together(q, keys, values, scale, window, softcap, sinks)
+            return grouped.attend(q, keys, values, self.visible, form)
+        return self._attend_together(q, keys, values, form)
 
     def _grouped(self, elements: int, item_bytes: int) -> GroupedAttention | None:
         """Return what attends in groups of requests, made once per pass for the keys of one size;
@@ -341,14 +324,7 @@ class PagedPlan:
         _write(cache, layer, self.slots, k, v, self.requests)
 
     def _attend_together(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm
     ) -> Tensor:
         """Attend by torch, all requests in one call: [R, H, D] -> [R, H * D]."""
         heads, head_dim = q.shape[1:]
@@ -359,10 +335,8 @@ class PagedPlan:
             keys,
             values,
             self.table,
-            self._bias_for(window, heads // keys.shape[1], q.dtype),
-            scale,
-            softcap,
-            sinks,
+            self._bias_for(form.window, heads // keys.shape[1], q.dtype),
+            form,
         )
         flat = out.transpose(1, 2).reshape(self.bs * self.width, heads * head_dim)
         return flat if self.padding is None else flat[self.padding.flat_index]
@@ -449,7 +423,8 @@ class LentPlan:
         window: int | None = None,
     ) -> Tensor:
         """Write keys and values, then attend, as ``AttentionPlan.attend`` says."""
-        return self._plan.attend(_own(cache), layer, q, k, v, scale, window)
+        form = kept_form(q.shape[2] ** -0.5 if scale is None else scale, window)
+        return self._plan.attend(_own(cache), layer, q, k, v, form)
 
     def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the rows' keys and values, as ``AttentionPlan.write`` says."""
@@ -498,15 +473,23 @@ class JoinedPlan:
         return torch.cat([part.slots for part in self.parts])
 
     def attend(
-        self, cache: PagedKVCache, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any
+        self,
+        cache: PagedKVCache,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        form: AttentionForm,
     ) -> Tensor:
         """Write and attend in both halves, as ``PagedPlan.attend`` does."""
         _write(cache, layer, self.slots, k, v, self.parts[0].requests)
-        return self.attend_written(cache, layer, q, *how)
+        return self.attend_written(cache, layer, q, form)
 
-    def attend_written(self, cache: PagedKVCache, layer: int, q: Tensor, *how: Any) -> Tensor:
+    def attend_written(
+        self, cache: PagedKVCache, layer: int, q: Tensor, form: AttentionForm
+    ) -> Tensor:
         """Attend in both halves, as ``PagedPlan.attend_written`` does."""
         first, second = self.parts
         rows = len(first.positions)
-        first_out = first.attend_written(cache, layer, q[:rows], *how)
-        return torch.cat((first_out, second.attend_written(cache, layer, q[rows:], *how)))
+        first_out = first.attend_written(cache, layer, q[:rows], form)
+        return torch.cat((first_out, second.attend_written(cache, layer, q[rows:], form)))

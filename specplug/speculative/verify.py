@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.kernels.dispatch import runs_tree_kernels
+from specplug.kernels.kernel_table import runs_tree_kernels
 from specplug.speculative.draft import Draft, arange, described, is_dense
 
 

@@ -87,3 +87,18 @@ def test_versions_are_read_without_importing(plugin_folder, others):
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not imported & {"torch", "transformers", "triton"}
     assert "torch" in done.stdout
+
+
+def test_doctor_says_which_kernels_run_and_why(plugin_folder, others):
+    variables = {"SPECPLUG_DISABLE": others, "SPECPLUG_KERNELS": "torch"}
+    said = doctor(plugin_folder, code=0, **variables)
+    assert ", SPECPLUG_KERNELS=torch\nOPERATION" in said
+    kernels = json.loads(doctor(plugin_folder, "--json", code=0, **variables))["kernels"]
+    assert kernels["mode"] == "torch"
+    reasons = {(by, why) for _, _, by, why in kernels["table"]}
+    assert reasons == {("torch", "SPECPLUG_KERNELS=torch")}
+    assert all(operations in said for operations, *_ in kernels["table"])
+    variables["SPECPLUG_KERNELS"] = "cuda"
+    said = doctor(plugin_folder, code=0, **variables)
+    assert "note: which kernels run is not known: " in said
+    assert "SPECPLUG_KERNELS='cuda'; expected one of torch, triton, auto" in said

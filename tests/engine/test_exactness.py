@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specplug import LLM, RequestOutput, SamplingParams
-from specplug.kernels import dispatch
+from specplug.kernels.kernel_table import kernels_used
 
 KINDS = ("greedy", "seeded", "truncated", "penalized", "penalized and sampled")
 MAX_TOKENS = 28
@@ -281,11 +281,11 @@ def test_half_precision_generates_the_same_twice(
     assert found[0] == found[1]
 
 
+@kernels_used("triton")
 def test_kernels_around_the_pass_change_no_token(
-    tiny_model: Path, reference: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, reference: Any, scripted: Any
 ) -> None:
     """Those of ``kernels.tree``, which a GPU launches in the place of torch."""
-    monkeypatch.setattr(dispatch, "forced", True)
     prompts, params = reference.prompts[:2], reference.params["penalized"][:2]
     algorithm = scripted(reference.tokens(["penalized"] * 7), tree=True, right=0.8, ragged=True)
     with LLM(tiny_model, dtype="float64", page_size=3, speculative_algorithm=algorithm) as llm:

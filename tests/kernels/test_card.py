@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from specplug.errors import FallbackWarning
 from specplug.kernels import card
 from specplug.kernels.card import Card, card_of
-from specplug.kernels.dispatch import runs_pass_kernels
+from specplug.kernels.kernel_table import Operation, kernels_used, runs_triton
 from specplug.kernels.linear import choose_tile, compile_options
 from specplug.model.target import row_invariance_without_kernels
 
@@ -25,11 +27,12 @@ CARDS = {
 
 
 @pytest.fixture
-def assume(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Card:
+def assume(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Card]:
     """A card that every device then is."""
     chosen = CARDS[request.param]
     monkeypatch.setattr(card, "assumed", chosen)
-    return chosen
+    with kernels_used("auto"):
+        yield chosen
 
 
 def test_card_of_a_cpu_has_room_and_launches_in_turn() -> None:
@@ -63,8 +66,9 @@ def test_compile_options_hopper_keeps_a_buffer_for_wide_tiles(rows: int, stages:
     ids=list(CARDS),
 )
 def test_pass_kernels_run_from_capability_8_on(assume: Card, runs: bool) -> None:
-    assert runs_pass_kernels(CUDA, torch.float16) == runs
-    assert not runs_pass_kernels(CUDA, torch.float32)
+    for operation in (Operation.ATTENTION, Operation.LAYERS):
+        assert runs_triton(operation, CUDA, torch.float16) == runs
+        assert not runs_triton(operation, CUDA, torch.float32)
 
 
 @pytest.mark.parametrize("assume", ["T4"], indirect=True)

@@ -18,6 +18,7 @@ from server_process import is_alive, wait_until
 from specplug.kernels import cpu_compiler
 from specplug.kernels.cpu_compiler import find_compiler, load_compiled
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
+from specplug.kernels.kernel_table import kernels_used
 
 Compiler = Callable[[str], str]
 """Makes a command of a shell script, which finds the place of the library in ``$out``, and that of
@@ -328,6 +329,8 @@ def test_compiling_declined_loads_nothing(
 ) -> None:
     (tmp_path / "trial.py").touch()
     with cpu_compiler.compiling_declined(True):
+        assert load_compiled(source, tmp_path / "trial.py", never) is None
+    with kernels_used("torch"):
         assert load_compiled(source, tmp_path / "trial.py", never) is None
     with cpu_compiler.compiling_declined(False):
         assert load_compiled(source, tmp_path / "trial.py", Path.exists) is True

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specplug import LLM
+from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.cpu_kernels import CPUKernels, CPURows
 from specplug.model.fused_norms import rms_norm
 
 CONTEXT = 96
+FORM = AttentionForm(0.2)
 
 
 class Batch:
@@ -80,7 +82,9 @@ def test_attention_is_torchs(
     cpu_kernels: CPUKernels, shape: tuple[int, int, int], window: int | None
 ) -> None:
     batch = Batch([0, 15, 16, 50, 3], [1, 1, 3, 5, 40], *shape)
-    found = cpu_kernels.attend(batch.q, batch.keys, batch.values, batch.rows(), 0.2, window)
+    found = cpu_kernels.attend(
+        batch.q, batch.keys, batch.values, batch.rows(), AttentionForm(0.2, window)
+    )
     expected = batch.expected(window).float()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
@@ -89,14 +93,14 @@ def test_attention_of_trees_is_torchs(cpu_kernels: CPUKernels) -> None:
     batch = Batch([0, 13, 31], [7, 7, 7], 4, 2, 32)
     mask = torch.rand(3, 7, 7, generator=batch.generator) < 0.5
     mask |= torch.eye(7, dtype=torch.bool)
-    found = cpu_kernels.attend(batch.q, batch.keys, batch.values, batch.rows(mask), 0.2)
+    found = cpu_kernels.attend(batch.q, batch.keys, batch.values, batch.rows(mask), FORM)
     expected = batch.expected(mask=mask).float()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
 
 def test_bits_of_a_row_are_its_own(cpu_kernels: CPUKernels) -> None:
     batch = Batch([5, 0, 40, 17], [6, 33, 1, 6], 4, 2, 32)
-    together = cpu_kernels.attend(batch.q, batch.keys, batch.values, batch.rows(), 0.2)
+    together = cpu_kernels.attend(batch.q, batch.keys, batch.values, batch.rows(), FORM)
     assert together is not None
     chains = torch.ones(1, 6, 6, dtype=torch.bool).tril()
     row = 0
@@ -111,7 +115,7 @@ def test_bits_of_a_row_are_its_own(cpu_kernels: CPUKernels) -> None:
                 count=width,
                 mask=chains,
             )
-            found = cpu_kernels.attend(q, batch.keys, batch.values, tree, 0.2)
+            found = cpu_kernels.attend(q, batch.keys, batch.values, tree, FORM)
             assert found is not None
             assert torch.equal(found, together[row : row + width])
         for i in range(width):
@@ -123,7 +127,7 @@ def test_bits_of_a_row_are_its_own(cpu_kernels: CPUKernels) -> None:
                 count=1,
                 offset=i,
             )
-            found = cpu_kernels.attend(q[i : i + 1], batch.keys, batch.values, alone, 0.2)
+            found = cpu_kernels.attend(q[i : i + 1], batch.keys, batch.values, alone, FORM)
             assert found is not None
             assert torch.equal(found[0], together[row + i])
         row += width
@@ -132,10 +136,10 @@ def test_bits_of_a_row_are_its_own(cpu_kernels: CPUKernels) -> None:
 def test_what_attention_does_not_know_is_torchs(cpu_kernels: CPUKernels) -> None:
     batch = Batch([3], [2], 4, 2, 32)
     q, keys, values, rows = batch.q, batch.keys, batch.values, batch.rows()
-    attend = partial(cpu_kernels.attend, scale=0.2)
+    attend = partial(cpu_kernels.attend, form=FORM)
     assert attend(q, keys, values, rows) is not None
-    assert attend(q, keys, values, rows, softcap=5.0) is None
-    assert attend(q, keys, values, rows, sinks=torch.zeros(4)) is None
+    assert attend(q, keys, values, rows, form=AttentionForm(0.2, softcap=5.0)) is None
+    assert attend(q, keys, values, rows, form=AttentionForm(0.2, sinks=torch.zeros(4))) is None
     for other in (
         q.double(),
         q[:1],
@@ -151,12 +155,12 @@ def test_what_attention_does_not_know_is_torchs(cpu_kernels: CPUKernels) -> None
     assert attend(q, keys.to("meta"), values.to("meta"), rows) is None
     assert attend(q, keys[..., :0], values[..., :0], rows) is None
     tree = batch.rows(torch.ones(1, 2, 2, dtype=torch.bool))
-    assert attend(q, keys, values, tree, window=4) is None
+    assert attend(q, keys, values, tree, form=AttentionForm(0.2, 4)) is None
 
 
 def test_indices_in_no_memory_are_torchs(cpu_kernels: CPUKernels) -> None:
     batch = Batch([3], [2], 4, 2, 32)
-    attend = partial(cpu_kernels.attend, batch.q, batch.keys, batch.values, scale=0.2)
+    attend = partial(cpu_kernels.attend, batch.q, batch.keys, batch.values, form=FORM)
     for name in ("table", "req_indices", "starts", "first_rows"):
         rows = batch.rows()
         own = getattr(rows, name)
@@ -178,14 +182,14 @@ def test_attention_by_an_index_outside_is_refused(
     rows = batch.rows()
     getattr(rows, name).view(-1)[-1 if name != "table" else CONTEXT + 2] = value
     with pytest.raises(IndexError, match="outside"):
-        cpu_kernels.attend(batch.q, batch.keys, batch.values, rows, 0.2)
+        cpu_kernels.attend(batch.q, batch.keys, batch.values, rows, FORM)
 
 
 def test_attention_by_a_mask_of_fewer_rows_is_refused(cpu_kernels: CPUKernels) -> None:
     batch = Batch([3], [2], 4, 2, 32)
     rows = batch.rows(torch.ones(1, 1, 2, dtype=torch.bool))
     with pytest.raises(IndexError, match="outside"):
-        cpu_kernels.attend(batch.q, batch.keys, batch.values, rows, 0.2)
+        cpu_kernels.attend(batch.q, batch.keys, batch.values, rows, FORM)
 
 
 @pytest.mark.parametrize("start", [15, 1 << 40, -(1 << 40)])
@@ -194,7 +198,7 @@ def test_rows_past_the_table_write_nothing_there(cpu_kernels: CPUKernels, start:
     batch = Batch([0], [40], 5, 1, 80)
     rows = attrs.evolve(batch.rows(), table=batch.table[:, :17].contiguous())
     rows.starts.fill_(start)
-    found = cpu_kernels.attend(batch.q, batch.keys, batch.values, rows, 0.2, window=6)
+    found = cpu_kernels.attend(batch.q, batch.keys, batch.values, rows, AttentionForm(0.2, 6))
     assert found is not None
     assert found.isfinite().all()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.paged_attention import paged_attention_reference
 
 
@@ -29,7 +30,8 @@ def test_each_query_attends_to_its_own_requests_slots(
     bias = torch.zeros(bs, 1, group * width, length, dtype=torch.float64)
     bias.masked_fill_(~visible.repeat(1, group, 1).unsqueeze(1), float("-inf"))
     sinks = normal(heads) if has_sinks else None
-    found = paged_attention_reference(q, keys, values, table, bias, 0.3, softcap, sinks)
+    form = AttentionForm(0.3, softcap=softcap, sinks=sinks)
+    found = paged_attention_reference(q, keys, values, table, bias, form)
     for b in range(bs):
         own = table.view(bs, length)[b]
         for head in range(heads):

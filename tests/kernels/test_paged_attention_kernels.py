@@ -4,6 +4,7 @@ loops up to rounding. On the CPU through Triton's interpreter, which knows no bf
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from specplug.kernels import attention_sums, card
 from specplug.kernels import paged_attention_kernels as kernels
+from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.card import Card
 from specplug.kernels.paged_attention_kernels import PagedAttention, PagedRows, path_orders
 from specplug.kernels.prompt_attention_kernels import COPIED, PromptTile
@@ -71,7 +73,7 @@ class Pass:
         parts: int = 1 << 18,
         tiled_width: int = 1 << 30,
         tile: PromptTile | None = None,
-        **how: object,
+        **how: Any,
     ) -> Tensor:
         """[R, H * D], with a poisoned workspace of so many numbers.
 
@@ -85,7 +87,8 @@ class Pass:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "_TILED_WIDTH", tiled_width)
             patch.setattr(kernels, "_COPIED_ROWS", 1)
-            return attention(self.q, self.keys, self.values, self.rows, SCALE, **how)  # type: ignore[arg-type]
+            form = AttentionForm(SCALE, **how)
+            return attention(self.q, self.keys, self.values, self.rows, form)
 
 
 def make_pass(
@@ -178,7 +181,7 @@ def test_reserved_room_is_enough_for_a_full_pool(width: int) -> None:
         attention._workspace.fill_(float("nan"))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "_TILED_WIDTH", 1 << 30)
-            found = attention(one.q, one.keys, one.values, one.rows, SCALE)
+            found = attention(one.q, one.keys, one.values, one.rows, AttentionForm(SCALE))
         assert torch.equal(expected, found)
         written.append(int((~attention._workspace.isnan()).sum()))
     assert written[0] == written[1] > 0, "all parts are summed up for all rows together"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specplug import CommittedOutput, FutureMap
-from specplug.kernels import dispatch
+from specplug.kernels.kernel_table import kernels_used
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -31,44 +31,42 @@ def _output(bs: int, columns: int) -> CommittedOutput:
 
 @pytest.mark.parametrize("columns", [1, 2, 5, 8])
 @pytest.mark.parametrize("rows", [(4,), (1, 5, 3), (2, 6, 1, 8, 7), ()])
-def test_publish_says_what_torch_says(
-    rows: tuple[int, ...], columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_publish_says_what_torch_says(rows: tuple[int, ...], columns: int) -> None:
     """By step and by lengths; the other rows keep what they had."""
     found = []
-    for forced in (True, False):
-        monkeypatch.setattr(dispatch, "forced", forced)
-        future_map = FutureMap(9, DEVICE)
-        everyone = torch.arange(9, device=DEVICE)
-        future_map.seq_lens.copy_(everyone + 100)
-        future_map.bonus_tokens.copy_(everyone + 200)
-        output, starts = _output(len(rows), columns), _ids(*(10 * row for row in rows))
-        if rows:
-            seq_lens, report = future_map.publish_step(_ids(*rows), starts, output)
-        else:
-            seq_lens, report = starts, starts
-        known = future_map.resolve(everyone)
-        future_map.publish(_ids(*rows), starts, output)
-        again = future_map.resolve(everyone)
-        found.append(
-            [seq_lens, report, known[0], known[1].bonus_tokens, again[0], again[1].bonus_tokens]
-        )
+    for mode in ("triton", "torch"):
+        with kernels_used(mode):
+            future_map = FutureMap(9, DEVICE)
+            everyone = torch.arange(9, device=DEVICE)
+            future_map.seq_lens.copy_(everyone + 100)
+            future_map.bonus_tokens.copy_(everyone + 200)
+            output, starts = _output(len(rows), columns), _ids(*(10 * row for row in rows))
+            if rows:
+                seq_lens, report = future_map.publish_step(_ids(*rows), starts, output)
+            else:
+                seq_lens, report = starts, starts
+            known = future_map.resolve(everyone)
+            future_map.publish(_ids(*rows), starts, output)
+            again = future_map.resolve(everyone)
+            found.append(
+                [seq_lens, report, known[0], known[1].bonus_tokens, again[0], again[1].bonus_tokens]
+            )
     for by_kernel, by_torch in zip(*found, strict=True):
         assert torch.equal(by_kernel, by_torch)
 
 
-def test_publish_refuses_tensors_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+@kernels_used("triton")
+def test_publish_refuses_tensors_of_other_sizes() -> None:
     """A plugin may have put them there."""
-    monkeypatch.setattr(dispatch, "forced", True)
     output = _output(2, 1)
     output.bonus_tokens = output.bonus_tokens[:1]
     with pytest.raises(ValueError, match=r"expected \[bs\] of each"):
         FutureMap(4, DEVICE).publish(_ids(1, 2), _ids(5, 6), output)
 
 
-def test_requests_of_nobody_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+@kernels_used("triton")
+def test_requests_of_nobody_share_a_row() -> None:
     """A padded batch repeats row 0, which is nobody's."""
-    monkeypatch.setattr(dispatch, "forced", True)
     future_map = FutureMap(4, DEVICE)
     seq_lens, report = future_map.publish_step(_ids(3, 0, 0), _ids(5, 0, 0), _output(3, 2))
     assert seq_lens.tolist() == [6, 2, 1]

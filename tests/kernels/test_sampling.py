@@ -16,6 +16,7 @@ from torch import Tensor
 from specplug import Draft, SamplingParams
 from specplug.grammar.masks import mask_without
 from specplug.kernels import sampling
+from specplug.kernels.kernel_table import kernels_used
 from specplug.model.sampler import Sampler
 from specplug.sampling_params import BannedTokens, Needs
 from specplug.speculative.noise import gumbel
@@ -53,13 +54,14 @@ def _both(
     for each in params:
         needs |= each.needs
     found: list[list[int]] = []
-    for fused in (False, True):
-        sampler = Sampler(len(params) + 1, vocab, DEVICE, fused=fused)
+    for mode in ("torch", "triton"):
+        sampler = Sampler(len(params) + 1, vocab, DEVICE)
         for i, each in enumerate(params):
             banned = BannedTokens(frozenset(), frozenset((1 + i, vocab - 1)), each.min_tokens)
             sampler.admit(i + 1, each, each.seed or 0, (0, 2, 2), (2, 3), banned)
         random = sampler.is_random(req_indices) if needs & Needs.NOISE else None
-        chosen = sampler.sample(logits, needs, random, req_indices, positions, draft, allowed)
+        with kernels_used(mode):
+            chosen = sampler.sample(logits, needs, random, req_indices, positions, draft, allowed)
         assert chosen.dtype == torch.int64
         found.append(chosen.tolist())
     return found[0], found[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specplug.kernels import dispatch
+from specplug.kernels.kernel_table import kernels_used
 from specplug.kv.request_table import RequestTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -24,9 +24,9 @@ def entered(page_size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 32, 80])
-def test_pages_are_entered_as_by_torch(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "forced", False)
-    expected = entered(page_size)
-    monkeypatch.setattr(dispatch, "forced", True)
-    assert torch.equal(entered(page_size), expected)
+def test_pages_are_entered_as_by_torch(page_size: int) -> None:
+    with kernels_used("torch"):
+        expected = entered(page_size)
+    with kernels_used("triton"):
+        assert torch.equal(entered(page_size), expected)
     assert expected.any()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specplug import Draft, VerifyOutput, verify_tree
-from specplug.kernels import dispatch
+from specplug.kernels.kernel_table import MOST_NODES, kernels_used
 from specplug.kernels.tree import move_accepted
 from specplug.kv.tensors import move_slots
 from specplug.speculative.target_output import CommittedOutput, compact
@@ -22,16 +21,6 @@ from specplug.speculative.target_output import CommittedOutput, compact
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB_SIZE = 5
 some = settings(max_examples=40, deadline=None, derandomize=True, database=None)
-
-
-@contextmanager
-def _kernels(forced: bool) -> Iterator[None]:
-    """Launch the kernels in the block, on the CPU too; or nowhere."""
-    dispatch.forced = forced
-    try:
-        yield
-    finally:
-        dispatch.forced = None
 
 
 @attrs.frozen
@@ -95,12 +84,12 @@ def _decoded(case: Case) -> tuple[Draft, VerifyOutput, CommittedOutput]:
 @some
 @given(case=cases())
 def test_a_step_by_the_kernels_is_the_torch_step(case: Case) -> None:
-    with _kernels(forced=False):
+    with kernels_used("torch"):
         draft, verified, kept = _decoded(case)
         assert draft.mask.any()  # computed by torch, and kept
         assert draft.depths.numel()
     assert verified.accepted_rows is None
-    with _kernels(forced=True):
+    with kernels_used("triton"):
         fused, by_kernel, compacted = _decoded(case)
         _assert_same(fused, draft, "tokens")
         if not draft.is_chain:
@@ -118,9 +107,9 @@ def test_chains_are_rooted_wherever_their_tokens_stand() -> None:
     for tokens in (wide[:, 2:7], wide.t()[:, :2], wide[1].expand(3, -1), wide[:, :1]):
         roots = torch.arange(len(tokens) * 2, device=DEVICE)[1::2]
         draft = Draft(tokens=tokens, parents=None, widths=None, depth=tokens.shape[1] - 1)
-        with _kernels(forced=False):
+        with kernels_used("torch"):
             expected = draft.rooted(roots, VOCAB_SIZE).tokens
-        with _kernels(forced=True):
+        with kernels_used("triton"):
             found = draft.rooted(roots, VOCAB_SIZE).tokens
         assert torch.equal(found, expected)
         assert found.data_ptr() != tokens.data_ptr()
@@ -133,9 +122,9 @@ def test_a_draft_as_it_is_given_is_looked_through_alike(case: Case) -> None:
     if case.draft.is_chain:
         return
     draft, same = case.draft, case.draft.copy()
-    with _kernels(forced=False):
+    with kernels_used("torch"):
         assert draft.lost.dtype == torch.bool  # computed by torch, and kept
-    with _kernels(forced=True):
+    with kernels_used("triton"):
         _assert_same(same, draft, "lost", "depths", "mask")
 
 
@@ -145,7 +134,7 @@ def test_accepted_nodes_move_as_by_torch(
     case: Case, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     bs = len(case.roots)
-    with _kernels(forced=False):
+    with kernels_used("torch"):
         draft = case.rooted()
         index = verify_tree(draft, case.predict).accept_index
     heads, dim = data.draw(st.sampled_from(((1, 3), (2, 32), (3, 24))))
@@ -179,9 +168,9 @@ def test_wide_trees_are_accepted_as_by_torch(width: int) -> None:
     draft = Draft.tree(tokens, parents, width - 1)
     predict = torch.cat(((order + 1) % 3, order % 2))
     case = Case(draft, tokens[:, 0].contiguous(), predict)
-    with _kernels(forced=False):
+    with kernels_used("torch"):
         _, verified, kept = _decoded(case)
-    with _kernels(forced=True):
+    with kernels_used("triton"):
         _, by_kernel, compacted = _decoded(case)
     assert verified.accept_lens[0] == width
     _assert_same(by_kernel, verified, "accept_index", "accept_lens", "bonus_tokens")
@@ -189,8 +178,8 @@ def test_wide_trees_are_accepted_as_by_torch(width: int) -> None:
 
 
 def test_more_nodes_than_bits_are_for_torch() -> None:
-    draft = Draft.chain(torch.zeros(1, dispatch.MOST_NODES + 1, dtype=torch.int64, device=DEVICE))
-    with _kernels(forced=True):
+    draft = Draft.chain(torch.zeros(1, MOST_NODES + 1, dtype=torch.int64, device=DEVICE))
+    with kernels_used("triton"):
         verified = verify_tree(draft, draft.tokens.view(-1))
     assert verified.accepted_rows is None
     assert verified.accept_lens.tolist() == [draft.width]

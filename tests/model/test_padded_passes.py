@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specplug import LLM, SamplingParams
 from specplug.kernels import paged_attention_kernels as kernels
+from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.paged_attention_kernels import PagedAttention
 from specplug.model.padded_passes import PaddedPasses, PassPart, size_of
 from specplug.model.pass_form import PassForm, row_buckets
@@ -57,7 +58,7 @@ class Layer:
         pool = self.written = self.pool.clone()
         cache = PagedKVCache([pool[0]], [pool[1]])
         q, k, v = self.rows[:, tokens]
-        out = plan.attend(cache, 0, q, k[:, :1], v[:, :1])
+        out = plan.attend(cache, 0, q, k[:, :1], v[:, :1], AttentionForm(q.shape[2] ** -0.5))
         wanted = out if isinstance(logits_rows, int) else out[logits_rows]
         return wanted, {"all": out}, {}
 

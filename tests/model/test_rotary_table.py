@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from specplug.kernels import dispatch
+from specplug.kernels.kernel_table import kernels_used
 from specplug.model import rotary_table
 from specplug.model.rotary_table import RotaryTable, keep_rotary_tables
 
@@ -52,13 +52,10 @@ def make(name: str, **more: Any) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+@pytest.mark.parametrize("mode", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", KEPT)
-def test_rows_of_tables_are_those_of_the_module(
-    family: str, dtype: torch.dtype, kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatch, "forced", kernels)
+def test_rows_of_tables_are_those_of_the_module(family: str, dtype: torch.dtype, mode: str) -> None:
     name, more = KEPT[family]
     model: Any = make(name, **more).to(DEVICE)
     own = copy.deepcopy(model.model.rotary_emb)
@@ -70,7 +67,9 @@ def test_rows_of_tables_are_those_of_the_module(
     types = more.get("layer_types", [None])
     for layer_type in types:
         part = () if layer_type is None else (layer_type,)
-        found, expected = kept(x, positions, *part), own(x, positions, *part)
+        with kernels_used(mode):
+            found = kept(x, positions, *part)
+        expected = own(x, positions, *part)
         for ours, its in zip(found, expected, strict=True):
             assert ours.dtype == its.dtype
             assert torch.equal(ours, its)

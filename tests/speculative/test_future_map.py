@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from specplug import CommittedOutput, DraftInput, FutureMap
-from specplug.kernels import dispatch
+from specplug.kernels.kernel_table import kernels_used
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture(params=["torch", "kernels"])
-def future_map(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FutureMap:
+@pytest.fixture(params=["torch", "triton"])
+def future_map(request: pytest.FixtureRequest) -> Iterator[FutureMap]:
     """Of rows 0 (padding) to 5; its rows are copied by torch, or by the kernels."""
-    monkeypatch.setattr(dispatch, "forced", request.param == "kernels")
-    return FutureMap(6, DEVICE)
+    with kernels_used(request.param):
+        yield FutureMap(6, DEVICE)
 
 
 def _rows(*rows: int) -> Tensor:
@@ -191,9 +191,9 @@ def test_publish_and_stash_is_one_after_the_other(kind: str, future_map: FutureM
         assert torch.equal(found[1][name], expected[1][name])
 
 
-def test_two_maps_are_resolved_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+@kernels_used("triton")
+def test_two_maps_are_resolved_in_one_launch() -> None:
     """As each by itself, in tensors of their own; torch, subclasses and odd buffers do not."""
-    monkeypatch.setattr(dispatch, "forced", True)
     core, own = FutureMap(6, DEVICE), FutureMap(6, DEVICE)
     for number, each in enumerate((core, own)):
         _publish(each, _rows(2, 5, 1), [10 + number, 20, 30], [7, 8 + number, 9])
@@ -217,8 +217,7 @@ def test_two_maps_are_resolved_in_one_launch(monkeypatch: pytest.MonkeyPatch) ->
     derived = Subclass(6, DEVICE)
     derived.state = own.state
     assert core.resolve_with(derived, rows) is None
-    with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "forced", False)
+    with kernels_used("torch"):
         assert core.resolve_with(own, rows) is None
     own.state["hidden"] = own.state["hidden"][:4]
     assert core.resolve_with(own, rows) is None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specplug import Draft
 from specplug.kernels import grouped_attention
+from specplug.kernels.attention_form import AttentionForm
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import PagedKVCache, PagedPlan, RequestSlots
 
@@ -165,9 +166,10 @@ def test_attention_is_that_of_plain_loops(case: Case) -> None:
         **layout,
     )
     sinks = normal(HEADS) if case.has_sinks else None
+    form = AttentionForm(HEAD_DIM**-0.5, case.window, case.softcap, sinks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouped_attention, "GROUP_BYTES", case.group_bytes)
-        found = plan.attend(cache, 0, q, k, v, None, case.window, case.softcap, sinks)
+        found = plan.attend(cache, 0, q, k, v, form)
     row = 0
     for b, start in enumerate(case.starts):
         history = table[b + 1, :start]
@@ -208,7 +210,7 @@ def test_rows_after_an_offset_see_what_their_mask_says(offset: int) -> None:
         given_positions=torch.tensor([[9, 9]]),
         mask=mask,
     )
-    found = plan.attend(cache, 0, q, kv[0], kv[1])
+    found = plan.attend(cache, 0, q, kv[0], kv[1], AttentionForm(q.shape[2] ** -0.5))
     assert plan.slots.tolist() == slots[start + offset : start + offset + width].tolist()
     assert plan.positions.tolist() == [9, 9]
     for i in range(width):
@@ -246,7 +248,7 @@ def test_rows_before_the_committed_length_are_written_again(
         offset=offset,
         padding=Padding.of(widths, max(widths), CPU),
     )
-    found = plan.attend(cache, 0, q, kv[0], kv[1])
+    found = plan.attend(cache, 0, q, kv[0], kv[1], AttentionForm(q.shape[2] ** -0.5))
     row = 0
     for b, (start, width) in enumerate(zip(starts, widths, strict=True)):
         for position in range(start + offset, start + offset + width):
@@ -275,7 +277,7 @@ def test_a_context_that_was_only_written_is_seen() -> None:
     block = torch.ones(1, 2, 2, dtype=torch.bool)  # two rows that see one another
     plan = make_plan(table, row, zero + 4, 2, 20, last_position=100, mask=block)
     q = torch.randn(2, HEADS, HEAD_DIM, dtype=torch.float64, generator=generator)
-    found = plan.attend(cache, 0, q, kv[0, 4:], kv[1, 4:])
+    found = plan.attend(cache, 0, q, kv[0, 4:], kv[1, 4:], AttentionForm(q.shape[2] ** -0.5))
     for i in range(2):
         expected = _one_row(q[i], kv[0], kv[1], None)
         torch.testing.assert_close(found[i], expected, rtol=0, atol=1e-12)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specplug import Batch, SpecConfig
-from specplug.kernels.dispatch import attention_kernels
+from specplug.kernels.kernel_table import attention_kernels
 from specplug.speculative.graph_runner import GraphRunner, PassRunner
 from specplug.speculative.paged_plan import LentPlan, PagedKVCache
 from specplug.speculative.runtime_base import RuntimeBase

@@ -19,6 +19,7 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specplug.kernels.attention_form import kept_form
 from specplug.speculative.draft import Draft
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import PagedKVCache, PagedPlan
@@ -191,7 +192,6 @@ def _attend(
         PagedKVCache([pool.get_key_buffer(index)], [pool.get_value_buffer(index)]),
         0,
         q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-        layer.scaling,
         # SGLang counts the positions before a row, the core counts the row's own too.
-        sliding + 1 if sliding is not None and sliding > -1 else None,
+        kept_form(layer.scaling, sliding + 1 if sliding is not None and sliding > -1 else None),
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specplug.kernels.attention_form import AttentionForm
 from specplug.speculative.draft import Draft
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -78,7 +79,7 @@ def attention(case: str) -> tuple[Tensor, Tensor]:
     )
     cache = PagedKVCache([pools[0]], [pools[1]])
     plan = drafted_nodes(draft, req_indices, starts, step)
-    expected = plan.attend(cache, 0, q[rows], k[rows], v[rows])
+    expected = plan.attend(cache, 0, q[rows], k[rows], v[rows], AttentionForm(q.shape[2] ** -0.5))
     return found.flatten(1)[rows], expected
 
 

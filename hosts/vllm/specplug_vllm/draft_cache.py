@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specplug import PluginError
-from specplug.kernels.dispatch import runs_step_kernels
+from specplug.kernels.kernel_table import Operation, runs_triton
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import PagedKVCache
 from specplug_vllm.vllm_names import attention_classes, target_indexes_by_block_stride
@@ -219,7 +219,7 @@ class SlotTable:
         if self._new:
             new = upload(self._new, device)
             self._new.clear()
-            if runs_step_kernels(device):
+            if runs_triton(Operation.TABLE_PAGES, device):
                 from specplug.kernels.table_pages import enter_pages
 
                 enter_pages(self.slots, new, self.block_size)

@@ -22,7 +22,7 @@ from specplug import (
     PluginError,
     RequestReport,
 )
-from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, load_cpu_kernels
+from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, find_cpu_kernels
 from specplug.speculative.batch import ForwardMode
 from specplug.speculative.host_copy import upload
 from specplug.speculative.step_stages import Half, Scheduled
@@ -101,7 +101,7 @@ class Proposer:
         assert self._target is not None
         v1_names.check_runner(runner)
         self._runner = runner
-        found = load_cpu_kernels() if runner.device.type == "cpu" else None
+        found = find_cpu_kernels(runner.device)
         kernels = found if isinstance(found, CPUKernels) else None
         self._runtime = runtime = VllmRuntime(
             self._vllm_config,

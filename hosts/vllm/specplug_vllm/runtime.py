@@ -16,7 +16,7 @@ from specplug import (
     UsageError,
 )
 from specplug.kernels.cpu_kernels import CPUKernels
-from specplug.kernels.dispatch import attention_kernels, runs_step_kernels
+from specplug.kernels.kernel_table import Operation, attention_kernels, runs_triton
 from specplug.speculative.graph_runner import GraphRunner, PassRunner
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedPlan, RequestSlots
@@ -245,7 +245,8 @@ class VllmRuntime(RuntimeBase):
 
     def _rows(self, states: list[Tensor], rows: Tensor) -> Tensor:
         """Return rows of states, those of several beside one another."""
-        if runs_step_kernels(self.device) and all(each.stride(1) == 1 for each in states):
+        dense = all(each.stride(1) == 1 for each in states)
+        if dense and runs_triton(Operation.CAPTURED_ROWS, self.device):
             from specplug.kernels.row_gather import join_rows
 
             return join_rows(states, rows)

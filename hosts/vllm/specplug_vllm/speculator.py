@@ -20,7 +20,7 @@ from specplug import (
     PluginError,
     RequestReport,
 )
-from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, load_cpu_kernels
+from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, find_cpu_kernels
 from specplug.speculative.graph_runner import batch_sizes
 from specplug.speculative.host_copy import upload
 from specplug.speculative.undrafted import FAILED, UndraftedRequests
@@ -96,7 +96,7 @@ class Speculator(DraftModelSpeculator):
     @torch.inference_mode()
     def load_model(self, target_model: nn.Module) -> None:
         """Make the algorithm's worker for the target, which has been loaded."""
-        found = load_cpu_kernels() if self.device.type == "cpu" else None
+        found = find_cpu_kernels(self.device)
         kernels = found if isinstance(found, CPUKernels) else None
         self._runtime = runtime = VllmRuntime(
             self.vllm_config,

@@ -1,0 +1,322 @@
+"""Which implementation computes what: Triton, C or torch, by operation, device and dtype, and why.
+
+Every call site asks here, and nothing else decides it. ``SPECPLUG_KERNELS`` switches the table as a
+whole; ``specplug doctor`` and ``-v`` print it. Imports no Triton: a machine without a GPU needs
+none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.errors import UsageError
+from specplug.kernels.card import card_of
+
+if TYPE_CHECKING:
+    from specplug.kernels.paged_attention_kernels import PagedAttention
+
+VARIABLE = "SPECPLUG_KERNELS"
+"""The environment variable that switches the table as a whole. It is read once a process."""
+
+MODES = "torch", "triton", "auto"
+"""Its values. ``auto``: what is fastest on the device. ``torch``: no kernel at all. ``triton``:
+Triton's wherever there is one, on a CPU through its interpreter; torch for the rest."""
+
+HALF = torch.bfloat16, torch.float16
+"""The dtypes of the kernels of passes."""
+
+MOST_NODES = 64
+"""Nodes of a request that the kernels of ``kernels.tree`` take: a bit each of an int64."""
+
+_DTYPES = torch.float32, torch.float64, *HALF
+_SINGLE = *HALF, torch.float32
+_LEAST_CAPABILITY = 8, 0
+_CPU = torch.device("cpu")
+
+
+class Implementation(StrEnum):
+    """What computes an operation."""
+
+    TRITON = "triton"
+    C = "C"
+    TORCH = "torch"
+
+
+class Operation(StrEnum):
+    """What is computed by a kernel somewhere and by torch elsewhere."""
+
+    ATTENTION = "attention"
+    LAYERS = "layers"
+    ROTARY_ROWS = "rotary rows"
+    CAPTURED_ROWS = "captured rows"
+    SAMPLING = "sampling"
+    NOISE = "noise"
+    GREATEST = "greatest"
+    TREES = "trees"
+    TABLE_PAGES = "table pages"
+    PUBLISH = "publish"
+    STATE_ROWS = "state rows"
+    HOST_WRITE = "host write"
+    PLUGINS_C = "plugins' C"
+
+
+@attrs.frozen
+class Kernels:
+    """What computes an operation in the place of torch: a row of the table.
+
+    Attributes:
+        triton: dtypes of its Triton kernel; None: the dtype does not matter; (): there is none.
+        c: dtypes of its kernel in C, on a CPU; None and () as above.
+        multiplies: whether the Triton kernel needs tensor cores, those of compute capability 8.0.
+        gpu_only: whether there is nothing to do for it on a CPU.
+    """
+
+    triton: tuple[torch.dtype, ...] | None = None
+    c: tuple[torch.dtype, ...] | None = ()
+    multiplies: bool = False
+    gpu_only: bool = False
+
+
+TABLE = {
+    Operation.ATTENTION: Kernels(triton=HALF, c=(torch.float32,), multiplies=True),
+    Operation.LAYERS: Kernels(triton=HALF, c=(torch.float32,), multiplies=True),
+    Operation.ROTARY_ROWS: Kernels(),
+    Operation.CAPTURED_ROWS: Kernels(),
+    Operation.SAMPLING: Kernels(triton=_SINGLE),
+    Operation.NOISE: Kernels(),
+    Operation.GREATEST: Kernels(triton=_SINGLE),
+    Operation.TREES: Kernels(),
+    Operation.TABLE_PAGES: Kernels(),
+    Operation.PUBLISH: Kernels(),
+    Operation.STATE_ROWS: Kernels(),
+    Operation.HOST_WRITE: Kernels(gpu_only=True),
+    Operation.PLUGINS_C: Kernels(triton=(), c=None),
+}
+"""The kernels of each operation. Where none fits, torch computes."""
+
+
+@attrs.frozen
+class Choice:
+    """What computes an operation on a device in a dtype, and why."""
+
+    implementation: Implementation
+    why: str
+
+
+@cache
+def choose(
+    operation: Operation, device: torch.device = _CPU, dtype: torch.dtype | None = None
+) -> Choice:
+    """Return what computes an operation.
+
+    Args:
+        device: of its tensors.
+        dtype: of its tensors; None where it does not matter.
+
+    Raises:
+        UsageError: ``SPECPLUG_KERNELS`` has no value of ``MODES``.
+    """
+    kernels, mode = TABLE[operation], kernels_mode()
+    if mode == "torch":
+        return Choice(Implementation.TORCH, f"{VARIABLE}=torch")
+    reasons = []
+    if kernels.triton != ():
+        missing = _missing_for(kernels, device, dtype)
+        if missing is None:
+            return Choice(Implementation.TRITON, _why_triton(device, mode))
+        reasons.append(missing)
+    if kernels.c != ():
+        if mode == "triton":
+            reasons.append(f"{VARIABLE}=triton takes none in C")
+        elif operation is Operation.PLUGINS_C:
+            return Choice(Implementation.C, "on the CPU, where there is a C compiler")
+        elif device.type == "cpu" and _has(kernels.c, dtype):
+            return Choice(Implementation.C, "on one thread, where there is a C compiler")
+        elif device.type == "cpu":
+            reasons.append(f"C's is for {_named(kernels.c)}")
+    return Choice(Implementation.TORCH, "; ".join(reasons))
+
+
+@cache
+def runs_triton(
+    operation: Operation, device: torch.device, dtype: torch.dtype | None = None
+) -> bool:
+    """Return whether a Triton kernel computes an operation, as ``choose`` says."""
+    return choose(operation, device, dtype).implementation is Implementation.TRITON
+
+
+def runs_tree_kernels(nodes: Tensor) -> bool:
+    """Return whether ``kernels.tree`` serves drafts [bs, N] on this device."""
+    bs, width = nodes.shape
+    return runs_triton(Operation.TREES, nodes.device) and bs > 0 and width <= MOST_NODES
+
+
+def attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
+    """Return what attends over pages by Triton; None: torch or C does. A run asks it first.
+
+    Raises:
+        UsageError: ``SPECPLUG_KERNELS=triton``, and Triton's kernels cannot run on this device.
+    """
+    if kernels_mode() == "triton":
+        for operation, kernels in TABLE.items():
+            missing = _missing_on(kernels, device) if _has(kernels.triton, dtype) else None
+            if missing is not None:
+                raise UsageError(
+                    f"{VARIABLE}=triton on {device}: {operation} has no kernel, as {missing}; "
+                    f"expected what Triton needs: mend that, or unset {VARIABLE}"
+                )
+    if not runs_triton(Operation.ATTENTION, device, dtype):
+        return None
+    from specplug.kernels.paged_attention_kernels import PagedAttention
+
+    return PagedAttention(device)
+
+
+def compiles_triton(device: torch.device) -> bool:
+    """Return whether kernels for a device are compiled by Triton before their first launch."""
+    return device.type == "cuda" and runs_triton(Operation.PUBLISH, device)
+
+
+_used: str | None = None
+
+
+def kernels_mode() -> str:
+    """Return the value of ``SPECPLUG_KERNELS``, or what ``kernels_used`` has put in its place.
+
+    Raises:
+        UsageError: it is none of ``MODES``.
+    """
+    return _mode_of_environment() if _used is None else _used
+
+
+@contextmanager
+def kernels_used(mode: str) -> Iterator[None]:
+    """Have the whole process use the table so in the block, as ``SPECPLUG_KERNELS`` would: for
+    tests and measurements. What was made before keeps what it has chosen."""
+    global _used
+    before, _used = _used, _checked(mode)
+    _forget()
+    try:
+        yield
+    finally:
+        _used = before
+        _forget()
+
+
+def _forget() -> None:
+    for function in (choose, runs_triton, _mode_of_environment):
+        function.cache_clear()
+
+
+@cache
+def _mode_of_environment() -> str:
+    return _checked(os.environ.get(VARIABLE) or "auto")
+
+
+def _checked(mode: str) -> str:
+    if mode not in MODES:
+        raise UsageError(
+            f"{VARIABLE}={mode!r}; expected one of {', '.join(MODES)}: set it to one of these, or "
+            "unset it for auto"
+        )
+    return mode
+
+
+def _has(dtypes: tuple[torch.dtype, ...] | None, dtype: torch.dtype | None) -> bool:
+    return dtypes is None or dtype in dtypes
+
+
+def _missing_for(kernels: Kernels, device: torch.device, dtype: torch.dtype | None) -> str | None:
+    """Return why no Triton kernel computes a dtype on a device; None: one does."""
+    if kernels.triton is not None and dtype not in kernels.triton:
+        return f"Triton's is for {_named(kernels.triton)}"
+    if device.type == "cpu" and kernels.gpu_only:
+        return "there is nothing to copy"
+    missing = _missing_on(kernels, device)
+    if missing is None and device.type == "cpu" and kernels.multiplies and dtype is torch.bfloat16:
+        return "Triton's interpreter has no products of bfloat16"
+    return missing
+
+
+def _missing_on(kernels: Kernels, device: torch.device) -> str | None:
+    """Return why no Triton kernel of a row of the table runs on a device; None: it does."""
+    if device.type not in ("cuda", "cpu") or (device.type == "cpu" and kernels_mode() == "auto"):
+        return "Triton's runs on a GPU"
+    if not _has_triton():
+        return "Triton is not installed"
+    if device.type == "cpu":
+        # Triton reads it when a module with kernels is imported.
+        is_on = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+        return None if is_on else "TRITON_INTERPRET=1 is not set, and it runs kernels on a CPU"
+    card = card_of(device)
+    if kernels.multiplies and card.is_nvidia and card.capability < _LEAST_CAPABILITY:
+        found, least = (".".join(map(str, each)) for each in (card.capability, _LEAST_CAPABILITY))
+        return f"this card has compute capability {found}, the kernels need {least}"
+    return None
+
+
+def _why_triton(device: torch.device, mode: str) -> str:
+    return f"{VARIABLE}=triton, interpreted" if device.type == "cpu" else "on a GPU"
+
+
+def _named(dtypes: Sequence[torch.dtype] | None) -> str:
+    *others, last = (_name(dtype) for dtype in dtypes or ())
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def table_rows(device: torch.device) -> list[tuple[str, str, str, str]]:
+    """Return the table for a device: operations, dtypes, implementation, why."""
+    found: dict[tuple[str, Choice], list[str]] = {}
+    for operation, kernels in TABLE.items():
+        by_choice: dict[Choice, list[str]] = {}
+        for dtype in _DTYPES if kernels.triton or kernels.c else (None,):
+            told = "any" if dtype is None else _name(dtype)
+            by_choice.setdefault(choose(operation, device, dtype), []).append(told)
+        for choice, dtypes in by_choice.items():
+            found.setdefault((", ".join(dtypes), choice), []).append(operation)
+    return [
+        (", ".join(operations), dtypes, choice.implementation, choice.why)
+        for (dtypes, choice), operations in found.items()
+    ]
+
+
+def table_lines(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """Yield what computes on a device in a dtype, in lines for a log: one an implementation and
+    reason."""
+    by_choice: dict[Choice, list[str]] = {}
+    for operation in TABLE:
+        by_choice.setdefault(choose(operation, device, dtype), []).append(operation)
+    for choice, told in by_choice.items():
+        yield f"{choice.implementation} for {', '.join(told)}: {choice.why}"
+
+
+def main() -> None:
+    """Print the table of this machine's device as JSON: for ``specplug doctor``, whose own process
+    imports no torch."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = {"mode": kernels_mode(), "device": str(device), "table": table_rows(device)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
