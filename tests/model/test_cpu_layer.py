@@ -54,7 +54,7 @@ def test_fused_layers_give_the_models_logits(config: str, dtype: torch.dtype) ->
     for found, own in zip(run_model(model), expected, strict=True):
         torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
     window = FUSED[config].get("sliding_window")
-    assert [layer.how[1] for layer in fused] == [window, window]
+    assert [layer.form.window for layer in fused] == [window, window]
 
 
 @pytest.mark.parametrize("config", FUSED)

@@ -46,7 +46,7 @@ def test_fused_layers_give_the_models_logits(config: str) -> None:
     for found, own in zip(run_model(model), expected, strict=True):
         assert (found.float() - own.float()).norm() < 1e-2 * own.float().norm()
     window = FUSED[config].get("sliding_window")
-    assert [layer.how[1] for layer in fused] == [window, window]
+    assert [layer.form.window for layer in fused] == [window, window]
 
 
 @pytest.mark.parametrize("config", OTHERS)
