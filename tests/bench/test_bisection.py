@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 import pytest
+from torch import Tensor
 
 import specplug.engine.step as step
 from specplug import LLM, EngineConfig, PluginError, SamplingParams, UsageError
@@ -33,13 +34,19 @@ def statuses(found: Bisection) -> dict[str, str]:
     return {verdict.suspect.part: verdict.status for verdict in found.verdicts}
 
 
+@pytest.fixture(scope="module")
+def model(build_model: Any, tiny_config: Any) -> Any:
+    """A random Llama of four layers, without a tokenizer."""
+    return build_model(tiny_config(num_hidden_layers=4))
+
+
 Breaks = Callable[[int, int], bool]
 """``(first position, rows) -> whether a pass is wrong``."""
 
 
 @pytest.fixture
 def break_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Breaks, int], None]:
-    """Have layer 1 lose what attention gives to a row of some passes."""
+    """Have layer 1 of four give something else for the rows from one on of some passes."""
     forward = Target.forward
 
     def apply(breaks: Breaks, row: int) -> None:
@@ -47,12 +54,12 @@ def break_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Breaks, int], Non
             if not breaks(int(plan.positions[0]), len(token_ids)):
                 return forward(self, token_ids, plan, *more)
 
-            def lose(module: Any, arguments: Any, output: Any) -> Any:
-                changed = output[0].clone()
-                changed[..., row, :] = 0
-                return (changed, *output[1:])
+            def turn(layer: Any, arguments: Any, output: Tensor) -> Tensor:
+                changed = output.clone()
+                changed[..., row:, :] = changed[..., row:, :].flip(-1)
+                return changed
 
-            hook = self.capture.layers[1].self_attn.register_forward_hook(lose)
+            hook = self.capture.layers[1].register_forward_hook(turn)
             try:
                 return forward(self, token_ids, plan, *more)
             finally:
@@ -63,9 +70,9 @@ def break_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Breaks, int], Non
     return apply
 
 
-def test_equal_runs_need_two_engines(tiny_model: Any) -> None:
+def test_equal_runs_need_two_engines(model: Any) -> None:
     seen = []
-    config = EngineConfig(model=tiny_model, speculative_algorithm="NGRAM", skip_model_check=True)
+    config = EngineConfig(model=model, speculative_algorithm="NGRAM", skip_model_check=True)
     found = bisect(config, PROMPT, PARAMS, LLM, lambda what, done, most: seen.append((what, done)))
     assert seen == [("the run as it is", 0), ("plain decoding", 1)]
     assert (found.round, found.culprits, found.parting) == (None, (), None)
@@ -85,9 +92,9 @@ def second_chunk(start: int, rows: int) -> bool:
     return start == CHUNK and rows > 1
 
 
-def test_broken_chunk_names_chunks_position_and_layer(tiny_model: Any, break_passes: Any) -> None:
+def test_broken_chunk_names_chunks_position_and_layer(model: Any, break_passes: Any) -> None:
     break_passes(second_chunk, 4)
-    found = run(tiny_model, chunked_prefill_size=CHUNK)
+    found = run(model, chunked_prefill_size=CHUNK)
     assert settings_of(found) == ["chunked_prefill_size=None"]
     assert statuses(found)["prefix cache"] == WRONG
     assert statuses(found)["chunked prefill"] == RIGHT
@@ -111,11 +118,11 @@ def test_broken_chunk_names_chunks_position_and_layer(tiny_model: Any, break_pas
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_gaps_are_those_that_chose_the_tokens(
-    tiny_model: Any, break_passes: Any, temperature: float
+    model: Any, break_passes: Any, temperature: float
 ) -> None:
     break_passes(second_chunk, 4)
     params = attrs.evolve(PARAMS, temperature=temperature)
-    parting = run(tiny_model, params, chunked_prefill_size=CHUNK).parting
+    parting = run(model, params, chunked_prefill_size=CHUNK).parting
     assert parting is not None
     assert parting.reference_gap is not None
     assert parting.reference_gap > 0
@@ -123,11 +130,9 @@ def test_gaps_are_those_that_chose_the_tokens(
     assert parting.run_gap > 0
 
 
-def test_broken_cached_prefix_is_found_in_the_second_round(
-    tiny_model: Any, break_passes: Any
-) -> None:
+def test_broken_cached_prefix_is_found_in_the_second_round(model: Any, break_passes: Any) -> None:
     break_passes(lambda start, rows: (start, rows) == (36, 4), 3)
-    found = run(tiny_model)
+    found = run(model)
     assert (found.round, settings_of(found)) == (1, ["disable_radix_cache=True"])
     parting = found.parting
     assert parting is not None
@@ -137,14 +142,14 @@ def test_broken_cached_prefix_is_found_in_the_second_round(
     assert parting.found.token_id == found.run.outputs[1].token_ids[0]
 
 
-def test_two_faults_need_two_settings(tiny_model: Any, break_passes: Any) -> None:
+def test_two_faults_need_two_settings(model: Any, break_passes: Any) -> None:
     break_passes(lambda start, rows: start > 0 and rows > 1, 3)
-    found = run(tiny_model, chunked_prefill_size=CHUNK)
+    found = run(model, chunked_prefill_size=CHUNK)
     assert RIGHT not in statuses(found).values()
     assert settings_of(found) == ["disable_radix_cache=True", "chunked_prefill_size=None"]
 
 
-def test_setting_that_cannot_run_is_passed_over(tiny_model: Any, break_passes: Any) -> None:
+def test_setting_that_cannot_run_is_passed_over(model: Any, break_passes: Any) -> None:
     break_passes(second_chunk, 4)
 
     def open_engine(config: EngineConfig) -> LLM:
@@ -152,7 +157,7 @@ def test_setting_that_cannot_run_is_passed_over(tiny_model: Any, break_passes: A
             raise PluginError("it needs overlap")
         return LLM(config)
 
-    config = EngineConfig(model=tiny_model, dtype="float64", chunked_prefill_size=CHUNK)
+    config = EngineConfig(model=model, dtype="float64", chunked_prefill_size=CHUNK)
     found = bisect(config, PROMPT, PARAMS, open_engine)
     (failed,) = (verdict for verdict in found.verdicts if verdict.status == FAILED)
     assert (failed.suspect.part, failed.note) == ("overlap schedule", "it needs overlap")
@@ -161,7 +166,7 @@ def test_setting_that_cannot_run_is_passed_over(tiny_model: Any, break_passes: A
 
 def test_kv_that_is_not_moved_names_trees(shallow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {**shallow.options("EAGLE3"), "speculative_eagle_topk": 4}
-    config, prompt = EngineConfig(**settings), "    self.assertEqual(f(x), x)\n" * 6
+    config, prompt = EngineConfig(**settings), "class A:\n    def __init__(self):\n        self."
     params = SamplingParams(max_tokens=48)
     assert bisect(config, prompt, params, LLM).round is None
     monkeypatch.setattr(step, "keep_accepted", lambda *moved: None)
@@ -196,6 +201,6 @@ def test_several_outputs_are_refused() -> None:
         bisect(EngineConfig(), PROMPT, SamplingParams(n=2), LLM)
 
 
-def test_request_that_fails_is_told(tiny_model: Any) -> None:
+def test_request_that_fails_is_told(model: Any) -> None:
     with pytest.raises(UsageError, match="expected at most"):
-        bisect(EngineConfig(model=tiny_model), PROMPT * 10, PARAMS, LLM)
+        bisect(EngineConfig(model=model), PROMPT * 10, PARAMS, LLM)
