@@ -119,7 +119,7 @@ def main(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
     elif ctx.invoked_subcommand not in _ANYWHERE:
-        _check_working_directory()
+        check_working_directory()
 
 
 def _load(place: str) -> click.Command | None:
@@ -179,7 +179,7 @@ def _of_the_system(error: Exception) -> str | None:
     return None
 
 
-def _check_working_directory() -> None:
+def check_working_directory() -> None:
     """Refuse to run a model in a folder that is gone: libraries of torch end the process there.
 
     Raises:

@@ -1,4 +1,5 @@
-"""``specplug doctor``: everything that is wrong with the installed plugins, and its fix."""
+"""``specplug doctor``: everything that is wrong with the installed plugins, and its fix; with
+``--bisect`` what makes a token wrong."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from typing import Any
 import attrs
 import click
 import importlib_metadata
+from click.core import ParameterSource
 
 from specplug.algorithm import API_VERSION
 from specplug.cli import COMMANDS
+from specplug.cli.options import ENGINE, GRAMMAR, SAMPLING, VERBOSE, GroupedCommand
 from specplug.cli.standard_output import reserve_standard_output
 from specplug.cli.table import print_table
 from specplug.contract import Problem, error_line, let_ctrl_c_pass, plugin_traceback
@@ -39,16 +42,39 @@ _MOST_SECONDS = 120
 """Of the process that imports torch."""
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+RUN = (*(each for each in ENGINE if each.name != "model"), *SAMPLING, *GRAMMAR, VERBOSE)
+"""Options of the run that ``--bisect`` examines."""
+
+REPORT = (
+    click.Option(["--json", "as_json"], is_flag=True, help="Print JSON."),
+    click.Option(
+        ["--bisect"],
+        nargs=2,
+        metavar="MODEL PROMPT",
+        help="Find what makes a token of this prompt wrong. MODEL is a folder or a hub id; a dash "
+        "reads the prompt from standard input. All further options are of that run.",
+    ),
+)
+
+
+@click.command(cls=GroupedCommand, params=[*REPORT, *RUN], headings={"Report": REPORT})
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool) -> None:
+def doctor(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
     """Import every plugin and report every problem with its fix.
 
     Exits with 1 if any plugin is broken. Disabled algorithms are not imported. Of a host, a package
     that runs algorithms in another engine, it says which versions of that engine are installed, and
     whether algorithms can run there. At last it says which kernels run on this machine, and why.
+
+    With --bisect it looks for a wrong token instead: it runs the prompt as the options say and by
+    plain decoding. If the tokens differ it names the setting that is to blame, and the step, layer
+    and row where the two runs part. Exits with 1 if they differ.
     """
+    if options["bisect"] is not None:
+        from specplug.cli.bisection import bisect_prompt
+
+        ctx.exit(bisect_prompt(options, as_json=as_json))
+    _check_no_run(ctx)
     with reserve_standard_output() as out:
         registry = Registry()
         algorithms = [_visit(registry, entry) for entry in registry.entries()]
@@ -71,6 +97,24 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     if not as_json:
         _print_report(visits, kernels, notes)
     ctx.exit(1 if any(visit.broken for visit in visits) else 0)
+
+
+def _check_no_run(ctx: click.Context) -> None:
+    """Refuse options of a run where there is none.
+
+    Raises:
+        UsageError: one was typed without ``--bisect``.
+    """
+    typed = [
+        option.opts[-1]
+        for option in RUN
+        if ctx.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+    ]
+    if typed:
+        raise UsageError(
+            f"{', '.join(typed)} without --bisect: expected --bisect MODEL PROMPT with it, since "
+            "the report on plugins runs no model"
+        )
 
 
 @attrs.frozen
