@@ -148,7 +148,7 @@ def print_bisection(found: Bisection) -> None:
     rows = [(v.suspect.part, v.suspect.setting, v.status, v.note) for v in found.verdicts]
     print_table(("without", "setting", "tokens", "why not tried"), rows)
     click.echo()
-    for line in _where(found.parting, again=found.round == 1):
+    for line in lines_of_parting(found.parting, again=found.round == 1):
         click.echo(printable(line))
     click.echo()
     click.secho(printable(_blame(found)), fg="red", bold=True)
@@ -161,7 +161,7 @@ def _state(effective: Mapping[str, Any]) -> str:
     return ", ".join([*parts, *(name for name in on if effective[name] == "on")])
 
 
-def _where(parting: Parting, *, again: bool) -> list[str]:
+def lines_of_parting(parting: Parting, *, again: bool) -> list[str]:
     """Return lines that say where the runs part."""
     expected, found = parting.expected, parting.found
     lines = [
