@@ -11,7 +11,7 @@ import specplug
 from specplug import AlgorithmInfo, HostCapabilities, SpecConfig, UsageError
 from specplug.speculative.algorithm_start import StartedAlgorithm, start_algorithm
 from specplug_sglang.contained_hooks import ContainedHooks
-from specplug_sglang.host import MASKED, PLANNED, capabilities
+from specplug_sglang.host import MASKED, PLANNED, PREFIX, capabilities
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -43,9 +43,10 @@ def start_in_sglang(
             target_config=target_config,
         )
 
-    return start_algorithm(
-        algorithm, resolve, host=given_by(args), calls=ContainedHooks, tell=logger.warning
-    )
+    def tell(line: str) -> None:
+        logger.warning("%s%s", PREFIX, line)  # the name that was typed
+
+    return start_algorithm(algorithm, resolve, host=given_by(args), calls=ContainedHooks, tell=tell)
 
 
 def _check_capabilities(info: AlgorithmInfo, args: ServerArgs) -> None:
