@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -291,7 +291,8 @@ def send_until_cut(address: str, frames: list[bytes], **options: Any) -> None:
         for name, value in options.items():
             stranger.setsockopt(getattr(zmq, name), value)
         stranger.connect(address)
-        stranger.send_multipart(frames, copy=False)
+        with suppress(zmq.Again):  # it has been ended already: nothing takes a message
+            stranger.send_multipart(frames, zmq.NOBLOCK, copy=False)
         while True:
             assert monitor.poll(1000 * DEADLINE), "the connection has not been ended"
             if recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED:
