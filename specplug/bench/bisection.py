@@ -6,7 +6,8 @@ torch is imported when a run starts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -25,6 +26,8 @@ ROUNDS = ("first", "again")
 
 RIGHT, WRONG, UNTRIED, IDLE, FAILED = "right", "wrong", "not tried", "not on", "cannot run"
 
+_HALF = "bfloat16", "float16"
+
 _NO_DRAFTS = {
     "speculative_algorithm": "NONE",
     "speculative_draft_model_path": None,
@@ -32,6 +35,9 @@ _NO_DRAFTS = {
     "speculative_eagle_topk": None,
     "speculative_num_draft_tokens": None,
 }
+
+KERNELS = "SPECPLUG_KERNELS"
+"""The one setting that is no field of ``EngineConfig`` but of the process."""
 
 OpenEngine = Callable[[EngineConfig], "LLM"]
 Report = Callable[[str, int, int], None]
@@ -44,7 +50,7 @@ class Suspect:
 
     Attributes:
         part: what it is, in words.
-        changes: fields of ``EngineConfig`` that turn it off.
+        changes: what turns it off: fields of ``EngineConfig``, or ``KERNELS``.
         idle: why the run does not have it anyway; "" if it does.
         is_arithmetic: without it sums round otherwise, so that a near-tie may flip. The reference
             keeps it.
@@ -63,7 +69,11 @@ class Suspect:
 
 
 def suspects_of(
-    config: EngineConfig, effective: Mapping[str, Any], extensions: Sequence[str], num_prompt: int
+    config: EngineConfig,
+    effective: Mapping[str, Any],
+    extensions: Sequence[str],
+    num_prompt: int,
+    kernels: str,
 ) -> list[Suspect]:
     """Return what may be at fault, in the order in which it is tried.
 
@@ -75,6 +85,7 @@ def suspects_of(
         effective: its ``LLM.effective_config``.
         extensions: names of the extensions that it has.
         num_prompt: tokens of the prompt.
+        kernels: the value of ``SPECPLUG_KERNELS``.
     """
 
     def state(name: str) -> str:
@@ -86,7 +97,11 @@ def suspects_of(
     drafts = effective["algorithm"] != "NONE"
     one_path = "" if drafts and effective["topk"] > 1 else "drafts have no branches"
     chain = {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": None}
+    in_c = "" if drafts and not config.disable_cpu_kernels else state("cpu_kernels")
+    in_c = in_c if kernels == "auto" else f"off: {KERNELS}={kernels}"
     off = tuple(dict.fromkeys([*config.disable_extensions, *extensions]))
+    # There torch's products of a row depend on how many rows a pass has.
+    by_kernels_alone = effective["device"] != "cpu" and effective["dtype"] in _HALF
     return [
         Suspect("extensions", {"disable_extensions": off}, "" if extensions else "there are none"),
         Suspect("warm-up", {"warm_up": "off"}, state("warm_up")),
@@ -103,13 +118,19 @@ def suspects_of(
         Suspect(
             "kernels in C",
             {"disable_cpu_kernels": True},
-            "" if drafts and not config.disable_cpu_kernels else state("cpu_kernels"),
+            in_c,
         ),
         Suspect(
             "row-invariant arithmetic",
             {"disable_row_invariance": True},
             state("row_invariance"),
             is_arithmetic=True,
+        ),
+        Suspect(
+            "all kernels",
+            {KERNELS: "torch"},
+            f"off: {KERNELS}=torch" if kernels == "torch" else "",
+            is_arithmetic=by_kernels_alone,
         ),
         Suspect("draft trees", chain, one_path),
         Suspect("speculation", _NO_DRAFTS, "" if drafts else "nothing is drafted"),
@@ -121,11 +142,12 @@ class Trial:
     """A run and what it gave.
 
     Attributes:
-        outputs: of the prompt, one for each of ``ROUNDS`` that ran.
+        kernels: the value of ``SPECPLUG_KERNELS`` that it ran with.
+        outputs: of the prompt, one for each of ``ROUNDS``.
         effective: ``LLM.effective_config``.
     """
 
-    config: EngineConfig
+    kernels: str
     outputs: Sequence[RequestOutput]
     effective: Mapping[str, Any]
 
@@ -200,6 +222,14 @@ def bisect(
     return _Search(config, prompt, params, open_engine, report).search()
 
 
+@attrs.frozen
+class _Setup:
+    """What an engine is made with."""
+
+    config: EngineConfig
+    kernels: str
+
+
 class _Search:
     """The runs of a bisection."""
 
@@ -211,7 +241,9 @@ class _Search:
         open_engine: OpenEngine,
         report: Report,
     ) -> None:
-        self._config = config
+        from specplug.kernels.kernel_table import kernels_mode
+
+        self._setup = _Setup(config, kernels_mode())
         self._prompt: Any = prompt
         self._params = params
         self._open = open_engine
@@ -220,10 +252,12 @@ class _Search:
 
     def search(self) -> Bisection:
         """Run all that is needed."""
-        run = self._try(self._config, "the run as it is")
+        run = self._try(self._setup, "the run as it is")
         extensions = [each["name"] for each in run.effective["extensions"]]
         num_prompt = len(run.outputs[0].prompt_token_ids)
-        suspects = suspects_of(self._config, run.effective, extensions, num_prompt)
+        suspects = suspects_of(
+            self._setup.config, run.effective, extensions, num_prompt, self._setup.kernels
+        )
         plain = self._without([s for s in suspects if not s.is_arithmetic])
         reference = self._try(plain, "plain decoding")
         number = run.wrong_round(reference)
@@ -275,49 +309,48 @@ class _Search:
         except SpecplugError:
             return False
 
-    def _without(self, suspects: Sequence[Suspect]) -> EngineConfig:
+    def _without(self, suspects: Sequence[Suspect]) -> _Setup:
         changes = {name: value for each in suspects for name, value in each.changes.items()}
         changes |= _NO_DRAFTS if changes.get("speculative_algorithm") == "NONE" else {}
-        return attrs.evolve(self._config, **changes)
+        kernels = changes.pop(KERNELS, self._setup.kernels)
+        return _Setup(attrs.evolve(self._setup.config, **changes), kernels)
 
-    def _part(self, plain: EngineConfig, number: int, wrong: RequestOutput) -> Parting:
+    def _part(self, plain: _Setup, number: int, wrong: RequestOutput) -> Parting:
         """Run both once more, with their hidden states kept, and say where they part."""
         expected = self._watch(plain, "plain decoding, watched", 0)
-        found = self._watch(self._config, "the run as it is, watched", number)
+        found = self._watch(self._setup, "the run as it is, watched", number)
         return parting_of(expected, found, wrong)
 
-    def _watch(self, config: EngineConfig, what: str, number: int) -> Watched:
-        self._tell(what)
-        with _quiet(), self._open(config) as llm:
+    def _watch(self, setup: _Setup, what: str, number: int) -> Watched:
+        with self._run(setup, what) as llm:
             return watch(llm, self._prompt, self._params, rounds=number + 1)
 
-    def _try(self, config: EngineConfig, what: str) -> Trial:
+    def _try(self, setup: _Setup, what: str) -> Trial:
         """Complete the prompt in an engine of its own, once for each round.
 
         Raises:
             SpecplugError: it cannot be loaded, or the request ended with an error.
         """
-        self._tell(what)
-        with _quiet(), self._open(config) as llm:
+        with self._run(setup, what) as llm:
             outputs = [llm.generate(self._prompt, self._params)[0] for _ in ROUNDS]
             effective = llm.effective_config
         for output in outputs:
             if output.finish_reason == "error":
                 raise SpecplugError(f"{what}: {output.error}")
-        return Trial(config, outputs, effective)
+        return Trial(setup.kernels, outputs, effective)
 
-    def _tell(self, what: str) -> None:
+    @contextmanager
+    def _run(self, setup: _Setup, what: str) -> Iterator[LLM]:
+        """Report a run and open its engine. Warnings of what is off are ignored: many runs would
+        repeat them."""
+        from specplug.kernels.kernel_table import kernels_used
+
         self._report(what, self._done, max(self._most, self._done + 1))
         self._done += 1
-
-
-class _quiet(warnings.catch_warnings):
-    """Ignores warnings of what is off: many runs would repeat them."""
-
-    def __enter__(self) -> Any:
-        entered = super().__enter__()
-        warnings.simplefilter("ignore", FallbackWarning)
-        return entered
+        with warnings.catch_warnings(), kernels_used(setup.kernels):
+            warnings.simplefilter("ignore", FallbackWarning)
+            with self._open(setup.config) as llm:
+                yield llm
 
 
 def _check(config: EngineConfig, params: SamplingParams) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from specplug.bench.bisection import RIGHT, ROUNDS, Bisection, bisect
+from specplug.bench.bisection import KERNELS, RIGHT, ROUNDS, Bisection, Trial, bisect
 from specplug.cli import check_working_directory
 from specplug.cli.options import ENGINE, GRAMMAR, SAMPLING, check_speculation, chosen
 from specplug.cli.progress import loading_bars, told
@@ -135,8 +135,8 @@ def print_bisection(found: Bisection) -> None:
     print_table(
         ("run", "settings"),
         [
-            ("as it is", f"{effective['algorithm']} with {drafts}; {_state(effective)}"),
-            ("reference", f"NONE; {_state(found.reference.effective)}"),
+            ("as it is", f"{effective['algorithm']} with {drafts}; {_state(found.run)}"),
+            ("reference", f"NONE; {_state(found.reference)}"),
         ],
     )
     click.echo()
@@ -154,11 +154,13 @@ def print_bisection(found: Bisection) -> None:
     click.secho(printable(_blame(found)), fg="red", bold=True)
 
 
-def _state(effective: Mapping[str, Any]) -> str:
+def _state(trial: Trial) -> str:
+    effective = trial.effective
     shown = ("dtype", "device", "page_size", "chunked_prefill_size")
     on = ("overlap", "prefix_cache", "cuda_graph", "cpu_kernels", "row_invariance", "mixed_chunk")
     parts = [f"{name} {effective[name]}" for name in shown]
-    return ", ".join([*parts, *(name for name in on if effective[name] == "on")])
+    parts += [name for name in on if effective[name] == "on"]
+    return ", ".join([*parts, f"{KERNELS}={trial.kernels}"])
 
 
 def lines_of_parting(parting: Parting, *, again: bool) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -11,7 +12,20 @@ from torch import Tensor
 
 import specplug.engine.step as step
 from specplug import LLM, EngineConfig, PluginError, SamplingParams, UsageError
-from specplug.bench.bisection import FAILED, RIGHT, UNTRIED, WRONG, Bisection, bisect
+from specplug.bench.bisection import (
+    FAILED,
+    IDLE,
+    RIGHT,
+    UNTRIED,
+    WRONG,
+    Bisection,
+    Suspect,
+    bisect,
+    suspects_of,
+)
+from specplug.kernels import sampling
+from specplug.kernels.cpu_kernels import CPUKernels
+from specplug.kernels.kernel_table import kernels_mode, kernels_used
 from specplug.model.target import Target
 
 PROMPT = tuple((7 * i + 3) % 96 for i in range(40))
@@ -179,6 +193,78 @@ def test_kv_that_is_not_moved_names_trees(shallow: Any, monkeypatch: pytest.Monk
     assert first is not None
     # The keys of an accepted node are not where the next step's root looks for them.
     assert (first.place.kind, first.place.row, first.layer) == ("decode", 0, 0)
+
+
+def other_heads(attend: Any) -> Any:
+    """The kernel in C, with the numbers of a prompt's rows in another order."""
+
+    def broken(self: CPUKernels, q: Any, *more: Any) -> Any:
+        found = attend(self, q, *more)
+        return found.flip(-1) if len(q) > 4 and found is not None else found
+
+    return broken
+
+
+def test_broken_kernel_in_c_is_named(
+    build_model: Any, tiny_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_model(tiny_config(head_dim=16))  # the kernel takes multiples of 16
+    monkeypatch.setattr(CPUKernels, "attend", other_heads(CPUKernels.attend))
+    found = run(model, dtype="float32")
+    assert settings_of(found) == ["disable_cpu_kernels=True"]
+    assert statuses(found)["all kernels"] == UNTRIED
+    assert (found.run.kernels, found.reference.kernels) == ("auto", "torch")
+
+
+def next_token(choose: Any) -> Any:
+    """The sampling kernel, one token further."""
+    return lambda logits, *more, **named: (choose(logits, *more, **named) + 1) % logits.shape[1]
+
+
+@kernels_used("triton")
+def test_broken_triton_kernel_names_the_table(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = attrs.evolve(PARAMS, temperature=1.0)
+    settings = {"dtype": "float32", "speculative_algorithm": "NGRAM"}
+    assert run(model, params, **settings).round is None
+    monkeypatch.setattr(sampling, "choose_tokens", next_token(sampling.choose_tokens))
+    found = run(model, params, **settings)
+    assert settings_of(found) == ["SPECPLUG_KERNELS='torch'"]
+    assert statuses(found)["kernels in C"] == IDLE
+    assert statuses(found)["speculation"] == UNTRIED
+    parting = found.parting
+    assert parting is not None
+    assert parting.is_seen
+    assert parting.first_beyond_rounding is None, "the target is right"
+    assert kernels_mode() == "triton", "the process's own is put back"
+
+
+def test_kernels_come_between_arithmetic_and_trees(model: Any) -> None:
+    def kernels_of(device: str, dtype: str, kernels: str = "auto") -> tuple[Suspect, list[str]]:
+        effective = {**plain, "device": device, "dtype": dtype}
+        suspects = suspects_of(EngineConfig(), effective, (), 8, kernels)
+        parts = [suspect.part for suspect in suspects]
+        at = parts.index("all kernels")
+        return suspects[at], [parts[at - 1], parts[at + 1]]
+
+    with LLM(model, skip_model_check=True) as llm:
+        plain = llm.effective_config
+    found, beside = kernels_of("cuda:0", "bfloat16")
+    assert beside == ["row-invariant arithmetic", "draft trees"]
+    assert found.is_arithmetic, "torch's products there depend on the rows of a pass"
+    assert not kernels_of("cuda:0", "float32")[0].is_arithmetic
+    assert not kernels_of("cpu", "bfloat16")[0].is_arithmetic
+    assert kernels_of("cpu", "float32", "torch")[0].idle == "off: SPECPLUG_KERNELS=torch"
+
+
+def test_page_has_the_suspects_in_their_order(model: Any) -> None:
+    with LLM(model, skip_model_check=True) as llm:
+        suspects = suspects_of(EngineConfig(), llm.effective_config, (), 8, "auto")
+    page = Path(__file__).parents[2] / "docs" / "wrong-token.md"
+    table = page.read_text().partition("| suspect |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert [row[0].removeprefix("| ") for row in rows] == [each.part for each in suspects]
+    for row, suspect in zip(rows, suspects, strict=True):
+        assert next(iter(suspect.changes)) in row[1]
 
 
 @pytest.mark.parametrize(
