@@ -17,6 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specplug import LLM, SamplingParams, UsageError
+from specplug.kernels.kernel_table import kernels_used
+from specplug.model.sampler import Sampler
+from specplug.sampling_params import Needs
+from specplug.settings import settings_of
 
 VOCAB_SIZE = 96
 NEIGHBOUR = SamplingParams(max_tokens=6, temperature=0.9, seed=11, ignore_eos=True)
@@ -33,6 +37,61 @@ def llm(text_model: Path) -> Iterator[LLM]:
 def alone(llm: LLM) -> tuple[int, ...]:
     """What the neighbour generates when nobody is beside it."""
     return llm.generate([[7, 8]], NEIGHBOUR)[0].token_ids
+
+
+CHANGED = {
+    "temperature": 2.0,
+    "top_p": 0.4,
+    "top_k": 2,
+    "min_p": 0.5,
+    "repetition_penalty": 1.8,
+    "presence_penalty": 1.5,
+    "frequency_penalty": 1.5,
+    "logit_bias": {5: 4.0},
+    "seed": 2,
+}
+"""A value of every setting that changes which tokens are chosen."""
+
+SAMPLED = {"temperature": 1.0, "seed": 1}
+
+
+def chosen(kernels: str, **changes: Any) -> list[int]:
+    """The tokens of 60 positions of a request with a prompt and an output."""
+    params = SamplingParams(**{**SAMPLED, **changes})
+    assert params.seed is not None
+    rows, vocab_size = torch.ones(60, dtype=torch.int64), 24
+    logits = torch.randn(60, vocab_size, generator=torch.Generator().manual_seed(0)) * 2
+    sampler = Sampler(2, vocab_size, torch.device("cpu"))
+    sampler.admit(1, params, params.seed, tuple(range(8)), tuple(range(4, 12)))
+    random = sampler.is_random(rows) if params.needs & Needs.NOISE else None
+    with kernels_used(kernels):
+        return sampler.sample(
+            logits, params.needs, random, rows, torch.arange(60) + 16, None
+        ).tolist()
+
+
+def test_every_sampling_setting_has_a_value_here() -> None:
+    settings = settings_of(SamplingParams).items()
+    assert {*CHANGED} == {name for name, each in settings if each.group == "Sampling"}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_sampling_setting_changes_tokens_of_both_samplers(name: str) -> None:
+    changed = {name: CHANGED[name]}
+    tokens = chosen("torch", **changed)
+    assert tokens != chosen("torch"), "needs, admit, or the reference goes without it"
+    assert chosen("triton", **changed) == tokens, "the kernel goes without it"
+
+
+def test_sampling_settings_are_exact_under_drafts(text_model: Path, scripted: Any) -> None:
+    params = [SamplingParams(**{"max_tokens": 24, **SAMPLED, n: v}) for n, v in CHANGED.items()]
+    prompts = [[7, 8, 9, 7 + i] for i in range(len(params))]
+    with LLM(text_model, dtype="float64") as llm:
+        plain = [output.token_ids for output in llm.generate(prompts, params)]
+    algorithm = scripted(dict(zip(map(tuple, prompts), plain, strict=True)), tree=True, right=0.8)
+    with LLM(text_model, dtype="float64", speculative_algorithm=algorithm) as llm:
+        assert [output.token_ids for output in llm.generate(prompts, params)] == plain
+        assert llm.stats()["mean_accept_length"] > 1.5
 
 
 class Loud(int):
@@ -261,8 +320,6 @@ def test_a_bias_that_changes_later_is_not_noticed(llm: LLM) -> None:
 
 def test_scores_of_legal_settings_stay_finite(llm: LLM) -> None:
     """The greatest values together; scores that overflow would all be the same."""
-    from specplug.model.sampler import Sampler
-
     logits = torch.tensor([[1000.0, 999.0, -1000.0, 998.0]])
     for sign in (1, -1):
         params = SamplingParams(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import triton
@@ -235,15 +236,15 @@ def _kept(logits: Tensor, params: Sequence[SamplingParams]) -> list[set[int]]:
 
     rows = torch.arange(len(params), device=DEVICE)
     one = torch.ones(len(params), device=DEVICE)
+    used = {
+        "seeds": rows,
+        "temperature": column("temperature"),
+        "top_k": column("top_k"),
+        "top_p": column("top_p"),
+        "log_min_p": column("min_p").log(),
+    }
     settings = sampling.Settings(
-        seeds=rows,
-        temperature=column("temperature"),
-        repetition=one,
-        presence=one,
-        frequency=one,
-        top_k=column("top_k"),
-        top_p=column("top_p"),
-        log_min_p=column("min_p").log(),
+        **{**dict.fromkeys(attrs.fields_dict(sampling.Settings), one), **used}
     )
     scores, last = sampling.truncate_rows(
         logits, rows, rows, settings, sampling.Adjustments(), rows >= 0
