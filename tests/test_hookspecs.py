@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Callable
@@ -14,7 +15,17 @@ from specplug import contract, hookspecs, registry
 from specplug.contract import HOOKS
 from specplug.speculative.hook_calls import HookCalls
 
-TABLE = Path(__file__).parents[1] / "docs" / "hooks.md"
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs" / "hooks.md"
+BEFORE_STEPS = {
+    "describe",
+    "validate_config",
+    "create_worker",
+    "create_future_map",
+    "register_commands",
+}
+"""Called by the registry, ``start_algorithm`` and the command line: the same for all hosts."""
+HOST_PAGES = ["hosts/vllm/README.md", "hosts/sglang/README.md"]
 
 
 def spec(hook: str) -> Callable[..., Any]:
@@ -76,3 +87,23 @@ def test_hook_has_one_typed_function_with_its_arguments(hook: str) -> None:
         (p.name, p.annotation) for p in expected.parameters.values()
     ]
     assert found.return_annotation == expected.return_annotation.removesuffix(" | None")
+
+
+def called_names(folder: Path) -> set[str]:
+    """The names of everything that the modules in a folder call."""
+    found = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                found.add(getattr(node.func, "attr", getattr(node.func, "id", "")))
+    return found
+
+
+def test_every_hook_is_called_by_the_core() -> None:
+    assert set(HOOKS) <= called_names(ROOT / "specplug")
+
+
+@pytest.mark.parametrize("page", HOST_PAGES)
+def test_page_of_a_host_says_what_calls_each_hook(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert not {hook for hook in HOOKS if f"`{hook}`" not in text} - BEFORE_STEPS
