@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
 import torch
+from drafted_tokens import CONTEXT, HIDDEN, VOCAB
 from torch import Tensor
 
-from specplug import LLM, CheckpointError, SamplingParams, UsageError
+from specplug import LLM, Checkpoint, CheckpointError, SamplingParams, UsageError
 from specplug_eagle3 import algorithm
-from specplug_eagle3.network import Eagle3Network
+from specplug_eagle3.checkpoint import network_config
+from specplug_eagle3.network import Eagle3Config, Eagle3Network
 
 Write = Callable[..., Path]
 
@@ -89,6 +93,49 @@ def test_speculators_layout_loads(
     llm = load(target, draft)
     assert not network_of(llm).config.norm_before_residual
     assert_loaded(llm, tensors)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "attention_bias": {"more": {"midlayer.self_attn.q_proj.bias": torch.zeros(32)}},
+    "query_key_norm": {"more": {"midlayer.self_attn.q_norm.weight": torch.zeros(8)}},
+    "own_embedding_size": {"more": {"embed_tokens.weight": torch.zeros(VOCAB, 24)}},
+}
+"""How a checkpoint has each option of the network that it may leave out."""
+
+
+def test_every_option_of_the_network_is_listed_here() -> None:
+    fields = attrs.fields(Eagle3Config)
+    assert {*OPTIONS} == {field.name for field in fields if field.default is not attrs.NOTHING}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option_of_a_checkpoint_changes_the_network(
+    option: str, write_draft: Write, tensors: dict[str, Tensor]
+) -> None:
+    """An option that the loader or the network forgets changes nothing."""
+
+    def config(more: Mapping[str, Tensor], **keys: Any) -> Eagle3Config:
+        draft = write_draft({**tensors, **more}, **keys)
+        return network_config(Checkpoint.read(draft), num_layers=4, context_len=CONTEXT)
+
+    def output(config: Eagle3Config) -> tuple[list[tuple[str, torch.Size]], Tensor]:
+        torch.manual_seed(3)
+        own = config.own_embedding_size is not None
+        network = Eagle3Network(config, own_embedding=own).double()
+        shapes = [(name, tensor.shape) for name, tensor in network.state_dict().items()]
+        fused = torch.randn(5, 3 * HIDDEN, dtype=torch.float64)
+        embeds = torch.randn(5, config.embedding_size, dtype=torch.float64)
+        with torch.inference_mode():
+            return shapes, network(
+                embeds, network.fuse(fused), torch.arange(5), lambda layer, q, k, v: q.flatten(1)
+            )
+
+    plain, changed = config({}), config(**{"more": {}, **OPTIONS[option]})
+    assert getattr(changed, option) != getattr(plain, option)
+    (shapes, found), (own_shapes, own) = output(plain), output(changed)
+    assert shapes != own_shapes or not torch.equal(found, own)
 
 
 def test_other_speculators_are_refused(
