@@ -12,8 +12,6 @@ What makes the bits of a row the same in every kernel, whatever the shape of its
 - ``PART`` keys are one such sum. Parts are folded in the order of the keys.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 import triton

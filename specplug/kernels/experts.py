@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specplug.kernels.card import card_of
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
-from specplug.kernels.linear import Tile, compile_options
+from specplug.kernels.linear import Tile, added, compile_options, products
 from specplug.kernels.silu_mul import gated, silu_mul_reference
 
 _BLOCK = 1024
@@ -130,41 +130,18 @@ def _expert_product(
         x_places = x + (pair // SHARED)[:, None] * x_stride + k[None, :]
         wide_column = column.to(tl.int64)
         places = corner + wide_column[None, :] * column_stride + k[:, None] * depth_stride
-        weight_places = weight + places
-        up_places = up_weight + places
-        total = tl.zeros((BM, BN), tl.float32)
-        up = tl.zeros((BM, BN), tl.float32)
-        for start in range(0, K, BK):
-            if EVEN_K:
-                x_inside, inside = is_row[:, None], is_column[None, :]
-            else:
-                is_k = k < K - start
-                x_inside = is_row[:, None] & is_k[None, :]
-                inside = is_column[None, :] & is_k[:, None]
-            a = tl.load(x_places, mask=x_inside, other=0.0)
-            if EVEN_N and EVEN_K:
-                b = tl.load(weight_places)
-            else:
-                b = tl.load(weight_places, mask=inside, other=0.0)
-            total = tl.dot(a, b, total)
-            if IS_GATED:
-                if EVEN_N and EVEN_K:
-                    c = tl.load(up_places)
-                else:
-                    c = tl.load(up_places, mask=inside, other=0.0)
-                up = tl.dot(a, c, up)
-            x_places += BK
-            weight_places += BK * depth_stride
-            up_places += BK * depth_stride
+        total, up = products(
+            x_places, weight + places, up_weight + places, is_row, is_column, k, K, depth_stride,
+            BM, BN, BK, EVEN_N, EVEN_K, IS_GATED,
+        )  # fmt: skip
         dtype = out.dtype.element_ty
         result = total.to(dtype)
         if IS_GATED:
             result = gated(result, up.to(dtype))
         if HAS_BIAS:
-            more = tl.load(
-                bias + expert.to(tl.int64) * bias_stride + column, mask=is_column, other=0.0
-            )
-            result = (result.to(tl.float32) + more.to(tl.float32)[None, :]).to(dtype)
+            places = bias + expert.to(tl.int64) * bias_stride + column
+            more = tl.load(places, mask=is_column, other=0.0)
+            result = added(result, more[None, :])
         inside = is_row[:, None] & is_column[None, :]
         tl.store(out + pair[:, None] * N + column[None, :], result, mask=inside)
 

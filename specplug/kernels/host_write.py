@@ -4,8 +4,6 @@ A copy engine would do it too, but a stream waits for it: 5 us before the copy a
 an H100. The torch reference is ``Tensor.copy_``.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 import triton

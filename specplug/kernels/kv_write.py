@@ -1,7 +1,5 @@
 """Write the keys and values of a pass's rows to their slots, in one launch."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 import triton

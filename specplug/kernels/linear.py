@@ -117,6 +117,47 @@ def added(rounded, more):
     return (rounded.to(tl.float32) + more.to(tl.float32)).to(rounded.dtype)
 
 
+@triton.jit
+def products(
+    x_places, places, second_places, is_row, is_column, k, K, depth_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, IS_DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the product of some rows with a weight, [BM, BN] float32, over K in order; and
+    that with a second weight, if ``IS_DOUBLE``.
+
+    Args:
+        x_places, places, second_places: of the first step, [BM, BK] and twice [BK, BN].
+        is_row, is_column: [BM] and [BN], those that there are.
+        k: [BK], 0 to BK - 1.
+        depth_stride: from an input to the next, in both weights.
+    """
+    total = tl.zeros((BM, BN), tl.float32)
+    second = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        if EVEN_K:
+            x_inside, inside = is_row[:, None], is_column[None, :]
+        else:
+            is_k = k < K - start
+            x_inside, inside = is_row[:, None] & is_k[None, :], is_column[None, :] & is_k[:, None]
+        a = tl.load(x_places, mask=x_inside, other=0.0)
+        if EVEN_N and EVEN_K:
+            b = tl.load(places)
+            if IS_DOUBLE:
+                c = tl.load(second_places)
+        else:
+            b = tl.load(places, mask=inside, other=0.0)
+            if IS_DOUBLE:
+                c = tl.load(second_places, mask=inside, other=0.0)
+        total = tl.dot(a, b, total)
+        if IS_DOUBLE:
+            second = tl.dot(a, c, second)
+        x_places += BK
+        places += BK * depth_stride
+        second_places += BK * depth_stride
+    return total, second
+
+
 @triton.jit(do_not_specialize=["M"])
 def _linear(
     x, weight, bias, residual, out, M, N, K, x_stride, weight_stride, residual_stride,
@@ -134,22 +175,10 @@ def _linear(
     wide_row, wide_column = row.to(tl.int64), column.to(tl.int64)
     wait_for_last(PDL)
     x_places = x + wide_row[:, None] * x_stride + k[None, :]
-    weight_places = weight + wide_column[None, :] * weight_stride + k[:, None]
-    total = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, K, BK):
-        if EVEN_K:
-            x_inside, inside = is_row[:, None], is_column[None, :]
-        else:
-            is_k = k < K - start
-            x_inside, inside = is_row[:, None] & is_k[None, :], is_column[None, :] & is_k[:, None]
-        a = tl.load(x_places, mask=x_inside, other=0.0)
-        if EVEN_N and EVEN_K:
-            b = tl.load(weight_places)
-        else:
-            b = tl.load(weight_places, mask=inside, other=0.0)
-        total = tl.dot(a, b, total)
-        x_places += BK
-        weight_places += BK
+    places = weight + wide_column[None, :] * weight_stride + k[:, None]
+    total, _ = products(
+        x_places, places, places, is_row, is_column, k, K, 1, BM, BN, BK, EVEN_N, EVEN_K, False
+    )
     let_next_start(PDL)
     result = total.to(out.dtype.element_ty)
     inside = is_row[:, None] & is_column[None, :]
@@ -160,43 +189,6 @@ def _linear(
         places = residual + wide_row[:, None] * residual_stride + column[None, :]
         result = added(result, tl.load(places, mask=inside, other=0.0))
     tl.store(out + wide_row[:, None] * N + column[None, :], result, mask=inside)
-
-
-@triton.jit
-def two_products(
-    x_places, first_places, second_places, is_row, is_column, k, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):  # fmt: skip
-    """Two tiles of products of the same rows, [BM, BN] float32 each: over K in order, as those of
-    ``_linear``.
-
-    Args:
-        x_places, first_places, second_places: of the first step, [BM, BK] and twice [BK, BN].
-        is_row, is_column: [BM] and [BN], those that there are.
-        k: [BK], 0 to BK - 1.
-    """
-    first = tl.zeros((BM, BN), tl.float32)
-    second = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, K, BK):
-        if EVEN_K:
-            x_inside, inside = is_row[:, None], is_column[None, :]
-        else:
-            is_k = k < K - start
-            x_inside, inside = is_row[:, None] & is_k[None, :], is_column[None, :] & is_k[:, None]
-        a = tl.load(x_places, mask=x_inside, other=0.0)
-        if EVEN_N and EVEN_K:
-            b = tl.load(first_places)
-            c = tl.load(second_places)
-        else:
-            b = tl.load(first_places, mask=inside, other=0.0)
-            c = tl.load(second_places, mask=inside, other=0.0)
-        first = tl.dot(a, b, first)
-        second = tl.dot(a, c, second)
-        x_places += BK
-        first_places += BK
-        second_places += BK
-    return first, second
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -217,9 +209,10 @@ def _gated_linear(
     x_places = x + wide_row[:, None] * x_stride + k[None, :]
     gate_places = gate_weight + wide_column[None, :] * gate_stride + k[:, None]
     up_places = up_weight + wide_column[None, :] * up_stride + k[:, None]
-    gate, up = two_products(
-        x_places, gate_places, up_places, is_row, is_column, k, K, BM, BN, BK, EVEN_N, EVEN_K
-    )
+    gate, up = products(
+        x_places, gate_places, up_places, is_row, is_column, k, K, 1,
+        BM, BN, BK, EVEN_N, EVEN_K, True,
+    )  # fmt: skip
     let_next_start(PDL)
     dtype = out.dtype.element_ty
     result = gated(gate.to(dtype), up.to(dtype))

@@ -11,8 +11,6 @@ sum, see ``attention_sums``. Three kernels compute it, each where it is fast, wi
 The torch reference is ``paged_attention_reference``.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from functools import lru_cache

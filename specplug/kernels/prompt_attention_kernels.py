@@ -7,8 +7,6 @@ addresses of a gather cost more than the copy.
 The torch reference is ``paged_attention_reference``.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 import attrs

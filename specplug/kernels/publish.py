@@ -3,8 +3,6 @@
 The torch reference is ``FutureMap`` where no kernel runs. All values are integers and are equal.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 import torch

@@ -26,9 +26,9 @@ from specplug.kernels.linear import (
     choose_tile,
     compile_options,
     linear_reference,
+    products,
     row_stride,
     tile_of_program,
-    two_products,
 )
 from specplug.kernels.rotary import rotate_and_write_reference, rotated
 
@@ -69,9 +69,9 @@ def _rotated_linear(
     high_sin = tl.load(sin_places + HALF, mask=inside & is_rotated, other=0.0)
     x_places = x + wide_row[:, None] * x_stride + k[None, :]
     low_places = weight + output[None, :] * weight_stride + k[:, None]
-    low_sum, high_sum = two_products(
+    low_sum, high_sum = products(
         x_places, low_places, low_places + HALF * weight_stride,
-        is_row, is_column, k, K, BM, BN, BK, EVEN_N, EVEN_K,
+        is_row, is_column, k, K, 1, BM, BN, BK, EVEN_N, EVEN_K, True,
     )  # fmt: skip
     let_next_start(PDL)
     dtype = q_out.dtype.element_ty

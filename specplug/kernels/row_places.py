@@ -1,7 +1,5 @@
 """Where the rows of a pass stand: their slots and positions, in one launch."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 import torch

@@ -3,8 +3,6 @@
 The torch references are ``index_select`` and ``index_copy_``, buffer by buffer. Bits are copied.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The torch reference is ``RequestTable.flush`` where no kernel runs. All values a
 equal.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 import triton
