@@ -11,10 +11,9 @@ import torch
 from specplug.algorithm import SpecConfig
 from specplug.config import EngineConfig
 from specplug.distributed.rank_group import RankGroup
-from specplug.engine.engine import Engine
+from specplug.engine.engine import Engine, RemotePrefill
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.kv_transfer import KVTransfer
-from specplug.engine.remote_prefill import RemotePrefill
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.step import StepRunner
 from specplug.kernels.compilations import Compilations, cache_folder

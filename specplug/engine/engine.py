@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import ChainMap, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
+from typing import Protocol
 
 from specplug.debug import DEBUG
 from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.kv_transfer import KVSlice, PrefillSlice
-from specplug.engine.remote_prefill import RemotePrefill
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.scheduler import Scheduler
 from specplug.engine.statistics import Statistics
@@ -24,6 +24,37 @@ from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.report import RequestReport, StepReport
 
 _log = logging.getLogger(__name__)
+
+
+class RemotePrefill(Protocol):
+    """Has requests prefilled by other instances. ``specplug.disagg`` implements it."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is here or away."""
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over all requests that are here or away."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request for a prefill elsewhere."""
+
+    def poll(self, num_waiting: int, *, wait: bool) -> list[Request]:
+        """Return the requests that have come back, each with ``received`` or ``error`` set.
+
+        Args:
+            num_waiting: requests that came back before and have no row yet.
+            wait: block for a moment if there is none; the engine has nothing else to do.
+        """
+
+    def find(self, request_ids: Collection[str]) -> list[Request]:
+        """Return the requests of these names that are here or away."""
+
+    def remove(self, request: Request) -> bool:
+        """Forget a request that has ended; return False if it is not here."""
+
+    def reset(self) -> list[Request]:
+        """Forget all requests, and return them."""
 
 
 class Engine:
