@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -33,10 +32,9 @@ from specplug.engine.engine_runtime import EMBEDDED, EngineRuntime
 from specplug.engine.features import Features
 from specplug.engine.input_processor import InputProcessor, Prompt
 from specplug.engine.kv_memory import allocate_kv
-from specplug.engine.request import Request
+from specplug.engine.request import Request, take_all
 from specplug.engine.scheduler import Scheduler
 from specplug.engine.statistics import Statistics
-from specplug.engine.stepper import Stepper, take_all
 from specplug.engine.turns import Turns
 from specplug.engine.warm_up import WarmUp
 from specplug.errors import PluginError, RankError, UsageError, shown
@@ -83,7 +81,6 @@ class LLM:
 
     # None before they are made, and after ``close``.
     _engine: Engine = None  # type: ignore[assignment]
-    _stepper: Stepper = None  # type: ignore[assignment]
     _input_processor: InputProcessor = None  # type: ignore[assignment]
     _runner: ModelRunner = None  # type: ignore[assignment]
     _runtime: EngineRuntime = None  # type: ignore[assignment]
@@ -212,7 +209,6 @@ class LLM:
         self._engine = make_engine(
             config, runtime, runner, algorithm, scheduler, remote=remote, ranks=ranks
         )
-        self._stepper = Stepper(self._engine, ranks)
         self._input_processor = InputProcessor(config, runtime, target, self.tokenizer, cache.pool)
         if warm_up_state(config, runtime) == "on":
             decodes = config.disaggregation != "prefill"
@@ -273,7 +269,7 @@ class LLM:
             self._partner = self._prefill = self._decode_instance = None
             self._drop_tensors()
             self._inbox.clear()
-            self._engine = self._stepper = self._input_processor = None  # type: ignore[assignment]
+            self._engine = self._input_processor = None  # type: ignore[assignment]
             self._runtime = self._runner = None  # type: ignore[assignment]
             trim_heap()
 
@@ -310,7 +306,7 @@ class LLM:
                     for request in self._engine.requests:
                         self._engine.abort(request.request_id)
                     if self._engine.has_work:
-                        self._stepper.drain()
+                        self._engine.drain()
             finally:
                 self._free()
                 if self._ranks is not None:
@@ -568,7 +564,7 @@ class LLM:
         """Whether this thread runs a step of this engine, or of its partner."""
         instances = [llm for llm in (self, self._partner) if llm is not None]
         engines = [llm._engine for llm in instances]  # which another thread may close
-        return any(engine is not None and engine.stepped_by == get_ident() for engine in engines)
+        return any(engine is not None and engine.is_in_step for engine in engines)
 
     def _turn(self, method: str) -> Turns:
         """Return the turns, for ``method`` to wait for its own.
@@ -652,7 +648,7 @@ class LLM:
             return
         if self._partner is not None and self._partner.prefill_loop is not None:
             self._partner.prefill_loop.step(wait=False)
-        self._stepper.step()
+        self._engine.step()
 
     def _drain(self, requests: Sequence[Request]) -> None:
         """Process aborts and what is in flight, so that nothing of these requests is left."""

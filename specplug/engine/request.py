@@ -273,3 +273,10 @@ class Request:
 def make_detokenizer(tokenizer: Any | None, params: SamplingParams) -> Detokenizer | None:
     """Return a detokenizer for a request, or None without a tokenizer."""
     return None if tokenizer is None else Detokenizer(tokenizer, params)
+
+
+def take_all(inbox: list[Request]) -> list[Request]:
+    """Empty an inbox: what was in it, each request once."""
+    moved = list(dict.fromkeys(inbox))
+    inbox.clear()
+    return moved
