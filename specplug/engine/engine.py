@@ -64,7 +64,7 @@ class Engine:
     Args:
         scheduler: holds the requests.
         steps: launches what is scheduled.
-        runtime: of the run; its sampler gets the settings of admitted requests.
+        runtime: of the run, which hooks get.
         hooks: of the run's plugins, which get the reports.
         overlap: whether a step is launched before the results of the last one are processed.
         ranks: that step together with this one; None: it is alone.
@@ -141,11 +141,6 @@ class Engine:
             "cached": cache.num_pages,
             "available": cache.num_available,
         }
-
-    @property
-    def cuda_graph(self) -> str:
-        """Whether passes are replayed as CUDA graphs: "on", or "off" and why."""
-        return self.runtime.cuda_graph
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -259,7 +254,7 @@ class Engine:
         output: Sequence[int] = request.output_token_ids
         if request.status is RequestStatus.RUNNING:  # a root is counted when it is verified
             output = output[: request.num_computed_tokens - len(request.prompt_token_ids)]
-        self.runtime.sampler.admit(
+        self.steps.sampler.admit(
             request.req_index,
             request.params,
             request.seed,
