@@ -224,21 +224,15 @@ class Bench:
         )
         scheduler = Scheduler(config, PrefixCache(pool, 0), table)
         sampler = Sampler(case.running + 1, VOCAB, CPU)
-        runtime: Any = SimpleNamespace(
-            device=CPU,
-            table=table,
-            sampler=sampler,
-            worker=None,
-            req_table_size=case.running + 1,
-            vocab_size=VOCAB,
-        )
+        runner: Any = SimpleNamespace(target=SimpleNamespace(device=CPU, vocab_size=VOCAB))
+        kv: Any = SimpleNamespace(begin_step=lambda max_slots: table.flush())
         plain = Registry().select("NONE")
         hooks = HookCalls(build_plugin_manager(plain, (), CoreDefaults()), plain)
         unused: Any = None
         self.engine = Engine(
             scheduler=scheduler,
-            steps=ReadySteps(runtime, unused, unused, unused),
-            runtime=runtime,
+            steps=ReadySteps(runner, kv, sampler, unused, unused),
+            runtime=unused,
             hooks=hooks,
             overlap=True,
         )

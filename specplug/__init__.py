@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from specplug.sampling_params import SamplingParams
     from specplug.speculative import layers
     from specplug.speculative.batch import Batch, RequestView
-    from specplug.speculative.coupling import couple
     from specplug.speculative.draft import Draft, DraftInput
     from specplug.speculative.draft_checkpoint import Checkpoint
     from specplug.speculative.draft_state import ReceivedState, StateTensor, received_state
     from specplug.speculative.feature_drafter import FeatureDrafter
     from specplug.speculative.future_map import FutureMap
+    from specplug.speculative.noise import couple
     from specplug.speculative.output_kind import PerTokenOutput
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.rotation import chunk_tails, rotate_chunks
@@ -63,7 +63,7 @@ _LAZY = {
     "Batch": "specplug.speculative.batch",
     "RequestView": "specplug.speculative.batch",
     "Checkpoint": "specplug.speculative.draft_checkpoint",
-    "couple": "specplug.speculative.coupling",
+    "couple": "specplug.speculative.noise",
     "Draft": "specplug.speculative.draft",
     "DraftInput": "specplug.speculative.draft",
     "FeatureDrafter": "specplug.speculative.feature_drafter",

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -28,21 +27,22 @@ from specplug.engine.assembly import (
     warm_up_state,
 )
 from specplug.engine.core_outputs import core_outputs
+from specplug.engine.cuda_graphs import CudaGraphs
 from specplug.engine.engine import Engine
 from specplug.engine.engine_runtime import EMBEDDED, EngineRuntime
 from specplug.engine.features import Features
 from specplug.engine.input_processor import InputProcessor, Prompt
-from specplug.engine.kv_memory import allocate_kv
-from specplug.engine.request import Request
+from specplug.engine.kv_pool import KVPool
+from specplug.engine.request import Request, take_all
 from specplug.engine.scheduler import Scheduler
 from specplug.engine.statistics import Statistics
-from specplug.engine.stepper import Stepper, take_all
 from specplug.engine.turns import Turns
 from specplug.engine.warm_up import WarmUp
 from specplug.errors import PluginError, RankError, UsageError, shown
 from specplug.kernels.compilations import compilations_counted
 from specplug.kernels.cpu_compiler import compiling_declined
 from specplug.kernels.cpu_kernels import cpu_kernels_of_draft
+from specplug.kv.prefix_cache import PrefixCache
 from specplug.model.loading import (
     backend_of,
     choose_device,
@@ -52,10 +52,12 @@ from specplug.model.loading import (
     trim_heap,
 )
 from specplug.model.model_runner import ModelRunner
+from specplug.model.sampler import Sampler
 from specplug.outputs import RequestOutput, by_prompt
 from specplug.sampling_params import SamplingParams
 from specplug.speculative.algorithm_start import start_algorithm
 from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.output_kind import OutputKind
 from specplug.startup import Startup
 
 if TYPE_CHECKING:
@@ -83,9 +85,9 @@ class LLM:
 
     # None before they are made, and after ``close``.
     _engine: Engine = None  # type: ignore[assignment]
-    _stepper: Stepper = None  # type: ignore[assignment]
     _input_processor: InputProcessor = None  # type: ignore[assignment]
     _runner: ModelRunner = None  # type: ignore[assignment]
+    _kv: KVPool = None  # type: ignore[assignment]
     _runtime: EngineRuntime = None  # type: ignore[assignment]
     _ranks: RankGroup | None = None
     _decode_instance: DecodeInstance | None = None
@@ -155,9 +157,9 @@ class LLM:
                 raise cause from error
             raise
         slots = self._engine.scheduler.cache.pool.num_tokens
-        for line in startup_lines(config, self._runtime, self._runner.target, slots):
+        for line in startup_lines(config, self._runtime, self._runner.target, self._kv, slots):
             _log.info(line)
-        for line in times_of_start(self._startup, self._runtime, compiled):
+        for line in times_of_start(self._startup, self._graphs, device, compiled):
             _log.info(line)
         _log.info("ready in %.1f s", time.perf_counter() - began)
 
@@ -186,13 +188,23 @@ class LLM:
         with startup.part("loading the tokenizer"):
             self.tokenizer = load_tokenizer(config)
         self._features = features = Features.of_run(config, algorithm.info)
+        overlap = features.is_on("overlap")
+        limits = plan_steps(config, spec, overlap=overlap)
+        self._graphs = graphs = CudaGraphs(config, runner)
+        self._kv = kv = KVPool(config, limits, target, graphs=graphs.obstacle is None)
+        sampler = Sampler(kv.table.req_table_size, target.vocab_size, device)
+        own = core_outputs(target, backend_of(self.tokenizer))
+        outputs: dict[str, OutputKind] = {output.name: output for output in own}
         self._runtime = runtime = EngineRuntime(
             config,
             spec,
-            runner,
-            overlap=features.is_on("overlap"),
+            target,
+            kv=kv,
+            sampler=sampler,
+            graphs=graphs,
+            overlap=overlap,
             draft_verifies=algorithm.draft_verifies,
-            outputs=core_outputs(target, backend_of(self.tokenizer)),
+            outputs=outputs,
         )
         with (
             startup.part("loading the draft"),
@@ -201,23 +213,29 @@ class LLM:
         ):
             algorithm.create_worker(runtime)
 
-        limits = plan_steps(config, spec, overlap=runtime.overlap)
-        cached = features.is_on("prefix_cache")
+        lookahead = spec.draft_lookahead
+        if lookahead is None:
+            lookahead = 1 if kv.has_draft_cache else 0
         with startup.part("allocating the KV pool"):
-            cache, table = allocate_kv(
-                runtime, limits, config.max_total_tokens, prefix_cache=cached
-            )
-        scheduler = Scheduler(limits, cache, table)
-        self._decode_instance = remote = make_decode_instance(config, runtime, target, cache)
+            pool = kv.allocate(config.max_total_tokens)
+            cache = PrefixCache(pool, lookahead, enabled=features.is_on("prefix_cache"))
+        scheduler = Scheduler(limits, cache, kv.table)
+        self._decode_instance = remote = make_decode_instance(config, spec, target, kv, cache)
         self._engine = make_engine(
-            config, runtime, runner, algorithm, scheduler, remote=remote, ranks=ranks
+            config, runtime, runner, kv, sampler, algorithm, scheduler, remote=remote, ranks=ranks
         )
-        self._stepper = Stepper(self._engine, ranks)
-        self._input_processor = InputProcessor(config, runtime, target, self.tokenizer, cache.pool)
-        if warm_up_state(config, runtime) == "on":
+        self._input_processor = InputProcessor(
+            config,
+            target,
+            self.tokenizer,
+            pool,
+            context_len=kv.context_len,
+            outputs=outputs.values(),
+        )
+        if warm_up_state(config, graphs, device) == "on":
             decodes = config.disaggregation != "prefill"
             warm_up = WarmUp(
-                runtime, self._engine.steps, algorithm.hooks, limits, decodes=decodes, ranks=ranks
+                self._engine.steps, algorithm.hooks, limits, decodes=decodes, ranks=ranks
             )
             with startup.part("warming up"):
                 warm_up.run(startup.advance)
@@ -273,12 +291,12 @@ class LLM:
             self._partner = self._prefill = self._decode_instance = None
             self._drop_tensors()
             self._inbox.clear()
-            self._engine = self._stepper = self._input_processor = None  # type: ignore[assignment]
-            self._runtime = self._runner = None  # type: ignore[assignment]
+            self._engine = self._input_processor = None  # type: ignore[assignment]
+            self._runtime = self._runner = self._kv = None  # type: ignore[assignment]
             trim_heap()
 
     def _drop_tensors(self) -> None:
-        for holder in (self._runtime, self._runner):
+        for holder in (self._runtime, self._kv, self._runner):
             if holder is not None:
                 holder.close()
 
@@ -310,7 +328,7 @@ class LLM:
                     for request in self._engine.requests:
                         self._engine.abort(request.request_id)
                     if self._engine.has_work:
-                        self._stepper.drain()
+                        self._engine.drain()
             finally:
                 self._free()
                 if self._ranks is not None:
@@ -550,6 +568,7 @@ class LLM:
             self.config,
             self._runtime,
             self._engine,
+            self._graphs,
             features=self._features.states,
             extensions=self._hooks.extensions,
             disaggregation_address=self._decode_instance.address if self._decode_instance else None,
@@ -568,7 +587,7 @@ class LLM:
         """Whether this thread runs a step of this engine, or of its partner."""
         instances = [llm for llm in (self, self._partner) if llm is not None]
         engines = [llm._engine for llm in instances]  # which another thread may close
-        return any(engine is not None and engine.stepped_by == get_ident() for engine in engines)
+        return any(engine is not None and engine.is_in_step for engine in engines)
 
     def _turn(self, method: str) -> Turns:
         """Return the turns, for ``method`` to wait for its own.
@@ -652,7 +671,7 @@ class LLM:
             return
         if self._partner is not None and self._partner.prefill_loop is not None:
             self._partner.prefill_loop.step(wait=False)
-        self._stepper.step()
+        self._engine.step()
 
     def _drain(self, requests: Sequence[Request]) -> None:
         """Process aborts and what is in flight, so that nothing of these requests is left."""

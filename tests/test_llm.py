@@ -226,7 +226,7 @@ def test_settings_that_fail_on_admission_do_not_stay(
     open_llm: OpenLLM, reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = open_llm()
-    sampler = llm.engine.runtime.sampler
+    sampler = llm.engine.steps.sampler
     admit_well = sampler.admit
 
     def admit(req_index: int, params: SamplingParams, seed: int, *tokens: Any) -> None:

@@ -41,26 +41,26 @@ class Passes:
     """
 
     def __init__(self, llm: LLM, context: int) -> None:
-        self._runtime = llm.engine.runtime
+        self._kv = llm.engine.steps.kv
         self._context = context
         self.runner = llm.engine.steps.runner
-        table = self._runtime.table.slots
+        table = self._kv.table.slots
         length = context + 1024
         for row in range(1, len(table)):
             first = 1 + (row - 1) * length
             table[row, :length] = torch.arange(first, first + length, device=table.device)
-        self._runtime.max_slots = length
+        self._kv.begin_step(length)
 
     def part(self, rows: Sequence[int], widths: Sequence[int], *, ends_only: bool) -> PassPart:
         """Make a part of these rows of the request table."""
-        device, width = self._runtime.device, max(widths)
-        plan = self._runtime.make_plan(
+        device, width = self._kv.table.slots.device, max(widths)
+        plan = self._kv.make_plan(
             torch.tensor(rows, device=device),
             torch.full((len(rows),), self._context, device=device),
             width,
             padding=Padding.of(widths, width, device),
         )
-        tokens = torch.randint(10, self._runtime.vocab_size, (sum(widths),), device=device)
+        tokens = torch.randint(10, self.runner.target.vocab_size, (sum(widths),), device=device)
         return PassPart(tokens, plan, ends_only)
 
     def plain(self, prefill: PassPart | None, decode: PassPart | None) -> Callable[[], Any]:

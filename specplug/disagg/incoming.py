@@ -11,8 +11,7 @@ from torch import Tensor
 
 from specplug.disagg.wire_message import WireError, WireMessage
 from specplug.engine.collected_output import CollectedOutput
-from specplug.engine.received_prefill import ReceivedPrefill
-from specplug.engine.request import Request
+from specplug.engine.request import ReceivedPrefill, Request
 from specplug.kv.tensors import KVShape
 from specplug.speculative.output_kind import Form
 

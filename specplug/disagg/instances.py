@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from specplug.algorithm import SpecConfig
 from specplug.config import EngineConfig
 from specplug.disagg.identity import Identity, folder_fingerprint, model_fingerprint
-from specplug.engine.engine_runtime import EngineRuntime
+from specplug.engine.kv_pool import KVPool
 from specplug.engine.request import Request
 from specplug.errors import UsageError, shown, warn_fallback
 from specplug.kv.prefix_cache import PrefixCache
@@ -25,7 +25,7 @@ DEFAULT_ADDRESS = "tcp://127.0.0.1:30100"
 
 
 def make_decode_instance(
-    config: EngineConfig, runtime: EngineRuntime, target: Target, cache: PrefixCache
+    config: EngineConfig, spec: SpecConfig, target: Target, kv: KVPool, cache: PrefixCache
 ) -> DecodeInstance | None:
     """The decode instance of a run, bound at its address; None if its settings ask for none.
 
@@ -47,10 +47,10 @@ def make_decode_instance(
         )
     return DecodeInstance(
         _zmq().bind(where, key=config.disaggregation_key),
-        identity_of(target, runtime.config, config.page_size),
+        identity_of(target, spec, config.page_size),
         cache=cache,
-        form=KVFormat(shapes=runtime.kv_shapes, dtype=runtime.dtype, vocab_size=runtime.vocab_size),
-        most_away=runtime.max_running_requests,
+        form=KVFormat(shapes=kv.shapes, dtype=target.dtype, vocab_size=target.vocab_size),
+        most_away=config.max_running_requests,
         timeout=config.disaggregation_timeout,
         moment=0.0005 if both else 0.002,  # the other side takes its turn in the same thread
     )

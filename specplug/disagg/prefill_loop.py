@@ -11,8 +11,7 @@ from specplug.disagg.instances import make_prefill_instance
 from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine import Engine
 from specplug.engine.input_processor import InputProcessor
-from specplug.engine.request import Request
-from specplug.engine.stepper import Stepper, take_all
+from specplug.engine.request import Request, take_all
 from specplug.errors import InstanceError
 from specplug.sampling_params import SamplingParams
 
@@ -47,7 +46,6 @@ class PrefillLoop:
         self._engine = engine
         self._inputs = inputs
         self._ranks = ranks
-        self._stepper = Stepper(engine, ranks)
         self._ended: list[Request] = []
         self.instance = make_prefill_instance(
             identity,
@@ -72,7 +70,7 @@ class PrefillLoop:
         """Run a step if there is work, or another rank may call, and send what it gave."""
         if self._engine.has_work or self._ranks is not None:
             try:
-                self._stepper.step()
+                self._engine.step()
             except InstanceError:
                 raise
             except Exception:  # its requests have ended; the decode instances are told below
@@ -87,7 +85,7 @@ class PrefillLoop:
             self.instance.close()
         finally:
             self._ended.clear()
-            del self.instance, self._engine, self._stepper  # of which it is called back
+            del self.instance, self._engine  # of which it is called back
 
     def _prepare(self, prompt: Any, params: SamplingParams, *, priority: int) -> Request:
         (request,) = self._inputs.requests([prompt], params, priority)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from specplug.engine.engine_runtime import EngineRuntime
+from specplug.engine.kv_pool import KVPool
 from specplug.kernels.kernel_table import runs_tree_kernels
 from specplug.kv.tensors import move_slots
 from specplug.speculative.step_stages import Drafted
 from specplug.speculative.verify import VerifyOutput
 
 
-def keep_accepted(runtime: EngineRuntime, drafted: Drafted, accepted: VerifyOutput) -> None:
+def keep_accepted(kv: KVPool, drafted: Drafted, accepted: VerifyOutput) -> None:
     """Move the KV of a tree's accepted nodes to the slots from ``drafted.seq_lens`` on, in the
     order of the path. A chain's is there already."""
     draft, index = drafted.draft, accepted.accept_index
     if draft.is_chain:
         return
-    pool, slots = runtime.pools[0], runtime.table.slots
+    pool, slots = kv.tensors[0], kv.table.slots
     rows, starts = drafted.req_indices, drafted.seq_lens
     if runs_tree_kernels(draft.tokens):
         from specplug.kernels.tree import move_accepted

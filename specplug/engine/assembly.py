@@ -11,18 +11,21 @@ import torch
 from specplug.algorithm import SpecConfig
 from specplug.config import EngineConfig
 from specplug.distributed.rank_group import RankGroup
-from specplug.engine.engine import Engine
+from specplug.engine.cuda_graphs import CudaGraphs
+from specplug.engine.engine import Engine, RemotePrefill
 from specplug.engine.engine_runtime import EngineRuntime
+from specplug.engine.kv_pool import KVPool
 from specplug.engine.kv_transfer import KVTransfer
-from specplug.engine.remote_prefill import RemotePrefill
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.step import StepRunner
 from specplug.kernels.compilations import Compilations, cache_folder
 from specplug.kernels.kernel_table import compiles_triton, kernels_mode, table_lines
 from specplug.model.device_memory import in_mib
 from specplug.model.model_runner import ModelRunner
+from specplug.model.sampler import Sampler
 from specplug.model.target import Target
 from specplug.speculative.algorithm_start import StartedAlgorithm
+from specplug.speculative.draft_state import state_spec
 from specplug.speculative.hook_calls import HookCalls
 from specplug.startup import Startup
 
@@ -53,6 +56,8 @@ def make_engine(
     config: EngineConfig,
     runtime: EngineRuntime,
     runner: ModelRunner,
+    kv: KVPool,
+    sampler: Sampler,
     algorithm: StartedAlgorithm[HookCalls],
     scheduler: Scheduler,
     *,
@@ -63,17 +68,19 @@ def make_engine(
 
     Args:
         config: of the run.
-        runtime: with the KV pool.
-        runner: the target.
+        runtime: of the run.
+        runner: of the target.
+        kv: of the run.
+        sampler: of the target's tokens.
         algorithm: of the run, with its worker.
         scheduler: over the same pool.
         remote: has requests prefilled by other instances; None: they are prefilled here.
         ranks: that step together with this one; None: it is alone.
     """
-    transfer = KVTransfer(runtime, scheduler.cache.lookahead)
+    transfer = KVTransfer(kv, state_spec(runtime.worker), scheduler.cache.lookahead)
     return Engine(
         scheduler=scheduler,
-        steps=StepRunner(runtime, runner, algorithm.begin(runtime), transfer),
+        steps=StepRunner(runner, kv, sampler, algorithm.begin(runtime), transfer),
         runtime=runtime,
         hooks=algorithm.hooks,
         overlap=runtime.overlap,
@@ -83,15 +90,19 @@ def make_engine(
     )
 
 
-def warm_up_state(config: EngineConfig, runtime: EngineRuntime) -> str:
+def warm_up_state(config: EngineConfig, graphs: CudaGraphs, device: torch.device) -> str:
     """Return whether a run is warmed up: "on", or "off: " and why."""
     if config.warm_up == "auto":
-        return "on" if runtime.compiles else "off: no step compiles or records here"
+        return (
+            "on"
+            if graphs.obstacle is None or compiles_triton(device)
+            else "off: no step compiles or records here"
+        )
     return "on" if config.warm_up == "on" else "off: warm_up='off'"
 
 
 def startup_lines(
-    config: EngineConfig, runtime: EngineRuntime, target: Target, slots: int
+    config: EngineConfig, runtime: EngineRuntime, target: Target, kv: KVPool, slots: int
 ) -> Iterator[str]:
     """Yield what a run has loaded, and what memory it takes, in lines for a log.
 
@@ -123,7 +134,7 @@ def startup_lines(
         f"algorithm {spec.algorithm}: num_steps {spec.num_steps}, topk {spec.topk}, "
         f"num_draft_tokens {spec.num_draft_tokens}{draft}"
     )
-    of_target, *drafts = [pool.nbytes for pool in runtime.pools]
+    of_target, *drafts = [pool.nbytes for pool in kv.tensors]
     yield (
         f"KV pool: {slots:,} slots in pages of {runtime.page_size}, {in_mib(of_target)} for the "
         f"target" + (f" and {in_mib(sum(drafts))} for the draft" if drafts else "")
@@ -135,18 +146,18 @@ def startup_lines(
 
 
 def times_of_start(
-    startup: Startup, runtime: EngineRuntime, compiled: Compilations
+    startup: Startup, graphs: CudaGraphs, device: torch.device, compiled: Compilations
 ) -> Iterator[str]:
     """Yield what the start of a run took, in lines for a log."""
     parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in startup.seconds.items())
     yield f"start: {parts}"
-    if compiles_triton(runtime.device):
+    if compiles_triton(device):
         yield (
             f"kernels: {compiled.compiled} compiled in {compiled.seconds:.2f} s, {compiled.cached} "
             f"read from {cache_folder()}"
         )
-    if runtime.cuda_graph == "on":
-        recorded, seconds = runtime.recordings
+    if graphs.state == "on":
+        recorded, seconds = graphs.recordings
         yield f"CUDA graphs: {recorded} recorded in {seconds:.2f} s"
 
 
@@ -154,6 +165,7 @@ def effective_config(
     config: EngineConfig,
     runtime: EngineRuntime,
     engine: Engine,
+    graphs: CudaGraphs,
     *,
     features: Mapping[str, str],
     extensions: Sequence[Mapping[str, str]],
@@ -175,10 +187,10 @@ def effective_config(
         "speculative_algorithm": runtime.config.algorithm,
         **of_speculation,
         **features,
-        "cuda_graph": engine.cuda_graph,
-        "row_invariance": runtime.row_invariance,
-        "warm_up": warm_up_state(config, runtime),
-        "cpu_kernels": runtime.cpu_kernels,
+        "cuda_graph": graphs.state,
+        "row_invariance": engine.steps.runner.target.row_invariance,
+        "warm_up": warm_up_state(config, graphs, runtime.device),
+        "cpu_kernels": engine.steps.runner.target.cpu_kernels_state,
         "dp_attention": "on" if config.dp_size > 1 else "off: not enabled",
         "mixed_chunk": "on" if config.enable_mixed_chunk else "off: not enabled",
         "disaggregation": config.disaggregation or "off",

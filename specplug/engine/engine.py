@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import ChainMap, deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from itertools import count
+from threading import get_ident
+from typing import Protocol
 
 from specplug.debug import DEBUG
 from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.kv_transfer import KVSlice, PrefillSlice
-from specplug.engine.remote_prefill import RemotePrefill
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.scheduler import Scheduler
 from specplug.engine.statistics import Statistics
@@ -26,13 +27,44 @@ from specplug.speculative.report import RequestReport, StepReport
 _log = logging.getLogger(__name__)
 
 
+class RemotePrefill(Protocol):
+    """Has requests prefilled by other instances. ``specplug.disagg`` implements it."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is here or away."""
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over all requests that are here or away."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request for a prefill elsewhere."""
+
+    def poll(self, num_waiting: int, *, wait: bool) -> list[Request]:
+        """Return the requests that have come back, each with ``received`` or ``error`` set.
+
+        Args:
+            num_waiting: requests that came back before and have no row yet.
+            wait: block for a moment if there is none; the engine has nothing else to do.
+        """
+
+    def find(self, request_ids: Collection[str]) -> list[Request]:
+        """Return the requests of these names that are here or away."""
+
+    def remove(self, request: Request) -> bool:
+        """Forget a request that has ended; return False if it is not here."""
+
+    def reset(self) -> list[Request]:
+        """Forget all requests, and return them."""
+
+
 class Engine:
     """The loop between a scheduler, which chooses steps, and a step runner, which launches them.
 
     Args:
         scheduler: holds the requests.
         steps: launches what is scheduled.
-        runtime: of the run; its sampler gets the settings of admitted requests.
+        runtime: of the run, which hooks get.
         hooks: of the run's plugins, which get the reports.
         overlap: whether a step is launched before the results of the last one are processed.
         ranks: that step together with this one; None: it is alone.
@@ -42,7 +74,6 @@ class Engine:
     Attributes:
         scheduler, steps, runtime, hooks: as given.
         outbox: prefilled slices for other instances, until the prefill instance sends them.
-        stepped_by: the thread that runs a step now (stepper).
     """
 
     def __init__(
@@ -59,7 +90,7 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.outbox: deque[PrefillSlice] = deque()
-        self.stepped_by: int | None = None
+        self._stepped_by: int | None = None
         self._remote = remote
         self.statistics = Statistics()
         self.steps = steps
@@ -89,6 +120,11 @@ class Engine:
         return self.scheduler.has_work or bool(self._launched)
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether the calling thread runs a step of this engine now."""
+        return self._stepped_by == get_ident()
+
+    @property
     def requests(self) -> list[Request]:
         """All requests that have not ended."""
         return [*self._received, *(self._remote or ()), *self.scheduler]
@@ -106,11 +142,6 @@ class Engine:
             "available": cache.num_available,
         }
 
-    @property
-    def cuda_graph(self) -> str:
-        """Whether passes are replayed as CUDA graphs: "on", or "off" and why."""
-        return self.runtime.cuda_graph
-
     def add(self, request: Request) -> None:
         """Queue a request."""
         if self._remote is not None:
@@ -122,11 +153,44 @@ class Engine:
         """End a request before the next step; unknown and ended ones are ignored."""
         self._aborted.append(request_id)
 
-    def abandon(self, error: BaseException) -> list[Request]:
+    def step(self) -> None:
+        """Launch the next step, process a launched one, and put the requests that moved into their
+        inboxes.
+
+        Raises:
+            BaseException: the step has failed. Its error has ended all requests, and other ranks
+                are told.
+        """
+        self._run(self._overlap_step if self._overlap else self._plain_step)
+
+    def drain(self) -> None:
+        """Process aborts and all launched steps, and launch none; otherwise as ``step``."""
+        self._run(self._process_all)
+
+    def _run(self, move: Callable[[], None]) -> None:
+        """Have requests moved, and put each into its inbox, those that a failure ends too."""
+        self._stepped_by = get_ident()
+        try:
+            with self._ranks.stepping() if self._ranks is not None else nullcontext():
+                move()
+                if DEBUG:
+                    self.scheduler.check()
+        except BaseException as error:
+            cause = error if self._ranks is None else self._ranks.end(error)
+            self._abandon(cause)
+            if cause is not error:
+                raise cause from error
+            raise
+        finally:
+            self._stepped_by = None
+            moved, self._moved = self._moved, []
+            for request in moved:
+                request.inbox.append(request)
+
+    def _abandon(self, error: BaseException) -> None:
         """End every request after a step has failed.
 
         What was launched is lost, and so is the prefix cache, which may hold pages it wrote.
-        Returns the requests that the step had moved and those that this ends.
         """
         lost = [result.step for result in self._launched]
         lost += [self._launching] if self._launching is not None else []
@@ -145,44 +209,28 @@ class Engine:
             request.finish("error")
             with suppress(Exception):  # ``error`` is the one to tell
                 self._report_finished(request)
-        moved, self._moved = self._moved, []
-        return [*moved, *touched, *ended]
+        self._moved += [*touched, *ended]
 
-    def step(self) -> list[Request]:
-        """Launch the next step and process a launched one. Returns the requests that moved."""
-        return self._overlap_step() if self._overlap else self._plain_step()
-
-    def _plain_step(self) -> list[Request]:
+    def _plain_step(self) -> None:
         """Launch a step, then process it."""
         self._process_aborts()
         self._take_received()
         if self._launch():
             self._process()
-        return self._finish_step()
 
-    def _overlap_step(self) -> list[Request]:
+    def _overlap_step(self) -> None:
         """Launch a step, then process the one before it while this one runs."""
         self._process_aborts()
         self._take_received()
         newly_launched = 1 if self._launch() else 0
         if len(self._launched) > newly_launched:  # an older step is still to be processed
             self._process()
-        return self._finish_step()
 
-    def drain(self) -> list[Request]:
-        """Process aborts and all launched steps, and launch none. Returns the requests that
-        moved."""
+    def _process_all(self) -> None:
+        """Process aborts and all launched steps."""
         self._process_aborts()
         while self._launched:
             self._process()
-        return self._finish_step()
-
-    def _finish_step(self) -> list[Request]:
-        """Return the requests that moved."""
-        if DEBUG:
-            self.scheduler.check()
-        moved, self._moved = self._moved, []
-        return moved
 
     def _launch(self) -> bool:
         """Launch the next step; return whether there was anything to launch."""
@@ -206,7 +254,7 @@ class Engine:
         output: Sequence[int] = request.output_token_ids
         if request.status is RequestStatus.RUNNING:  # a root is counted when it is verified
             output = output[: request.num_computed_tokens - len(request.prompt_token_ids)]
-        self.runtime.sampler.admit(
+        self.steps.sampler.admit(
             request.req_index,
             request.params,
             request.seed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import count
 from numbers import Integral
 from typing import Any
@@ -11,7 +11,6 @@ import attrs
 
 from specplug.config import EngineConfig
 from specplug.engine.collected_output import collect
-from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.request import Request, make_detokenizer
 from specplug.errors import UsageError, shown
 from specplug.grammar.compiler import GrammarCompiler
@@ -19,6 +18,7 @@ from specplug.kv.page_pool import PagePool
 from specplug.model.loading import backend_of
 from specplug.model.target import Target
 from specplug.sampling_params import Needs, SamplingParams, plain_integer
+from specplug.speculative.output_kind import OutputKind
 
 Prompt = str | Sequence[int]
 
@@ -28,26 +28,29 @@ class InputProcessor:
 
     Args:
         config: of the run.
-        runtime: of the run.
         target: of the run.
         tokenizer: of transformers, or None.
         pool: which must hold each request alone.
+        context_len: most tokens of a request, prompt and output.
+        outputs: what requests can get for each token.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        runtime: EngineRuntime,
         target: Target,
         tokenizer: Any | None,
         pool: PagePool,
+        *,
+        context_len: int,
+        outputs: Iterable[OutputKind],
     ) -> None:
         self._target = target
         self._tokenizer = tokenizer
         self._pool = pool
-        self._context_len = runtime.context_len
+        self._context_len = context_len
         self._eos = target.eos_token_ids
-        self._outputs = tuple(runtime.outputs.values())
+        self._outputs = tuple(outputs)
         self._seed = config.seed
         self._numbers = count()
         self._grammars = GrammarCompiler(tokenizer, target.vocab_size, self._eos)

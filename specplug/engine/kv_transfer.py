@@ -8,10 +8,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.engine.engine_runtime import EngineRuntime
+from specplug.engine.kv_pool import KVPool
 from specplug.engine.request import Request
 from specplug.engine.step_plan import PlacedPrefill, PrefillChunk
-from specplug.speculative.draft_state import state_spec
+from specplug.speculative.draft_state import StateTensor
 from specplug.speculative.host_copy import to_host
 
 _SLICE_BYTES = 4 << 20
@@ -56,15 +56,16 @@ class KVTransfer:
     """Reads prefilled KV from the pools, and writes received KV to them.
 
     Args:
-        runtime: of the run; its pools are those of the target and of all draft models.
+        kv: of the run.
+        spec: the draft state that the worker declares, by name.
         lookahead: how many of the last prefilled positions may still change. Draft layers that read
             further ahead compute them again when the tokens after them are known.
     """
 
-    def __init__(self, runtime: EngineRuntime, lookahead: int) -> None:
-        self._runtime = runtime
+    def __init__(self, kv: KVPool, spec: Mapping[str, StateTensor], lookahead: int) -> None:
+        self._kv = kv
+        self._spec = spec
         self._lookahead = lookahead
-        self._spec = state_spec(runtime.worker)
 
     def exports_state(self, chunks: Sequence[PrefillChunk]) -> bool:
         """Return whether ``read`` needs the draft state: the last chunk of a request that another
@@ -91,7 +92,7 @@ class KVTransfer:
             if end == start and not chunk.is_last:
                 continue
             request.export_from = end
-            most = max(1, _SLICE_BYTES // self._runtime.bytes_per_slot())
+            most = max(1, _SLICE_BYTES // self._kv.bytes_per_slot)
             for first in range(start, max(end, start + 1), most):
                 slices.append(self._read_slice(request, first, min(first + most, end)))
             if chunk.is_last:
@@ -101,8 +102,8 @@ class KVTransfer:
         return tuple(slices)
 
     def _read_slice(self, request: Request, start: int, end: int) -> KVSlice:
-        slots = self._runtime.table.slots[request.req_index, start:end]
-        caches = tuple(to_host(pool[:, :, slots]) for pool in self._runtime.pools)
+        slots = self._kv.table.slots[request.req_index, start:end]
+        caches = tuple(to_host(pool[:, :, slots]) for pool in self._kv.tensors)
         return KVSlice(request=request, start=start, end=end, caches=caches)
 
     def write(self, prefills: Sequence[PlacedPrefill]) -> list[PlacedPrefill]:
@@ -118,11 +119,11 @@ class KVTransfer:
         """Write a prefill from its first position that is not cached; zeros where a pool has layers
         that did not come, since their slots still hold another request's KV."""
         received, start = placed.received, placed.start
-        size = self._runtime.table.page_size
+        size = self._kv.table.page_size
         pages = torch.tensor(placed.pages, dtype=torch.int64).unsqueeze(1)
         slots = (pages * size + torch.arange(size)).view(-1)[: received.end - start]
-        slots = slots.to(self._runtime.device, non_blocking=True)
-        for number, pool in enumerate(self._runtime.pools):
+        slots = slots.to(self._kv.table.slots.device, non_blocking=True)
+        for number, pool in enumerate(self._kv.tensors):
             layers = 0
             if number < len(received.caches):
                 rows = torch.cat(list(received.caches[number]), dim=2)[
@@ -150,4 +151,4 @@ class KVTransfer:
             lacks = any(count < wanted for count, wanted in known)
             least = min(count for count, _ in known)
             floors.append(placed.received.end - least if lacks else 0)
-        self._runtime.table.raise_floors(req_indices, floors)
+        self._kv.table.raise_floors(req_indices, floors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from specplug.engine.collected_output import CollectedOutput
 from specplug.engine.detokenizer import Detokenizer
-from specplug.engine.received_prefill import ReceivedPrefill
 from specplug.grammar.state import GrammarState
 from specplug.kv.prefix_cache import CachedPage
 from specplug.model.rotary import FIXED, NEVER, LengthRule
@@ -26,6 +25,35 @@ class RequestStatus(enum.Enum):
     PREFILLING = "prefilling"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@attrs.define(eq=False, kw_only=True)
+class ReceivedPrefill:
+    """A whole prefill of another instance that has arrived.
+
+    Attributes:
+        start, end: the positions whose KV is here; ``end`` is the prompt's length.
+        caches: for each cache consecutive tensors [layers, 2, n, Hkv, D]. The target's alone, if
+            the peer has no draft cache of this kind. A draft's cache may have more or fewer layers
+            than here, as the peer's settings say.
+        draft_state: what the peer's ``export_draft_state`` gave, on the CPU; empty if nothing.
+        first_token: the token after the prompt.
+        outputs: the per-token outputs that were asked for, by name of their tensors, [n, …]: of
+            the whole prompt, or of the first token.
+    """
+
+    start: int
+    end: int
+    caches: Sequence[Sequence[Tensor]]
+    draft_state: Mapping[str, Tensor] = attrs.field(factory=dict)
+    first_token: int
+    outputs: Mapping[str, Tensor] = attrs.field(factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its KV and draft state."""
+        tensors = [t for cache in self.caches for t in cache] + list(self.draft_state.values())
+        return sum(t.numel() * t.element_size() for t in tensors)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -245,3 +273,10 @@ class Request:
 def make_detokenizer(tokenizer: Any | None, params: SamplingParams) -> Detokenizer | None:
     """Return a detokenizer for a request, or None without a tokenizer."""
     return None if tokenizer is None else Detokenizer(tokenizer, params)
+
+
+def take_all(inbox: list[Request]) -> list[Request]:
+    """Empty an inbox: what was in it, each request once."""
+    moved = list(dict.fromkeys(inbox))
+    inbox.clear()
+    return moved

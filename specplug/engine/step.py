@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from specplug.engine.accepted_kv import keep_accepted
-from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.grammar_masks import GrammarMasks
+from specplug.engine.kv_pool import KVPool
 from specplug.engine.kv_transfer import KVTransfer
 from specplug.engine.request_rows import RequestRows
 from specplug.engine.request_view import ReadOnlyRequest
@@ -24,6 +24,7 @@ from specplug.engine.step_rows import ChunkRows, NodeRows, RequestGroup
 from specplug.grammar.state import HostTree
 from specplug.model.model_runner import ModelRunner
 from specplug.model.padded_passes import PassOutput
+from specplug.model.sampler import Sampler
 from specplug.sampling_params import Needs
 from specplug.speculative.batch import Batch, ForwardMode
 from specplug.speculative.draft import Draft
@@ -43,35 +44,38 @@ class StepRunner:
     engine's rows and plans, the target's pass, sampling, and what goes to the host.
 
     Args:
-        runtime: of the run.
         runner: of the target.
+        kv: of the run.
+        sampler: of the target's tokens.
         order: of the hooks of the run's plugins.
         kv_transfer: to other instances and from them.
 
     Attributes:
-        runner: as given.
+        runner, kv, sampler: as given.
     """
 
     def __init__(
         self,
-        runtime: EngineRuntime,
         runner: ModelRunner,
+        kv: KVPool,
+        sampler: Sampler,
         order: HookOrder,
         kv_transfer: KVTransfer,
     ) -> None:
-        self._runtime = runtime
-        self._device = runtime.device
         self.runner = runner
+        self.kv = kv
+        self.sampler = sampler
+        self._device = device = runner.target.device
         self._order = order
         self._kv_transfer = kv_transfer
-        self._masks = GrammarMasks(runtime.vocab_size, runtime.device)
-        self._rows = RequestRows(runtime.device)
+        self._masks = GrammarMasks(runner.target.vocab_size, device)
+        self._rows = RequestRows(device)
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepResult:
         """Launch a step, whichever thread it is called from."""
         with self._current_device():
-            self._runtime.table.flush()
+            self.kv.begin_step(step.max_slots)
             return self.launch(step)
 
     @torch.inference_mode()
@@ -81,17 +85,17 @@ class StepRunner:
         The target's pass has one row, of the padding row's request, because no model of
         transformers runs without any. Nobody reads its result.
         """
-        runtime = self._runtime
+        target = self.runner.target
         with self._current_device():
-            runtime.max_slots = 1
+            self.kv.begin_step(1)
             row = upload([0], self._device)
-            plan = runtime.make_plan(row, row, 1)
+            plan = self.kv.make_plan(row, row, 1)
             form = self.runner.begin_pass(None, None)
             if form is None:
                 self.runner.verify(Draft.chain(row.unsqueeze(1)), plan)
             else:
                 self.runner.run_padded(form, None, None, plan)
-            nothing = torch.empty(0, runtime.vocab_size, dtype=runtime.dtype, device=self._device)
+            nothing = torch.empty(0, target.vocab_size, dtype=target.dtype, device=self._device)
             self._order.idle(nothing)
 
     def _current_device(self) -> AbstractContextManager[None]:
@@ -107,7 +111,6 @@ class StepRunner:
         write to what they are lent, where the logits of a recorded pass are again.
         """
         clock = StepClock(self._device)
-        self._runtime.max_slots = step.max_slots
         if step.placed:
             self._receive(step.placed)
             clock.lap("receive")
@@ -174,7 +177,7 @@ class StepRunner:
             last_rows=upload([end - 1 for end in accumulate(widths)], self._device),
         )
         padding = Padding.of(widths, max(widths), self._device)
-        plan = self._runtime.make_plan(rows, starts, max(widths), padding=padding, used=ends)
+        plan = self.kv.make_plan(rows, starts, max(widths), padding=padding, used=ends)
         return ChunkRows(group=group, chunks=chunks, plan=plan)
 
     def _draft_nodes(self, decode: Decode, step: Step) -> NodeRows:
@@ -195,7 +198,7 @@ class StepRunner:
             )
         )
         draft, starts = drafted.draft, drafted.seq_lens
-        plan = self._runtime.make_plan(
+        plan = self.kv.make_plan(
             rows,
             starts,
             draft.width,
@@ -264,7 +267,7 @@ class StepRunner:
             def commit(draft: Draft, plan: PagedPlan, passed: PassOutput) -> Committed:
                 return self._commit_nodes(rows.padded(draft, plan), passed)
 
-            key = rows.group.needs, self._runtime.sampler.form
+            key = rows.group.needs, self.sampler.form
             found = self.runner.run_epilogue(key, commit)
             if found is not None:
                 return found
@@ -283,11 +286,11 @@ class StepRunner:
         if wanted is not None:
             per_node = {**per_node, **wanted.read(points), **wanted.sample(logits, predict)}
         verified = self._order.verify(drafted, predict, logits, per_node)
-        keep_accepted(self._runtime, drafted, verified.accepted)
+        keep_accepted(self.kv, drafted, verified.accepted)
         if needs & Needs.PENALTIES:
             index = verified.accepted.accept_index
             tokens = drafted.tokens[index.clamp(min=0)]
-            self._runtime.sampler.count(drafted.req_indices, tokens, index >= 0)
+            self.sampler.count(drafted.req_indices, tokens, index >= 0)
         return self._order.commit(verified)
 
     def _sample(
@@ -299,7 +302,7 @@ class StepRunner:
             req_indices: [M] int64, the request of each row.
             positions: [M] int64 position of the token being chosen.
         """
-        sampler, group, needs = self._runtime.sampler, rows.group, rows.group.needs
+        sampler, group, needs = self.sampler, rows.group, rows.group.needs
         draft, tree = (
             (rows.drafted.draft, rows.tree) if isinstance(rows, NodeRows) else (None, None)
         )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from specplug.engine.received_prefill import ReceivedPrefill
-from specplug.engine.request import Request
+from specplug.engine.request import ReceivedPrefill, Request
 
 
 @attrs.frozen(kw_only=True)

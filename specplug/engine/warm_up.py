@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from specplug.distributed.rank_group import RankGroup
-from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.hook_watch import HookWatch
 from specplug.engine.request import Request
 from specplug.engine.scheduler import SchedulerConfig
@@ -49,8 +48,7 @@ class WarmUp:
     Not warmed up is what few requests ask for: penalties, biases, grammars, per-token outputs.
 
     Args:
-        runtime: of the run, before its first request.
-        steps: of the run.
+        steps: of the run, before its first request.
         hooks: of the run.
         limits: of the run's steps.
         decodes: whether the run has decode steps; a prefill instance has none.
@@ -60,7 +58,6 @@ class WarmUp:
 
     def __init__(
         self,
-        runtime: EngineRuntime,
         steps: StepRunner,
         hooks: HookCalls,
         limits: SchedulerConfig,
@@ -68,8 +65,7 @@ class WarmUp:
         decodes: bool,
         ranks: RankGroup | None,
     ) -> None:
-        self._runtime = runtime
-        self._runner = steps
+        self._steps = steps
         self._watch = HookWatch(hooks)
         self._limits = limits
         self._decodes = decodes
@@ -77,7 +73,7 @@ class WarmUp:
         most = min(
             limits.chunked_prefill_size or _LONGEST_PROMPT,
             _LONGEST_PROMPT,
-            runtime.context_len - 1,
+            steps.kv.context_len - 1,
         )
         self._most_rows = max(1, most)
 
@@ -92,7 +88,7 @@ class WarmUp:
             RankError: another rank has failed.
         """
         # A padded pass is recorded when its form comes for the second time.
-        times = 2 if self._runner.runner.pads else 1
+        times = 2 if self._steps.runner.pads else 1
         steps = [step for step in self.steps() for _ in range(times)]
         for done, step in enumerate(steps):
             advance(done, len(steps))
@@ -100,14 +96,14 @@ class WarmUp:
         advance(len(steps), len(steps))
         if self._ranks is not None:
             self._ranks.finish(self._take_part)
-        for pool in self._runtime.pools:  # nobody's slot, as it was
+        for pool in self._steps.kv.tensors:  # nobody's slot, as it was
             pool[:, :, 0].zero_()
 
     def _run(self, step: Step) -> None:
         for request in step.admitted:
-            self._runtime.sampler.admit(request.req_index, request.params, request.seed)
+            self._steps.sampler.admit(request.req_index, request.params, request.seed)
         with self._stepping(), self._watch.step():
-            self._runner.run(step).wait()
+            self._steps.run(step).wait()
 
     def _take_part(self) -> None:
         """Run a step of another rank, or wait for a moment."""
@@ -115,7 +111,7 @@ class WarmUp:
         self._ranks.rest(_REST)
         if self._ranks.called:
             with self._stepping():
-                self._runner.idle()
+                self._steps.idle()
 
     def _stepping(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.stepping()
@@ -171,7 +167,7 @@ class WarmUp:
         for itself."""
         whole, most = self._limits.num_lookahead_slots, self._limits.num_draft_tokens
         yield (whole,) * size
-        if self._runtime.has_draft_cache or most == 1:
+        if self._steps.kv.has_draft_cache or most == 1:
             return
         for nodes in _doubled(most)[:-1]:
             yield (nodes,) * size
@@ -183,7 +179,8 @@ class WarmUp:
     ) -> tuple[Request, ...]:
         """Return requests with prompts of these lengths, as far as the context goes, in the first
         rows of the request table."""
-        vocab_size, most = self._runtime.vocab_size, max(1, self._runtime.context_len - 1)
+        vocab_size = self._steps.runner.target.vocab_size
+        most = max(1, self._steps.kv.context_len - 1)
         return tuple(
             Request(
                 request_id=str(-row),  # a number, as others have, and nobody else's

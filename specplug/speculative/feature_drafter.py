@@ -19,11 +19,11 @@ from torch import Tensor
 from specplug.errors import UsageError
 from specplug.kernels.argmax import argmax_rows
 from specplug.speculative.batch import Batch
-from specplug.speculative.coupling import couple
 from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.draft_state import StateTensor, received_state
 from specplug.speculative.host_copy import upload
 from specplug.speculative.layers import Attend
+from specplug.speculative.noise import couple
 from specplug.speculative.runtime import AttentionPlan, Runtime
 from specplug.speculative.target_output import CommittedOutput
 from specplug.speculative.tree import select_nodes

@@ -117,7 +117,7 @@ def pools_at(llm: LLM, prompt: tuple[int, ...], size: int) -> list[torch.Tensor]
     node = engine.scheduler.cache.match(prompt, size)
     assert node.depth == size, "pages of 1 are positions"
     slots = [page.page for page in node.path()][::-1]
-    return [pool[:, :, slots] for pool in engine.runtime.pools]
+    return [pool[:, :, slots] for pool in engine.steps.kv.tensors]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "NGRAM"])
@@ -322,7 +322,7 @@ def test_empty_and_stateless_batches_have_the_same_form(name: str, topk: int | N
         for size in (0, 2):
             with torch.inference_mode():
                 batch = received(llm, size)
-                llm.engine.runtime.max_slots = 4
+                llm.engine.steps.kv.begin_step(4)
                 draft_input = llm.engine.hooks.build_disagg_draft_input(
                     runtime=llm.engine.runtime,
                     batch=batch,

@@ -30,7 +30,7 @@ OpenSite = Callable[..., Site]
 
 def one_and_a_half_parts(site: Site) -> int:
     """Bytes."""
-    return site.llm.engine.runtime.bytes_per_slot() * 12
+    return site.llm.engine.steps.kv.bytes_per_slot * 12
 
 
 def came(site: Site) -> int:

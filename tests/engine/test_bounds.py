@@ -87,7 +87,7 @@ def test_pool_beyond_what_is_free_is_no_allocators_text(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine has as much in all, it is told, but not now."""
-    monkeypatch.setattr("specplug.engine.kv_memory.memory_of", lambda device: 2**80)
+    monkeypatch.setattr("specplug.engine.kv_pool.memory_of", lambda device: 2**80)
     with pytest.raises(
         UsageError, match=r"^max_total_tokens=10{14}: the KV pool needs .*has no such"
     ):

@@ -52,8 +52,8 @@ def test_warm_up_leaves_no_trace(algorithm: str, topk: int | None, shallow: Shal
             before = llm.occupancy, llm.stats()
             assert before[0]["free"] == before[0]["total"]
             assert before[0]["cached"] == 0
-            assert not any(pool.any() for pool in llm.engine.runtime.pools)
-            assert not llm.engine.runtime.table.slots.any()
+            assert not any(pool.any() for pool in llm.engine.steps.kv.tensors)
+            assert not llm.engine.steps.kv.table.slots.any()
             runs.append((before, _run(llm), llm.occupancy))
     assert runs[0] == runs[1]
 

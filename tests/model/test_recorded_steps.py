@@ -328,7 +328,7 @@ def test_recorded_drafts_are_those_that_are_not(
     def draft_pass(self: EngineRuntime, forward: Callable[..., Any]) -> GraphRunner:
         # Positions before 0 see nothing, which leaves NaN where torch attends.
         pads = name != "MULTI_LAYER_EAGLE"
-        runners.append(GraphRunner(forward, pads=pads, length=self._key_length))
+        runners.append(GraphRunner(forward, pads=pads, length=self._kv.key_length))
         return runners[-1]
 
     monkeypatch.setattr(HookCalls, "propose", kept)
