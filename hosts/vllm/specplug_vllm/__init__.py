@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specplug_vllm.proposer import Proposer
+    from specplug_vllm.v1.proposer import Proposer
 
 _ALGORITHM = re.compile(r"[A-Z][A-Z0-9_]*")
 
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Callable[[Any], Proposer]:
         registry.check(name)  # says what is installed
 
     def build(vllm_config: Any) -> Proposer:
-        from specplug_vllm.proposer import Proposer
+        from specplug_vllm.v1.proposer import Proposer
 
         return Proposer(vllm_config, name)
 

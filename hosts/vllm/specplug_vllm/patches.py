@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from specplug_vllm import v1_names, vllm_names
+from specplug_vllm import vllm_names
 from specplug_vllm.host import WITH_RUNNER_V2, installed_version
-from specplug_vllm.payoff import DraftWidths
 from specplug_vllm.run_settings import algorithm_of, lookahead_of, pauses, runs_on_v2
-from specplug_vllm.v1_step import RunnerStep
+from specplug_vllm.v1 import names as v1_names
+from specplug_vllm.v1.step import RunnerStep
+from specplug_vllm.v2.payoff import DraftWidths
 
 if TYPE_CHECKING:
-    from specplug_vllm.proposer import Proposer
+    from specplug_vllm.v1.proposer import Proposer
 
 _MARK = "_specplug"
 
@@ -106,7 +107,7 @@ def _update_from_output(
     """Measure what steps give, with drafts and without."""
     widths = scheduler.dynamic_sd_lookup
     if isinstance(widths, DraftWidths):
-        from specplug_vllm.v2_step import decode_step
+        from specplug_vllm.v2.step import decode_step
 
         widths.note(decode_step(scheduled, made), time.perf_counter())
     return original(scheduler, scheduled, made, *rest)
@@ -189,8 +190,8 @@ def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from specplug_vllm import v2_names
-    from specplug_vllm.speculator import Speculator
+    from specplug_vllm.v2 import names as v2_names
+    from specplug_vllm.v2.speculator import Speculator
 
     v2_names.check()
     _wrap(GPUModelRunner, "load_model", _load_model)
@@ -201,7 +202,7 @@ def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any
 
 def _load_model(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
     """After the target is loaded, ask it for what the algorithm captures, and sample exactly."""
-    from specplug_vllm.speculator import Speculator
+    from specplug_vllm.v2.speculator import Speculator
 
     original(runner, *args, **kwargs)
     if isinstance(runner.speculator, Speculator):
@@ -212,7 +213,7 @@ def _execute_v2_model(
     original: Callable[..., Any], runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Before each step tell which requests have ended, and which begin."""
-    from specplug_vllm.speculator import Speculator
+    from specplug_vllm.v2.speculator import Speculator
 
     if isinstance(runner.speculator, Speculator):
         runner.speculator.begin_step(scheduler_output)
@@ -237,7 +238,7 @@ def patch_runner() -> None:
 
 def _with_drafter(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     """Return what calls ``wrapper`` for runners that have one of our proposers."""
-    from specplug_vllm.proposer import Proposer
+    from specplug_vllm.v1.proposer import Proposer
 
     def chosen(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         drafter = getattr(runner, "drafter", None)

@@ -26,7 +26,7 @@ from specplug_vllm import vllm_names
 from specplug_vllm.draft_cache import PREFIX, DraftCache, DraftLayer, SlotTable
 
 if TYPE_CHECKING:
-    from specplug_vllm.seeded_noise import SamplingRows
+    from specplug_vllm.v2.seeded_noise import SamplingRows
 
 _LM_HEAD_INPUT = "lm_head_input"
 

@@ -1,6 +1,6 @@
 """What is touched of vLLM besides its public interface, with the forms that were tested.
 
-What one of its model runners has alone stands in ``v1_names`` and ``v2_names``; no other module
+What one of its model runners has alone stands in ``v1.names`` and ``v2.names``; no other module
 names a private part of vLLM. ``check`` compares the forms with those of the vLLM that is installed,
 before anything of it is changed. The versions stand in ``host``.
 """

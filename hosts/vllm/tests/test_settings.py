@@ -12,8 +12,9 @@ from hosted_engines import MODEL, Engines
 import specplug
 import specplug_vllm
 from specplug.registry import Registry
-from specplug_vllm import host, v1_names
+from specplug_vllm import host
 from specplug_vllm.settings import Settings
+from specplug_vllm.v1 import names as v1_names
 
 
 def resolved(name: str, tokens: int = 5, target: str = str(MODEL), **given: Any) -> Any:

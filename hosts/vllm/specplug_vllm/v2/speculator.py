@@ -24,17 +24,18 @@ from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, find_
 from specplug.speculative.graph_runner import batch_sizes
 from specplug.speculative.host_copy import upload
 from specplug.speculative.undrafted import FAILED, UndraftedRequests
-from specplug_vllm import v2_names, vllm_names
+from specplug_vllm import vllm_names
 from specplug_vllm.draft_cache import PREFIX
-from specplug_vllm.exact_sampler import ExactSampler
 from specplug_vllm.failures import FailureLog
 from specplug_vllm.request_view import VllmRequest
 from specplug_vllm.run_settings import pauses, start_in_vllm
 from specplug_vllm.runtime import VllmRuntime
-from specplug_vllm.seeded_noise import SamplingRows
-from specplug_vllm.step_hooks import StepHooks
-from specplug_vllm.v2_step import Step, new_blocks, new_requests
-from specplug_vllm.warm_up import WarmUp, nobodys_requests
+from specplug_vllm.v2 import names as v2_names
+from specplug_vllm.v2.exact_sampler import ExactSampler
+from specplug_vllm.v2.seeded_noise import SamplingRows
+from specplug_vllm.v2.step import Step, new_blocks, new_requests
+from specplug_vllm.v2.step_hooks import StepHooks
+from specplug_vllm.v2.warm_up import WarmUp, nobodys_requests
 
 T = TypeVar("T")
 

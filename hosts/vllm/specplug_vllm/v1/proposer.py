@@ -27,14 +27,16 @@ from specplug.speculative.batch import ForwardMode
 from specplug.speculative.host_copy import upload
 from specplug.speculative.step_stages import Half, Scheduled
 from specplug.speculative.undrafted import FAILED, UndraftedRequests
-from specplug_vllm import cpu_sampling, v1_names, vllm_names
+from specplug_vllm import vllm_names
 from specplug_vllm.draft_cache import PREFIX
 from specplug_vllm.failures import FailureLog
-from specplug_vllm.request_rows import RequestRows
 from specplug_vllm.run_settings import start_in_vllm
 from specplug_vllm.runtime import VllmRuntime
-from specplug_vllm.step_rows import accepted, first_rows, ranges
-from specplug_vllm.v1_step import RunnerStep
+from specplug_vllm.v1 import cpu_sampling
+from specplug_vllm.v1 import names as v1_names
+from specplug_vllm.v1.request_rows import RequestRows
+from specplug_vllm.v1.step import RunnerStep
+from specplug_vllm.v1.step_rows import accepted, first_rows, ranges
 from specplug_vllm.vllm_stages import drafted_tokens, feed_chunks, prefilled_chunks
 
 
