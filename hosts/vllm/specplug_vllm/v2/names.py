@@ -1,193 +1,87 @@
-"""What is touched of vLLM's model runner of version 2, with the forms that were tested.
-
-See ``vllm_names`` for what both have.
-"""
+"""What is used of vLLM's model runner V2 alone, as ``vllm_names`` has it for both."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from specplug_vllm import vllm_names
-from specplug_vllm.forms import check_attributes, check_forms
+from specplug_vllm.forms import Names, Written
 
 _GPU = "vllm.v1.worker.gpu"
 
-FUNCTIONS: Mapping[str, tuple[str, ...]] = {
-    f"{_GPU}.spec_decode:init_speculator": ("vllm_config", "device"),
-    f"{_GPU}.model_runner:GPUModelRunner.load_model": (
-        "self",
-        "load_dummy_weights",
-        "args",
-        "kwargs",
-    ),
-    f"{_GPU}.model_runner:GPUModelRunner.execute_model": (
-        "self",
-        "scheduler_output",
-        "intermediate_tensors",
-        "dummy_run",
-        "skip_attn_for_dummy_run",
-        "is_profile",
-    ),
-    f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.__init__": (
-        "self",
-        "vllm_config",
-        "device",
-    ),
-    f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.load_model": ("self", "target_model"),
-    f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.set_attn": (
-        "self",
-        "model_state",
-        "kv_cache_config",
-        "block_tables",
-    ),
-    f"{_GPU}.spec_decode.speculator:BaseSpeculator.init_cudagraph_manager": (
-        "self",
-        "cudagraph_mode",
-    ),
-    f"{_GPU}.spec_decode.speculator:BaseSpeculator.capture": ("self", "attn_states"),
-    f"{_GPU}.spec_decode.speculator:BaseSpeculator.propose": (
-        "self",
-        "input_batch",
-        "attn_metadata",
-        "slot_mappings",
-        "last_hidden_states",
-        "aux_hidden_states",
-        "num_sampled",
-        "num_rejected",
-        "last_sampled",
-        "next_prefill_tokens",
-        "temperature",
-        "seeds",
-        "num_tokens_across_dp",
-        "dummy_run",
-        "skip_attn_for_dummy_run",
-        "mm_inputs",
-        "is_profile",
-    ),
-    f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__init__": (
-        "self",
-        "sampler",
-        "spec_config",
-        "device",
-    ),
-    f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__call__": (
-        "self",
-        "logits",
-        "input_batch",
-        "draft_logits",
-    ),
-    f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler._get_logprobs_tensors": (
-        "self",
-        "input_batch",
-        "sampled",
-        "num_sampled",
-        "logits",
-    ),
-    f"{_GPU}.sample.sampler:Sampler.sample": (
-        "self",
-        "logits",
-        "expanded_idx_mapping",
-        "idx_mapping_np",
-        "pos",
-        "input_ids",
-        "expanded_local_pos",
-        "return_logprobs",
-    ),
-    f"{_GPU}.cudagraph_utils:CudaGraphManager._init_candidates": ("self",),
-    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
-        "self",
-        "scheduler_output",
-        "model_runner_output",
-    ),
-    f"{_GPU}.input_batch:get_num_sampled_and_rejected": (
-        "num_sampled",
-        "seq_lens",
-        "cu_num_logits",
-        "idx_mapping",
-        "prefill_len",
-    ),
-}
-
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    f"{_GPU}.input_batch:InputBatch": (
-        "req_ids",
-        "num_reqs",
-        "idx_mapping",
-        "idx_mapping_np",
-        "expanded_idx_mapping",
-        "expanded_local_pos",
-        "num_scheduled_tokens",
-        "num_draft_tokens_per_req",
-        "query_start_loc",
-        "query_start_loc_np",
-        "seq_lens",
-        "seq_lens_cpu_upper_bound",
-        "num_computed_tokens_np",
-        "prefill_len_np",
-        "is_prefilling_np",
-        "input_ids",
-        "positions",
-        "logits_indices",
-        "cu_num_logits",
-        "cu_num_logits_np",
-    ),
-    "vllm.v1.core.sched.output:NewRequestData": (
-        "req_id",
-        "prompt_token_ids",
-        "sampling_params",
-        "block_ids",
-        "num_computed_tokens",
-        "prefill_token_ids",
-    ),
-    "vllm.v1.core.sched.output:CachedRequestData": ("req_ids", "new_block_ids"),
-    "vllm.v1.core.sched.output:SchedulerOutput": (
-        "num_scheduled_tokens",
-        "total_num_scheduled_tokens",
-        "scheduled_spec_decode_tokens",
-        "num_spec_tokens_to_schedule",
-    ),
-    "vllm.v1.outputs:ModelRunnerOutput": ("sampled_token_ids",),
-    "vllm.config:SpeculativeConfig": ("num_speculative_tokens_per_batch_size",),
-    f"{_GPU}.cudagraph_utils:BatchExecutionDescriptor": (
-        "num_tokens",
-        "uniform_token_count",
-        "num_active_loras",
-    ),
-    f"{_GPU}.sample.output:SamplerOutput": (
-        "sampled_token_ids",
-        "logprobs_tensors",
-        "num_nans",
-        "num_sampled",
-        "num_rejected",
-    ),
-}
-
-_ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
-    "": ("device", "speculator", "model", "use_aux_hidden_state_outputs", "rejection_sampler"),
-    "req_states": ("req_id_to_index",),
-    "sampler": ("sampling_states", "req_states", "compute_nans", "logprobs_mode"),
-    "sampler.sampling_states": ("temperature", "max_num_logprobs"),
-}
-
-
-def check() -> None:
-    """Compare all forms with those of the vLLM that is installed.
-
-    Raises:
-        UsageError: it is another version, or has other forms.
-    """
-    vllm_names.check()
-    check_forms(FUNCTIONS, FIELDS)
-
-
-def check_runner(runner: Any) -> None:
-    """Look for all that is read of a model runner.
-
-    Raises:
-        UsageError: something is missing.
-    """
-    check_attributes(runner, _ATTRIBUTES)
+NAMES = Names(
+    functions={
+        f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.__init__": "self, vllm_config, device",
+        f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.load_model": "self, target_model",
+        f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.set_attn": (
+            "self, model_state, kv_cache_config, block_tables"
+        ),
+        f"{_GPU}.spec_decode.speculator:BaseSpeculator.init_cudagraph_manager": (
+            "self, cudagraph_mode"
+        ),
+        f"{_GPU}.spec_decode.speculator:BaseSpeculator.capture": "self, attn_states",
+        f"{_GPU}.spec_decode.speculator:BaseSpeculator.propose": (
+            "self, input_batch, attn_metadata, slot_mappings, last_hidden_states, "
+            "aux_hidden_states, num_sampled, num_rejected, last_sampled, next_prefill_tokens, "
+            "temperature, seeds, num_tokens_across_dp, dummy_run, skip_attn_for_dummy_run, "
+            "mm_inputs, is_profile"
+        ),
+        f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__init__": (
+            "self, sampler, spec_config, device"
+        ),
+        f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__call__": (
+            "self, logits, input_batch, draft_logits"
+        ),
+        f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler._get_logprobs_tensors": (
+            "self, input_batch, sampled, num_sampled, logits"
+        ),
+        f"{_GPU}.sample.sampler:Sampler.sample": (
+            "self, logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, "
+            "expanded_local_pos, return_logprobs"
+        ),
+        f"{_GPU}.input_batch:get_num_sampled_and_rejected": (
+            "num_sampled, seq_lens, cu_num_logits, idx_mapping, prefill_len"
+        ),
+    },
+    fields={
+        f"{_GPU}.input_batch:InputBatch": (
+            "req_ids, num_reqs, idx_mapping, idx_mapping_np, expanded_idx_mapping, "
+            "expanded_local_pos, num_scheduled_tokens, num_draft_tokens_per_req, query_start_loc, "
+            "query_start_loc_np, seq_lens, seq_lens_cpu_upper_bound, num_computed_tokens_np, "
+            "prefill_len_np, is_prefilling_np, input_ids, positions, logits_indices, "
+            "cu_num_logits, cu_num_logits_np"
+        ),
+        "vllm.v1.core.sched.output:NewRequestData": (
+            "req_id, prompt_token_ids, sampling_params, block_ids, num_computed_tokens, "
+            "prefill_token_ids"
+        ),
+        "vllm.v1.core.sched.output:CachedRequestData": "req_ids, new_block_ids",
+        "vllm.v1.core.sched.output:SchedulerOutput": (
+            "num_scheduled_tokens, total_num_scheduled_tokens, scheduled_spec_decode_tokens, "
+            "num_spec_tokens_to_schedule"
+        ),
+        "vllm.v1.outputs:ModelRunnerOutput": "sampled_token_ids",
+        "vllm.config:SpeculativeConfig": "num_speculative_tokens_per_batch_size",
+        f"{_GPU}.cudagraph_utils:BatchExecutionDescriptor": (
+            "num_tokens, uniform_token_count, num_active_loras"
+        ),
+        f"{_GPU}.sample.output:SamplerOutput": (
+            "sampled_token_ids, logprobs_tensors, num_nans, num_sampled, num_rejected"
+        ),
+    },
+    runner={
+        "": "device, speculator, model",
+        "req_states": "req_id_to_index",
+        "sampler": "sampling_states, req_states, compute_nans, logprobs_mode",
+        "sampler.sampling_states": "temperature, max_num_logprobs",
+    },
+    written={
+        "rejection_sampler": Written(
+            why="vLLM's own draws other noise for drafted tokens than its plain sampler does",
+            upstream="one more `rejection_sample_method`",
+            section="Model runner V2",
+        ),
+    },
+)
 
 
 def draft_group(kv_cache_config: Any, block_tables: Any, prefix: str) -> tuple[int, int, int]:
