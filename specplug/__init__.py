@@ -1,7 +1,11 @@
 """specplug: speculative decoding in which an algorithm is a pip package.
 
-Plugins import everything from here. A module that needs torch is loaded when one of its names is
-first used: ``import specplug`` does not import torch.
+Plugins import everything from here. A package that brings specplug to another engine imports from
+here and from ``specplug.speculative``: what it implements of the command line (``HostPlugin``), the
+``Registry`` of what is installed, and how its settings are declared (``settings``).
+
+A module that needs torch is loaded when one of its names is first used: ``import specplug`` does
+not import torch.
 """
 
 from __future__ import annotations
@@ -27,14 +31,24 @@ from specplug.errors import (
     UsageError,
 )
 from specplug.hookspecs import hookimpl
-from specplug.host import HostCapabilities
+from specplug.host import (
+    Completion,
+    EngineOptions,
+    HostCapabilities,
+    HostPlugin,
+    MeasuredEngine,
+    RunOptions,
+    ServerOptions,
+)
 
 if TYPE_CHECKING:
+    from specplug import settings
     from specplug.config import EngineConfig
     from specplug.kernels.argmax import argmax_rows
     from specplug.kernels.cpu_compiler import load_compiled
     from specplug.llm import LLM
     from specplug.outputs import Logprob, RequestOutput
+    from specplug.registry import Registry
     from specplug.sampling_params import SamplingParams
     from specplug.speculative import layers
     from specplug.speculative.batch import Batch, RequestView
@@ -54,11 +68,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_MODULES = {"layers": "specplug.speculative.layers", "settings": "specplug.settings"}
+
 _LAZY = {
     "EngineConfig": "specplug.config",
     "LLM": "specplug.llm",
     "Logprob": "specplug.outputs",
     "RequestOutput": "specplug.outputs",
+    "Registry": "specplug.registry",
     "SamplingParams": "specplug.sampling_params",
     "Batch": "specplug.speculative.batch",
     "RequestView": "specplug.speculative.batch",
@@ -99,25 +116,32 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CommittedOutput",
+    "Completion",
     "Defaults",
     "Draft",
     "DraftInput",
     "EngineConfig",
+    "EngineOptions",
     "FallbackWarning",
     "FeatureDrafter",
     "FutureMap",
     "HostCapabilities",
+    "HostPlugin",
     "KVCache",
     "Logprob",
+    "MeasuredEngine",
     "PerTokenOutput",
     "PluginError",
     "RankError",
     "ReceivedState",
+    "Registry",
     "RequestOutput",
     "RequestReport",
     "RequestView",
+    "RunOptions",
     "Runtime",
     "SamplingParams",
+    "ServerOptions",
     "SpecConfig",
     "SpecplugError",
     "StateTensor",
@@ -136,13 +160,14 @@ __all__ = [
     "received_state",
     "rotate_chunks",
     "select_tree",
+    "settings",
     "verify_tree",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "layers":
-        return import_module("specplug.speculative.layers")
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _LAZY:
         raise AttributeError(f"module 'specplug' has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)

@@ -198,8 +198,10 @@ class MeasuredEngine(Protocol):
 
 
 class HostPlugin(Protocol):
-    """What a host's package offers the command line. Its module imports neither torch nor the
-    engine at its top."""
+    """What a host's package offers the command line.
+
+    Its module imports neither torch nor the engine at its top.
+    """
 
     def versions(self) -> Mapping[str, str | None]:
         """Return the engine's distributions with the versions that are installed, or None, from

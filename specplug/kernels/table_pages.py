@@ -1,7 +1,7 @@
 """Enter pages into the request table, in one launch.
 
-The torch reference is ``RequestTable.flush`` where no kernel runs. All values are integers and are
-equal.
+The torch reference is ``speculative.slot_pages.enter_pages`` where no kernel runs. All
+values are integers and are equal.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from specplug.kernels.kernel_table import Operation, runs_triton
 from specplug.speculative.host_copy import upload
+from specplug.speculative.slot_pages import enter_pages
 
 
 class RequestTable:
@@ -38,7 +38,6 @@ class RequestTable:
         shape = req_table_size, self._pages_a_row * page_size
         self.slots = torch.zeros(shape, dtype=torch.int64, device=device)
         self.floors, self.lengths = torch.zeros(2, req_table_size, dtype=torch.int64, device=device)
-        self._in_page = torch.arange(page_size, device=device)
         self._free: list[int] = []
         self._taken: dict[int, tuple[int, int]] = {}
         self._changes: dict[int, dict[int, int]] = {}
@@ -97,17 +96,5 @@ class RequestTable:
             for index, page in of_row.items()
         ]
         if changes:
-            self._enter(upload(changes, self.slots.device))
+            enter_pages(self.slots, upload(changes, self.slots.device), self.page_size)
         self._changes = {}
-
-    def _enter(self, changes: torch.Tensor) -> None:
-        """Write the slots of pages. ``changes``: [n, 3] int64, row, number of the page in it, and
-        page."""
-        if runs_triton(Operation.TABLE_PAGES, self.slots.device):
-            from specplug.kernels.table_pages import enter_pages
-
-            enter_pages(self.slots, changes, self.page_size)
-            return
-        row, index, page = changes.unsqueeze(2).unbind(1)
-        slots = torch.where(page > 0, page * self.page_size + self._in_page, 0)
-        self.slots[row, index * self.page_size + self._in_page] = slots

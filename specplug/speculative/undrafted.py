@@ -1,4 +1,5 @@
-"""The requests that a host decodes without drafts: counted by reason, each once, and told."""
+"""What a host tells of plugins that fail in its steps, and of the requests that it decodes without
+drafts for that or another reason."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+
+from specplug.debug import DEBUG
+from specplug.errors import PluginError
 
 FAILED = "a plugin failed"
 """Why requests of a step in which a plugin has failed draft nothing from then on."""
@@ -55,6 +59,26 @@ class UndraftedRequests:
     def forget(self, request_id: str) -> None:
         """Count a request of this name anew: the one that was counted has ended."""
         self._reasons.pop(request_id, None)
+
+
+class FailureLog:
+    """Tells plugins' failures on a host's log, each text once.
+
+    Args:
+        log: writes an error and, under ``SPECPLUG_DEBUG=1``, the traceback of its cause; without it
+            the cause is None.
+    """
+
+    def __init__(self, log: Callable[[str, BaseException | None], None]) -> None:
+        self._log = log
+        self._told: set[str] = set()
+
+    def tell(self, error: PluginError, effect: str) -> None:
+        """Write a failure and its effect, unless the same failure was written before."""
+        text = str(error)
+        if text not in self._told:
+            self._told.add(text)
+            self._log(f"{text}{effect}", error.__cause__ if DEBUG else None)
 
 
 def undrafted_in(folder: str) -> dict[str, int]:

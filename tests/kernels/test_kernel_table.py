@@ -214,7 +214,9 @@ def test_what_imports_kernels_asks_the_table() -> None:
     assert len(launched) > 15
     files = [f for f in (ROOT / "specplug").rglob("*.py") if f.parent != kernels]
     files += [kernels / "argmax.py", kernels / "kernel_table.py"]
-    files += [f for host in ("vllm", "sglang") for f in (ROOT / "hosts" / host).glob("spec*/*.py")]
+    files += [
+        f for host in ("vllm", "sglang") for f in (ROOT / "hosts" / host).glob("spec*/**/*.py")
+    ]
     found, silent = 0, set()
     for file in files:
         for place, names in _imports_of_kernels(ast.parse(file.read_text("utf-8")), launched):

@@ -8,7 +8,8 @@ import sys
 
 from prometheus_client import REGISTRY
 
-from specplug.speculative.undrafted import FAILED, UndraftedRequests, undrafted_in
+from specplug import PluginError
+from specplug.speculative.undrafted import FAILED, FailureLog, UndraftedRequests, undrafted_in
 
 
 def test_undrafted_request_is_counted_once_until_forgotten():
@@ -51,3 +52,15 @@ def test_undrafted_in_a_folder_are_those_of_other_processes(tmp_path):
     for _ in range(2):
         subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
     assert undrafted_in(str(tmp_path)) == {"grammar": 4}
+
+
+def test_failure_is_told_once_with_its_cause():
+    told: list[tuple[str, BaseException | None]] = []
+    log = FailureLog(lambda text, cause: told.append((text, cause)))
+    cause = ValueError("no more ideas")
+    failure = PluginError("ECHO: propose() raised ValueError")
+    failure.__cause__ = cause
+    for effect in ("; one request", "; two requests"):
+        log.tell(failure, effect)
+    log.tell(PluginError("another"), ".")
+    assert told == [("ECHO: propose() raised ValueError; one request", cause), ("another.", None)]

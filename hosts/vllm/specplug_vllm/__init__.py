@@ -12,25 +12,26 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specplug_vllm.proposer import Proposer
+    from specplug_vllm.v1.proposer import VllmProposer
 
 _ALGORITHM = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
 def register() -> None:
-    """vLLM's ``vllm.general_plugins`` entry point, called in each of its processes.
+    """Patch a process of vLLM: its ``vllm.general_plugins`` entry point, called in each of them.
 
-    It does nothing to a version of vLLM that was not tested: who then chooses an algorithm is told.
+    It does nothing to a version of vLLM that was not tested: a run that chooses an algorithm is
+    refused there.
     """
-    from specplug_vllm.host import untested
+    from specplug_vllm.versions import untested
 
     if untested() is None:
-        from specplug_vllm.patches import patch_config
+        from specplug_vllm.patches import patch_process
 
-        patch_config()
+        patch_process()
 
 
-def __getattr__(name: str) -> Callable[[Any], Proposer]:
+def __getattr__(name: str) -> Callable[[Any], VllmProposer]:
     """Return what makes the proposer of an installed algorithm from a ``VllmConfig``.
 
     Raises:
@@ -38,16 +39,19 @@ def __getattr__(name: str) -> Callable[[Any], Proposer]:
     """
     if not _ALGORITHM.fullmatch(name):
         raise AttributeError(f"module 'specplug_vllm' has no attribute {name!r}")
-    from specplug.registry import Registry
+    from specplug import Registry
 
     registry = Registry()
     if name not in registry.names():
         registry.check(name)  # says what is installed
 
-    def build(vllm_config: Any) -> Proposer:
-        from specplug_vllm.proposer import Proposer
+    def build(vllm_config: Any) -> VllmProposer:
+        from specplug_vllm.patches import patch_runner_v1
 
-        return Proposer(vllm_config, name)
+        patch_runner_v1(on_cpu=vllm_config.device_config.device_type == "cpu")
+        from specplug_vllm.v1.proposer import VllmProposer
+
+        return VllmProposer(vllm_config, name)
 
     build.__name__ = name
     return build

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from specplug import PluginError
-from specplug.kernels.kernel_table import Operation, runs_triton
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import PagedKVCache
+from specplug.speculative.slot_pages import enter_pages
 from specplug_vllm.vllm_names import attention_classes, target_indexes_by_block_stride
 
 _VLLM: Any = attention_classes()
@@ -175,9 +175,8 @@ class SlotTable:
         self.block_size = block_size
         self.slots = torch.zeros(num_rows, blocks * block_size, dtype=torch.int64, device=device)
         self.floors = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._by_block = self.slots.view(num_rows, blocks, block_size)
+        self._blocks_a_row = blocks
         self._counts = np.zeros(num_rows, dtype=np.int64)
-        self._inside = torch.arange(block_size, device=device)
         self._started: dict[int, int] = {}
         self._new: list[tuple[int, int, int]] = []
 
@@ -202,7 +201,7 @@ class SlotTable:
     def add(self, row: int, blocks: Sequence[int] | np.ndarray) -> None:
         """Add blocks to those of a row."""
         start = int(self._counts[row])
-        new = blocks[: self._by_block.shape[1] - start]
+        new = blocks[: self._blocks_a_row - start]
         # A block's keys lie where those of two pages would, as it holds its values too.
         self._new += [(row, start + place, 2 * int(block)) for place, block in enumerate(new)]
         self._counts[row] += len(new)
@@ -217,12 +216,5 @@ class SlotTable:
             self.floors.index_copy_(0, rows, floors)
             self._started.clear()
         if self._new:
-            new = upload(self._new, device)
+            enter_pages(self.slots, upload(self._new, device), self.block_size)
             self._new.clear()
-            if runs_triton(Operation.TABLE_PAGES, device):
-                from specplug.kernels.table_pages import enter_pages
-
-                enter_pages(self.slots, new, self.block_size)
-                return
-            rows, columns, pages = new.unbind(1)
-            self._by_block[rows, columns] = (self.block_size * pages).unsqueeze(1) + self._inside

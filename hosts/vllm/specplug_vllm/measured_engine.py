@@ -10,8 +10,7 @@ from typing import Any
 
 import attrs
 
-from specplug import SamplingParams, UsageError
-from specplug.host import Completion, EngineOptions
+from specplug import Completion, EngineOptions, SamplingParams, UsageError
 from specplug_vllm import vllm_names, worker_extension
 
 _SAME = (

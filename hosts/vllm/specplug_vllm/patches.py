@@ -1,293 +1,364 @@
-"""The changes to vLLM's classes: a few functions, each wrapped once in a process.
+"""The changes to vLLM's classes: one list, from which they are made.
 
-An engine without one of our algorithms runs what it ran before. README.md says for each what vLLM
-would need instead.
+Each is a function that is wrapped once in a process. It does what it did for an engine without one
+of our algorithms. ``python -m specplug_vllm.patches`` prints the list as README.md has it.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
 
-from specplug_vllm import v1_names, vllm_names
-from specplug_vllm.host import WITH_RUNNER_V2, installed_version
-from specplug_vllm.payoff import DraftWidths
-from specplug_vllm.run_settings import algorithm_of, lookahead_of, pauses, runs_on_v2
-from specplug_vllm.v1_step import RunnerStep
+import attrs
 
-if TYPE_CHECKING:
-    from specplug_vllm.proposer import Proposer
+from specplug_vllm import config_patches, vllm_names
+from specplug_vllm.forms import Names, Written, check_function, find
+from specplug_vllm.host import capabilities
+from specplug_vllm.run_settings import algorithm_of
+from specplug_vllm.v1 import cpu_sampling
+from specplug_vllm.v1 import names as v1_names
+from specplug_vllm.v1 import runner_patches as v1_patches
+from specplug_vllm.v2 import names as v2_names
+from specplug_vllm.v2 import runner_patches as v2_patches
+from specplug_vllm.versions import TESTED, WITH_RUNNER_V2, installed_version
+from specplug_vllm.vllm_names import PROPOSER
 
 _MARK = "_specplug"
+_OLD, _NEW = ("0.25.0",), ("0.32.0",)
+_V2 = "Model runner V2"
+_PAYOFF = "Drafts that do not pay"
+_RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_SAMPLER = "vllm.v1.sample.rejection_sampler"
 
 
-def patch_all() -> None:
-    """Wrap all that model runner V1 needs; what is wrapped already stays.
+class When(Enum):
+    """When a function is wrapped. Earlier its module may not be imported."""
+
+    START = "a process of vLLM starts"
+    SCHEDULER = "the scheduler's class is asked for"
+    V1 = "model runner V1 makes our proposer"
+    V1_CPU = "model runner V1 makes it on a CPU"
+    V2 = "model runner V2 makes our speculator"
+
+
+@attrs.frozen(kw_only=True)
+class Patch:
+    """A function of vLLM's that is wrapped.
+
+    Attributes:
+        place: its module and name, as ``forms`` has it.
+        parameters: its form, which is compared with what is installed before an algorithm runs.
+        wrapper: is called in its place, with the original before the arguments.
+        why: it is wrapped.
+        upstream: the change to vLLM that would end it.
+        section: heading of docs/hosts.md with the code of that change.
+        runner: the model runner that needs it: "V1", "V2", or both.
+        versions: of vLLM in which it is wrapped.
+        when: it is.
+        also: a module that imports the function, if that is loaded already.
+    """
+
+    place: str
+    parameters: str
+    wrapper: Callable[..., Any]
+    why: str
+    upstream: str
+    section: str
+    runner: str
+    versions: tuple[str, ...] = TESTED
+    when: When
+    also: str = ""
+
+    def apply(self) -> None:
+        """Wrap the function, unless it is wrapped already."""
+        owner, name, found = find(self.place)
+        original: Any = found.fget if isinstance(found, property) else found
+        if hasattr(original, _MARK):
+            return
+        wrapper = self.wrapper
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        setattr(wrapped, _MARK, True)
+        setattr(owner, name, property(wrapped) if isinstance(found, property) else wrapped)
+        if self.also in sys.modules:
+            setattr(sys.modules[self.also], name, wrapped)
+
+
+def _wrap_scheduler(original: Callable[..., Any], config: Any) -> Any:
+    """Before the scheduler is made, wrap it: then there is no need to import it elsewhere."""
+    _apply(When.SCHEDULER)
+    return original(config)
+
+
+def _make_speculator(original: Callable[..., Any], vllm_config: Any, device: Any) -> Any:
+    """Make our speculator, and wrap what it needs."""
+    name = algorithm_of(vllm_config)
+    if name is None:
+        return original(vllm_config, device)
+    check(v2_names.NAMES, When.V2)
+    _apply(When.V2)
+    from specplug_vllm.v2.speculator import VllmSpeculator
+
+    return VllmSpeculator(vllm_config, device, name)
+
+
+PATCHES = (
+    Patch(
+        place="vllm.config:VllmConfig.num_lookahead_tokens",
+        parameters="self",
+        wrapper=config_patches.num_lookahead_tokens,
+        why="a draft model writes keys after the tokens that are scheduled",
+        upstream="a proposer that says how many",
+        section=PROPOSER,
+        runner="V1",
+        versions=_NEW,
+        when=When.START,
+    ),
+    Patch(
+        place="vllm.config:SchedulerConfig.get_scheduler_cls",
+        parameters="self",
+        wrapper=_wrap_scheduler,
+        why="the scheduler is wrapped, before it is made",
+        upstream="what ends the two patches of `Scheduler`",
+        section=PROPOSER,
+        runner="V1, V2",
+        versions=_OLD,
+        when=When.START,
+    ),
+    Patch(
+        place=f"{_SCHEDULER}.__init__",
+        parameters=(
+            "self, vllm_config, kv_cache_config, structured_output_manager, block_size, "
+            "hash_block_size, mm_registry, include_finished_set, log_stats"
+        ),
+        wrapper=config_patches.init_scheduler,
+        why="a draft model writes keys after the tokens that are scheduled; drafts stop while they "
+        "do not pay",
+        upstream="a proposer that says how many; an interface for the schedule of draft lengths",
+        section=_PAYOFF,
+        runner="V1, V2",
+        versions=_OLD,
+        when=When.SCHEDULER,
+    ),
+    Patch(
+        place=f"{_SCHEDULER}.update_from_output",
+        parameters="self, scheduler_output, model_runner_output",
+        wrapper=v2_patches.update_from_output,
+        why="what drafts give is measured where results arrive",
+        upstream="an interface for the schedule of draft lengths",
+        section=_PAYOFF,
+        runner="V2",
+        versions=_OLD,
+        when=When.SCHEDULER,
+    ),
+    Patch(
+        place="vllm.config:VllmConfig._get_v2_model_runner_unsupported_features",
+        parameters="self",
+        wrapper=config_patches.unsupported_features,
+        why="it refuses a `custom_class`",
+        upstream="its name in the list",
+        section=_V2,
+        runner="V2",
+        versions=WITH_RUNNER_V2,
+        when=When.START,
+    ),
+    Patch(
+        place="vllm.config:VllmConfig.__post_init__",
+        parameters="self",
+        wrapper=config_patches.post_init,
+        why="it turns async scheduling off, and schedules drafts of one length",
+        upstream="its name in the list; an interface for the schedule of draft lengths",
+        section=_V2,
+        runner="V2",
+        versions=WITH_RUNNER_V2,
+        when=When.START,
+    ),
+    Patch(
+        place="vllm.v1.worker.gpu.spec_decode:init_speculator",
+        parameters="vllm_config, device",
+        wrapper=_make_speculator,
+        why="it makes the speculators that it knows",
+        upstream="a branch for `custom_class`",
+        section=_V2,
+        runner="V2",
+        versions=WITH_RUNNER_V2,
+        when=When.START,
+        also="vllm.v1.worker.gpu.model_runner",
+    ),
+    Patch(
+        place=f"{_RUNNER_V2}.load_model",
+        parameters="self, load_dummy_weights, args, kwargs",
+        wrapper=v2_patches.load_model,
+        why="an algorithm captures layers of the target, and needs the exact sampler",
+        upstream="a call after the target is loaded",
+        section=_V2,
+        runner="V2",
+        versions=WITH_RUNNER_V2,
+        when=When.V2,
+    ),
+    Patch(
+        place=f"{_RUNNER_V2}.execute_model",
+        parameters=(
+            "self, scheduler_output, intermediate_tensors, dummy_run, skip_attn_for_dummy_run, "
+            "is_profile"
+        ),
+        wrapper=v2_patches.execute_model,
+        why="requests begin, get blocks, end and lose them",
+        upstream="a call that tells",
+        section=_V2,
+        runner="V2",
+        versions=WITH_RUNNER_V2,
+        when=When.V2,
+    ),
+    Patch(
+        place="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
+        parameters="self",
+        wrapper=v2_patches.init_candidates,
+        why="with several draft lengths a batch may find no graph of its width",
+        upstream="to look further than the next size",
+        section=_PAYOFF,
+        runner="V2",
+        versions=WITH_RUNNER_V2,
+        when=When.V2,
+    ),
+    Patch(
+        place=f"{_RUNNER_V1}.execute_model",
+        parameters="self, scheduler_output, intermediate_tensors",
+        wrapper=v1_patches.execute_model,
+        why="requests end and lose their blocks",
+        upstream="a call that tells",
+        section="Requests that end, or lose their blocks",
+        runner="V1",
+        when=When.V1,
+    ),
+    Patch(
+        place=f"{_RUNNER_V1}._setup_eagle3_aux_hidden_state_outputs",
+        parameters="self",
+        wrapper=v1_patches.set_up_captures,
+        why="any layers are captured, and the runner is handed over",
+        upstream="`load_model(target, runner)`, and layers that a proposer names",
+        section=PROPOSER,
+        runner="V1",
+        when=When.V1,
+    ),
+    Patch(
+        place=f"{_RUNNER_V1}.propose_draft_token_ids",
+        parameters=(
+            "self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, "
+            "sample_hidden_states, aux_hidden_states, spec_decode_metadata, common_attn_metadata, "
+            "slot_mappings"
+        ),
+        wrapper=v1_patches.propose_draft_token_ids,
+        why="hidden states and positions reach a `custom_class`",
+        upstream="to pass the arguments on that it has",
+        section="A proposer gets what the runner has",
+        runner="V1",
+        when=When.V1,
+    ),
+    Patch(
+        place=f"{_SAMPLER}:expand_batch_to_tokens",
+        parameters="x, cu_num_tokens, num_tokens, replace_from, replace_to",
+        wrapper=cpu_sampling.expand_batch_to_tokens,
+        why="on a CPU sampled drafts are verified with settings that nothing wrote",
+        upstream="a kernel that fills its output",
+        section="Sampled requests on a CPU",
+        runner="V1",
+        when=When.V1_CPU,
+    ),
+    Patch(
+        place=f"{_SAMPLER}:apply_sampling_constraints",
+        parameters="logits, cu_num_draft_tokens, sampling_metadata",
+        wrapper=cpu_sampling.apply_sampling_constraints,
+        why="a step without drafts ends the engine where all requests have `top_k`",
+        upstream="to return where there are no rows",
+        section="Sampled requests on a CPU",
+        runner="V1",
+        when=When.V1_CPU,
+    ),
+)
+"""All of them. What is set on a model runner besides is ``written`` in the *names* modules."""
+
+
+def patch_process() -> None:
+    """Have vLLM take our algorithms where it takes its own: in any of its processes."""
+    _apply(When.START)
+
+
+def patch_runner_v1(*, on_cpu: bool) -> None:
+    """Wrap what model runner V1 needs.
 
     Raises:
         UsageError: this vLLM was not tested, or has other forms.
     """
-    v1_names.check()
-    patch_config()
-    patch_runner()
+    check(v1_names.NAMES, When.V1)
+    _apply(When.START)
+    _apply(When.V1)
+    if on_cpu:
+        _apply(When.V1_CPU)
 
 
-def patch_config() -> None:
-    """Have vLLM take our algorithms where it takes its own, in any of its processes."""
-    from vllm.config import SchedulerConfig, VllmConfig
+def check(names: Names, when: When) -> None:
+    """Compare the forms of all that a model runner needs with those of the installed vLLM.
 
-    if hasattr(VllmConfig, "num_lookahead_tokens"):
-        _wrap_lookahead(VllmConfig)
-    else:
-        _wrap(SchedulerConfig, "get_scheduler_cls", _get_scheduler_cls)
-    if installed_version() in WITH_RUNNER_V2:
-        _wrap(VllmConfig, "_get_v2_model_runner_unsupported_features", _unsupported_features)
-        _wrap(VllmConfig, "__post_init__", _post_init)
-        _wrap_init_speculator()
+    Args:
+        names: of that runner alone.
+        when: its patches are made.
 
-
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Put ``wrapper``, which is given the original first, in the place of a function."""
-    original = getattr(owner, name)
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    setattr(wrapped, _MARK, True)
-    setattr(owner, name, wrapped)
+    Raises:
+        UsageError: this vLLM was not tested, or has other forms.
+    """
+    capabilities()
+    vllm_names.NAMES.check()
+    names.check()
+    for patch in _patches(When.START, When.SCHEDULER, when, *[When.V1_CPU][: when is When.V1]):
+        # Those of the other runner that are made at the start are in modules that may not be there.
+        check_function(patch.place, patch.parameters)
 
 
-# Slots for what draft models write after the tokens that the target is scheduled for
+def _patches(*when: When) -> Iterator[Patch]:
+    """Yield those of the installed vLLM that are made then."""
+    for patch in PATCHES:
+        if patch.when in when and installed_version() in patch.versions:
+            yield patch
 
 
-def _wrap_lookahead(config: Any) -> None:
-    original = config.num_lookahead_tokens
-    if hasattr(original.fget, _MARK):
-        return
-
-    @functools.wraps(original.fget)
-    def num_lookahead_tokens(self: Any) -> int:
-        lookahead = lookahead_of(self)
-        return original.fget(self) if lookahead is None else lookahead
-
-    setattr(num_lookahead_tokens, _MARK, True)
-    config.num_lookahead_tokens = property(num_lookahead_tokens)
+def _apply(when: When) -> None:
+    for patch in _patches(when):
+        patch.apply()
 
 
-def _get_scheduler_cls(original: Callable[..., Any], config: Any) -> Any:
-    """Before the scheduler is made, wrap it: then there is no need to import it elsewhere."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    _wrap(Scheduler, "__init__", _init_scheduler)
-    _wrap(Scheduler, "update_from_output", _update_from_output)
-    return original(config)
-
-
-def _init_scheduler(
-    original: Callable[..., None], scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any
-) -> None:
-    original(scheduler, vllm_config, *args, **kwargs)
-    lookahead = lookahead_of(vllm_config)
-    if lookahead is not None:
-        scheduler.num_lookahead_tokens = lookahead
-    if pauses(vllm_config):
-        scheduler.dynamic_sd_lookup = DraftWidths(scheduler.dynamic_sd_lookup)
-
-
-def _update_from_output(
-    original: Callable[..., Any], scheduler: Any, scheduled: Any, made: Any, *rest: Any
-) -> Any:
-    """Measure what steps give, with drafts and without."""
-    widths = scheduler.dynamic_sd_lookup
-    if isinstance(widths, DraftWidths):
-        from specplug_vllm.v2_step import decode_step
-
-        widths.note(decode_step(scheduled, made), time.perf_counter())
-    return original(scheduler, scheduled, made, *rest)
+def table() -> str:
+    """Return the list, and what is set on model runners, as a table in Markdown."""
+    lines = [
+        "| what | runner | why | what vLLM would need |",
+        "| --- | --- | --- | --- |",
+    ]
+    for patch in PATCHES:
+        versions = "" if patch.versions == TESTED else f", in {', '.join(patch.versions)}"
+        name = patch.place.rpartition(":")[2]
+        lines.append(_row(f"`{name}({patch.parameters})`", patch.runner + versions, patch))
+    for runner, names in (
+        ("V1, V2", vllm_names.NAMES),
+        ("V1", v1_names.NAMES),
+        ("V2", v2_names.NAMES),
+    ):
+        for name, written in names.written.items():
+            lines.append(_row(f"`GPUModelRunner.{name}` is set", runner, written))
+    return "\n".join(lines)
 
 
-# Model runner V2
+def _row(what: str, runner: str, of: Patch | Written) -> str:
+    anchor = "".join(c for c in of.section.lower().replace(" ", "-") if c.isalnum() or c == "-")
+    return f"| {what} | {runner} | {of.why} | [{of.upstream}](../../docs/hosts.md#{anchor}) |"
 
 
-def _unsupported_features(original: Callable[..., list[str]], config: Any) -> list[str]:
-    """Take our algorithms out of what runner V2 does not support."""
-    found = original(config)
-    if algorithm_of(config) is None:
-        return found
-    return [feature for feature in found if "speculative method" not in feature]
-
-
-def _post_init(original: Callable[..., None], config: Any, *args: Any) -> None:
-    """Schedule asynchronously on runner V2, unless that is turned off: vLLM does so for its own
-    methods alone."""
-    if algorithm_of(config) is None:
-        original(config, *args)
-        return
-    scheduler = config.scheduler_config
-    wanted = scheduler.async_scheduling
-    overlaps = wanted is not False and runs_on_v2(config) and vllm_names.executor_overlaps(config)
-    # Where it is False already, vLLM does not warn that it turns it off.
-    scheduler.async_scheduling = False if overlaps or wanted is False else None
-    original(config, *args)
-    if overlaps and runs_on_v2(config):
-        scheduler.async_scheduling = True
-        vllm_names.log_info("Asynchronous scheduling is enabled: specplug_vllm has it.")
-        config.model_config.disable_cascade_attn = True  # as vLLM does with its own methods
-    if pauses(config):
-        _schedule_pauses(config)
-
-
-def _schedule_pauses(config: Any) -> None:
-    """Have vLLM expect steps without drafts: its graphs are of the widths that it is told, and no
-    wider than its steps. Batches of the last entry's size there are none."""
-    speculative, most = config.speculative_config, config.scheduler_config.max_num_seqs
-    widest = speculative.num_speculative_tokens
-    told = speculative.num_speculative_tokens_per_batch_size or [(1, most, widest)]
-    schedule = [(first, last, min(width, widest)) for first, last, width in told]
-    end = max(most, *(last for _, last, _ in schedule)) + 1
-    if all(width for *_, width in schedule):
-        schedule = [*schedule, (end, end, 0)]
-    speculative.num_speculative_tokens_per_batch_size = schedule
-
-
-def _init_candidates(original: Callable[..., None], manager: Any) -> None:
-    """Have every batch find a graph of its width. vLLM looks among those of the next larger number
-    of tokens alone, where there may be none but of another width."""
-    original(manager)
-    if not pauses(manager.vllm_config):
-        return
-    recorded = [each for of_mode in manager._capture_descs.values() for each in of_mode]
-    recorded.sort(key=lambda each: (each.uniform_token_count is None, each.num_tokens))
-    for tokens, loras in manager._candidates:
-        manager._candidates[tokens, loras] = [
-            each
-            for each in recorded
-            if each.num_tokens >= tokens and each.num_active_loras == loras
-        ]
-
-
-def _wrap_init_speculator() -> None:
-    """Wrap the function where it is, and where a model runner has imported it from."""
-    from vllm.v1.worker.gpu import spec_decode
-
-    _wrap(spec_decode, "init_speculator", _init_speculator)
-    runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
-    if runner is not None:
-        runner.init_speculator = spec_decode.init_speculator  # type: ignore[attr-defined]
-
-
-def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any) -> Any:
-    name = algorithm_of(vllm_config)
-    if name is None:
-        return original(vllm_config, device)
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    from specplug_vllm import v2_names
-    from specplug_vllm.speculator import Speculator
-
-    v2_names.check()
-    _wrap(GPUModelRunner, "load_model", _load_model)
-    _wrap(GPUModelRunner, "execute_model", _execute_v2_model)
-    _wrap(CudaGraphManager, "_init_candidates", _init_candidates)
-    return Speculator(vllm_config, device, name)
-
-
-def _load_model(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
-    """After the target is loaded, ask it for what the algorithm captures, and sample exactly."""
-    from specplug_vllm.speculator import Speculator
-
-    original(runner, *args, **kwargs)
-    if isinstance(runner.speculator, Speculator):
-        runner.speculator.attach(runner)
-
-
-def _execute_v2_model(
-    original: Callable[..., Any], runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Before each step tell which requests have ended, and which begin."""
-    from specplug_vllm.speculator import Speculator
-
-    if isinstance(runner.speculator, Speculator):
-        runner.speculator.begin_step(scheduler_output)
-    return original(runner, scheduler_output, *args, **kwargs)
-
-
-# Model runner V1
-
-
-def patch_runner() -> None:
-    """Have model runners of version 1 give our proposers what vLLM's own get."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    _wrap(GPUModelRunner, "execute_model", _with_drafter(_execute_model))
-    _wrap(
-        GPUModelRunner,
-        "_setup_eagle3_aux_hidden_state_outputs",
-        _with_drafter(_set_up_captures),
-    )
-    _wrap(GPUModelRunner, "propose_draft_token_ids", _with_drafter(_propose_draft_token_ids))
-
-
-def _with_drafter(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls ``wrapper`` for runners that have one of our proposers."""
-    from specplug_vllm.proposer import Proposer
-
-    def chosen(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-        drafter = getattr(runner, "drafter", None)
-        if not isinstance(drafter, Proposer):
-            return original(runner, *args, **kwargs)
-        return wrapper(original, drafter, runner, *args, **kwargs)
-
-    return chosen
-
-
-def _execute_model(
-    original: Callable[..., Any],
-    drafter: Proposer,
-    runner: Any,
-    scheduler_output: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Before each step tell which requests have ended or were preempted."""
-    drafter.forget(*vllm_names.ended_requests(scheduler_output))
-    return original(runner, scheduler_output, *args, **kwargs)
-
-
-def _set_up_captures(original: Callable[..., Any], drafter: Proposer, runner: Any) -> None:
-    """After the target is loaded, make the algorithm's worker, and ask the target for what it
-    captures. vLLM's own function would ask for EAGLE-3's layers."""
-    drafter.attach(runner)
-
-
-def _propose_draft_token_ids(
-    original: Callable[..., Any],
-    drafter: Proposer,
-    runner: Any,
-    scheduler_output: Any,
-    sampled_token_ids: Any,
-    sampling_metadata: Any,
-    hidden_states: Any,
-    sample_hidden_states: Any,
-    aux_hidden_states: Any,
-    *rest: Any,
-    **more: Any,
-) -> list[list[int]]:
-    """Give the step to our proposer, with its hidden states."""
-    return drafter.step(
-        RunnerStep.of(
-            runner,
-            scheduler_output,
-            sampled_token_ids,
-            hidden_states,
-            aux_hidden_states,
-            drafter.captured_layers,
-        )
-    )
+if __name__ == "__main__":
+    print(table())

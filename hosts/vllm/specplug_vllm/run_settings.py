@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from specplug import AlgorithmInfo, HostCapabilities, SpecConfig, UsageError
-from specplug.registry import Registry
-from specplug_vllm.host import WITH_RUNNER_V2, capabilities, installed_version
+from specplug import AlgorithmInfo, HostCapabilities, Registry, SpecConfig, UsageError
+from specplug_vllm.host import capabilities
 from specplug_vllm.settings import ALWAYS, FASTER, KEY, Settings
+from specplug_vllm.versions import WITH_RUNNER_V2, installed_version
 
 if TYPE_CHECKING:
     from specplug.speculative.algorithm_start import StartedAlgorithm

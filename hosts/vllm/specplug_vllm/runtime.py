@@ -15,9 +15,8 @@ from specplug import (
     SpecConfig,
     UsageError,
 )
-from specplug.kernels.cpu_kernels import CPUKernels
-from specplug.kernels.kernel_table import Operation, attention_kernels, runs_triton
 from specplug.speculative.graph_runner import GraphRunner, PassRunner
+from specplug.speculative.host_kernels import DraftKernels, join_rows
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedPlan, RequestSlots
 from specplug.speculative.runtime import RankInfo
@@ -26,7 +25,7 @@ from specplug_vllm import vllm_names
 from specplug_vllm.draft_cache import PREFIX, DraftCache, DraftLayer, SlotTable
 
 if TYPE_CHECKING:
-    from specplug_vllm.seeded_noise import SamplingRows
+    from specplug_vllm.v2.seeded_noise import SamplingRows
 
 _LM_HEAD_INPUT = "lm_head_input"
 
@@ -40,7 +39,7 @@ class VllmRuntime(RuntimeBase):
         device: of it.
         host: what vLLM gives.
         config: of the run's speculation.
-        cpu_kernels: attend on the CPU in float32; None: torch does.
+        kernels: compute for draft models.
         records: whether the algorithm's passes can be recorded.
 
     Attributes:
@@ -59,7 +58,7 @@ class VllmRuntime(RuntimeBase):
         device: torch.device,
         host: HostCapabilities,
         config: SpecConfig,
-        cpu_kernels: CPUKernels | None,
+        kernels: DraftKernels,
         *,
         records: bool,
     ) -> None:
@@ -80,16 +79,15 @@ class VllmRuntime(RuntimeBase):
         self.rank = RankInfo(
             rank=parallel.data_parallel_rank, world_size=parallel.data_parallel_size
         )
-        self._vllm_config, self._target, self._cpu_kernels = vllm_config, target, cpu_kernels
+        self._vllm_config, self._target, self._kernels = vllm_config, target, kernels
         self.captures: dict[str, tuple[int, ...]] = {}
         self._caches: list[DraftCache] = []
         self._table: SlotTable | None = None
-        self._attention = attention_kernels(device, self.dtype)
         # Where torch attends there would be a recording for each length of a context; and the
         # collectives of several ranks are vLLM's own to record.
         self._records = (
             records
-            and self._attention is not None
+            and kernels.attention is not None
             and parallel.world_size == 1
             and not model.enforce_eager
         )
@@ -217,8 +215,8 @@ class VllmRuntime(RuntimeBase):
             slots=table.slots,
             last_position=self.context_len - 1,
             floors=table.floors,
-            kernels=self._attention,
-            cpu_kernels=self._cpu_kernels,
+            kernels=self._kernels.attention,
+            cpu_kernels=self._kernels.cpu,
             page_size=block_size,
         )
 
@@ -239,15 +237,6 @@ class VllmRuntime(RuntimeBase):
             layer_inputs: by layer [R or more, H].
         """
         return {
-            name: self._rows([layer_inputs[layer] for layer in layers] or [hidden_states], rows)
+            name: join_rows([layer_inputs[layer] for layer in layers] or [hidden_states], rows)
             for name, layers in self.captures.items()
         }
-
-    def _rows(self, states: list[Tensor], rows: Tensor) -> Tensor:
-        """Return rows of states, those of several beside one another."""
-        dense = all(each.stride(1) == 1 for each in states)
-        if dense and runs_triton(Operation.CAPTURED_ROWS, self.device):
-            from specplug.kernels.row_gather import join_rows
-
-            return join_rows(states, rows)
-        return torch.cat([each[rows] for each in states], dim=-1)

@@ -1,92 +1,56 @@
-"""What is touched of vLLM besides its public interface, with the forms that were tested.
+"""What is used of vLLM besides its public interface, whichever model runner runs.
 
-What one of its model runners has alone stands in ``v1_names`` and ``v2_names``; no other module
-names a private part of vLLM. ``check`` compares the forms with those of the vLLM that is installed,
-before anything of it is changed. The versions stand in ``host``.
+What one runner has alone stands in ``v1.names`` and ``v2.names``, and what is wrapped in
+``patches``: no other module names a private part of vLLM. All are compared with the vLLM that is
+installed before an algorithm runs; the versions stand in ``versions``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 import attrs
 
-from specplug_vllm.forms import check_forms
-from specplug_vllm.host import capabilities, installed_version
+from specplug_vllm.forms import Names, Written
 
 _ATTENTION = "vllm.v1.attention.backend"
 _LAYER = "vllm.model_executor.layers.attention_layer_base"
 
-FUNCTIONS: Mapping[str, tuple[str, ...]] = {
-    f"{_LAYER}:AttentionLayerBase.get_attn_backend": ("self",),
-    f"{_LAYER}:AttentionLayerBase.get_kv_cache_spec": ("self", "vllm_config"),
-    f"{_ATTENTION}:AttentionMetadataBuilder.__init__": (
-        "self",
-        "kv_cache_spec",
-        "layer_names",
-        "vllm_config",
-        "device",
-    ),
-}
-"""Functions and properties that are wrapped or implemented, with their parameters."""
+PROPOSER = "A proposer is told of its runner, and says what it needs"
+"""The heading of docs/hosts.md with most of what vLLM would need."""
 
-_OF_VERSION: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "0.25.0": {
-        "vllm.config:VllmConfig.__post_init__": ("self",),
-        "vllm.config:VllmConfig._get_v2_model_runner_unsupported_features": ("self",),
-        "vllm.config:SchedulerConfig.get_scheduler_cls": ("self",),
-        "vllm.v1.core.sched.scheduler:Scheduler.__init__": (
-            "self",
-            "vllm_config",
-            "kv_cache_config",
-            "structured_output_manager",
-            "block_size",
-            "hash_block_size",
-            "mm_registry",
-            "include_finished_set",
-            "log_stats",
+NAMES = Names(
+    functions={
+        f"{_LAYER}:AttentionLayerBase.get_attn_backend": "self",
+        f"{_LAYER}:AttentionLayerBase.get_kv_cache_spec": "self, vllm_config",
+        f"{_ATTENTION}:AttentionMetadataBuilder.__init__": (
+            "self, kv_cache_spec, layer_names, vllm_config, device"
         ),
     },
-    "0.32.0": {
-        "vllm.config:VllmConfig.num_lookahead_tokens": ("self",),
-        f"{_LAYER}:AttentionLayerBase.bind_kv_cache": ("self", "kv_cache"),
+    fields={
+        "vllm.v1.core.sched.output:SchedulerOutput": (
+            "num_scheduled_tokens, finished_req_ids, preempted_req_ids, num_spec_tokens_to_schedule"
+        ),
+        "vllm.v1.spec_decode.metrics:SpecDecodingStats": (
+            "num_drafts, num_accepted_tokens, num_accepted_tokens_per_pos, num_draft_tokens_per_pos"
+        ),
+        "vllm.v1.kv_cache_interface:FullAttentionSpec": (
+            "block_size, num_kv_heads, head_size, dtype"
+        ),
     },
-}
-"""More of them, which differ between versions."""
-
-FIELDS = {
-    "vllm.v1.core.sched.output:SchedulerOutput": (
-        "num_scheduled_tokens",
-        "finished_req_ids",
-        "preempted_req_ids",
-        "num_spec_tokens_to_schedule",
-    ),
-    "vllm.v1.spec_decode.metrics:SpecDecodingStats": (
-        "num_drafts",
-        "num_accepted_tokens",
-        "num_accepted_tokens_per_pos",
-        "num_draft_tokens_per_pos",
-    ),
-    "vllm.v1.kv_cache_interface:FullAttentionSpec": (
-        "block_size",
-        "num_kv_heads",
-        "head_size",
-        "dtype",
-    ),
-}
-"""Classes whose fields are read or given."""
-
-
-def check() -> None:
-    """Compare all forms with those of the vLLM that is installed.
-
-    Raises:
-        UsageError: it is another version, or has other forms.
-    """
-    capabilities()
-    check_forms({**FUNCTIONS, **_OF_VERSION[installed_version() or ""]}, FIELDS)
+    written={
+        "use_aux_hidden_state_outputs": Written(
+            why="the target's passes return the inputs of the layers that an algorithm captures",
+            upstream="layers that a proposer names",
+            section=PROPOSER,
+        ),
+    },
+    of_version={
+        "0.32.0": Names(functions={f"{_LAYER}:AttentionLayerBase.bind_kv_cache": "self, kv_cache"}),
+    },
+)
 
 
 @attrs.frozen
@@ -142,7 +106,7 @@ def ended_requests(scheduler_output: Any) -> tuple[set[str], set[str]]:
 def capture_layers(runner: Any, model: Any, layers: Sequence[int]) -> None:
     """Have the target's passes return the inputs of ``layers``, in ascending order."""
     model.set_aux_hidden_state_layers(tuple(layers))
-    runner.use_aux_hidden_state_outputs = True
+    NAMES.write(runner, "use_aux_hidden_state_outputs", True)
 
 
 def captures_layers(model: Any) -> bool:

@@ -26,10 +26,40 @@ import vllm
 from vllm.distributed import cleanup_dist_env_and_memory
 
 import specplug
+from specplug_vllm import vllm_names
 
 MODEL = Path(specplug.__file__).parent / "assets" / "tiny_code"
 FORMS = {"EAGLE3": 5, "EAGLE": 5, "MULTI_LAYER_EAGLE": 7, "DFLASH": 7, "NGRAM": 7}
 """The built-in algorithms, with the tokens that each drafts in a step."""
+
+
+@attrs.define
+class Counts:
+    """What an engine has counted so far: a stat logger of its own, as vLLM's metrics know only the
+    engine that was made last in a process.
+
+    Attributes:
+        prefix_hits: tokens that were found in the prefix cache.
+        preemptions: of requests.
+    """
+
+    prefix_hits: int = 0
+    preemptions: int = 0
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self.prefix_hits += scheduler_stats.prefix_cache_stats.hits
+        if iteration_stats is not None:
+            self.preemptions += iteration_stats.num_preempted_reqs
+
+    def log(self) -> None:
+        """Write nothing."""
 
 
 @attrs.frozen
@@ -37,6 +67,10 @@ class Hosted:
     """An engine of vLLM's, with ways to look inside."""
 
     llm: vllm.LLM
+    counts: Counts = attrs.field(factory=Counts)
+
+    def __attrs_post_init__(self) -> None:
+        vllm_names.add_stat_logger(self.llm, self.counts)
 
     def generate(
         self, prompts: Sequence[Any], max_tokens: int = 64, **sampling: Any
@@ -58,10 +92,6 @@ class Hosted:
     def drafter(self) -> Any:
         """What makes the drafts in the runner, of either version."""
         return getattr(self.runner, "speculator", None) or self.runner.drafter
-
-    def metric(self, name: str) -> int:
-        """Return one of vLLM's own counters, which know the engine alone that was made last."""
-        return next(int(each.value) for each in self.llm.get_metrics() if each.name == name)
 
 
 class Engines:

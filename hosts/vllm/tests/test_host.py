@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specplug import UsageError
-from specplug.host import EngineOptions, ServerOptions
-from specplug_vllm import host as module
+from specplug import EngineOptions, ServerOptions, UsageError
+from specplug_vllm import versions
 from specplug_vllm.host import host
 
 CHOSEN = "VLLM_USE_V2_MODEL_RUNNER"
@@ -19,7 +18,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> object:
 
     def install(names: tuple[str, str], version: str, wanted: str | None) -> None:
         found = {names[0]: version, names[1]: None}
-        monkeypatch.setattr(module, "_versions", lambda: found)
+        monkeypatch.setattr(versions, "installed_distributions", lambda: found)
         monkeypatch.delenv(CHOSEN, raising=False)
         if wanted is not None:
             monkeypatch.setenv(CHOSEN, wanted)

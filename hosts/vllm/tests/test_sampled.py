@@ -9,7 +9,8 @@ import pytest
 import torch
 from hosted_engines import FORMS, Engines, Hosted
 
-from specplug_vllm import cpu_sampling, host
+from specplug_vllm import host
+from specplug_vllm.v1 import cpu_sampling
 
 ALGORITHMS = ["EAGLE3", "NGRAM"]
 

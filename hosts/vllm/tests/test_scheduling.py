@@ -59,9 +59,9 @@ def test_prefix_hits_keep_tokens_and_steps(
     plain = engines(**SMALL_BLOCKS).generate(long_prompts)
     hosted = engines(algorithm, FORMS[algorithm], **SMALL_BLOCKS)
     first = decoded(hosted, long_prompts)
-    hits = hosted.metric("vllm:prefix_cache_hits")
+    hits = hosted.counts.prefix_hits
     second = decoded(hosted, long_prompts)
-    assert hosted.metric("vllm:prefix_cache_hits") - hits > 500
+    assert hosted.counts.prefix_hits - hits > 500
     assert first[0] == second[0] == plain
     if algorithm != "NGRAM":  # which knows the answers by now
         assert second[1] == pytest.approx(first[1], rel=0.02)
@@ -83,9 +83,9 @@ def test_cached_prompt_but_its_last_token_is_drafted_for(
     make = engines.make if algorithm == "NGRAM" else engines
     hosted = make(algorithm, FORMS[algorithm], **SMALL_BLOCKS)
     first = decoded(hosted, asked)
-    hits = hosted.metric("vllm:prefix_cache_hits")
+    hits = hosted.counts.prefix_hits
     second = decoded(hosted, asked)
-    assert hosted.metric("vllm:prefix_cache_hits") - hits == blocks * (1 + 2 + 3)
+    assert hosted.counts.prefix_hits - hits == blocks * (1 + 2 + 3)
     assert first[0] == second[0] == plain
     if algorithm != "NGRAM":  # which knows the answers by now
         assert second[1] == first[1]
@@ -118,7 +118,7 @@ def test_preempted_requests_keep_their_tokens(
     few = {**SMALL_BLOCKS, "num_gpu_blocks_override": 24, "max_model_len": 512}
     hosted = engines(algorithm, FORMS[algorithm], **few)
     assert hosted.generate(prompts) == plain
-    assert hosted.metric("vllm:num_preemptions") > 0
+    assert hosted.counts.preemptions > 0
     assert decoded(hosted, prompts)[0] == plain
 
 

@@ -12,8 +12,9 @@ from hosted_engines import MODEL, Engines
 import specplug
 import specplug_vllm
 from specplug.registry import Registry
-from specplug_vllm import host, v1_names
+from specplug_vllm import host, patches, versions
 from specplug_vllm.settings import Settings
+from specplug_vllm.v1 import names as v1_names
 
 
 def resolved(name: str, tokens: int = 5, target: str = str(MODEL), **given: Any) -> Any:
@@ -84,9 +85,9 @@ def test_adjusted_setting_is_told(engines: Engines) -> None:
 def test_other_version_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, engines: Engines, prompts: list[str], plain: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(host, "TESTED", ("0.99.0",))
+    monkeypatch.setattr(versions, "TESTED", ("0.99.0",))
     with pytest.raises(specplug.UsageError, match=r"tested with 0\.99\.0; install one") as raised:
-        v1_names.check()
+        patches.check(v1_names.NAMES, patches.When.V1)
     assert "\n" not in str(raised.value)
     specplug_vllm.register()  # does nothing, so that plain engines run
     assert engines().generate(prompts) == plain
@@ -94,12 +95,34 @@ def test_other_version_is_refused_in_one_line(
         engines.make("NGRAM", 7)
 
 
-def test_changed_form_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    v1_names.check()
-    place = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids"
-    monkeypatch.setitem(v1_names.FUNCTIONS, place, ("self", "batch"))
+def test_changed_form_of_a_patch_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    patches.check(v1_names.NAMES, patches.When.V1)
+    changed = [
+        attrs.evolve(each, parameters="self, batch")
+        if each.place.endswith("propose_draft_token_ids")
+        else each
+        for each in patches.PATCHES
+    ]
+    monkeypatch.setattr(patches, "PATCHES", changed)
     with pytest.raises(specplug.UsageError, match=r"propose_draft_token_ids has \(self, sched"):
-        v1_names.check()
+        patches.check(v1_names.NAMES, patches.When.V1)
+
+
+def test_changed_field_is_refused_in_one_line() -> None:
+    place = "vllm.v1.worker.gpu_input_batch:CachedRequestState"
+    names = attrs.evolve(v1_names.NAMES, fields={place: "req_id, spirit"})
+    told = r"CachedRequestState has \(req_id\), expected \(req_id, spirit\)"
+    with pytest.raises(specplug.UsageError, match=told):
+        patches.check(names, patches.When.V1)
+
+
+def test_missing_attribute_of_a_runner_is_refused_in_one_line(engines: Engines) -> None:
+    runner = engines("EAGLE3").runner
+    v1_names.NAMES.check_runner(runner)
+    told = r"Runner\.input_batch has \(req_ids\), expected \(req_ids, spirit\)"
+    names = attrs.evolve(v1_names.NAMES, runner={"input_batch": "req_ids, spirit"})
+    with pytest.raises(specplug.UsageError, match=told):
+        names.check_runner(runner)
 
 
 def test_server_command_has_the_typed_settings() -> None:

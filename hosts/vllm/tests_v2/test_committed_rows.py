@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specplug import FutureMap
-from specplug_vllm.committed_rows import CommittedRows
+from specplug_vllm.v2.committed_rows import CommittedRows
 
 
 def reference(step: Any, chosen: list[int], columns: int) -> dict[str, list[int]]:

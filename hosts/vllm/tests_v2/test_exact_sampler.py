@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specplug_vllm.exact_sampler import accept
+from specplug_vllm.v2.exact_sampler import accept
 
 TOKEN = st.integers(0, 2)
 """So few that drafts are often right."""

@@ -8,7 +8,7 @@ import pytest
 import vllm
 from hosted_engines import FORMS, Engines, Hosted
 
-from specplug_vllm.speculator import Speculator
+from specplug_vllm.v2.speculator import Speculator
 
 
 def seeded(hosted: Hosted, prompts: list[str], **sampling: Any) -> list[list[int]]:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hosted_engines import FORMS, Engines
 
-from specplug_vllm.payoff import DecodeStep, DraftWidths, Payoff
-from specplug_vllm.step_hooks import StepHooks
+from specplug_vllm.v2.payoff import DecodeStep, DraftWidths, Payoff
+from specplug_vllm.v2.step_hooks import StepHooks
 
 FASTER = {"draft_when": "faster"}
 

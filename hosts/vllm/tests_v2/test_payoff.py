@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specplug_vllm.payoff import DecodeStep, DraftWidths
+from specplug_vllm.v2.payoff import DecodeStep, DraftWidths
 
 DRAFTED = 5
 REQUESTS = 32

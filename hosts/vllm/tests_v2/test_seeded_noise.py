@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-from specplug_vllm.seeded_noise import SamplingRows
+from specplug_vllm.v2.seeded_noise import SamplingRows
 
 VOCABULARY = 2500  # of three blocks, the last one not full
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hosted_engines import FORMS, Engines
 
-from specplug_vllm import speculator as speculator_module
-from specplug_vllm.step_hooks import StepHooks
+from specplug_vllm.v2 import speculator as speculator_module
+from specplug_vllm.v2.step_hooks import StepHooks
 
 
 @pytest.mark.parametrize("paused", [False, True])

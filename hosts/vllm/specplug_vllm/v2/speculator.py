@@ -16,31 +16,26 @@ import torch
 from torch import Tensor, nn
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from specplug import (
-    PluginError,
-    RequestReport,
-)
-from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, find_cpu_kernels
+from specplug import PluginError
 from specplug.speculative.graph_runner import batch_sizes
 from specplug.speculative.host_copy import upload
-from specplug.speculative.undrafted import FAILED, UndraftedRequests
-from specplug_vllm import v2_names, vllm_names
+from specplug.speculative.undrafted import FAILED
+from specplug_vllm import vllm_names
 from specplug_vllm.draft_cache import PREFIX
-from specplug_vllm.exact_sampler import ExactSampler
-from specplug_vllm.failures import FailureLog
+from specplug_vllm.hosted_run import HostedRun
 from specplug_vllm.request_view import VllmRequest
-from specplug_vllm.run_settings import pauses, start_in_vllm
-from specplug_vllm.runtime import VllmRuntime
-from specplug_vllm.seeded_noise import SamplingRows
-from specplug_vllm.step_hooks import StepHooks
-from specplug_vllm.v2_step import Step, new_blocks, new_requests
-from specplug_vllm.warm_up import WarmUp, nobodys_requests
+from specplug_vllm.run_settings import pauses
+from specplug_vllm.v2 import names as v2_names
+from specplug_vllm.v2.exact_sampler import ExactSampler
+from specplug_vllm.v2.step import Step, new_blocks, new_requests
+from specplug_vllm.v2.step_hooks import StepHooks
+from specplug_vllm.v2.warm_up import WarmUp, nobodys_requests
 
 T = TypeVar("T")
 
 
-class Speculator(DraftModelSpeculator):
-    """What model runner V2 has as its ``speculator`` for ``specplug_vllm.NAME``.
+class VllmSpeculator(DraftModelSpeculator):
+    """vLLM's interface of a speculator: what model runner V2 has as its ``speculator``.
 
     Args:
         vllm_config: vLLM's.
@@ -60,13 +55,10 @@ class Speculator(DraftModelSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device, name: str) -> None:
         super().__init__(vllm_config, device)
-        self._host, self._algorithm = start_in_vllm(vllm_config, name)
-        self._hooks, self._config = self._algorithm.hooks, self._algorithm.config
+        self._run = HostedRun(vllm_config, name)
         self.model = nn.Module()  # vLLM looks for experts in it
         self.decode_steps = 0
         self._num_wanted = self.num_speculative_steps
-        self._failures = FailureLog()
-        self._undrafted = UndraftedRequests(name, vllm_names.log_warning)
         self._views: dict[str, VllmRequest] = {}
         self._fresh: dict[str, int] = {}
         self._blocks: list[tuple[str, Sequence[Sequence[int]]]] = []
@@ -80,7 +72,7 @@ class Speculator(DraftModelSpeculator):
     @property
     def undrafted_by_reason(self) -> Mapping[str, int]:
         """How many requests so far went on without drafts, by reason."""
-        return self._undrafted.counts
+        return self._run.undrafted.counts
 
     @property
     def num_recordings(self) -> int:
@@ -96,22 +88,9 @@ class Speculator(DraftModelSpeculator):
     @torch.inference_mode()
     def load_model(self, target_model: nn.Module) -> None:
         """Make the algorithm's worker for the target, which has been loaded."""
-        found = find_cpu_kernels(self.device)
-        kernels = found if isinstance(found, CPUKernels) else None
-        self._runtime = runtime = VllmRuntime(
-            self.vllm_config,
-            target_model,
-            self.device,
-            self._host,
-            self._config,
-            kernels,
-            records=self._algorithm.draft_verifies,
-        )
-        if self._host.foreseeable_noise:
-            runtime.sampling = SamplingRows(runtime.req_table_size, self.device)
-        with cpu_kernels_of_draft(kernels):
-            self._algorithm.create_worker(runtime)
-        self._step_hooks = StepHooks(runtime, self._algorithm.begin(runtime), self._views)
+        order = self._run.create_worker(target_model, self.device)
+        self._runtime = runtime = self._run.runtime
+        self._step_hooks = StepHooks(runtime, order, self._views)
         self.captured_layers = runtime.captured_layers
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any) -> None:
@@ -150,7 +129,11 @@ class Speculator(DraftModelSpeculator):
         mm_inputs: Any = None,
         is_profile: bool = False,
     ) -> Tensor:
-        """Return the tokens to verify next: [n, num_speculative_tokens] int64."""
+        """Return the tokens to verify next: [n, num_speculative_tokens] int64.
+
+        This is vLLM's method, not our hook: a step has ended, and this feeds the algorithm what it
+        gave and then drafts, as ``StepHooks`` says.
+        """
         if dummy_run:
             return torch.zeros_like(self.draft_tokens[: input_batch.num_reqs])
         step = Step.of(
@@ -174,37 +157,31 @@ class Speculator(DraftModelSpeculator):
     def attach(self, runner: Any) -> None:
         """Take a runner whose target is loaded: ask it for what the algorithm captures, and sample
         exactly, unless vLLM is asked to accept drafts otherwise."""
-        v2_names.check_runner(runner)
+        for names in (vllm_names.NAMES, v2_names.NAMES):
+            names.check_runner(runner)
         self._runner = runner
         if self.captured_layers:
             vllm_names.capture_layers(runner, runner.model, self.captured_layers)
         if self.speculative_config.rejection_sample_method == "standard":
-            runner.rejection_sampler = ExactSampler(
-                runner.sampler, self.speculative_config, self.device
-            )
+            sampler = ExactSampler(runner.sampler, self.speculative_config, self.device)
+            v2_names.NAMES.write(runner, "rejection_sampler", sampler)
 
     def begin_step(self, scheduler_output: Any) -> None:
-        """Note, before a step, who has ended, who begins, and who got blocks."""
+        """Note, before a step, which requests have ended, which begin, and which got blocks."""
         self._num_wanted = scheduler_output.num_spec_tokens_to_schedule
         ended, preempted = vllm_names.ended_requests(scheduler_output)
         for request_id in preempted:
             self._views.pop(request_id, None)
-            self._undrafted.forget(request_id)
+            self._run.undrafted.forget(request_id)
         for request_id in ended:
-            self._undrafted.forget(request_id)
+            self._run.undrafted.forget(request_id)
             if self._views.pop(request_id, None) is not None:
-                self._report_end(request_id)
+                self._run.report_end(request_id)
         for new in new_requests(scheduler_output):
             self._views[new.req_id] = VllmRequest(new, self.max_model_len)
             self._fresh[new.req_id] = new.num_computed
         if self._runtime.has_draft_cache:
             self._blocks.extend(new_blocks(scheduler_output))
-
-    def _report_end(self, request_id: str) -> None:
-        try:
-            self._hooks.on_request_finished(self._runtime, RequestReport(request_id=request_id))
-        except PluginError as error:
-            self._failures.tell(error)
 
     # A step
 
@@ -299,8 +276,8 @@ class Speculator(DraftModelSpeculator):
         except PluginError as error:
             self._failed[step.rows[chosen]] = True
             for index in () if step.is_warm_up else chosen.tolist():
-                self._undrafted.add(step.ids[index], FAILED)
-            self._failures.tell(error)
+                self._run.undrafted.add(step.ids[index], FAILED)
+            self._run.tell(error)
             return None
 
 

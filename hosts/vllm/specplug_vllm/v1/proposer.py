@@ -16,30 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specplug import (
-    Batch,
-    CommittedOutput,
-    PluginError,
-    RequestReport,
-)
-from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, find_cpu_kernels
+from specplug import Batch, CommittedOutput, PluginError
 from specplug.speculative.batch import ForwardMode
 from specplug.speculative.host_copy import upload
 from specplug.speculative.step_stages import Half, Scheduled
-from specplug.speculative.undrafted import FAILED, UndraftedRequests
-from specplug_vllm import cpu_sampling, v1_names, vllm_names
+from specplug.speculative.undrafted import FAILED
+from specplug_vllm import vllm_names
 from specplug_vllm.draft_cache import PREFIX
-from specplug_vllm.failures import FailureLog
-from specplug_vllm.request_rows import RequestRows
-from specplug_vllm.run_settings import start_in_vllm
-from specplug_vllm.runtime import VllmRuntime
-from specplug_vllm.step_rows import accepted, first_rows, ranges
-from specplug_vllm.v1_step import RunnerStep
+from specplug_vllm.hosted_run import HostedRun
+from specplug_vllm.v1 import names as v1_names
+from specplug_vllm.v1.request_rows import RequestRows
+from specplug_vllm.v1.step import RunnerStep
+from specplug_vllm.v1.step_rows import accepted, first_rows, ranges
 from specplug_vllm.vllm_stages import drafted_tokens, feed_chunks, prefilled_chunks
 
 
-class Proposer:
-    """What vLLM makes for ``specplug_vllm.NAME``.
+class VllmProposer:
+    """vLLM's interface of a ``custom_class``: what model runner V1 has as its ``drafter``.
 
     Args:
         vllm_config: vLLM's.
@@ -54,29 +47,20 @@ class Proposer:
     """
 
     def __init__(self, vllm_config: Any, name: str) -> None:
-        from specplug_vllm.patches import patch_all
-
-        patch_all()
-        self._vllm_config = vllm_config
-        self._host, self._algorithm = start_in_vllm(vllm_config, name)
-        if vllm_config.device_config.device_type == "cpu":
-            cpu_sampling.mend()
-        self._hooks, self._config = self._algorithm.hooks, self._algorithm.config
+        self._run = HostedRun(vllm_config, name)
         self._target: nn.Module | None = None
         self.captured_layers: tuple[int, ...] = ()
         self.decode_steps = 0
-        self._failures = FailureLog()
-        self._undrafted = UndraftedRequests(name, vllm_names.log_warning)
 
     @property
     def undrafted(self) -> int:
         """How many requests went on without drafts."""
-        return self._undrafted.counts.total()
+        return self._run.undrafted.counts.total()
 
     @property
     def undrafted_by_reason(self) -> Mapping[str, int]:
         """How many requests so far went on without drafts, by reason."""
-        return self._undrafted.counts
+        return self._run.undrafted.counts
 
     @property
     def num_recordings(self) -> int:
@@ -90,7 +74,9 @@ class Proposer:
         self._target = target
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """Raise: vLLM gives this too little, and calls ``step`` where ``patches`` says so."""
+        """Raise. This is vLLM's method, not our hook: vLLM asks that it is there, and would give it
+        tokens alone. ``patches`` has the runner call ``step``. It goes when vLLM passes on the
+        hidden states that it has (docs/hosts.md)."""
         raise RuntimeError("specplug_vllm: vLLM's model runner was not patched before its step")
 
     # What the patches call
@@ -99,23 +85,12 @@ class Proposer:
     def attach(self, runner: Any) -> None:
         """Make the algorithm's worker, and ask the target for what it captures."""
         assert self._target is not None
-        v1_names.check_runner(runner)
+        for names in (vllm_names.NAMES, v1_names.NAMES):
+            names.check_runner(runner)
         self._runner = runner
-        found = find_cpu_kernels(runner.device)
-        kernels = found if isinstance(found, CPUKernels) else None
-        self._runtime = runtime = VllmRuntime(
-            self._vllm_config,
-            self._target,
-            runner.device,
-            self._host,
-            self._config,
-            kernels,
-            records=self._algorithm.draft_verifies,
-        )
-        with cpu_kernels_of_draft(kernels):
-            self._algorithm.create_worker(runtime)
-        self._order = self._algorithm.begin(runtime)
-        self._rows = RequestRows(runtime.req_table_size, runtime.context_len, self._undrafted)
+        self._order = self._run.create_worker(self._target, runner.device)
+        self._runtime = runtime = self._run.runtime
+        self._rows = RequestRows(runtime.req_table_size, runtime.context_len, self._run.undrafted)
         self._block_group = 0
         v1_names.keep_drafting_near_the_end(runner)
         self.captured_layers = runtime.captured_layers
@@ -129,11 +104,7 @@ class Proposer:
             self._rows.free(request_id)
         for request_id in ended:
             self._rows.free(request_id)
-            report = RequestReport(request_id=request_id)
-            try:
-                self._hooks.on_request_finished(self._runtime, report)
-            except PluginError as error:
-                self._failures.tell(error)
+            self._run.report_end(request_id)
 
     @torch.inference_mode()
     def step(self, step: RunnerStep) -> list[list[int]]:
@@ -161,7 +132,7 @@ class Proposer:
             call()
         except PluginError as error:
             self._rows.fail((self._rows.of_step[index] for index in chosen), FAILED)
-            self._failures.tell(error)
+            self._run.tell(error)
 
     def _locate(self, step: RunnerStep) -> None:
         """Note where vLLM keeps the draft models' keys of each request."""
@@ -224,7 +195,7 @@ class Proposer:
 
     def _draft(self, step: RunnerStep, chosen: Sequence[int], drafts: list[list[int]]) -> None:
         """Draft for the requests that decode next; put their tokens into ``drafts``."""
-        most = self._rows.max_nodes(step, chosen, self._config.num_draft_tokens)
+        most = self._rows.max_nodes(step, chosen, self._run.config.num_draft_tokens)
         drafted = self._order.draft(
             Scheduled(
                 req_indices=self._rows_of(chosen),
@@ -233,7 +204,7 @@ class Proposer:
             )
         )
         draft = drafted.draft
-        tokens = drafted_tokens(draft, self._config.algorithm).tolist()
+        tokens = drafted_tokens(draft, self._run.config.algorithm).tolist()
         widths = draft.widths or (draft.width,) * len(chosen)
         for index, row, width in zip(chosen, tokens, widths, strict=True):
             drafts[index] = row[: width - 1]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from specplug_vllm.v1_step import RunnerStep
+from specplug_vllm.v1.step import RunnerStep
 
 
 @attrs.frozen

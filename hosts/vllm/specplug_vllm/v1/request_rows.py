@@ -7,7 +7,7 @@ from typing import Any
 
 from specplug.speculative.undrafted import UndraftedRequests
 from specplug_vllm.request_view import VllmRequest
-from specplug_vllm.v1_step import RunnerStep
+from specplug_vllm.v1.step import RunnerStep
 
 UNSEEN = "a step was not seen"
 """Why a request is drafted for no more that vLLM did not ask drafts for in each of its steps."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from specplug_vllm.runtime import VllmRuntime
-from specplug_vllm.v2_step import Step
+from specplug_vllm.v2.step import Step
 
 _LONG = 256
 """Tokens of a long prompt: few rows and many go through other kernels."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specplug_vllm.payoff import DecodeStep
+from specplug_vllm.v2.payoff import DecodeStep
 
 _WARM_UP = "_warmup_", "_v2_mixed_warmup"
 """How the ids of the requests begin with which vLLM warms itself up."""

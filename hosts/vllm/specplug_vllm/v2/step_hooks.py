@@ -17,11 +17,11 @@ from specplug.speculative.batch import ForwardMode
 from specplug.speculative.hook_order import HookOrder
 from specplug.speculative.host_copy import upload
 from specplug.speculative.step_stages import Committed, Half, Scheduled
-from specplug_vllm.committed_rows import CommittedRows
 from specplug_vllm.request_view import VllmRequest
 from specplug_vllm.runtime import VllmRuntime
-from specplug_vllm.step_rows import ranges
-from specplug_vllm.v2_step import Step
+from specplug_vllm.v1.step_rows import ranges
+from specplug_vllm.v2.committed_rows import CommittedRows
+from specplug_vllm.v2.step import Step
 from specplug_vllm.vllm_stages import drafted_tokens, feed_chunks, prefilled_chunks
 
 

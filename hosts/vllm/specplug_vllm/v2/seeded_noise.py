@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specplug_vllm.kernels import hash_uniformly
+from specplug_vllm.v2.kernels import hash_uniformly
 
 _BLOCK = 1024
 

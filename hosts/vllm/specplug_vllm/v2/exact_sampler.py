@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from specplug.speculative.host_copy import upload
-from specplug_vllm.kernels import accept_drafts
+from specplug_vllm.v2.kernels import accept_drafts
 
 
 class ExactSampler(RejectionSampler):

@@ -8,8 +8,8 @@ import triton
 from torch import Tensor
 
 from specplug import FutureMap
-from specplug_vllm.kernels import commit_rows
-from specplug_vllm.v2_step import Step
+from specplug_vllm.v2.kernels import commit_rows
+from specplug_vllm.v2.step import Step
 
 _SHORT, _LONG = 10, 3
 """Parts of [m], and after them parts of [m·C]."""

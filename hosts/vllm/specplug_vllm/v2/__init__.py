@@ -1,0 +1,1 @@
+"""Model runner V2 of vLLM: what it asks of us, and how a step runs there."""
