@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs
 
-    from specplug_sglang.relay import RelayedRoots
+    from specplug_sglang.relay import SpecplugDraftInput
     from specplug_sglang.worker import SpecplugWorker
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class SpecplugAlgorithm(CustomSpecAlgo):
 
     def build_disagg_draft_input(
         self, batch: ScheduleBatch, *given: Any, **named: Any
-    ) -> RelayedRoots:
+    ) -> SpecplugDraftInput:
         """Begin requests that another instance has prefilled, by the algorithm's own hook."""
         assert self.worker is not None
         last_tokens, future_map = disagg_arguments(*given, *named.values())

@@ -17,7 +17,7 @@ from specplug_sglang.captures import Captures
 from specplug_sglang.sampling import SamplingRows
 from specplug_sglang.settings import given_by
 from specplug_sglang.sglang_names import part_of, records_graphs
-from specplug_sglang.step_table import StepTable
+from specplug_sglang.step_slots import StepSlots
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -38,7 +38,7 @@ class SglangRuntime(RuntimeBase):
     """
 
     req_table_size: int
-    table: StepTable
+    table: StepSlots
     sampling: SamplingRows
 
     def __init__(self, runner: ModelRunner, server_args: ServerArgs, config: SpecConfig) -> None:
@@ -125,7 +125,7 @@ class SglangRuntime(RuntimeBase):
             req_to_token: SGLang's request table.
         """
         self.req_table_size = len(req_to_token)
-        self.table = StepTable(req_to_token, self.context_len, self._attention)
+        self.table = StepSlots(req_to_token, self.context_len, self._attention)
         self.sampling = SamplingRows(self.req_table_size, self.device)
         for pools, (layers, heads, head_dim) in self._draft_pools:
             for tensors in (pools.keys, pools.values):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import specplug
 from specplug import AlgorithmInfo, HostCapabilities, SpecConfig, UsageError
 from specplug.speculative.algorithm_start import StartedAlgorithm, start_algorithm
-from specplug_sglang.contained_hooks import ContainedHooks
+from specplug_sglang.fault_tolerant_hooks import FaultTolerantHooks
 from specplug_sglang.host import MASKED, PLANNED, PREFIX, capabilities
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def start_in_sglang(
     algorithm: str, args: ServerArgs, target_config: Mapping[str, Any]
-) -> StartedAlgorithm[ContainedHooks]:
+) -> StartedAlgorithm[FaultTolerantHooks]:
     """Start the algorithm of a run.
 
     Raises:
@@ -46,7 +46,9 @@ def start_in_sglang(
     def tell(line: str) -> None:
         logger.warning("%s%s", PREFIX, line)  # the name that was typed
 
-    return start_algorithm(algorithm, resolve, host=given_by(args), calls=ContainedHooks, tell=tell)
+    return start_algorithm(
+        algorithm, resolve, host=given_by(args), calls=FaultTolerantHooks, tell=tell
+    )
 
 
 def _check_capabilities(info: AlgorithmInfo, args: ServerArgs) -> None:

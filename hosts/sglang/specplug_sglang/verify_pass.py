@@ -23,14 +23,14 @@ from specplug.kernels.attention_form import kept_form
 from specplug.speculative.draft import Draft
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import PagedKVCache, PagedPlan
-from specplug_sglang.step_table import Nodes, StepTable
+from specplug_sglang.step_slots import Nodes, StepSlots
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-class VerifyInput(SpecInput):
+class SpecplugVerifyInput(SpecInput):
     """What the target's pass needs of the drafts.
 
     SGLang's list of types is closed: this has the one of the algorithm that is likest.
@@ -55,7 +55,7 @@ class VerifyInput(SpecInput):
         self.capture_hidden_mode = CaptureHiddenMode.FULL if captures else CaptureHiddenMode.NULL
 
 
-def drafted_nodes(draft: Draft, req_indices: Tensor, starts: Tensor, table: StepTable) -> PagedPlan:
+def drafted_nodes(draft: Draft, req_indices: Tensor, starts: Tensor, table: StepSlots) -> PagedPlan:
     """Return the plan of the T nodes of drafts, and of no other rows.
 
     Args:
@@ -70,11 +70,11 @@ def drafted_nodes(draft: Draft, req_indices: Tensor, starts: Tensor, table: Step
     )
 
 
-def equally_many(
+def padded_nodes(
     draft: Draft,
     req_indices: Tensor,
     starts: Tensor,
-    table: StepTable,
+    table: StepSlots,
     width: int,
     most: Sequence[int],
 ) -> Nodes:
@@ -142,9 +142,13 @@ def teach_graphs() -> None:
     base_runner.create_dummy_verify_input = create_dummy_verify_input
 
 
-def _recorded(algorithm: Any, mask: Tensor | None) -> VerifyInput | None:
+def _recorded(algorithm: Any, mask: Tensor | None) -> SpecplugVerifyInput | None:
     worker = getattr(algorithm, "worker", None)
-    return None if worker is None else VerifyInput(worker.num_draft_tokens, worker.captures, mask)
+    return (
+        None
+        if worker is None
+        else SpecplugVerifyInput(worker.num_draft_tokens, worker.captures, mask)
+    )
 
 
 def teach_torch_native() -> None:
@@ -165,7 +169,10 @@ def teach_torch_native() -> None:
         **more: Any,
     ) -> Tensor:
         verified = forward_batch.spec_info
-        if isinstance(verified, VerifyInput) and forward_batch.forward_mode.is_target_verify():
+        if (
+            isinstance(verified, SpecplugVerifyInput)
+            and forward_batch.forward_mode.is_target_verify()
+        ):
             assert verified.plan is not None
             return _attend(self, verified.plan, q, k, v, layer, forward_batch)
         out: Tensor = plain(self, q, k, v, layer, forward_batch, save_kv_cache, **more)

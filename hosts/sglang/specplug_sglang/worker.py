@@ -19,18 +19,18 @@ from specplug.speculative.paged_plan import LentPlan, PagedPlan
 from specplug.speculative.step_stages import Chunks, Drafted, Half, Scheduled, Verified
 from specplug_sglang.batch_invariance import teach_addmm
 from specplug_sglang.host import MASKED
-from specplug_sglang.relay import RelayedRoots
-from specplug_sglang.request_views import Requests
+from specplug_sglang.relay import SpecplugDraftInput
+from specplug_sglang.request_views import KnownRequests
 from specplug_sglang.runtime import SglangRuntime
 from specplug_sglang.sampling import has_foreseen_noise, plain_because_of, sample_nodes
 from specplug_sglang.settings import start_in_sglang
 from specplug_sglang.sglang_names import check_objects
 from specplug_sglang.step_result import Publish, decoded, idled, kept
-from specplug_sglang.step_table import Nodes
+from specplug_sglang.step_slots import Nodes
 from specplug_sglang.verify_pass import (
-    VerifyInput,
+    SpecplugVerifyInput,
     drafted_nodes,
-    equally_many,
+    padded_nodes,
     teach_graphs,
     teach_torch_native,
 )
@@ -82,7 +82,7 @@ class SpecplugWorker(BaseSpecWorker):
         # Its CUDA graphs are of one width, and it reads a mask and no plan.
         self._pads = server_args.attention_backend == MASKED
         self._runtime = SglangRuntime(self._runner, server_args, config)
-        self._requests = Requests()
+        self._requests = KnownRequests()
         self._has_run = False
         self.supports_target_verify_for_draft = started.draft_verifies
         with torch.inference_mode():
@@ -185,7 +185,7 @@ class SpecplugWorker(BaseSpecWorker):
         committed = self._order.commit_chunks(chunks, predict, per_node)
         self._order.feed(chunks, committed, LentPlan(plan))
         result.logits_output.hidden_states = None
-        result.next_draft_input = RelayedRoots(predict)
+        result.next_draft_input = SpecplugDraftInput(predict)
         result.new_seq_lens = batch.seq_lens
         return result
 
@@ -218,7 +218,7 @@ class SpecplugWorker(BaseSpecWorker):
         batch.forward_mode = SglangMode.TARGET_VERIFY
         batch.input_ids = nodes.tokens
         batch.out_cache_loc = nodes.plan.slots
-        batch.spec_info = VerifyInput(nodes.width, self.captures, nodes.mask, nodes.plan)
+        batch.spec_info = SpecplugVerifyInput(nodes.width, self.captures, nodes.mask, nodes.plan)
         result = self._target_worker.forward_batch_generation(batch, is_verify=True)
         verified = self._verify(batch, drafted, nodes, plan.positions, result)
         self._keep_accepted(verified, plan)
@@ -269,7 +269,7 @@ class SpecplugWorker(BaseSpecWorker):
             return Nodes(plan, drafted.tokens, draft.width)
         longest = [length or self._runtime.context_len for length in allocated]
         rows, starts = drafted.req_indices, drafted.seq_lens
-        return equally_many(draft, rows, starts, table, self.num_draft_tokens, longest)
+        return padded_nodes(draft, rows, starts, table, self.num_draft_tokens, longest)
 
     def _keep_accepted(self, verified: Verified, plan: PagedPlan) -> None:
         """Move the KV of a tree's accepted nodes to the first of the request's slots."""
@@ -295,7 +295,7 @@ class SpecplugWorker(BaseSpecWorker):
         return idled(nothing, result, self.num_draft_tokens)
 
     @torch.inference_mode()
-    def receive(self, batch: ScheduleBatch, roots: Tensor) -> RelayedRoots:
+    def receive(self, batch: ScheduleBatch, roots: Tensor) -> SpecplugDraftInput:
         """Begin requests that another instance has prefilled: SGLang has brought their target's KV,
         and no state or KV of a draft model.
 
@@ -323,7 +323,7 @@ class SpecplugWorker(BaseSpecWorker):
         )
         half = Half(req_indices=rows, batch=received)
         self._order.receive(half, seq_lens, upload(own, roots.device), roots)
-        return RelayedRoots(roots)
+        return SpecplugDraftInput(roots)
 
     # Ends
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specplug.kernels.paged_attention_kernels import PagedAttention
 
 
-class StepTable:
+class StepSlots:
     """The slots of a step's requests, by SGLang's row. Row 0 is nobody's: recorded passes pad their
     batches with it, ours as SGLang's own.
 
