@@ -22,8 +22,8 @@ class SglangRequest:
     """A ``RequestView`` of one of SGLang's requests. It holds no request alive.
 
     Attributes:
-        is_told: whether plugins know that it has ended; set by ``KnownRequests``. SGLang may run a step
-            of it that was planned before, which they do not see.
+        is_told: whether plugins know that it has ended; set by ``KnownRequests``. SGLang may run a
+            step of it that was planned before, which they do not see.
     """
 
     draft_state = _NO_STATE

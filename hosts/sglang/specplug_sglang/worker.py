@@ -17,24 +17,21 @@ from specplug.speculative.batch import ForwardMode
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import LentPlan, PagedPlan
 from specplug.speculative.step_stages import Chunks, Drafted, Half, Scheduled, Verified
-from specplug_sglang.batch_invariance import teach_addmm
 from specplug_sglang.host import MASKED
+from specplug_sglang.patches import apply_patches
 from specplug_sglang.relay import SpecplugDraftInput
 from specplug_sglang.request_views import KnownRequests
 from specplug_sglang.runtime import SglangRuntime
 from specplug_sglang.sampling import has_foreseen_noise, plain_because_of, sample_nodes
-from specplug_sglang.settings import start_in_sglang
+from specplug_sglang.settings import SglangSettings, start_in_sglang
 from specplug_sglang.sglang_names import check_objects
 from specplug_sglang.step_result import Publish, decoded, idled, kept
-from specplug_sglang.step_slots import Nodes
 from specplug_sglang.verify_pass import (
     SpecplugVerifyInput,
+    VerifyRows,
     drafted_nodes,
     padded_nodes,
-    teach_graphs,
-    teach_torch_native,
 )
-from specplug_sglang.versions import spare_draft_pool
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -76,22 +73,20 @@ class SpecplugWorker(BaseSpecWorker):
         self._runner = target_worker.model_runner
         check_objects(runner=self._runner)
         target = self._runner.model_config.hf_config.to_dict()
-        self._started = started = start_in_sglang(algorithm.algorithm, server_args, target)
+        settings = SglangSettings.of(server_args, algorithm.algorithm)
+        self._started = started = start_in_sglang(algorithm.algorithm, settings, target)
         self._hooks, config = started.hooks, started.config
         self.num_draft_tokens = config.num_draft_tokens
         # Its CUDA graphs are of one width, and it reads a mask and no plan.
-        self._pads = server_args.attention_backend == MASKED
-        self._runtime = SglangRuntime(self._runner, server_args, config)
+        self._pads = settings.attention_backend == MASKED
+        self._runtime = SglangRuntime(self._runner, settings, config)
         self._requests = KnownRequests()
         self._has_run = False
         self.supports_target_verify_for_draft = started.draft_verifies
         with torch.inference_mode():
             started.create_worker(self._runtime)
         self.captures = bool(self._runtime.captures)
-        teach_torch_native()
-        teach_graphs()
-        teach_addmm()
-        spare_draft_pool()
+        apply_patches()
         algorithm.worker = self
 
     # What the scheduler calls before the first step, in this order
@@ -234,7 +229,7 @@ class SpecplugWorker(BaseSpecWorker):
         self,
         batch: ScheduleBatch,
         drafted: Drafted,
-        nodes: Nodes,
+        nodes: VerifyRows,
         positions: Tensor,
         result: GenerationBatchResult,
     ) -> Verified:
@@ -257,7 +252,7 @@ class SpecplugWorker(BaseSpecWorker):
             self._hooks.undrafted.add(request.rid, reason)
         return 1
 
-    def _lay_out(self, drafted: Drafted, plan: PagedPlan, allocated: Sequence[int]) -> Nodes:
+    def _lay_out(self, drafted: Drafted, plan: PagedPlan, allocated: Sequence[int]) -> VerifyRows:
         """Return the rows of the target's pass.
 
         Args:
@@ -266,7 +261,7 @@ class SpecplugWorker(BaseSpecWorker):
         """
         draft, table = drafted.draft, self._runtime.table
         if not self._pads:
-            return Nodes(plan, drafted.tokens, draft.width)
+            return VerifyRows(plan, drafted.tokens, draft.width)
         longest = [length or self._runtime.context_len for length in allocated]
         rows, starts = drafted.req_indices, drafted.seq_lens
         return padded_nodes(draft, rows, starts, table, self.num_draft_tokens, longest)

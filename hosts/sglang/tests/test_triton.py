@@ -88,7 +88,7 @@ def addmm() -> list[tuple[Tensor, Tensor]]:
     from sglang.srt.batch_invariant_ops import batch_invariant_ops as invariant
 
     from specplug.speculative.layers import linear
-    from specplug_sglang.batch_invariance import teach_addmm
+    from specplug_sglang.patches import apply_patches
 
     invariant.get_device_core_count = lambda: 2  # programs: SGLang counts a GPU's cores
     torch.manual_seed(0)
@@ -97,7 +97,7 @@ def addmm() -> list[tuple[Tensor, Tensor]]:
     expected = [residual + x @ weight.T, bias + x @ weight.T]
     replaced = torch.library.Library("aten", "IMPL")
     replaced.impl("aten::addmm", invariant.addmm_batch_invariant, "CPU")
-    teach_addmm()
+    apply_patches()
     with torch.inference_mode():
         found = [linear(x, weight, None, residual), linear(x, weight, bias)]
     return [(one.clone(), other) for one, other in zip(found, expected, strict=True)]
