@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
-from specplug_sglang.settings import start_in_sglang
+from specplug_sglang.settings import MAX_RUNNING_REQUESTS, SglangSettings, start_in_sglang
 from specplug_sglang.sglang_names import check_names
 from specplug_sglang.versions import disagg_arguments
 
@@ -20,13 +20,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs
 
-    from specplug_sglang.relay import RelayedRoots
+    from specplug_sglang.relay import SpecplugDraftInput
     from specplug_sglang.worker import SpecplugWorker
 
 logger = logging.getLogger(__name__)
-
-MAX_RUNNING_REQUESTS = 48
-"""Unless the user says otherwise: what SGLang takes for its own algorithms."""
 
 _OF_BUILTIN = vars(SpeculativeAlgorithm)
 
@@ -51,7 +48,8 @@ class SpecplugAlgorithm(CustomSpecAlgo):
         from sglang.srt.configs.model_config import ModelConfig
 
         target = ModelConfig.from_server_args(server_args).hf_config.to_dict()
-        config = start_in_sglang(self.algorithm, server_args, target).config
+        settings = SglangSettings.of(server_args, self.algorithm)
+        config = start_in_sglang(self.algorithm, settings, target).config
         server_args.speculative_num_steps = config.num_steps
         server_args.speculative_eagle_topk = config.topk
         server_args.speculative_num_draft_tokens = config.num_draft_tokens
@@ -96,7 +94,7 @@ class SpecplugAlgorithm(CustomSpecAlgo):
 
     def build_disagg_draft_input(
         self, batch: ScheduleBatch, *given: Any, **named: Any
-    ) -> RelayedRoots:
+    ) -> SpecplugDraftInput:
         """Begin requests that another instance has prefilled, by the algorithm's own hook."""
         assert self.worker is not None
         last_tokens, future_map = disagg_arguments(*given, *named.values())

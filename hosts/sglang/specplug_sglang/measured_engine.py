@@ -16,7 +16,7 @@ import attrs
 from specplug import SamplingParams, SpecplugError, UsageError
 from specplug.host import Completion
 from specplug.speculative.undrafted import undrafted_in
-from specplug_sglang.sglang_names import new_engine
+from specplug_sglang.sglang_names import check_objects
 
 _NAMES = {
     "max_tokens": "max_new_tokens",
@@ -267,3 +267,30 @@ def as_sglang_has_them(params: SamplingParams) -> dict[str, Any]:
     if not params.top_k:
         found["top_k"] = -1  # all
     return found
+
+
+def new_engine(arguments: Sequence[str]) -> tuple[Any, Any]:
+    """Make an engine, and return it and its settings as they are used.
+
+    Args:
+        arguments: of SGLang's command line.
+
+    Raises:
+        UsageError: SGLang does not know an argument, or takes no such value, or does not start.
+    """
+    from sglang import Engine
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    try:
+        settings = prepare_server_args([*arguments])
+    except SystemExit as error:  # of argparse, which has said why on standard error
+        raise UsageError(
+            f"SGLang's arguments {' '.join(arguments)}: refused; see python -m "
+            "sglang.launch_server --help"
+        ) from error
+    engine = Engine(server_args=settings)
+    check_objects(engine=engine)
+    return engine, resolving_view(settings)

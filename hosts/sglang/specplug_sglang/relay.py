@@ -8,7 +8,7 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from torch import Tensor
 
 
-class RelayedRoots(SpecInput):
+class SpecplugDraftInput(SpecInput):
     """The roots of the next step's drafts: all that the scheduler must carry.
 
     Lengths and draft states are in the algorithm's future map, by row of the request table. SGLang
@@ -34,7 +34,7 @@ class RelayedRoots(SpecInput):
         else:
             self.bonus_tokens = self.bonus_tokens[new_indices]
 
-    def merge_batch(self, other: RelayedRoots) -> None:
+    def merge_batch(self, other: SpecplugDraftInput) -> None:
         """Add another batch's requests after these."""
         if self.future_indices is not None and other.future_indices is not None:
             self.future_indices = torch.cat((self.future_indices, other.future_indices))

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 _NO_STATE: Mapping[str, Tensor] = MappingProxyType({})
 
 
-class View:
+class SglangRequest:
     """A ``RequestView`` of one of SGLang's requests. It holds no request alive.
 
     Attributes:
-        is_told: whether plugins know that it has ended; set by ``Requests``. SGLang may run a step
-            of it that was planned before, which they do not see.
+        is_told: whether plugins know that it has ended; set by ``KnownRequests``. SGLang may run a
+            step of it that was planned before, which they do not see.
     """
 
     draft_state = _NO_STATE
@@ -82,20 +82,20 @@ class _Row:
     is_last: bool
 
 
-class Requests:
+class KnownRequests:
     """The requests that the worker has seen and that have not ended."""
 
     def __init__(self) -> None:
-        self._views: dict[str, View] = {}
+        self._views: dict[str, SglangRequest] = {}
         self._rows: dict[int, _Row] = {}
 
-    def views(self, requests: Sequence[Req]) -> list[View]:
+    def views(self, requests: Sequence[Req]) -> list[SglangRequest]:
         """Return the views of a batch, one object for each request until its end is told."""
         return [self._views.get(request.rid) or self._view_of(request) for request in requests]
 
-    def _view_of(self, request: Req) -> View:
+    def _view_of(self, request: Req) -> SglangRequest:
         """Return a view of a request that is not known: a new one, or one whose end was told."""
-        view = View(request)
+        view = SglangRequest(request)
         if request.finished():
             view.is_told = True
         else:
@@ -118,13 +118,13 @@ class Requests:
         self._rows[row] = _Row(request.rid, end, is_last)
         return not goes_on
 
-    def end(self, request_id: str) -> Iterator[View]:
+    def end(self, request_id: str) -> Iterator[SglangRequest]:
         """Forget a request, and yield its view if it was known."""
         view = self._views.pop(request_id, None)
         if view is not None:
             yield view
 
-    def ended(self, batch: Sequence[Req]) -> Iterator[View]:
+    def ended(self, batch: Sequence[Req]) -> Iterator[SglangRequest]:
         """Forget those that have ended without a word, and yield them: SGLang tells its workers of
         requests that end in a decode step alone.
 

@@ -15,13 +15,12 @@ from specplug.speculative.paged_plan import LentPlan, PagedKVCache
 from specplug.speculative.runtime_base import RuntimeBase
 from specplug_sglang.captures import Captures
 from specplug_sglang.sampling import SamplingRows
-from specplug_sglang.settings import given_by
-from specplug_sglang.sglang_names import part_of, records_graphs
-from specplug_sglang.step_table import StepTable
+from specplug_sglang.settings import SglangSettings
+from specplug_sglang.sglang_names import part_of
+from specplug_sglang.step_slots import StepSlots
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.server_args import ServerArgs
 
 
 class SglangRuntime(RuntimeBase):
@@ -29,8 +28,8 @@ class SglangRuntime(RuntimeBase):
 
     Args:
         runner: of the target, which is loaded; its pools come later (``allocate``).
-        server_args: of this process.
-        config: of the run.
+        settings: of SGLang.
+        config: of the run's speculation.
 
     Attributes:
         table: where the requests of the running step have their slots.
@@ -38,12 +37,12 @@ class SglangRuntime(RuntimeBase):
     """
 
     req_table_size: int
-    table: StepTable
+    table: StepSlots
     sampling: SamplingRows
 
-    def __init__(self, runner: ModelRunner, server_args: ServerArgs, config: SpecConfig) -> None:
+    def __init__(self, runner: ModelRunner, settings: SglangSettings, config: SpecConfig) -> None:
         target = runner.model_config
-        super().__init__(given_by(server_args), config)
+        super().__init__(settings.capabilities(), config)
         self._runner = runner
         self.device = torch.device(runner.device)
         self.dtype = runner.dtype
@@ -51,11 +50,11 @@ class SglangRuntime(RuntimeBase):
         self.hidden_size = target.hidden_size
         self.num_layers = target.num_hidden_layers
         self.context_len = target.context_len
-        self.max_running_requests = int(server_args.max_running_requests or 0)
-        self.page_size = server_args.page_size or 1
-        chunk = server_args.chunked_prefill_size
+        self.max_running_requests = int(settings.max_running_requests or 0)
+        self.page_size = settings.page_size or 1
+        chunk = settings.chunked_prefill_size
         self.chunked_prefill_size = chunk if chunk is not None and chunk > 0 else None
-        self.overlap = not server_args.disable_overlap_schedule
+        self.overlap = not settings.disable_overlap_schedule
         self.captures = Captures(runner.model, self.num_layers, self.hidden_size)
         self._draft_pools: list[tuple[PagedKVCache, tuple[int, int, int]]] = []
         self._attention = attention_kernels(self.device, self.dtype)
@@ -125,7 +124,7 @@ class SglangRuntime(RuntimeBase):
             req_to_token: SGLang's request table.
         """
         self.req_table_size = len(req_to_token)
-        self.table = StepTable(req_to_token, self.context_len, self._attention)
+        self.table = StepSlots(req_to_token, self.context_len, self._attention)
         self.sampling = SamplingRows(self.req_table_size, self.device)
         for pools, (layers, heads, head_dim) in self._draft_pools:
             for tensors in (pools.keys, pools.values):
@@ -139,3 +138,14 @@ class SglangRuntime(RuntimeBase):
         for pools, _ in self._draft_pools:
             for pool in (*pools.keys, *pools.values):
                 pool[self.table.written] = 0
+
+
+def records_graphs() -> bool:
+    """Return whether SGLang records CUDA graphs of decode steps in this process."""
+    from sglang.srt.model_executor.cuda_graph_config import (
+        Backend,
+        Phase,
+        check_cuda_graph_backend,
+    )
+
+    return not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)

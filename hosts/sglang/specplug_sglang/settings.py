@@ -1,16 +1,19 @@
-"""SGLang's command line as a ``SpecConfig``, and what of it cannot be given."""
+"""SGLang's settings as specplug reads them, each declared once, and the start of a run by them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 import specplug
 from specplug import AlgorithmInfo, HostCapabilities, SpecConfig, UsageError
+from specplug.settings import Anything, Choice, setting, settings_of
 from specplug.speculative.algorithm_start import StartedAlgorithm, start_algorithm
-from specplug_sglang.contained_hooks import ContainedHooks
+from specplug_sglang.fault_tolerant_hooks import FaultTolerantHooks
 from specplug_sglang.host import MASKED, PLANNED, PREFIX, capabilities
 
 if TYPE_CHECKING:
@@ -18,71 +21,171 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_RUNNING_REQUESTS = 48
+"""The default for our algorithms, as for SGLang's own."""
+
+_DRAFTS, _SCHEDULE, _TARGET = "Drafts", "Schedule", "Target"
+
+
+@attrs.frozen
+class Only:
+    """The one value that a setting may have.
+
+    Attributes:
+        value: the value.
+        why: the reason, in messages and in README.md.
+    """
+
+    value: object
+    why: str
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Refuse another value."""
+        if value != self.value:
+            raise UsageError(f"{name}={value!r}: expected {self.value!r}, {self.why}")
+
+
+@attrs.frozen(kw_only=True)
+class SglangSettings:
+    """The settings that specplug reads of SGLang's ``ServerArgs``, by their names there."""
+
+    speculative_num_steps: int | None = setting(
+        None, Anything(), "`num_steps`", group=_DRAFTS, unset="the algorithm's"
+    )
+    speculative_eagle_topk: int | None = setting(
+        None, Anything(), "`topk`", group=_DRAFTS, unset="the algorithm's"
+    )
+    speculative_num_draft_tokens: int | None = setting(
+        None, Anything(), "`num_draft_tokens`", group=_DRAFTS, unset="the algorithm's"
+    )
+    speculative_draft_model_path: str | None = setting(
+        None,
+        Anything(),
+        "folder of the draft weights",
+        group=_DRAFTS,
+        unset="the weights that the plugin ships for the default model",
+    )
+    max_running_requests: int | None = setting(
+        None,
+        Anything(),
+        "requests that decode together",
+        group=_SCHEDULE,
+        unset=f"{MAX_RUNNING_REQUESTS}, as for SGLang's own algorithms",
+    )
+    page_size: int | None = setting(
+        None, Anything(), "tokens of a page; trees need no particular size", group=_SCHEDULE
+    )
+    chunked_prefill_size: int | None = setting(
+        None, Anything(), "tokens of a prefill chunk; -1: prompts are not cut", group=_SCHEDULE
+    )
+    disable_overlap_schedule: bool = setting(
+        False, Anything(), "each step waits for the one before it", group=_SCHEDULE
+    )
+    disable_radix_cache: bool = setting(False, Anything(), "no prefix cache", group=_SCHEDULE)
+    enable_mixed_chunk: bool = setting(
+        False,
+        Anything(),
+        "turned off: a step with prompts and drafts in one pass has no draft extend",
+        group=_SCHEDULE,
+    )
+    model_path: str = setting("", Anything(), "the target", group=_TARGET)
+    attention_backend: str = setting(
+        MASKED,
+        Choice(
+            (MASKED, PLANNED),
+            f"{MASKED!r}, or {PLANNED!r} on a CPU: these can verify drafts; start SGLang with "
+            f"--attention-backend {MASKED}",
+        ),
+        "attention of the target",
+        group=_TARGET,
+    )
+    enable_deterministic_inference: bool = setting(
+        False,
+        Anything(),
+        "sampled tokens depend on a request's seed, the position and the text alone",
+        group=_TARGET,
+    )
+    enable_return_hidden_states: bool = setting(
+        False,
+        Only(False, "the hidden states of a pass are the algorithm's"),
+        "hidden states in replies",
+        group=_TARGET,
+    )
+    tp_size: int = setting(
+        1, Only(1, "drafts are made on one rank"), "tensor-parallel ranks", group=_TARGET
+    )
+    pp_size: int = setting(
+        1, Only(1, "drafts are made on one rank"), "pipeline stages", group=_TARGET
+    )
+
+    @classmethod
+    def of(cls, args: ServerArgs, algorithm: str) -> SglangSettings:
+        """Return the settings of a process of SGLang's.
+
+        Raises:
+            UsageError: specplug cannot run with one of them; it names the algorithm.
+        """
+        try:
+            return cls(**{name: getattr(args, name) for name in settings_of(cls)})
+        except UsageError as error:
+            raise UsageError(f"{algorithm}: {error}") from None
+
+    def capabilities(self) -> HostCapabilities:
+        """Return what SGLang gives with these settings."""
+        return capabilities(
+            overlap=not self.disable_overlap_schedule,
+            seeded=bool(self.enable_deterministic_inference),
+        )
+
+    def check(self, info: AlgorithmInfo) -> None:
+        """Refuse settings that the algorithm cannot run with.
+
+        Raises:
+            UsageError: it needs the overlap schedule or the prefix cache turned off.
+        """
+        if not info.capabilities.overlap and not self.disable_overlap_schedule:
+            raise UsageError(
+                f"{info.name} needs the result of a step before the next one; start SGLang with "
+                "--disable-overlap-schedule"
+            )
+        if not info.capabilities.prefix_cache and not self.disable_radix_cache:
+            raise UsageError(
+                f"{info.name} cannot begin in the middle of a prompt; start SGLang with "
+                "--disable-radix-cache"
+            )
+
 
 def start_in_sglang(
-    algorithm: str, args: ServerArgs, target_config: Mapping[str, Any]
-) -> StartedAlgorithm[ContainedHooks]:
+    algorithm: str, settings: SglangSettings, target_config: Mapping[str, Any]
+) -> StartedAlgorithm[FaultTolerantHooks]:
     """Start the algorithm of a run.
+
+    Args:
+        target_config: the target's config of transformers.
 
     Raises:
         UsageError: the settings do not fit, or SGLang cannot give what they need.
     """
-    if found := "; ".join(_refused(args)):
-        raise UsageError(f"{algorithm}: {found}")
 
     def resolve(info: AlgorithmInfo) -> SpecConfig:
-        _check_capabilities(info, args)
-        path = args.speculative_draft_model_path
+        settings.check(info)
+        path = settings.speculative_draft_model_path
         return SpecConfig.resolve(
             info,
-            num_steps=args.speculative_num_steps,
-            topk=args.speculative_eagle_topk,
-            num_draft_tokens=args.speculative_num_draft_tokens,
+            num_steps=settings.speculative_num_steps,
+            topk=settings.speculative_eagle_topk,
+            num_draft_tokens=settings.speculative_num_draft_tokens,
             draft_model_path=None if path is None else Path(path),
-            model_name=_shipped_name(args.model_path),
+            model_name=_shipped_name(settings.model_path),
             target_config=target_config,
         )
 
     def tell(line: str) -> None:
         logger.warning("%s%s", PREFIX, line)  # the name that was typed
 
-    return start_algorithm(algorithm, resolve, host=given_by(args), calls=ContainedHooks, tell=tell)
-
-
-def _check_capabilities(info: AlgorithmInfo, args: ServerArgs) -> None:
-    """Refuse what an algorithm cannot run with."""
-    if not info.capabilities.overlap and not args.disable_overlap_schedule:
-        raise UsageError(
-            f"{info.name} needs the result of a step before the next one; start SGLang with "
-            "--disable-overlap-schedule"
-        )
-    if not info.capabilities.prefix_cache and not args.disable_radix_cache:
-        raise UsageError(
-            f"{info.name} cannot begin in the middle of a prompt; start SGLang with "
-            "--disable-radix-cache"
-        )
-
-
-def given_by(args: ServerArgs) -> HostCapabilities:
-    """Return what SGLang gives with these settings."""
-    return capabilities(
-        overlap=not args.disable_overlap_schedule,
-        seeded=bool(args.enable_deterministic_inference),
+    return start_algorithm(
+        algorithm, resolve, host=settings.capabilities(), calls=FaultTolerantHooks, tell=tell
     )
-
-
-def _refused(args: ServerArgs) -> Iterator[str]:
-    for name, expected in (("tp_size", 1), ("pp_size", 1)):
-        found = getattr(args, name)
-        if found != expected:
-            yield f"{name}={found}: expected {expected}, drafts are made on one rank"
-    if args.attention_backend not in (MASKED, PLANNED):
-        yield (
-            f"attention_backend={args.attention_backend!r}: drafts are verified with {MASKED!r}, "
-            f"and with {PLANNED!r} on a CPU; start SGLang with --attention-backend {MASKED}"
-        )
-    if args.enable_return_hidden_states:
-        yield "enable_return_hidden_states: the hidden states of a pass are the algorithm's"
 
 
 def _shipped_name(model_path: str) -> str | None:

@@ -8,14 +8,17 @@ stand in ``host``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 from specplug import UsageError
+from specplug.settings import settings_of
 from specplug_sglang.host import UntestedVersion
-from specplug_sglang.versions import OTHER_FIELDS, OTHER_FUNCTIONS, installed
+from specplug_sglang.settings import SglangSettings
+from specplug_sglang.versions import FIRST, installed
 
+_LOGPROBS = "sglang.srt.layers.logprob_processor"
 _BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.batch_invariant_ops"
 
 FUNCTIONS: Mapping[str, str] = {
@@ -121,12 +124,8 @@ FIELDS: Mapping[str, str] = {
     "sglang.srt.model_executor.forward_batch_info:ForwardBatch": (
         "forward_mode, spec_info, out_cache_loc"
     ),
-    "sglang.srt.server_args:ServerArgs": (
-        "model_path, device, page_size, random_seed, max_running_requests, chunked_prefill_size, "
-        "disable_overlap_schedule, disable_radix_cache, enable_mixed_chunk, attention_backend, "
-        "tp_size, pp_size, dp_size, enable_return_hidden_states, enable_deterministic_inference, "
-        "disaggregation_mode, speculative_num_steps, "
-        "speculative_eagle_topk, speculative_num_draft_tokens, speculative_draft_model_path"
+    "sglang.srt.server_args:ServerArgs": ", ".join(
+        [*settings_of(SglangSettings), "device", "random_seed"]
     ),
 }
 """By ``module:class``, fields that it has."""
@@ -162,6 +161,51 @@ OBJECTS: Mapping[str, str] = {
     "engine.tokenizer_manager": "model_config, tokenizer",
 }
 """What SGLang has made, and the attributes that are read of it. Of its models see ``part_of``."""
+
+
+OTHER_FUNCTIONS: Mapping[str, Mapping[str, str | None]] = {
+    FIRST: {
+        "sglang.srt.speculative.spec_registry:CustomSpecAlgo.build_disagg_draft_input": (
+            "self, batch, server_args, last_tokens_tensor, future_map"
+        ),
+        "sglang.srt.speculative.spec_registry:"
+        "CustomSpecAlgo.resolve_max_speculative_num_draft_tokens": None,
+        "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation": (
+            "self, batch, forward_batch, pp_proxy_tensors, is_verify, skip_attn_backend_init, "
+            "capture_hidden_mode"
+        ),
+        "sglang.srt.model_executor.runner.base_runner:create_dummy_verify_input": (
+            "spec_algorithm, server_args, custom_mask, num_tokens_per_req, is_draft_worker"
+        ),
+        "sglang.srt.batch_invariant_ops.batch_invariant_ops:matmul_persistent": "a, b, bias",
+        "sglang.srt.mem_cache.kv_cache_builder:get_draft_kv_pool": (
+            "draft_worker, spec_algorithm, server_args"
+        ),
+        "sglang.srt.mem_cache.memory_pool:KVWriteLoc.__init__": "self, loc, swa_loc, full_loc",
+        "sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits": (
+            "self, logits_output, sampling_info"
+        ),
+        f"{_LOGPROBS}:compute_spec_logprobs": None,
+        f"{_LOGPROBS}:compute_spec_v2_logprobs": (
+            "batch, logits_output, predict, accept_index, speculative_num_steps"
+        ),
+        "sglang.srt.layers.sampler:Sampler.forward": (
+            "self, logits_output, sampling_info, return_logprob, top_logprobs_nums, "
+            "token_ids_logprobs, positions"
+        ),
+    }
+}
+"""By version and ``module:name``, the names of its parameters; None: it is not there."""
+
+OTHER_FIELDS: Mapping[str, Mapping[str, str]] = {
+    FIRST: {
+        "sglang.srt.managers.utils:GenerationBatchResult": (
+            "logits_output, next_token_ids, can_run_cuda_graph, accept_lens, new_seq_lens, "
+            "next_draft_input, speculative_num_draft_tokens"
+        )
+    }
+}
+"""By version and ``module:class``, the fields that are used."""
 
 
 def check_names() -> None:
@@ -212,44 +256,6 @@ def part_of(model: Any, path: str) -> Any:
             "text model as its LlamaForCausalLM; use an algorithm that has no draft model"
         )
     return found
-
-
-def records_graphs() -> bool:
-    """Return whether SGLang records CUDA graphs of decode steps in this process."""
-    from sglang.srt.model_executor.cuda_graph_config import (
-        Backend,
-        Phase,
-        check_cuda_graph_backend,
-    )
-
-    return not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
-
-
-def new_engine(arguments: Sequence[str]) -> tuple[Any, Any]:
-    """Make an engine, and return it and its settings as they are used.
-
-    Args:
-        arguments: of SGLang's command line.
-
-    Raises:
-        UsageError: SGLang does not know an argument, or takes no such value, or does not start.
-    """
-    from sglang import Engine
-    from sglang.srt.arg_groups.overrides import resolving_view
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-
-    load_plugins()
-    try:
-        settings = prepare_server_args([*arguments])
-    except SystemExit as error:  # of argparse, which has said why on standard error
-        raise UsageError(
-            f"SGLang's arguments {' '.join(arguments)}: refused; see python -m "
-            "sglang.launch_server --help"
-        ) from error
-    engine = Engine(server_args=settings)
-    check_objects(engine=engine)
-    return engine, resolving_view(settings)
 
 
 def _changed(what: str) -> UntestedVersion:

@@ -11,7 +11,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from torch import Tensor
 
 from specplug import CommittedOutput, VerifyOutput
-from specplug_sglang.relay import RelayedRoots
+from specplug_sglang.relay import SpecplugDraftInput
 from specplug_sglang.versions import keep_logprobs, output_widths
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def decoded(
         next_token_ids=output.next_tokens.to(torch.int32),
         accept_lens=output.accept_lens.to(torch.int32),
         new_seq_lens=seq_lens,
-        next_draft_input=RelayedRoots(output.bonus_tokens),
+        next_draft_input=SpecplugDraftInput(output.bonus_tokens),
         can_run_cuda_graph=result.can_run_cuda_graph,
         **output_widths(stride, accepted.accept_index.shape[1]),
     )
@@ -72,7 +72,7 @@ def idled(nothing: Tensor, result: GenerationBatchResult, stride: int) -> Genera
         next_token_ids=nothing.to(torch.int32),
         accept_lens=nothing.to(torch.int32),
         new_seq_lens=nothing,
-        next_draft_input=RelayedRoots(nothing),
+        next_draft_input=SpecplugDraftInput(nothing),
         can_run_cuda_graph=result.can_run_cuda_graph,
         **output_widths(stride, stride),
     )

@@ -1,20 +1,19 @@
-"""The target's pass over the nodes of all drafts.
+"""The rows of the target's pass over the nodes of all drafts.
 
-SGLang's Triton attention reads a mask, and its CUDA graphs have one width: every request has the
-most nodes there, of which some are nobody's. Its torch attention is taught to read our plan.
+SGLang's Triton attention reads a mask, and its CUDA graphs have one width: there every request has
+the most nodes, and rows after its own nodes are padding. SGLang's torch attention is patched to
+read our plan, so there the pass has no other rows than the nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import attrs
 import torch
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.model_executor.runner import base_runner
-from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from torch import Tensor
 from torch.nn.functional import pad
@@ -23,22 +22,23 @@ from specplug.kernels.attention_form import kept_form
 from specplug.speculative.draft import Draft
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import PagedKVCache, PagedPlan
-from specplug_sglang.step_table import Nodes, StepTable
+from specplug_sglang.step_slots import StepSlots
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-class VerifyInput(SpecInput):
-    """What the target's pass needs of the drafts.
+class SpecplugVerifyInput(SpecInput):
+    """SGLang's ``SpecInput`` of a verification: what attention reads of the drafts.
 
-    SGLang's list of types is closed: this has the one of the algorithm that is likest.
+    SGLang's list of input types is closed: this one has the type of SGLang's NGRAM.
 
     Args:
-        width: rows of a request, or the most of them.
+        width: the most rows of a request.
         captures: whether the pass returns hidden states.
-        mask: of Triton attention.
+        mask: what Triton attention reads; None: attention reads the plan.
         plan: of the rows; None while SGLang records its CUDA graphs.
     """
 
@@ -55,35 +55,53 @@ class VerifyInput(SpecInput):
         self.capture_hidden_mode = CaptureHiddenMode.FULL if captures else CaptureHiddenMode.NULL
 
 
-def drafted_nodes(draft: Draft, req_indices: Tensor, starts: Tensor, table: StepTable) -> PagedPlan:
+@attrs.frozen(eq=False)
+class VerifyRows:
+    """The R rows of the target's pass over drafts.
+
+    Attributes:
+        plan: of the rows.
+        tokens: [R] int64.
+        width: the most rows of a request.
+        drafted: [T] int64, the rows that are nodes of a draft; None: all rows are.
+        mask: what SGLang's Triton attention reads; None: attention reads the plan.
+    """
+
+    plan: PagedPlan
+    tokens: Tensor
+    width: int
+    drafted: Tensor | None = None
+    mask: Tensor | None = None
+
+    def of_drafts(self, values: Tensor) -> Tensor:
+        """Return the values of the drafts' nodes: [R, …] -> [T, …]."""
+        return values if self.drafted is None else values[self.drafted]
+
+
+def drafted_nodes(draft: Draft, req_indices: Tensor, starts: Tensor, slots: StepSlots) -> PagedPlan:
     """Return the plan of the T nodes of drafts, and of no other rows.
 
     Args:
-        req_indices, starts: [bs] int64, rows of the requests and their committed lengths.
+        req_indices: [bs] int64, the requests' rows in the request table.
+        starts: [bs] int64, their committed lengths.
     """
-    return table.plan(
-        req_indices,
-        starts,
-        draft.widths or draft.width,
-        positions=None if draft.is_chain else starts.unsqueeze(1) + draft.depths,
-        mask=None if draft.is_chain else draft.mask,
-    )
+    return slots.plan(req_indices, starts, draft.widths or draft.width).of_nodes(draft)
 
 
-def equally_many(
+def padded_nodes(
     draft: Draft,
     req_indices: Tensor,
     starts: Tensor,
-    table: StepTable,
+    slots: StepSlots,
     width: int,
-    most: Sequence[int],
-) -> Nodes:
-    """Return as many rows of each request: its nodes, then rows that nobody reads.
+    longest: Sequence[int],
+) -> VerifyRows:
+    """Return the same number of rows for each request: its nodes, then padding.
 
     Args:
         req_indices, starts: as for ``drafted_nodes``.
-        width: N, rows of each.
-        most: at least ``starts`` and N together, as the host knows it.
+        width: N, rows of each request.
+        longest: an upper bound of ``starts`` + N for each request, known on the CPU.
     """
     missing = width - draft.width
     positions = None if draft.is_chain else starts.unsqueeze(1) + pad(draft.depths, (0, missing))
@@ -93,22 +111,22 @@ def equally_many(
         rows = [width * b + node for b, count in enumerate(widths) for node in range(count)]
         drafted = upload(rows, starts.device)
     seen = pad(draft.mask, (0, missing, 0, missing)).expand(len(starts), -1, -1)
-    return Nodes(
-        plan=table.plan(req_indices, starts, width, positions=positions),
+    return VerifyRows(
+        plan=slots.plan(req_indices, starts, width, positions=positions),
         tokens=pad(draft.tokens, (0, missing)).flatten(),
         width=width,
         drafted=drafted,
-        mask=_flat_mask(seen, starts, width * sum(length + width for length in most)),
+        mask=_flat_mask(seen, starts, width * sum(length + width for length in longest)),
     )
 
 
 def _flat_mask(seen: Tensor, starts: Tensor, size: int) -> Tensor:
-    """Return which positions each row sees as SGLang has it: for each request [N, start + N], one
-    after the other; all are seen before its start.
+    """Return the mask that SGLang's Triton attention reads: [N, start + N] bool of each request,
+    one after the other. Every row sees all positions before ``start``.
 
     Args:
-        seen: [bs, N, N] bool, of the rows from ``starts`` [bs] on.
-        size: at least what is written.
+        seen: [bs, N, N] bool, which of the positions from ``starts`` [bs] on each row sees.
+        size: elements of the mask, at least those that are written.
     """
     width = seen.shape[1]
     order = torch.arange(width, device=starts.device)
@@ -119,71 +137,19 @@ def _flat_mask(seen: Tensor, starts: Tensor, size: int) -> Tensor:
     return mask.scatter_(0, (rows.unsqueeze(2) + order).flatten(), seen.flatten())
 
 
-def teach_graphs() -> None:
-    """Let SGLang record the target's verification for our algorithms too."""
-    recorder = DecodeCudaGraphRunner
-    plain, plain_warm_up = recorder.get_spec_info, base_runner.create_dummy_verify_input
-    if hasattr(plain, "__wrapped__"):
-        return
-
-    def get_spec_info(self: DecodeCudaGraphRunner, num_tokens: int) -> SpecInput | None:
-        made = _recorded(self.model_runner.spec_algorithm, self.buffers.custom_mask)
-        return plain(self, num_tokens) if made is None else made
-
-    def create_dummy_verify_input(
-        spec_algorithm: Any, *more: Any, **named: Any
-    ) -> SpecInput | None:
-        mask = next((each for each in more if isinstance(each, Tensor)), None)
-        made = _recorded(spec_algorithm, mask)
-        return plain_warm_up(spec_algorithm, *more, **named) if made is None else made
-
-    get_spec_info.__wrapped__ = plain  # type: ignore[attr-defined]
-    recorder.get_spec_info = get_spec_info
-    base_runner.create_dummy_verify_input = create_dummy_verify_input
-
-
-def _recorded(algorithm: Any, mask: Tensor | None) -> VerifyInput | None:
-    worker = getattr(algorithm, "worker", None)
-    return None if worker is None else VerifyInput(worker.num_draft_tokens, worker.captures, mask)
-
-
-def teach_torch_native() -> None:
-    """Let SGLang's torch attention verify drafts, which it cannot: it reads no mask."""
-    backend = TorchNativeAttnBackend
-    plain = backend.forward_extend
-    if hasattr(plain, "__wrapped__"):
-        return
-
-    def forward_extend(
-        self: TorchNativeAttnBackend,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **more: Any,
-    ) -> Tensor:
-        verified = forward_batch.spec_info
-        if isinstance(verified, VerifyInput) and forward_batch.forward_mode.is_target_verify():
-            assert verified.plan is not None
-            return _attend(self, verified.plan, q, k, v, layer, forward_batch)
-        out: Tensor = plain(self, q, k, v, layer, forward_batch, save_kv_cache, **more)
-        return out
-
-    forward_extend.__wrapped__ = plain  # type: ignore[attr-defined]
-    backend.forward_extend = forward_extend
-
-
-def _attend(
+def attend_nodes(
+    verified: SpecplugVerifyInput,
     backend: TorchNativeAttnBackend,
-    plan: PagedPlan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     layer: RadixAttention,
     forward_batch: ForwardBatch,
 ) -> Tensor:
+    """Write the keys and values of a verification's rows to SGLang's pool, and attend by its plan:
+    what ``TorchNativeAttnBackend.forward_extend`` computes of other passes."""
+    plan = verified.plan
+    assert plan is not None
     pool, index = backend.token_to_kv_pool, layer.layer_id
     where = KVWriteLoc(forward_batch.out_cache_loc, backend.swa_out_cache_loc)
     pool.set_kv_buffer(layer, where, k, v)

@@ -17,24 +17,21 @@ from specplug.speculative.batch import ForwardMode
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import LentPlan, PagedPlan
 from specplug.speculative.step_stages import Chunks, Drafted, Half, Scheduled, Verified
-from specplug_sglang.batch_invariance import teach_addmm
 from specplug_sglang.host import MASKED
-from specplug_sglang.relay import RelayedRoots
-from specplug_sglang.request_views import Requests
+from specplug_sglang.patches import apply_patches
+from specplug_sglang.relay import SpecplugDraftInput
+from specplug_sglang.request_views import KnownRequests
 from specplug_sglang.runtime import SglangRuntime
 from specplug_sglang.sampling import has_foreseen_noise, plain_because_of, sample_nodes
-from specplug_sglang.settings import start_in_sglang
+from specplug_sglang.settings import SglangSettings, start_in_sglang
 from specplug_sglang.sglang_names import check_objects
 from specplug_sglang.step_result import Publish, decoded, idled, kept
-from specplug_sglang.step_table import Nodes
 from specplug_sglang.verify_pass import (
-    VerifyInput,
+    SpecplugVerifyInput,
+    VerifyRows,
     drafted_nodes,
-    equally_many,
-    teach_graphs,
-    teach_torch_native,
+    padded_nodes,
 )
-from specplug_sglang.versions import spare_draft_pool
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -76,22 +73,20 @@ class SpecplugWorker(BaseSpecWorker):
         self._runner = target_worker.model_runner
         check_objects(runner=self._runner)
         target = self._runner.model_config.hf_config.to_dict()
-        self._started = started = start_in_sglang(algorithm.algorithm, server_args, target)
+        settings = SglangSettings.of(server_args, algorithm.algorithm)
+        self._started = started = start_in_sglang(algorithm.algorithm, settings, target)
         self._hooks, config = started.hooks, started.config
         self.num_draft_tokens = config.num_draft_tokens
         # Its CUDA graphs are of one width, and it reads a mask and no plan.
-        self._pads = server_args.attention_backend == MASKED
-        self._runtime = SglangRuntime(self._runner, server_args, config)
-        self._requests = Requests()
+        self._pads = settings.attention_backend == MASKED
+        self._runtime = SglangRuntime(self._runner, settings, config)
+        self._requests = KnownRequests()
         self._has_run = False
         self.supports_target_verify_for_draft = started.draft_verifies
         with torch.inference_mode():
             started.create_worker(self._runtime)
         self.captures = bool(self._runtime.captures)
-        teach_torch_native()
-        teach_graphs()
-        teach_addmm()
-        spare_draft_pool()
+        apply_patches()
         algorithm.worker = self
 
     # What the scheduler calls before the first step, in this order
@@ -185,7 +180,7 @@ class SpecplugWorker(BaseSpecWorker):
         committed = self._order.commit_chunks(chunks, predict, per_node)
         self._order.feed(chunks, committed, LentPlan(plan))
         result.logits_output.hidden_states = None
-        result.next_draft_input = RelayedRoots(predict)
+        result.next_draft_input = SpecplugDraftInput(predict)
         result.new_seq_lens = batch.seq_lens
         return result
 
@@ -218,7 +213,7 @@ class SpecplugWorker(BaseSpecWorker):
         batch.forward_mode = SglangMode.TARGET_VERIFY
         batch.input_ids = nodes.tokens
         batch.out_cache_loc = nodes.plan.slots
-        batch.spec_info = VerifyInput(nodes.width, self.captures, nodes.mask, nodes.plan)
+        batch.spec_info = SpecplugVerifyInput(nodes.width, self.captures, nodes.mask, nodes.plan)
         result = self._target_worker.forward_batch_generation(batch, is_verify=True)
         verified = self._verify(batch, drafted, nodes, plan.positions, result)
         self._keep_accepted(verified, plan)
@@ -234,7 +229,7 @@ class SpecplugWorker(BaseSpecWorker):
         self,
         batch: ScheduleBatch,
         drafted: Drafted,
-        nodes: Nodes,
+        nodes: VerifyRows,
         positions: Tensor,
         result: GenerationBatchResult,
     ) -> Verified:
@@ -257,7 +252,7 @@ class SpecplugWorker(BaseSpecWorker):
             self._hooks.undrafted.add(request.rid, reason)
         return 1
 
-    def _lay_out(self, drafted: Drafted, plan: PagedPlan, allocated: Sequence[int]) -> Nodes:
+    def _lay_out(self, drafted: Drafted, plan: PagedPlan, allocated: Sequence[int]) -> VerifyRows:
         """Return the rows of the target's pass.
 
         Args:
@@ -266,10 +261,10 @@ class SpecplugWorker(BaseSpecWorker):
         """
         draft, table = drafted.draft, self._runtime.table
         if not self._pads:
-            return Nodes(plan, drafted.tokens, draft.width)
+            return VerifyRows(plan, drafted.tokens, draft.width)
         longest = [length or self._runtime.context_len for length in allocated]
         rows, starts = drafted.req_indices, drafted.seq_lens
-        return equally_many(draft, rows, starts, table, self.num_draft_tokens, longest)
+        return padded_nodes(draft, rows, starts, table, self.num_draft_tokens, longest)
 
     def _keep_accepted(self, verified: Verified, plan: PagedPlan) -> None:
         """Move the KV of a tree's accepted nodes to the first of the request's slots."""
@@ -295,7 +290,7 @@ class SpecplugWorker(BaseSpecWorker):
         return idled(nothing, result, self.num_draft_tokens)
 
     @torch.inference_mode()
-    def receive(self, batch: ScheduleBatch, roots: Tensor) -> RelayedRoots:
+    def receive(self, batch: ScheduleBatch, roots: Tensor) -> SpecplugDraftInput:
         """Begin requests that another instance has prefilled: SGLang has brought their target's KV,
         and no state or KV of a draft model.
 
@@ -323,7 +318,7 @@ class SpecplugWorker(BaseSpecWorker):
         )
         half = Half(req_indices=rows, batch=received)
         self._order.receive(half, seq_lens, upload(own, roots.device), roots)
-        return RelayedRoots(roots)
+        return SpecplugDraftInput(roots)
 
     # Ends
 

@@ -14,8 +14,15 @@ from engines import running
 import specplug_sglang
 from specplug import UsageError
 from specplug_sglang import host, sglang_names
-from specplug_sglang.sglang_names import FIELDS, FUNCTIONS, MEMBERS, OBJECTS
-from specplug_sglang.versions import OTHER_FIELDS, OTHER_FUNCTIONS, installed
+from specplug_sglang.sglang_names import (
+    FIELDS,
+    FUNCTIONS,
+    MEMBERS,
+    OBJECTS,
+    OTHER_FIELDS,
+    OTHER_FUNCTIONS,
+)
+from specplug_sglang.versions import installed
 
 TOLD = "specplug-sglang was tested with sglang 0.5.17, 0.5.23; install one of them"
 
@@ -89,7 +96,7 @@ def test_model_that_is_built_otherwise_is_refused_when_a_part_is_needed():
 
 def test_all_that_is_imported_of_sglang_is_listed():
     listed = set()
-    others = [name for table in OTHER_FUNCTIONS.values() for name in table]
+    others = [name for functions in OTHER_FUNCTIONS.values() for name in functions]
     for name in (*FUNCTIONS, *FIELDS, *MEMBERS, *others):
         module, _, path = name.partition(":")
         listed.add(f"{module}:{path.split('.')[0]}")

@@ -52,13 +52,14 @@ def test_mixed_chunks_are_turned_off():
         (
             "NGRAM",
             {"attention_backend": "fa3"},
-            "NGRAM: attention_backend='fa3': drafts are verified with 'triton', and with "
-            "'torch_native' on a CPU; start SGLang with --attention-backend triton",
+            "NGRAM: attention_backend='fa3': expected 'triton', or 'torch_native' on a CPU: these "
+            "can verify drafts; start SGLang with --attention-backend triton",
         ),
         (
             "EAGLE",
             {"enable_return_hidden_states": True},
-            "EAGLE: enable_return_hidden_states: the hidden states of a pass are the algorithm's",
+            "EAGLE: enable_return_hidden_states=True: expected False, the hidden states of a pass "
+            "are the algorithm's",
         ),
         (
             "SYNC",

@@ -53,17 +53,17 @@ def attention(case: str) -> tuple[Tensor, Tensor]:
     from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
     from specplug.speculative.paged_plan import PagedKVCache
-    from specplug_sglang.step_table import StepTable
-    from specplug_sglang.verify_pass import drafted_nodes, equally_many
+    from specplug_sglang.step_slots import StepSlots
+    from specplug_sglang.verify_pass import drafted_nodes, padded_nodes
 
     torch.manual_seed(0)
     draft, starts, counts = _draft(case), torch.tensor(STARTS), [s + 2 * NODES for s in STARTS]
     table = torch.zeros(4, 40, dtype=torch.int32)
     table[[2, 1]] = (torch.randperm(100)[:80] + 1).view(2, 40).to(torch.int32)
-    step = StepTable(table, 64, None)
+    step = StepSlots(table, 64, None)
     req_indices = torch.tensor([2, 1])
     step.begin(req_indices, counts)
-    nodes = equally_many(draft, req_indices, starts, step, NODES, counts)
+    nodes = padded_nodes(draft, req_indices, starts, step, NODES, counts)
     rows = torch.arange(2 * NODES) if nodes.drafted is None else nodes.drafted
 
     q, k, v = [torch.randn(2 * NODES, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -88,7 +88,7 @@ def addmm() -> list[tuple[Tensor, Tensor]]:
     from sglang.srt.batch_invariant_ops import batch_invariant_ops as invariant
 
     from specplug.speculative.layers import linear
-    from specplug_sglang.batch_invariance import teach_addmm
+    from specplug_sglang.patches import apply_patches
 
     invariant.get_device_core_count = lambda: 2  # programs: SGLang counts a GPU's cores
     torch.manual_seed(0)
@@ -97,7 +97,7 @@ def addmm() -> list[tuple[Tensor, Tensor]]:
     expected = [residual + x @ weight.T, bias + x @ weight.T]
     replaced = torch.library.Library("aten", "IMPL")
     replaced.impl("aten::addmm", invariant.addmm_batch_invariant, "CPU")
-    teach_addmm()
+    apply_patches()
     with torch.inference_mode():
         found = [linear(x, weight, None, residual), linear(x, weight, bias)]
     return [(one.clone(), other) for one, other in zip(found, expected, strict=True)]

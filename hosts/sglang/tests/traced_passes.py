@@ -13,7 +13,7 @@ from specplug.speculative.graph_runner import GraphRunner, PassRunner
 from specplug.speculative.paged_plan import round_up
 from specplug.speculative.pass_arguments import apart
 from specplug_sglang.runtime import SglangRuntime
-from specplug_sglang.step_table import StepTable
+from specplug_sglang.step_slots import StepSlots
 
 LENGTHS = 512
 """Torch attends to so many keys, or a multiple: else a trace would serve one length alone."""
@@ -49,11 +49,11 @@ def trace_drafts() -> None:
         runner.recorder = _Tracer()
         return runner
 
-    begin = StepTable.begin
+    begin = StepSlots.begin
 
-    def begin_step(self: StepTable, *arguments: Any) -> None:
+    def begin_step(self: StepSlots, *arguments: Any) -> None:
         begin(self, *arguments)
         self._length = min(round_up(self._length, LENGTHS), len(self._order))
 
     SglangRuntime.draft_pass = draft_pass  # type: ignore[method-assign]
-    StepTable.begin = begin_step  # type: ignore[method-assign]
+    StepSlots.begin = begin_step  # type: ignore[method-assign]

@@ -1,11 +1,10 @@
-"""Where the requests of a step stand in SGLang's pools."""
+"""The KV slots of a step's requests in SGLang's pools."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -17,23 +16,23 @@ if TYPE_CHECKING:
     from specplug.kernels.paged_attention_kernels import PagedAttention
 
 
-class StepTable:
-    """The slots of a step's requests, by SGLang's row. Row 0 is nobody's: recorded passes pad their
-    batches with it, ours as SGLang's own.
+class StepSlots:
+    """The KV slots of a step's requests, by row of SGLang's request table. Row 0 is padding:
+    recorded passes fill their batches with it, SGLang's and ours.
 
-    They are copied when the step begins: SGLang may give the row of a request that has ended to
-    another one while the step runs. It is the same memory in every step, since recorded passes
-    read it.
+    The slots are copied when the step begins: SGLang may give the row of a request that has ended
+    to another one while the step runs. The copy is the same memory in every step, since recorded
+    passes read it.
 
     Args:
-        req_to_token: [rows, positions] of SGLang.
+        req_to_token: [rows, positions], SGLang's request table.
         context_len: most tokens of a request. Positions are clamped to the last: a node after it
             is never used, but must not read past a rotary table.
-        kernels: attend on a GPU; None: torch does.
+        kernels: attention kernels of a GPU; None: torch attends.
 
     Attributes:
-        floors: [rows] int64, by row the first position that its request may write: before it stands
-            what was found in the prefix cache.
+        floors: [rows] int64, by row the first position that its request may write. The KV before
+            it was found in the prefix cache.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class StepTable:
         rows, positions = req_to_token.shape
         self._req_to_token = req_to_token
         self.floors = torch.zeros(rows, dtype=torch.int64, device=req_to_token.device)
-        self._slots = self.floors.new_zeros(rows, positions + 1)  # the last is always nobody's
+        self._slots = self.floors.new_zeros(rows, positions + 1)  # the last column is padding
         self._order = torch.arange(positions, device=req_to_token.device)
         self._requests = RequestSlots(
             slots=self._slots,
@@ -56,9 +55,9 @@ class StepTable:
         """Copy the slots of the requests in rows ``req_indices`` [bs] int64.
 
         Args:
-            counts: how many positions of each row are the request's; what stands after them is
-                what another one has left there. None are left of a request that has ended while
-                its next step was planned.
+            counts: how many positions of each row are the request's own; slots after them are
+                those of an earlier request. 0 for a request that has ended while its next step was
+                planned.
         """
         self._rows, self._length = req_indices, max(1, *counts) if counts else 1
         if not counts:
@@ -71,7 +70,7 @@ class StepTable:
 
     @property
     def written(self) -> Tensor:
-        """The slots that the step's requests may write, 0 among them."""
+        """[bs * positions] int64, the slots that the step's requests may write, and 0 elsewhere."""
         slots = self._slots[self._rows, : self._length]
         is_own = self._order[: self._length] >= self.floors[self._rows].unsqueeze(1)
         return torch.where(is_own, slots, 0).flatten()
@@ -86,10 +85,10 @@ class StepTable:
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> PagedPlan:
-        """Return the plan of a pass over requests of the step; see ``Runtime.plan_attention``.
+        """Return the plan of a pass over requests of the step, as ``Runtime.plan_attention`` does.
 
         Args:
-            req_indices: [bs] int64, their rows. A recorded pass is given more, the rest of them 0.
+            req_indices: [bs] int64, their rows; a recorded pass is given row 0 as padding.
         """
         width, padding = Padding.between(width, starts.device)
         return PagedPlan(
@@ -103,26 +102,3 @@ class StepTable:
             mask=mask,
             padding=padding,
         )
-
-
-@attrs.frozen(eq=False)
-class Nodes:
-    """The rows of the target's pass over drafts.
-
-    Attributes:
-        plan: of them.
-        tokens: [R] int64.
-        width: rows of each request, or the most of them.
-        drafted: [T] int64, the rows that are nodes of a draft; None: all are.
-        mask: what SGLang's Triton attention reads; None: others read the plan.
-    """
-
-    plan: PagedPlan
-    tokens: Tensor
-    width: int
-    drafted: Tensor | None = None
-    mask: Tensor | None = None
-
-    def of_drafts(self, rows: Tensor) -> Tensor:
-        """Return the rows of the drafts' nodes."""
-        return rows if self.drafted is None else rows[self.drafted]

@@ -30,8 +30,8 @@ from specplug.debug import DEBUG
 from specplug.registry import Extension, SelectedAlgorithm
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.undrafted import FAILED, UndraftedRequests
-from specplug_sglang.request_views import View
-from specplug_sglang.step_part import StepPart
+from specplug_sglang.request_subset import RequestSubset
+from specplug_sglang.request_views import SglangRequest
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -42,7 +42,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class ContainedHooks(HookCalls):
+class FaultTolerantHooks(HookCalls):
     """``HookCalls`` of a run that goes on when a plugin fails in a step.
 
     The failure is told on the log, each once. The requests of the step draft nothing from then on:
@@ -63,13 +63,13 @@ class ContainedHooks(HookCalls):
     ) -> None:
         super().__init__(manager, algorithm, extensions)
         self.undrafted = UndraftedRequests(algorithm.info.name, logger.warning)
-        self._requests: Sequence[View] = ()
-        self._part = StepPart((), 0)  # of the step: those for which hooks are called
+        self._requests: Sequence[SglangRequest] = ()
+        self._part = RequestSubset((), 0)  # of the step: those for which hooks are called
         # A request that has ended may have a step that was planned before.
         self._failed: WeakSet[Req] = WeakSet()
         self._told: set[str] = set()
 
-    def begin(self, requests: Sequence[View], widths: Sequence[int] = ()) -> None:
+    def begin(self, requests: Sequence[SglangRequest], widths: Sequence[int] = ()) -> None:
         """Begin a step.
 
         Args:
@@ -81,7 +81,7 @@ class ContainedHooks(HookCalls):
             for place, view in enumerate(requests)
             if not (view.is_told or view.request in self._failed)
         ]
-        self._requests, self._part = requests, StepPart(chosen, len(requests), widths)
+        self._requests, self._part = requests, RequestSubset(chosen, len(requests), widths)
 
     # In a step
 

@@ -22,7 +22,7 @@ def _first_rows(widths: Sequence[int]) -> list[int]:
 
 
 @attrs.frozen(eq=False)
-class StepPart:
+class RequestSubset:
     """m of the bs requests of a step. Where these are all, everything is handed on as it is.
 
     Args:

@@ -1,0 +1,178 @@
+"""The functions of SGLang that this package wraps: ``PATCHES`` says which, why, how each is checked
+and what ends it.
+
+``apply_patches`` runs from that list, and the table in README.md is made of it. A wrapper calls
+SGLang's function for SGLang's own algorithms, and for all arguments that the function can take.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from torch import Tensor
+
+from specplug_sglang.verify_pass import SpecplugVerifyInput, attend_nodes
+from specplug_sglang.versions import FIRST, installed
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+    from sglang.srt.speculative.spec_info import SpecInput
+
+
+@attrs.frozen(kw_only=True)
+class Patch:
+    """A function of SGLang that is wrapped. Its parameters are compared at start, too: see
+    ``sglang_names``.
+
+    Attributes:
+        target: ``module:name`` of the function, where SGLang looks it up.
+        wrapper: called in its place, with SGLang's function and then its arguments.
+        why: what goes wrong without it.
+        check: the test that fails without it.
+        until: the change of SGLang that ends it.
+        versions: of SGLang that need it; () for all.
+    """
+
+    target: str
+    wrapper: Callable[..., Any]
+    why: str
+    check: str
+    until: str
+    versions: tuple[str, ...] = ()
+
+
+def _verify_by_plan(
+    plain: Callable[..., Tensor],
+    backend: TorchNativeAttnBackend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: RadixAttention,
+    forward_batch: ForwardBatch,
+    *more: Any,
+    **named: Any,
+) -> Tensor:
+    verified = forward_batch.spec_info
+    if isinstance(verified, SpecplugVerifyInput) and forward_batch.forward_mode.is_target_verify():
+        return attend_nodes(verified, backend, q, k, v, layer, forward_batch)
+    return plain(backend, q, k, v, layer, forward_batch, *more, **named)
+
+
+def _warm_up_input(
+    plain: Callable[..., SpecInput | None], algorithm: Any, *more: Any, **named: Any
+) -> SpecInput | None:
+    mask = next((each for each in more if isinstance(each, Tensor)), None)
+    made = _recorded_input(algorithm, mask)
+    return plain(algorithm, *more, **named) if made is None else made
+
+
+def _capture_input(
+    plain: Callable[..., SpecInput | None], runner: DecodeCudaGraphRunner, num_tokens: int
+) -> SpecInput | None:
+    made = _recorded_input(runner.model_runner.spec_algorithm, runner.buffers.custom_mask)
+    return plain(runner, num_tokens) if made is None else made
+
+
+def _recorded_input(algorithm: Any, mask: Tensor | None) -> SpecplugVerifyInput | None:
+    """Return the input of a verification that SGLang records; None for SGLang's algorithms."""
+    worker = getattr(algorithm, "worker", None)
+    if worker is None:
+        return None
+    return SpecplugVerifyInput(worker.num_draft_tokens, worker.captures, mask)
+
+
+def _add_matrix(
+    plain: Callable[..., Tensor],
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *more: Any,
+    **named: Any,
+) -> Tensor:
+    added = bias if bias is not None and bias.dim() > 1 else None
+    product = plain(a, b, bias if added is None else None, *more, **named)
+    return product if added is None else product.add_(added)
+
+
+def _no_draft_pool(plain: Callable[..., Any], *, draft_worker: Any, **named: Any) -> Any:
+    if getattr(draft_worker, "draft_worker", None) is None:
+        return None
+    return plain(draft_worker=draft_worker, **named)
+
+
+PATCHES = (
+    Patch(
+        target=(
+            "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend.forward_extend"
+        ),
+        wrapper=_verify_by_plan,
+        why="torch attention computes a verification as a causal prefill: it reads no mask",
+        check="test_greedy.py::test_algorithm_keeps_tokens_and_steps",
+        until="`TorchNativeAttnBackend` reads `spec_info.custom_mask`, as GPUs' backends do",
+    ),
+    Patch(
+        target="sglang.srt.model_executor.runner.base_runner:create_dummy_verify_input",
+        wrapper=_warm_up_input,
+        why="it makes the input of warm-up passes for SGLang's own algorithms alone",
+        check="test_patches.py::test_recorded_verifications_get_our_input",
+        until="it asks the algorithm: `spec_algorithm.create_dummy_verify_input(…)`",
+    ),
+    Patch(
+        target=(
+            "sglang.srt.model_executor.runner.decode_cuda_graph_runner:"
+            "DecodeCudaGraphRunner.get_spec_info"
+        ),
+        wrapper=_capture_input,
+        why="it makes the input of recorded passes for SGLang's own algorithms alone",
+        check="test_patches.py::test_recorded_verifications_get_our_input",
+        until="it calls `create_dummy_verify_input`, and that asks the algorithm",
+    ),
+    Patch(
+        target="sglang.srt.batch_invariant_ops.batch_invariant_ops:matmul_persistent",
+        wrapper=_add_matrix,
+        why=(
+            "with `--enable-deterministic-inference` it computes every `aten::addmm` on a GPU, and "
+            "adds a vector alone; draft models add a residual"
+        ),
+        check="test_triton.py::test_batch_invariant_addmm_adds_a_matrix_or_a_vector",
+        until="`addmm_batch_invariant` adds a matrix",
+    ),
+    Patch(
+        target="sglang.srt.mem_cache.kv_cache_builder:get_draft_kv_pool",
+        wrapper=_no_draft_pool,
+        why="it takes a KV pool from the draft worker of every algorithm but NGRAM",
+        check="test_patches.py::test_worker_without_a_draft_runner_has_no_draft_pool",
+        until="SGLang 0.5.23, which has no such function",
+        versions=(FIRST,),
+    ),
+)
+
+
+def apply_patches() -> None:
+    """Wrap what ``PATCHES`` lists for the installed version. What is wrapped already stays."""
+    for patch in PATCHES:
+        if not patch.versions or installed() in patch.versions:
+            _apply(patch)
+
+
+def _apply(patch: Patch) -> None:
+    module, _, path = patch.target.partition(":")
+    *owners, name = path.split(".")
+    owner: Any = functools.reduce(getattr, owners, import_module(module))
+    plain = getattr(owner, name)
+    if getattr(plain, "specplug_patch", None) is patch:
+        return
+
+    @functools.wraps(plain)
+    def wrapped(*given: Any, **named: Any) -> Any:
+        return patch.wrapper(plain, *given, **named)
+
+    wrapped.specplug_patch = patch  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
