@@ -41,17 +41,17 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     began = time.perf_counter()
     with compilations_counted(choose_device(None)) as counts, LLM(**settings) as llm:
         started = time.perf_counter() - began
-        runtime = llm.engine.runtime
+        graphs = llm.run.graphs
         rows: dict[str, Any] = {
             "start": started,
             "parts": llm.startup_seconds,
             "compiled": (counts.compiled, counts.seconds),
             "cached": counts.cached,
-            "recorded": runtime.recordings,
+            "recorded": graphs.recordings,
             "requests": {},
         }
         for number, (name, lengths) in enumerate(REQUESTS.items()):
-            before = counts.compiled + counts.cached, runtime.recordings[0]
+            before = counts.compiled + counts.cached, graphs.recordings[0]
             prompts = [[5 + (number + i * 31) % 900 for i in range(n)] for n in lengths]
             params = [
                 SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.7 * (i % 2))
@@ -62,7 +62,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
             rows["requests"][name] = (
                 time.perf_counter() - began,
                 counts.compiled + counts.cached - before[0],
-                runtime.recordings[0] - before[1],
+                graphs.recordings[0] - before[1],
             )
     return rows
 

@@ -6,62 +6,28 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import torch
-
-from specplug.algorithm import AlgorithmInfo, SpecConfig
 from specplug.config import EngineConfig, config_of, one_way
-from specplug.disagg.instances import identity_of, make_decode_instance
-from specplug.disagg.prefill_loop import PrefillLoop
-from specplug.distributed.rank_group import RankGroup, join_ranks
-from specplug.engine.assembly import (
-    effective_config,
-    make_engine,
-    plan_steps,
-    startup_lines,
-    times_of_start,
-    warm_up_state,
-)
-from specplug.engine.core_outputs import core_outputs
-from specplug.engine.cuda_graphs import CudaGraphs
 from specplug.engine.engine import Engine
-from specplug.engine.engine_runtime import EMBEDDED, EngineRuntime
-from specplug.engine.features import Features
-from specplug.engine.input_processor import InputProcessor, Prompt
-from specplug.engine.kv_pool import KVPool
+from specplug.engine.input_processor import Prompt
 from specplug.engine.request import Request, take_all
-from specplug.engine.scheduler import Scheduler
 from specplug.engine.statistics import Statistics
 from specplug.engine.turns import Turns
-from specplug.engine.warm_up import WarmUp
-from specplug.errors import PluginError, RankError, UsageError, shown
+from specplug.errors import PluginError, UsageError, shown
 from specplug.kernels.compilations import compilations_counted
-from specplug.kernels.cpu_compiler import compiling_declined
-from specplug.kernels.cpu_kernels import cpu_kernels_of_draft
-from specplug.kv.prefix_cache import PrefixCache
-from specplug.model.loading import (
-    backend_of,
-    choose_device,
-    load_target,
-    load_tokenizer,
-    resolve_speculation,
-    trim_heap,
-)
-from specplug.model.model_runner import ModelRunner
-from specplug.model.sampler import Sampler
+from specplug.model.loading import choose_device
 from specplug.outputs import RequestOutput, by_prompt
+from specplug.run import Run, effective_config, start_run, startup_lines, times_of_start
 from specplug.sampling_params import SamplingParams
-from specplug.speculative.algorithm_start import start_algorithm
-from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.output_kind import OutputKind
 from specplug.startup import Startup
 
 if TYPE_CHECKING:
     from specplug.disagg.decode_instance import DecodeInstance
+    from specplug.disagg.prefill_loop import PrefillLoop
 
 _log = logging.getLogger(__name__)
 
@@ -83,15 +49,7 @@ class LLM:
         RankError: not all ranks came, or one has failed.
     """
 
-    # None before they are made, and after ``close``.
-    _engine: Engine = None  # type: ignore[assignment]
-    _input_processor: InputProcessor = None  # type: ignore[assignment]
-    _runner: ModelRunner = None  # type: ignore[assignment]
-    _kv: KVPool = None  # type: ignore[assignment]
-    _runtime: EngineRuntime = None  # type: ignore[assignment]
-    _ranks: RankGroup | None = None
-    _decode_instance: DecodeInstance | None = None
-    _prefill: PrefillLoop | None = None
+    _run: Run | None = None  # before the start has succeeded, and after ``close``
     _partner: LLM | None = None
 
     @one_way
@@ -136,132 +94,47 @@ class LLM:
         self._start(config_of(**{k: v for k, v in locals().items() if k != "self"}))
 
     def _start(self, config: EngineConfig) -> None:
-        """Make the run. If that fails, free what is made, and tell the other ranks."""
+        """Make the run. If that fails, what is made is freed, and the other ranks are told."""
+        began, device = time.perf_counter(), choose_device(config.device)
         self.config = config
         self._inbox: list[Request] = []
         self._prepared: WeakSet[Request] = WeakSet()  # and not submitted yet
-        self._turns = Turns()
+        self._turns = Turns(device)
         self._startup = Startup()
-        began = time.perf_counter()
-        try:
-            device = choose_device(config.device)
-            self._turns = Turns(device)
-            with self._turns, compilations_counted(device) as compiled:
-                self._make(config, device)
-        except BaseException as error:
-            try:
-                self._free()
-            finally:
-                cause = error if self._ranks is None else self._ranks.fail(error)
-            if cause is not error:
-                raise cause from error
-            raise
-        slots = self._engine.scheduler.cache.pool.num_tokens
-        for line in startup_lines(config, self._runtime, self._runner.target, self._kv, slots):
+        with self._turns, compilations_counted(device) as compiled:
+            run = start_run(config, device, self._startup)
+            if config.disaggregation == "both":
+                self._partner = _partner_of(run)
+            self._run = run
+        self.spec_config, self.tokenizer = run.spec, run.tokenizer
+        for line in startup_lines(run):
             _log.info(line)
-        for line in times_of_start(self._startup, self._graphs, device, compiled):
+        for line in times_of_start(run, self._startup, compiled):
             _log.info(line)
         _log.info("ready in %.1f s", time.perf_counter() - began)
 
-    def _make(self, config: EngineConfig, device: torch.device) -> None:
-        """Make the parts of the run, each from those before it."""
-        startup = self._startup
+    @property
+    def run(self) -> Run:
+        """The parts that serve the requests. To look inside; what it has may change from one
+        version to the next.
 
-        def resolve(info: AlgorithmInfo) -> SpecConfig:
-            with startup.part("reading the configuration"):
-                typed = resolve_speculation(config, info)
-            self._ranks = join_ranks(config, device, typed.target_config)
-            return typed
-
-        algorithm = start_algorithm(
-            config.speculative_algorithm,
-            resolve,
-            host=EMBEDDED,
-            disable_extensions=config.disable_extensions,
-            calls=HookCalls,
-        )
-        self._hooks, ranks = algorithm.hooks, self._ranks
-        self.spec_config = spec = algorithm.config
-
-        target = load_target(config, device, ranks, startup)
-        self._runner = runner = ModelRunner(target)
-        with startup.part("loading the tokenizer"):
-            self.tokenizer = load_tokenizer(config)
-        self._features = features = Features.of_run(config, algorithm.info)
-        overlap = features.is_on("overlap")
-        limits = plan_steps(config, spec, overlap=overlap)
-        self._graphs = graphs = CudaGraphs(config, runner)
-        self._kv = kv = KVPool(config, limits, target, graphs=graphs.obstacle is None)
-        sampler = Sampler(kv.table.req_table_size, target.vocab_size, device)
-        own = core_outputs(target, backend_of(self.tokenizer))
-        outputs: dict[str, OutputKind] = {output.name: output for output in own}
-        self._runtime = runtime = EngineRuntime(
-            config,
-            spec,
-            target,
-            kv=kv,
-            sampler=sampler,
-            graphs=graphs,
-            overlap=overlap,
-            draft_verifies=algorithm.draft_verifies,
-            outputs=outputs,
-        )
-        with (
-            startup.part("loading the draft"),
-            cpu_kernels_of_draft(target.cpu_kernels),
-            compiling_declined(config.disable_cpu_kernels),
-        ):
-            algorithm.create_worker(runtime)
-
-        lookahead = spec.draft_lookahead
-        if lookahead is None:
-            lookahead = 1 if kv.has_draft_cache else 0
-        with startup.part("allocating the KV pool"):
-            pool = kv.allocate(config.max_total_tokens)
-            cache = PrefixCache(pool, lookahead, enabled=features.is_on("prefix_cache"))
-        scheduler = Scheduler(limits, cache, kv.table)
-        self._decode_instance = remote = make_decode_instance(config, spec, target, kv, cache)
-        self._engine = make_engine(
-            config, runtime, runner, kv, sampler, algorithm, scheduler, remote=remote, ranks=ranks
-        )
-        self._input_processor = InputProcessor(
-            config,
-            target,
-            self.tokenizer,
-            pool,
-            context_len=kv.context_len,
-            outputs=outputs.values(),
-        )
-        if warm_up_state(config, graphs, device) == "on":
-            decodes = config.disaggregation != "prefill"
-            warm_up = WarmUp(
-                self._engine.steps, algorithm.hooks, limits, decodes=decodes, ranks=ranks
-            )
-            with startup.part("warming up"):
-                warm_up.run(startup.advance)
-        self._take_role(config)
-
-    def _take_role(self, config: EngineConfig) -> None:
-        """Make what lets the engine prefill for others, or the instance that prefills for it."""
-        if config.disaggregation == "prefill":
-            identity = identity_of(self._runner.target, self.spec_config, config.page_size)
-            self._prefill = PrefillLoop(
-                config, identity, self._engine, self._input_processor, self._ranks
-            )
-        elif config.disaggregation == "both" and self._decode_instance is not None:
-            self._partner = LLM(config.of_partner(self._decode_instance.address))
+        Raises:
+            UsageError: this LLM is closed.
+        """
+        if self._run is None:
+            raise UsageError("this LLM is closed; make another one")
+        return self._run
 
     @property
     def engine(self) -> Engine:
         """The engine that runs the requests: its scheduler, its runtime, its steps. To look
-        inside; what it has may change from one version to the next."""
-        self._check_open()
-        return self._engine
+        inside, as ``run``."""
+        return self.run.engine
 
     @property
     def decode_instance(self) -> DecodeInstance | None:
         """What has prompts prefilled by other instances; None where they are prefilled here."""
-        return self._decode_instance
+        return None if self._run is None else self._run.decode_instance
 
     @property
     def partner(self) -> LLM | None:
@@ -272,48 +145,27 @@ class LLM:
     @property
     def prefill_loop(self) -> PrefillLoop | None:
         """The loop of a prefill instance, which ``step`` runs; None in any other role."""
-        return self._prefill
+        return None if self._run is None else self._run.prefill_loop
 
     @property
     def context_len(self) -> int:
         """Most tokens of a request, prompt and output."""
-        self._check_open()
-        return self._runtime.context_len
-
-    def _free(self) -> None:
-        """Leave the instances that this one works with, and let go of the model and its caches,
-        so that no reference cycle keeps them until the garbage collector comes by."""
-        try:
-            for other in (self._partner, self._prefill, self._decode_instance):
-                if other is not None:
-                    other.close()
-        finally:
-            self._partner = self._prefill = self._decode_instance = None
-            self._drop_tensors()
-            self._inbox.clear()
-            self._engine = self._input_processor = None  # type: ignore[assignment]
-            self._runtime = self._runner = self._kv = None  # type: ignore[assignment]
-            trim_heap()
-
-    def _drop_tensors(self) -> None:
-        for holder in (self._runtime, self._kv, self._runner):
-            if holder is not None:
-                holder.close()
+        return self.run.kv.context_len
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # forgotten without ``close``
-            self._drop_tensors()
+        if self._run is not None and not sys.is_finalizing():  # forgotten without ``close``
+            self._run.drop_tensors()
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            if self._ranks is not None and self._engine is not None:
+            if self._run is not None and self._run.ranks is not None:
                 if error is None:
                     self.wait_for_ranks()
                 else:
-                    self._ranks.end(error)
+                    self._run.ranks.end(error)
         finally:
             self.close()
 
@@ -321,18 +173,13 @@ class LLM:
         """End all requests and free the model and its caches. Ranks that have work then cannot go
         on: ``wait_for_ranks`` first, as the end of a ``with`` does."""
         with self._turn("close"):
-            if self._engine is None:
+            if self._run is None:
                 return
             try:
-                with suppress(RankError):  # the end of all, which has been told
-                    for request in self._engine.requests:
-                        self._engine.abort(request.request_id)
-                    if self._engine.has_work:
-                        self._engine.drain()
+                self._run.close()
             finally:
-                self._free()
-                if self._ranks is not None:
-                    self._ranks.close()
+                self._run = self._partner = None
+                self._inbox.clear()
 
     def generate(
         self,
@@ -360,7 +207,7 @@ class LLM:
         """
         outputs: dict[str, RequestOutput] = {}
         requests = self._make_all(prompts, sampling_params, priority)
-        with closing(self._run(requests, partial=False)) as ended:
+        with closing(self._outputs(requests, partial=False)) as ended:
             for output in ended:
                 outputs[output.request_id] = output
                 if on_finished is not None:
@@ -383,7 +230,7 @@ class LLM:
         Raises:
             UsageError: a prompt or a setting cannot be used; nothing runs then.
         """
-        return self._run(self._make_all(prompts, sampling_params, priority), partial=True)
+        return self._outputs(self._make_all(prompts, sampling_params, priority), partial=True)
 
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
@@ -432,9 +279,8 @@ class LLM:
                 f"submit: request={shown(request)}: expected a request that prepare() has made; "
                 "give a prompt to add_request()"
             )
-        self._check_takes_requests()
         with self._turn("submit"):
-            self._check_open()
+            engine = self._engine_that_takes_requests()
             try:
                 self._prepared.remove(request)
             except KeyError:
@@ -444,7 +290,7 @@ class LLM:
                     "prepare another one"
                 ) from None
             request.inbox = self._inbox
-            self._engine.add(request)
+            engine.add(request)
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step of all requests, and process one that was launched: the outputs of
@@ -461,11 +307,11 @@ class LLM:
                 next call returns their outputs.
         """
         with self._turn("step"):
-            self._check_open()
-            if self._prefill is not None:
-                self._prefill.step(wait=True)
+            run = self.run
+            if run.prefill_loop is not None:
+                run.prefill_loop.step(wait=True)
                 return []
-            if self._engine.has_work or not self._inbox:
+            if run.engine.has_work or not self._inbox:
                 self._step()
             moved = [request for request in take_all(self._inbox) if not request.delivered]
             for request in moved:
@@ -475,20 +321,20 @@ class LLM:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something left to do or to return."""
-        return bool(self._inbox) or (self._engine is not None and self._engine.has_work)
+        return bool(self._inbox) or (self._run is not None and self._run.engine.has_work)
 
     @property
     def must_step(self) -> bool:
         """Whether this rank has work, or another has begun a step and waits for this one."""
-        waits = self._ranks is not None and self._ranks.called
-        return waits or self.has_unfinished_requests
+        ranks = None if self._run is None else self._run.ranks
+        return (ranks is not None and ranks.called) or self.has_unfinished_requests
 
     @property
     def has_peers(self) -> bool:
         """Whether other processes may want something of this one at any time (another rank a step,
         a prefill or decode instance an answer), so that ``step`` is to be called again and again,
         requests or not. With nothing to do it blocks for a moment."""
-        return self._ranks is not None or self.config.disaggregation in ("prefill", "decode")
+        return self.config.dp_size > 1 or self.config.disaggregation in ("prefill", "decode")
 
     def wait_for_ranks(self) -> None:
         """Do this rank's work, and take part in the others' until they have none: until every rank
@@ -497,11 +343,11 @@ class LLM:
         Raises:
             RankError: another rank has failed.
         """
-        self._check_open()
-        while self._engine.has_work:
+        run = self.run
+        while run.engine.has_work:
             self._work()
-        if self._ranks is not None:
-            self._ranks.finish(self._work)
+        if run.ranks is not None:
+            run.ranks.finish(self._work)
 
     def abort(self, request_id: str) -> None:
         """End a request; its output so far comes with ``finish_reason="abort"``.
@@ -510,17 +356,16 @@ class LLM:
         """
         if not isinstance(request_id, str):
             raise UsageError(f"abort: request_id={shown(request_id)}: expected a request's id")
-        engine = self._engine  # which another thread may close
-        if engine is not None:
-            engine.abort(request_id)
+        run = self._run  # which another thread may close
+        if run is not None:
+            run.engine.abort(request_id)
 
     def stats(self) -> dict[str, Any]:
         """Return totals since the engine was made; see ``specplug.engine.statistics``."""
         with self._turns:
-            self._check_open()
-            stats = self._engine.statistics.as_dict()
-            if self._decode_instance is not None:
-                stats |= self._decode_instance.transfers.as_dict()
+            stats = self.engine.statistics.as_dict()
+            if self.decode_instance is not None:
+                stats |= self.decode_instance.transfers.as_dict()
             return stats
 
     @property
@@ -528,8 +373,7 @@ class LLM:
         """What the engine holds now: requests "running" and "waiting"; pages "total" (all but the
         padding page), "free", "cached", and "available", those that are free or cached for nobody
         who runs."""
-        self._check_open()
-        return self._engine.occupancy
+        return self.engine.occupancy
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes.
@@ -538,20 +382,18 @@ class LLM:
             UsageError: requests are running.
         """
         with self._turn("flush_cache"):
-            self._check_open()
-            if self._engine.has_work:
+            if self.engine.has_work:
                 raise UsageError("flush_cache: requests are running; wait for them or abort them")
-            self._engine.scheduler.cache.clear()
+            self.engine.scheduler.cache.clear()
             if self._partner is not None:
                 self._partner.flush_cache()
 
     def reset_stats(self) -> None:
         """Start counting anew."""
         with self._turn("reset_stats"):
-            self._check_open()
-            self._engine.statistics = Statistics()
-            if self._decode_instance is not None:
-                self._decode_instance.reset_transfers()
+            self.engine.statistics = Statistics()
+            if self.decode_instance is not None:
+                self.decode_instance.reset_transfers()
             if self._partner is not None:
                 self._partner.reset_stats()
 
@@ -563,31 +405,25 @@ class LLM:
     @property
     def effective_config(self) -> dict[str, Any]:
         """What the run really uses, what was adjusted and what is off, and why."""
-        self._check_open()
-        return effective_config(
-            self.config,
-            self._runtime,
-            self._engine,
-            self._graphs,
-            features=self._features.states,
-            extensions=self._hooks.extensions,
-            disaggregation_address=self._decode_instance.address if self._decode_instance else None,
-        )
+        return effective_config(self.run)
 
     def check_pool(self) -> None:
         """Assert that every KV page is free, cached, or owned by one running request."""
         with self._turn("check_pool"):
-            self._check_open()
-            self._engine.scheduler.check()
+            self.engine.scheduler.check()
             if self._partner is not None:
                 self._partner.check_pool()
 
     @property
     def _is_in_step(self) -> bool:
         """Whether this thread runs a step of this engine, or of its partner."""
-        instances = [llm for llm in (self, self._partner) if llm is not None]
-        engines = [llm._engine for llm in instances]  # which another thread may close
-        return any(engine is not None and engine.is_in_step for engine in engines)
+        return any(run.engine.is_in_step for run in self._runs)
+
+    @property
+    def _runs(self) -> list[Run]:
+        """The runs of this LLM and of its partner that another thread has not closed yet."""
+        llms = [llm for llm in (self, self._partner) if llm is not None]
+        return [run for llm in llms if (run := llm._run) is not None]
 
     def _turn(self, method: str) -> Turns:
         """Return the turns, for ``method`` to wait for its own.
@@ -596,25 +432,22 @@ class LLM:
             PluginError: it was called in the middle of a step, by a hook of it.
         """
         if self._is_in_step:
-            hooks = [self._hooks.running, self._partner and self._partner._hooks.running]
-            who = next(filter(None, hooks), "what a step calls")
+            hooks = (run.hooks.running for run in self._runs)
+            hook = next(filter(None, hooks), "what a step calls")
             raise PluginError(
-                f"{who} called {method}() of the engine whose step it is part of; expected hooks "
+                f"{hook} called {method}() of the engine whose step it is part of; expected hooks "
                 "to leave it alone but for abort(); call it when the step is over, or in another "
                 "thread that the hook does not wait for"
             )
         return self._turns
 
-    def _check_takes_requests(self) -> None:
-        if self._prefill is not None:
+    def _engine_that_takes_requests(self) -> Engine:
+        if self.run.prefill_loop is not None:
             raise UsageError(
                 "this is a prefill instance: it takes its requests from decode instances; give "
                 "them to one of these, and call step() here"
             )
-
-    def _check_open(self) -> None:
-        if self._engine is None:
-            raise UsageError("this LLM is closed; make another one")
+        return self.run.engine
 
     def _make_all(
         self,
@@ -622,28 +455,26 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int],
     ) -> list[Request]:
-        self._check_open()
-        requests = self._input_processor.requests(prompts, sampling_params, priority)
+        requests = self.run.input_processor.requests(prompts, sampling_params, priority)
         self._prepared.update(requests)
         return requests
 
-    def _run(
+    def _outputs(
         self, requests: Sequence[Request], *, partial: bool
     ) -> Generator[RequestOutput, None, None]:
         live = {request.request_id: request for request in requests}
         inbox: list[Request] = []  # a step of another stream, or thread, may move ours
         method = "stream" if partial else "generate"
         with self._turn(method):
-            self._check_open()  # it may have been closed since the requests were made
-            self._check_takes_requests()
+            engine = self._engine_that_takes_requests()
             for request in requests:
                 request.inbox = inbox
-                self._engine.add(request)
+                engine.add(request)
         try:
             while live:
                 with self._turn(method):
                     if not inbox:
-                        assert self._engine is None or self._engine.has_work, "requests were lost"
+                        assert self._run is None or engine.has_work, "requests were lost"
                         self._step()
                     moved = [request for request in take_all(inbox) if request.request_id in live]
                     outputs = [r.output() for r in moved if r.finished or partial]
@@ -658,26 +489,39 @@ class LLM:
             inbox.clear()  # a request in its own inbox would wait for the garbage collector
 
     def _work(self) -> None:
-        """Run a step for nobody in particular."""
+        """Run a step, as the ranks that are waited for need it."""
         with self._turn("wait_for_ranks"):
-            if self._prefill is None:
+            if self.prefill_loop is None:
                 self._step()
             else:
-                self._prefill.run()
+                self.prefill_loop.run()
 
     def _step(self) -> None:
-        """Run a step, if the engine is still there. The turn is this thread's."""
-        if self._engine is None:  # closed in the middle of a stream: its requests were aborted
+        """Run a step, unless ``close`` has ended all requests. The turn is this thread's."""
+        if self._run is None:
             return
         if self._partner is not None and self._partner.prefill_loop is not None:
             self._partner.prefill_loop.step(wait=False)
-        self._engine.step()
+        self._run.engine.step()
 
     def _drain(self, requests: Sequence[Request]) -> None:
         """Process aborts and what is in flight, so that nothing of these requests is left."""
         while not self._is_in_step:  # else the next step aborts them: an iterator is closed in one
             with self._turns:
-                done = self._engine is None or not self._engine.has_work
+                done = self._run is None or not self._run.engine.has_work
                 if done or all(r.finished and not r.in_flight for r in requests):
                     break
                 self._step()
+
+
+def _partner_of(run: Run) -> LLM:
+    """Make the prefill instance that works for a run in this process. The run closes it first; if
+    it cannot be made, the run is closed."""
+    assert run.decode_instance is not None
+    try:
+        partner = LLM(run.config.of_partner(run.decode_instance.address))
+    except BaseException:
+        run.close()
+        raise
+    run.on_close(partner.close)
+    return partner

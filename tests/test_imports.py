@@ -16,6 +16,7 @@ LAYERS = (
     {"cli"},
     {"serve", "bench", "testing"},
     {"llm"},
+    {"run"},
     {"disagg"},
     {"engine"},
     {"model"},

@@ -11,6 +11,7 @@ from specplug.config import EngineConfig
 from specplug.engine.scheduler import SchedulerConfig
 from specplug.errors import UsageError, shown
 from specplug.kv.page_pool import PagePool
+from specplug.kv.prefix_cache import PrefixCache
 from specplug.kv.request_table import RequestTable
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
 from specplug.model.device_memory import in_gib, memory_of
@@ -101,11 +102,15 @@ class KVPool:
         self._caches.append((cache, shape))
         return cache
 
-    def allocate(self, max_total_tokens: int | None) -> PagePool:
-        """Make the tensors of all caches, and return the pool of their pages.
+    def allocate(
+        self, max_total_tokens: int | None, lookahead: int | None, *, prefix_cache: bool
+    ) -> PrefixCache:
+        """Make the tensors of all caches, and return the prefix cache, which hands out their pages.
 
         Args:
             max_total_tokens: slots; None: as many as fit a memory budget.
+            lookahead: of ``PrefixCache``; None: 1 where a draft model has a cache.
+            prefix_cache: whether pages are kept for requests that begin alike.
 
         Raises:
             UsageError: the device has not as much memory, or not now.
@@ -127,7 +132,9 @@ class KVPool:
                 f"{in_gib(size * self.bytes_per_slot)}, and {target.device} has no such room now; "
                 "lower max_total_tokens or max_running_requests, or free memory"
             ) from error
-        return PagePool(num_pages, self._page_size)
+        if lookahead is None:
+            lookahead = 1 if self.has_draft_cache else 0
+        return PrefixCache(PagePool(num_pages, self._page_size), lookahead, enabled=prefix_cache)
 
     def close(self) -> None:
         """Free the draft models' caches, even if a plugin still holds one. The target frees its

@@ -8,6 +8,8 @@ from operator import attrgetter
 
 import attrs
 
+from specplug.algorithm import SpecConfig
+from specplug.config import EngineConfig
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.step_plan import Decode, PlacedPrefill, Prefill, PrefillChunk, Step
 from specplug.engine.waiting_queue import WaitingQueue
@@ -37,6 +39,23 @@ class SchedulerConfig:
     num_draft_tokens: int = 1
     num_lookahead_slots: int = 1
     steps_in_flight: int = 1
+
+    @classmethod
+    def of_run(cls, config: EngineConfig, spec: SpecConfig, *, overlap: bool) -> SchedulerConfig:
+        """Return the limits that a run's settings give, with those of its speculation.
+
+        Args:
+            overlap: whether a step is launched before the last one's results are processed.
+        """
+        return cls(
+            max_running_requests=config.max_running_requests,
+            chunked_prefill_size=config.chunked_prefill_size,
+            mixed_chunk=config.enable_mixed_chunk,
+            columns=spec.num_steps + 1,
+            num_draft_tokens=spec.num_draft_tokens,
+            num_lookahead_slots=spec.num_lookahead_slots,
+            steps_in_flight=2 if overlap else 1,
+        )
 
 
 class Scheduler:

@@ -238,7 +238,7 @@ def test_what_a_failed_start_has_opened_is_closed(monkeypatch: pytest.MonkeyPatc
         address = llm.effective_config["disaggregation_address"]
     where = {"disaggregation_address": address, "dtype": "float64", "disaggregation": "decode"}
     with monkeypatch.context() as broken:
-        broken.setattr("specplug.llm.make_engine", lambda *_, **__: 1 / 0)
+        broken.setattr("specplug.run.Engine", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             LLM(**where)
     LLM(**where).close()

@@ -152,13 +152,7 @@ def test_engine_runs_on_its_device_in_every_thread(
     monkeypatch.setattr(turns.Turns, "_make_current", on_gpu)
     watch = _Watch(devices)
     llm = LLM(tiny_model, device="cpu", speculative_algorithm=watch, warm_up="on")
-    free = llm._free
-
-    def noted() -> None:
-        freed.append(devices.current)
-        free()
-
-    monkeypatch.setattr(llm, "_free", noted)
+    llm.run.on_close(lambda: freed.append(devices.current))
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     thread = Thread(target=lambda: [*llm.stream([[5, 6, 7]], params)])
     thread.start()
