@@ -2,19 +2,66 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import attrs
 import pytest
+import torch
 
-from specplug import AlgorithmInfo, Capabilities, SpecConfig
+import specplug
+from specplug import LLM, AlgorithmInfo, Capabilities, SpecConfig
 from specplug.config import EngineConfig
+from specplug.distributed.rank_group import join_ranks
+from specplug.engine.cuda_graphs import CudaGraphs
 from specplug.engine.scheduler import SchedulerConfig
 from specplug.errors import FallbackWarning
 from specplug.run import features_of
 
+PACKAGE = Path(specplug.__file__).parent
 INFO = AlgorithmInfo(name="A", summary="Any", api_version=1)
 SPEC = SpecConfig.resolve(INFO, num_steps=3, num_draft_tokens=5)
+
+
+CHECKED_ALONE = {"enable_dp_attention"}
+"""Settings that say what others may be, and no more."""
+
+
+class NotedConfig(EngineConfig):
+    """Notes the settings that the product reads, besides the checks of ``EngineConfig`` itself."""
+
+    reads: set[str]
+
+    def __getattribute__(self, name: str) -> Any:
+        file = Path(sys._getframe(1).f_code.co_filename)
+        if file.is_relative_to(PACKAGE) and file.name not in ("config.py", "settings.py"):
+            NotedConfig.reads.add(name)
+        return super().__getattribute__(name)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The settings that the product has read."""
+    found: set[str] = set()
+    monkeypatch.setattr(NotedConfig, "reads", found, raising=False)
+    return found
+
+
+def test_settings_are_all_handed_to_a_part(
+    reads: set[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start reads each of them: of one engine, of two instances, of a rank, and on a GPU."""
+    for disaggregation in (None, "both"):
+        LLM(NotedConfig(model=tiny_model, device="cpu", disaggregation=disaggregation)).close()
+    monkeypatch.setattr("specplug.distributed.rank_group.RankGroup", lambda *_, **__: None)
+    address = {"dp_address": "127.0.0.1:1", "enable_dp_attention": True}
+    join_ranks(NotedConfig(dp_size=2, **address), torch.device("cpu"), {})
+    runner: Any = SimpleNamespace(target=SimpleNamespace(device=torch.device("cuda")))
+    CudaGraphs(NotedConfig(disable_cuda_graph=True), runner)
+    assert attrs.fields_dict(EngineConfig).keys() - reads == CHECKED_ALONE
 
 
 @pytest.mark.parametrize("field", attrs.fields(SchedulerConfig), ids=lambda field: field.name)
