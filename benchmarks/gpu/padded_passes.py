@@ -17,19 +17,29 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from engines import add_arguments, settings_of
 from shapes import SHAPES, write_shape
 
 from specplug import LLM, Draft
-from specplug.model.padded_passes import PassPart
+from specplug.model.model_runner import ModelRunner
+from specplug.model.padded_rows import PassPart, size_of
+from specplug.model.pass_form import PassForm
+from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.padding import Padding
-from specplug.speculative.paged_plan import JoinedPlan
 
 ROUNDS, PASSES = 3, 20
 CHUNKS = (16, 32, 64, 128, 192, 256, 384, 504)
 NODES = 8
 RAGGED = (16, 1, 1, 1, 4, 1, 1, 2)
+
+
+class NoRecorder(GraphRecorder):
+    """Records nothing, and does not give up."""
+
+    def record(self, run: Callable[[], Any], *, warms_up: bool = False) -> None:
+        """Return that the pass runs as it is."""
 
 
 class Passes:
@@ -61,31 +71,26 @@ class Passes:
             padding=Padding.of(widths, width, device),
         )
         tokens = torch.randint(10, self.runner.target.vocab_size, (sum(widths),), device=device)
-        return PassPart(tokens, plan, ends_only)
+        last_rows = torch.tensor([*accumulate(widths)], device=device) - 1
+        return PassPart(tokens, plan, last_rows=last_rows if ends_only else None)
 
     def plain(self, prefill: PassPart | None, decode: PassPart | None) -> Callable[[], Any]:
         """Return the pass as it is."""
-        if prefill is None:
-            assert decode is not None
-            return lambda: self.runner.prefill(decode.tokens, decode.plan, 0)
-        ends = torch.tensor([*accumulate(prefill.plan.widths)], device=prefill.tokens.device) - 1
-        if decode is None:
-            return lambda: self.runner.prefill(prefill.tokens, prefill.plan, ends)
-        first, second = len(prefill.tokens), len(decode.tokens)
-        nodes = torch.arange(first, first + second, device=ends.device)
-        tokens, rows = torch.cat((prefill.tokens, decode.tokens)), torch.cat((ends, nodes))
-        plans = prefill.plan, decode.plan
-        return lambda: self.runner.prefill(tokens, JoinedPlan(plans), rows)
+        part = prefill or decode
+        assert part is not None
+        plain = ModelRunner(self.runner.target)  # it records nothing
+        return lambda: plain.run(prefill, decode, part.plan)
 
     def padded(
         self, prefill: PassPart | None, decode: PassPart | None
     ) -> tuple[int, Callable[[], Any]]:
         """Return the rows of the form, and the pass padded to it."""
-        form = self.runner.begin_pass(prefill, decode)
-        part = prefill or decode
+        form = PassForm.of([size_of(prefill, decode, frozenset())])
+        part, padded = prefill or decode, self.runner.padded_pass
         assert form is not None
         assert part is not None
-        return form.rows, lambda: self.runner.run_padded(form, prefill, decode, part.plan)
+        assert padded is not None
+        return form.rows, lambda: padded(form, prefill, decode, part.plan)
 
 
 def time_both(calls: Sequence[Callable[[], Any]], device: str) -> list[float]:
@@ -130,8 +135,8 @@ def measure(passes: Passes, device: str) -> None:
         ratio = replayed / plain
         print(f"{name:32} {real:5} {rows:5} {plain:9.2f} {replayed:9.2f} {ratio:6.2f}")
     wide = passes.part(range(1, NODES + 1), [max(RAGGED)] * NODES, ends_only=False)
-    draft = Draft.chain(wide.tokens.view(NODES, -1))
-    (dense,) = time_both([lambda: passes.runner.verify(draft, wide.plan)], device)
+    nodes = attrs.evolve(wide, draft=Draft.chain(wide.tokens.view(NODES, -1)))
+    (dense,) = time_both([lambda: passes.runner.run(None, nodes, wide.plan)], device)
     print(f"{'the same, all of one width':32} {len(wide.tokens):5} {'':15} {dense:9.2f}")
 
 
@@ -157,7 +162,7 @@ def main() -> None:
         with LLM(base / "target", **settings) as llm:
             passes = Passes(llm, context)
             if arguments.tiny:  # there is nothing to record
-                passes.runner.pad_passes(lambda run: run)
+                passes.runner.pad_passes(NoRecorder())
             print(f"{shape}, context {context:,}, {llm.engine.runtime.dtype}")
             measure(passes, settings["device"])
 

@@ -8,7 +8,9 @@ from typing import Any
 from specplug.config import EngineConfig
 from specplug.model.model_runner import ModelRunner
 from specplug.model.target import Target
+from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner, PassRunner
+from specplug.speculative.pass_arguments import BatchPadding
 
 
 class CudaGraphs:
@@ -39,9 +41,8 @@ class CudaGraphs:
         if self.obstacle is not None:
             return PassRunner(forward)
         by_kernels = self._runner.target.kernels is not None
-        self._drafts.append(
-            GraphRunner(forward, pads=by_kernels, length=None if by_kernels else key_length)
-        )
+        padding = BatchPadding(pads=by_kernels, length=None if by_kernels else key_length)
+        self._drafts.append(GraphRunner(forward, padding, GraphRecorder()))
         return self._drafts[-1]
 
     @property
@@ -56,7 +57,7 @@ class CudaGraphs:
     def recordings(self) -> tuple[int, float]:
         """How many forms of passes are recorded, and the seconds that took."""
         passes = [*self._runner.recorders, *self._drafts]
-        seconds = sum(each.recorder.seconds for each in passes if each.recorder is not None)
+        seconds = sum(each.recorder.seconds for each in passes)
         return sum(each.num_recordings for each in passes), seconds
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
-from typing import TypeVar
 
 import attrs
 import torch
@@ -23,7 +22,7 @@ from specplug.engine.step_result import DecodeResult, PrefillResult, StepResult
 from specplug.engine.step_rows import ChunkRows, NodeRows, RequestGroup
 from specplug.grammar.state import HostTree
 from specplug.model.model_runner import ModelRunner
-from specplug.model.padded_passes import PassOutput
+from specplug.model.padded_rows import PassOutput
 from specplug.model.sampler import Sampler
 from specplug.sampling_params import Needs
 from specplug.speculative.batch import Batch, ForwardMode
@@ -31,10 +30,8 @@ from specplug.speculative.draft import Draft
 from specplug.speculative.hook_order import HookOrder
 from specplug.speculative.host_copy import Arrival, upload
 from specplug.speculative.padding import Padding
-from specplug.speculative.paged_plan import JoinedPlan, LentPlan, PagedPlan
+from specplug.speculative.paged_plan import LentPlan, PagedPlan
 from specplug.speculative.step_stages import Chunks, Committed, Half, Scheduled
-
-Key = TypeVar("Key")
 
 
 class StepRunner:
@@ -90,11 +87,7 @@ class StepRunner:
             self.kv.begin_step(1)
             row = upload([0], self._device)
             plan = self.kv.make_plan(row, row, 1)
-            form = self.runner.begin_pass(None, None)
-            if form is None:
-                self.runner.verify(Draft.chain(row.unsqueeze(1)), plan)
-            else:
-                self.runner.run_padded(form, None, None, plan)
+            self.runner.run(None, None, plan)
             nothing = torch.empty(0, target.vocab_size, dtype=target.dtype, device=self._device)
             self._order.idle(nothing)
 
@@ -214,7 +207,7 @@ class StepRunner:
 
     def _pass_target(
         self, chunks: ChunkRows | None, nodes: NodeRows | None
-    ) -> tuple[PassOutput | None, PassOutput | None]:
+    ) -> Sequence[PassOutput | None]:
         """Run the target over the rows of both halves, together if there are two. Returns for each
         the logits that it wants and what was captured; None for one that is not there."""
         halves = [half for half in (chunks, nodes) if half is not None]
@@ -222,27 +215,7 @@ class StepRunner:
             return None, None
         points = tuple(dict.fromkeys(point for half in halves for point in half.group.points))
         parts = chunks.part if chunks else None, nodes.part if nodes else None
-        form = self.runner.begin_pass(*parts, points)
-        if form is not None:
-            return self.runner.run_padded(form, *parts, halves[0].plan)
-        if chunks is None:
-            assert nodes is not None
-            return None, self.runner.verify(nodes.drafted.draft, nodes.plan, points)
-        tokens, ends = chunks.chunks.tokens, chunks.chunks.last_rows
-        if nodes is None:
-            return self.runner.prefill(tokens, chunks.plan, ends, points), None
-        width, drafted = len(tokens), nodes.drafted.tokens
-        rows = torch.arange(width, width + len(drafted), device=ends.device)
-        logits, captured, kept = self.runner.prefill(
-            torch.cat((tokens, drafted)),
-            JoinedPlan((chunks.plan, nodes.plan)),
-            torch.cat((ends, rows)),
-            points,
-        )
-        return (
-            (logits[: len(ends)], _rows(captured, None, width), _rows(kept, None, width)),
-            (logits[len(ends) :], _rows(captured, width, None), _rows(kept, width, None)),
-        )
+        return self.runner.run(*parts, halves[0].plan, points)
 
     # After the target's pass: what each half commits
 
@@ -329,7 +302,3 @@ def _batch(mode: ForwardMode, group: RequestGroup, rows: Tensor, seq_lens: Tenso
         seq_lens=seq_lens.clone(),
         greedy=not group.needs & Needs.NOISE,
     )
-
-
-def _rows(tensors: dict[Key, Tensor], start: int | None, end: int | None) -> dict[Key, Tensor]:
-    return {name: tensor[start:end] for name, tensor in tensors.items()}

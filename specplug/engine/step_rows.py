@@ -10,7 +10,7 @@ import attrs
 from specplug.engine.request import Request
 from specplug.engine.step_outputs import WantedOutputs
 from specplug.grammar.state import HostTree
-from specplug.model.padded_passes import PassPart
+from specplug.model.padded_rows import PassPart
 from specplug.sampling_params import Needs
 from specplug.speculative.draft import Draft
 from specplug.speculative.paged_plan import PagedPlan
@@ -60,7 +60,7 @@ class ChunkRows:
     @property
     def part(self) -> PassPart:
         """Their part of the target's pass: the logits of each chunk's last row are wanted."""
-        return PassPart(self.chunks.tokens, self.plan, ends_only=True)
+        return PassPart(self.chunks.tokens, self.plan, last_rows=self.chunks.last_rows)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -80,7 +80,7 @@ class NodeRows:
     @property
     def part(self) -> PassPart:
         """Their part of the target's pass: the logits of all rows are wanted."""
-        return PassPart(self.drafted.tokens, self.plan, ends_only=False)
+        return PassPart(self.drafted.tokens, self.plan, draft=self.drafted.draft)
 
     def padded(self, draft: Draft, plan: PagedPlan) -> Self:
         """Return them in the tensors of a recorded pass, for which the batch is padded.

@@ -16,9 +16,8 @@ from specplug.engine.request import Request
 from specplug.engine.scheduler import SchedulerConfig
 from specplug.engine.step import StepRunner
 from specplug.engine.step_plan import Decode, Prefill, PrefillChunk, Step
-from specplug.model.pass_form import MOST_ROWS, row_buckets
 from specplug.sampling_params import SamplingParams
-from specplug.speculative.graph_runner import batch_sizes
+from specplug.speculative.buckets import MOST_ROWS, batch_sizes, row_buckets
 from specplug.speculative.hook_calls import HookCalls
 
 _LONGEST_PROMPT = 2048
@@ -88,7 +87,7 @@ class WarmUp:
             RankError: another rank has failed.
         """
         # A padded pass is recorded when its form comes for the second time.
-        times = 2 if self._steps.runner.pads else 1
+        times = 2 if self._steps.runner.padded_pass is not None else 1
         steps = [step for step in self.steps() for _ in range(times)]
         for done, step in enumerate(steps):
             advance(done, len(steps))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -12,13 +12,15 @@ from torch import Tensor
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.model.hidden_states import Point
-from specplug.model.padded_passes import PaddedPasses, PassOutput, PassPart, size_of
+from specplug.model.padded_rows import GivenParts, PassOutput, PassPart, cut_rows, size_of
 from specplug.model.pass_form import PassForm, PassSize
 from specplug.model.target import Target
+from specplug.speculative.buckets import batch_bucket
 from specplug.speculative.draft import Draft
 from specplug.speculative.graph_recorder import GraphRecorder
-from specplug.speculative.graph_runner import GraphRunner, batch_bucket
+from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.paged_plan import JoinedPlan, PagedPlan
+from specplug.speculative.pass_arguments import BatchPadding
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
@@ -26,6 +28,8 @@ Result = TypeVar("Result")
 _LOGITS = "logits"
 _DENSE_ROWS = 16
 """A product of fewer rows costs as much: drafts of differing widths are not packed then."""
+_MOST_FORMS = 96
+"""The most forms of padded passes that are recorded."""
 
 
 class ModelRunner:
@@ -36,132 +40,120 @@ class ModelRunner:
 
     Attributes:
         target: as given.
-        records: whether ``verify``'s passes are replayed as CUDA graphs.
+        verify_passes: by the kinds of points that they keep, the passes over nodes of equal widths
+            that are recorded; none if nothing is.
+        padded_pass: every other pass, padded to a form and recorded when the form comes for the
+            second time; None: they run as they are.
     """
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.records = False
+        self.verify_passes: dict[frozenset[str], GraphRunner] = {}
+        self.padded_pass: GraphRunner | None = None
         self._ranks = target.ranks
-        self._graphs: dict[frozenset[str], GraphRunner] = {}
         self._verified: GraphRunner | None = None
-        self._padded: PaddedPasses | None = None
         self._buffers: dict[Hashable, Tensor] = {}
 
     def record_graphs(self) -> None:
-        """Replay passes as CUDA graphs from now on. Where torch attends, those of ``verify``
+        """Replay passes as CUDA graphs from now on. Where torch attends, those of equal widths
         alone: padding would leave NaN in slot 0, and lengths are part of a graph.
 
         With other ranks all passes are padded, to forms that the ranks agree on: a collective in a
         graph must be in a graph of every rank.
         """
         if self._ranks is None:
-            self.records = True
-            self._recorded(frozenset())
+            self._verify_pass(frozenset())
         if self.target.kernels is not None:
             self.pad_passes(GraphRecorder(beside_threads=self._ranks is not None))
 
-    def pad_passes(self, recorder: GraphRecorder | None) -> None:
-        """Pad passes to few forms from now on; alone, those of differing rows.
-
-        Args:
-            recorder: makes their recordings; None: they run as they are.
-        """
-        self._padded = PaddedPasses(self._padded_forward, recorder, waits=self._ranks is not None)
-
-    @property
-    def num_padded_recordings(self) -> int:
-        """How many forms of padded passes are recorded."""
-        return 0 if self._padded is None else self._padded.num_recordings
+    def pad_passes(self, recorder: GraphRecorder) -> None:
+        """Pad passes to few forms from now on; alone, those of differing rows."""
+        self.padded_pass = GraphRunner(
+            self._padded_forward,
+            GivenParts,
+            recorder,
+            most_buckets=_MOST_FORMS,
+            warms_up=False,
+            waits=self._ranks is not None,
+        )
 
     @property
-    def recordings(self) -> dict[frozenset[str], int]:
-        """How many shapes of ``verify``'s pass are recorded, by the kinds of points it keeps."""
-        return {kinds: graph.num_recordings for kinds, graph in self._graphs.items()}
-
-    @property
-    def recorders(self) -> list[GraphRunner | PaddedPasses]:
-        """What records passes: of ``verify`` for each choice of points that has occurred, and
-        padded ones."""
-        return [*self._graphs.values(), *((self._padded,) if self._padded else ())]
-
-    @property
-    def pads(self) -> bool:
-        """Whether passes are padded, and recorded when their form comes for the second time."""
-        return self._padded is not None
+    def recorders(self) -> list[GraphRunner]:
+        """What records passes."""
+        padded = [] if self.padded_pass is None else [self.padded_pass]
+        return [*self.verify_passes.values(), *padded]
 
     @property
     def graph_failure(self) -> str | None:
         """Why recording failed; None if it did not."""
-        recorders = (each.recorder for each in self.recorders)
-        return next((r.failure for r in recorders if r is not None and r.failure), None)
+        failures = (each.recorder.failure for each in self.recorders)
+        return next(filter(None, failures), None)
 
-    def begin_pass(
+    def run(
         self,
-        prefill: PassPart | None,
-        decode: PassPart | None,
-        points: tuple[Point, ...] = (),
-    ) -> PassForm | None:
-        """Begin a pass of either part, both or none: wait for the other ranks.
-
-        Returns:
-            The form that it is padded to, for ``run_padded``; None: it runs as it is, and if it has
-            no part with one row of nobody.
-        """
-        self._verified = None
-        kinds = frozenset(point.kind for point in points)
-        size = size_of(prefill, decode, kinds)
-        if self._ranks is not None:
-            return self._agree(self._ranks, size)
-        if self._padded is None or (prefill is None and decode is not None and _is_dense(decode)):
-            return None
-        form = PassForm.of([size])
-        return form if form is not None and self._padded.takes(form) else None
-
-    def run_padded(
-        self,
-        form: PassForm,
         prefill: PassPart | None,
         decode: PassPart | None,
         like: PagedPlan,
-    ) -> tuple[PassOutput | None, PassOutput | None]:
-        """Run a pass padded to a form, of either part or both; see ``PaddedPasses``."""
-        assert self._padded is not None
-        return self._padded(form, (prefill, decode), like)
-
-    def prefill(
-        self,
-        token_ids: Tensor,
-        plan: PagedPlan | JoinedPlan,
-        logits_rows: Tensor | int,
         points: tuple[Point, ...] = (),
-    ) -> PassOutput:
-        """Run a pass over prompt tokens, and in a mixed step over the nodes of drafts after them.
+    ) -> Sequence[PassOutput | None]:
+        """Run a pass over chunks, over the nodes of drafts, or over both; with neither over one row
+        of nobody, because other ranks run theirs. It waits for these.
 
         Args:
-            token_ids: [R] int64.
-            plan: their positions and what they see.
-            logits_rows: [M] int64 rows whose logits are wanted, or 0: those of all rows.
+            prefill, decode: the parts of the pass, if they are there.
+            like: any plan of this step; without a part, of request row 0.
             points: where the pass is to be read.
+
+        Returns:
+            For the prefill and for the decode step the logits that are wanted and what was
+            captured; None for one that is not there.
         """
-        return self.target.forward(token_ids, plan, logits_rows, points)
+        self._verified = None
+        form = self._form_of(prefill, decode, points)
+        if form is not None:
+            assert self.padded_pass is not None
+            found: list[PassOutput | None] = self.padded_pass(form, prefill, decode, like)
+            return found
+        if prefill is not None:
+            return self._run_chunks(prefill, decode, points)
+        if decode is None:
+            decode = PassPart(like.req_indices, like, draft=Draft.chain(like.starts.unsqueeze(1)))
+        return None, self._run_nodes(decode, points)
 
-    def verify(self, draft: Draft, plan: PagedPlan, points: tuple[Point, ...] = ()) -> PassOutput:
-        """Run a pass over the nodes of a draft: as ``prefill``, with the logits of all rows.
+    def _run_chunks(
+        self, prefill: PassPart, decode: PassPart | None, points: tuple[Point, ...]
+    ) -> Sequence[PassOutput | None]:
+        """Run chunks as they are, and nodes after them."""
+        tokens, ends = prefill.tokens, prefill.last_rows
+        assert ends is not None
+        if decode is None:
+            return self.target.forward(tokens, prefill.plan, ends, points), None
+        width = len(tokens)
+        nodes = torch.arange(width, width + len(decode.tokens), device=ends.device)
+        logits, captured, kept = self.target.forward(
+            torch.cat((tokens, decode.tokens)),
+            JoinedPlan((prefill.plan, decode.plan)),
+            torch.cat((ends, nodes)),
+            points,
+        )
+        chunk_rows, node_rows = slice(None, width), slice(width, None)
+        return (
+            (logits[: len(ends)], cut_rows(captured, chunk_rows), cut_rows(kept, chunk_rows)),
+            (logits[len(ends) :], cut_rows(captured, node_rows), cut_rows(kept, node_rows)),
+        )
 
-        A recorded pass has the same rows for every request: nodes that do not count run too, and
-        what they give is dropped.
-
-        Args:
-            plan: of the draft's nodes.
-        """
-        if not self.records:
-            return self.target.forward(draft.flat_tokens, plan, 0, points)
-        graph = self._recorded(frozenset(point.kind for point in points))
+    def _run_nodes(self, decode: PassPart, points: tuple[Point, ...]) -> PassOutput:
+        """Run the nodes of drafts, replayed if passes are recorded. Then they have the same rows
+        for every request: nodes that do not count run too, and what they give is dropped."""
+        if not self.verify_passes:
+            return self.target.forward(decode.tokens, decode.plan, 0, points)
+        draft = decode.draft
+        assert draft is not None
+        verify_pass = self._verify_pass(frozenset(point.kind for point in points))
         dense = draft if draft.widths is None else attrs.evolve(draft, widths=None)
-        outputs: PassOutput = graph(dense, plan.of_chains())
+        outputs: PassOutput = verify_pass(dense, decode.plan.of_chains())
         if draft.padding is None:
-            self._verified = graph
+            self._verified = verify_pass
             return outputs
         logits, captured, kept = outputs
         return (
@@ -173,7 +165,7 @@ class ModelRunner:
     def run_epilogue(
         self, key: Hashable, epilogue: Callable[[Draft, PagedPlan, PassOutput], Result]
     ) -> Result | None:
-        """Run what follows the pass of ``verify`` over nodes of equal widths, recorded with it.
+        """Run what follows a pass over nodes of equal widths, recorded with it.
 
         Args:
             key: stands for ``epilogue``: of equal keys the same is recorded.
@@ -191,29 +183,37 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the graphs, then the target."""
-        for graph in self._graphs.values():
-            graph.close()
-        self._graphs.clear()
-        self._verified = None
-        if self._padded is not None:
-            self._padded.close()
-        self._padded = None
+        for each in self.recorders:
+            each.close()
+        self.verify_passes.clear()
+        self._verified = self.padded_pass = None
         self._buffers.clear()
         self.target.close()
+
+    def _form_of(
+        self, prefill: PassPart | None, decode: PassPart | None, points: tuple[Point, ...]
+    ) -> PassForm | None:
+        """Return the form that a pass is padded to, agreed with the other ranks; None: it is not
+        padded."""
+        padded, kinds = self.padded_pass, frozenset(point.kind for point in points)
+        if self._ranks is not None:
+            return self._agree(self._ranks, size_of(prefill, decode, kinds))
+        is_dense = prefill is None and decode is not None and _is_dense(decode.plan)
+        if padded is None or is_dense:
+            return None
+        form = PassForm.of([size_of(prefill, decode, kinds)])
+        return form if form is not None and padded.takes(form) else None
 
     def _agree(self, ranks: RankGroup, size: PassSize) -> PassForm | None:
         """Agree with the other ranks on the form of a pass. All know the same passes of the same
         forms, so all choose the same."""
-        padded = self._padded
-        recorder = None if padded is None else padded.recorder
-        fails = recorder is not None and recorder.failure is not None
-        wish = size.as_text() if padded is not None and not fails else ""
+        padded = self.padded_pass
+        wish = "" if padded is None or padded.recorder.failure is not None else size.as_text()
         wishes = ranks.agree(max(size.rows, 1), wish)
         if padded is None or not wish:
             return None
         if not all(wishes):
-            if recorder is not None:
-                recorder.give_up(f"rank {wishes.index('')} does not record its passes")
+            padded.recorder.give_up(f"rank {wishes.index('')} does not record its passes")
             return None
         form = PassForm.of([PassSize.from_text(each) for each in wishes])
         if form is None or not padded.takes(form):
@@ -221,19 +221,20 @@ class ModelRunner:
         ranks.pad(form.rows)
         return form
 
-    def _recorded(self, kinds: frozenset[str]) -> GraphRunner:
+    def _verify_pass(self, kinds: frozenset[str]) -> GraphRunner:
         """Return the recorded pass that keeps all points of these kinds. A pass is recorded anew
         for the kinds that requests want, and not for each choice of points among them."""
-        if kinds not in self._graphs:
+        if kinds not in self.verify_passes:
             points = self.target.capture.points(kinds)
-            self._graphs[kinds] = GraphRunner(
-                partial(self._keeping_forward, points=points),
-                pads=self.target.kernels is not None,
+            self.verify_passes[kinds] = GraphRunner(
+                partial(self._verify_forward, points=points),
+                BatchPadding(pads=self.target.kernels is not None, is_written=False),
+                GraphRecorder(),
                 has_epilogue=True,
             )
-        return self._graphs[kinds]
+        return self.verify_passes[kinds]
 
-    def _keeping_forward(
+    def _verify_forward(
         self, draft: Draft, plan: PagedPlan, points: tuple[Point, ...]
     ) -> PassOutput:
         """Run a pass as it is recorded. What stood at the points goes to buffers that all
@@ -267,8 +268,7 @@ class ModelRunner:
         return found
 
 
-def _is_dense(decode: PassPart) -> bool:
-    """Return whether a decode step is left to ``verify``, which is recorded for requests of equal
-    widths: they are, or they are few enough to be padded to that."""
-    plan = decode.plan
+def _is_dense(plan: PagedPlan) -> bool:
+    """Return whether nodes run as requests of equal widths, for which passes are recorded: they
+    are, or they are few enough to be padded to that."""
     return plan.padding is None or batch_bucket(plan.bs) * plan.width <= _DENSE_ROWS

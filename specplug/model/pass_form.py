@@ -1,33 +1,15 @@
-"""The few sizes of batches, and forms of passes, that are padded to: each is recorded once."""
+"""The forms that passes of differing rows are padded to: each is recorded once."""
 
 from __future__ import annotations
 
 import json
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Self
 
 import attrs
 
-from specplug.speculative.graph_runner import batch_bucket
-
-MOST_ROWS = 512
-"""Rows of the largest pass that is padded to a form, the default of ``chunked_prefill_size``. A
-larger one keeps a GPU busy for longer than the host takes to launch its kernels one by one."""
-
-_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-
-
-def row_bucket(rows: int) -> int:
-    """Return the rows that so many, at most ``MOST_ROWS``, are padded to."""
-    return _ROWS[bisect_left(_ROWS, rows)]
-
-
-def row_buckets(most: int) -> list[int]:
-    """Return the most rows of each form that passes of at most ``most`` rows are padded to."""
-    most = min(most, MOST_ROWS)
-    return [*(rows for rows in _ROWS if rows < most), most]
+from specplug.speculative.buckets import MOST_ROWS, batch_bucket, row_bucket, width_bucket
 
 
 @attrs.frozen
@@ -101,19 +83,18 @@ class PartForm:
         if rows == 0:
             return None
         rows = row_bucket(rows)
-        # A power of two: 32 and less are read in parts, more in tiles, as the kernels choose.
-        width = 1 << (max(size.width for size in sizes) - 1).bit_length()
-        spare = int(width > 1)  # or full rows would be a form of their own
-        bs = max(size.bs + max(spare, -((size.rows - rows) // width)) for size in sizes)
+        width = width_bucket(max(size.width for size in sizes))
+        least = int(width > 1)  # or full rows would be a form of their own
+        bs = max(size.bs + max(least, -((size.rows - rows) // width)) for size in sizes)
         return cls(batch_bucket(bs), rows, width, any(size.masked for size in sizes))
 
     def places(self, widths: Sequence[int]) -> tuple[array[int], array[int]]:
         """Return ``flat_index`` [R] and ``padded_rows`` [B * Q] of a ``Padding``, int64, for real
         requests of these widths."""
         flat_index, padded_rows = array("q"), array("q", bytes(8 * self.bs * self.width))
-        nobody = len(widths) * self.width
         counts = *widths, self.rows - sum(widths)
-        for count, place in zip(counts, range(0, nobody + 1, self.width), strict=True):
+        first_places = range(0, len(counts) * self.width, self.width)
+        for count, place in zip(counts, first_places, strict=True):
             row = len(flat_index)
             flat_index.extend(range(place, place + count))
             padded_rows[place : place + count] = array("q", range(row, row + count))
@@ -121,9 +102,9 @@ class PartForm:
 
     def widths(self, widths: Sequence[int]) -> tuple[int, ...]:
         """Return the widths of all B requests, of which the first have these."""
-        spare = self.rows - sum(widths)
-        nobody = range(0, (self.bs - len(widths)) * self.width, self.width)
-        return (*widths, *(min(max(spare - before, 0), self.width) for before in nobody))
+        padding = self.rows - sum(widths)
+        before = range(0, (self.bs - len(widths)) * self.width, self.width)
+        return (*widths, *(min(max(padding - rows, 0), self.width) for rows in before))
 
 
 @attrs.frozen

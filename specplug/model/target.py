@@ -27,7 +27,7 @@ from specplug.model.fused_norms import fuse_norms
 from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.layer_fusion import FusedLayer
 from specplug.model.model_check import ModelCheck
-from specplug.model.padded_passes import PassOutput
+from specplug.model.padded_rows import PassOutput
 from specplug.model.paired_rows import pair_rows
 from specplug.model.quantization import (
     count_packed_modules,

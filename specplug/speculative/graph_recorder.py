@@ -1,7 +1,6 @@
 """Records what a pass launches as a CUDA graph: one launch instead of hundreds.
 
-``GraphRecorder`` is the one recorder of a run's passes. What to pad to, and so what is recorded, is
-``GraphRunner``'s for batches of one width, and ``PaddedPasses``' for rows of differing widths.
+``GraphRunner`` decides what is recorded, and when.
 """
 
 from __future__ import annotations

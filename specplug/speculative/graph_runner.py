@@ -1,49 +1,51 @@
-"""Passes of requests of one width, recorded for a few sizes of batches, then replayed."""
+"""Passes that are padded to a few buckets, recorded once for each, then replayed.
+
+A bucket is what the inputs of a pass are padded to. The inputs of a bucket are tensors of its own:
+each pass is copied to them, and the bucket's recording reads them. ``GraphRunner`` runs all passes
+that are recorded. How they are padded is its argument: as ``BatchPadding`` says if all requests
+have one width, to a ``PassForm`` if their widths differ. ``GraphRecorder`` makes the recordings.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
-from torch import Tensor
 
-from specplug.errors import PluginError
 from specplug.speculative.graph_recorder import GraphRecorder, Recorded
-from specplug.speculative.paged_plan import plan_of
-from specplug.speculative.pass_arguments import (
-    Parts,
-    PassInputs,
-    Remake,
-    apart,
-    batch_size_of,
-    form_of,
-    pad,
-    shapes_of,
-)
-
-_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_MOST_GRAPHS = 128
-"""The most shapes that one pass is recorded for; others run eagerly."""
 
 _MOST_EPILOGUES = 32
 """The most epilogues that are recorded with a pass."""
 
 
-def batch_bucket(bs: int) -> int:
-    """Return the batch size that a batch of ``bs`` is padded to."""
-    place = bisect_left(_BATCHES, bs)
-    return _BATCHES[place] if place < len(_BATCHES) else -(-bs // 64) * 64
+class PassInputs(Protocol):
+    """The inputs of a bucket."""
+
+    def fill(self, given: Any) -> None:
+        """Copy to them what a pass is given; the rest is padding."""
+
+    def arguments(self, given: Any) -> tuple[Any, ...]:
+        """Return them as the pass takes them, like ``given``: made anew each time, so that all that
+        the pass computes of them is recorded with it."""
+
+    def cutter(self, output: Any) -> Callable[[], Any]:
+        """Return what cuts the padding off ``output``, whose tensors each replay writes anew."""
 
 
-def batch_sizes(most: int) -> list[int]:
-    """Return the batch sizes that passes are recorded for; the last is ``most``, as padded."""
-    sizes = [min(batch_bucket(1), most)]
-    while sizes[-1] < most:
-        sizes.append(min(batch_bucket(sizes[-1] + 1), most))
-    return sizes
+class GivenPass(Protocol):
+    """What a pass is given.
+
+    Attributes:
+        bucket: that it is padded to.
+    """
+
+    @property
+    def bucket(self) -> Hashable: ...
+
+    def inputs(self) -> PassInputs:
+        """Return inputs for all passes of its bucket."""
 
 
 class PassRunner:
@@ -54,7 +56,7 @@ class PassRunner:
 
     Attributes:
         recorder: of its recordings; None: it is not recorded.
-        num_recordings: the forms that are recorded.
+        num_recordings: the buckets that are recorded.
     """
 
     recorder: GraphRecorder | None = None
@@ -73,57 +75,46 @@ class PassRunner:
 
 
 @attrs.define(eq=False)
-class _Recording:
-    """A form of the pass, recorded.
+class _Bucket:
+    """A bucket of the pass.
 
     Attributes:
-        inputs: that it reads, the batch padded to its bucket.
-        arguments: the same as the pass takes them, with all that it has computed of them; none if
-            no epilogue needs them.
-        recorded: the pass.
-        parts: of its output.
-        bs: of the last replay: what follows in ``inputs`` is padding.
-        bucket: the batch size that it is padded to.
-        epilogues: what is replayed after it, and the parts of its output.
+        inputs: of it.
+        recorded: the pass over them; None until it is recorded.
+        arguments: of the recording, with all that it has computed of them; none if no epilogue
+            needs them.
+        cut: cuts its output; None until it is replayed.
+        epilogues: what is replayed after it, and what cuts the output of that.
     """
 
     inputs: PassInputs
-    arguments: tuple[Any, ...]
-    recorded: Recorded
-    parts: Parts
-    bs: int
-    bucket: int | None
-    epilogues: dict[Hashable, tuple[Recorded, Parts]] = attrs.field(factory=dict)
-
-    def cut(self, parts: Parts) -> Any:
-        """Cut a padded output to the requests of the last replay, in tensors and containers of its
-        own: plugins may change them, and the next replay returns the same memory."""
-        tensors, remake = parts
-        if not self.bs or self.bucket is None or self.bs == self.bucket:
-            return remake(map(Tensor.detach, tensors))
-        bs, bucket = self.bs, self.bucket
-        return remake(tensor[: tensor.shape[0] // bucket * bs] for tensor in tensors)
+    recorded: Recorded | None = None
+    arguments: tuple[Any, ...] = ()
+    cut: Callable[[], Any] | None = None
+    epilogues: dict[Hashable, tuple[Recorded, Callable[[], Any]]] = attrs.field(factory=dict)
 
 
 class GraphRunner(PassRunner):
-    """A pass that is recorded once for each form of its arguments, then replayed.
+    """A pass that is recorded once for each bucket of its inputs, then replayed.
 
-    A batch is padded to one of a few sizes with requests of row 0 of the request table, which is
-    nobody's, so a pass is recorded for few forms, and none depends on the length of a context: the
-    kernels read lengths on the device. Where torch attends, lengths are part of the form. The next
-    replay overwrites what a replay returned, so a step uses the result before it launches another.
+    The next replay overwrites what a replay returned, so a step uses the result before it launches
+    another. Where nothing can be recorded, all further passes run as they are.
 
     Args:
-        forward: takes and returns what ``apart`` takes apart, by operations of the device alone. If
-            a plan or a batch is among its arguments, the tensors whose leading size is a multiple
-            of its size belong to its requests, in their order, and so do all that it returns.
-        pads: whether batches are padded. Where torch attends, a request that sees nothing would
-            leave NaN in slot 0, which others read and mask.
-        length: gives the keys of a request that a plan made within the pass reads, where torch
-            attends; None: the kernels do, and need no length.
+        forward: the pass, of operations of the device alone.
+        pad: says how its inputs are padded: makes a ``GivenPass`` of its arguments. None: the pass
+            runs as it is.
+        recorder: of the recordings.
+        most_buckets: the most that are recorded; passes of others run as they are.
+        warms_up: record the first pass of a bucket, after it has run once to compile its kernels.
+            Else the second one is recorded: a bucket that is seen once costs no recording.
+        waits: replay a pass from the next one of its bucket on, not at once: the recordings of
+            other ranks must have succeeded too.
         has_epilogue: whether ``run_epilogue`` may be called after it. What the pass computes of
             its arguments is kept for that.
-        beside_threads: see ``GraphRecorder``.
+
+    Attributes:
+        pad, recorder: as given.
     """
 
     recorder: GraphRecorder
@@ -131,61 +122,70 @@ class GraphRunner(PassRunner):
     def __init__(
         self,
         forward: Callable[..., Any],
+        pad: Callable[..., GivenPass | None],
+        recorder: GraphRecorder,
         *,
-        pads: bool,
-        length: Callable[[], int] | None = None,
+        most_buckets: int = 128,
+        warms_up: bool = True,
+        waits: bool = False,
         has_epilogue: bool = False,
-        beside_threads: bool = False,
     ) -> None:
         super().__init__(forward)
-        self._pads = pads
-        self._length = length
+        self.pad = pad
+        self.recorder = recorder
+        self._most_buckets = most_buckets
+        self._warms_up = warms_up
+        self._waits = waits
         self._has_epilogue = has_epilogue
-        self.recorder = GraphRecorder(beside_threads=beside_threads)
-        self._recordings: dict[Any, _Recording] = {}
-        self._last: _Recording | None = None
+        self._known: dict[Hashable, _Bucket] = {}
+        self._last: _Bucket | None = None
 
-    def close(self) -> None:
-        """Free the graphs too."""
-        self.recorder.close()
-        self._recordings.clear()
-        self._last = self._length = None
-        super().close()
+    def takes(self, bucket: Hashable) -> bool:
+        """Return whether passes of this bucket are padded: none is where recording has failed."""
+        if self.recorder.failure is not None:
+            return False
+        return bucket in self._known or len(self._known) < self._most_buckets
 
     def __call__(self, *arguments: Any) -> Any:
-        """Replay the pass, or run it if it is not recorded, and return its result."""
+        """Run the pass, replayed if it is recorded, and return its result."""
         self._last = None
-        bs = batch_size_of(arguments)
-        plans = [plan for a in arguments if (plan := plan_of(a)) is not None]
-        ragged = any(plan.padding is not None for plan in plans)
-        if ragged or bs == 0 or self.recorder.failure is not None:
+        given = None if self.recorder.failure is not None else self.pad(*arguments)
+        if given is None or not self.takes(given.bucket):
             return self._forward(*arguments)
-        bucket = batch_bucket(bs) if bs is not None and self._pads else bs
-        tensors, remake = apart(arguments)
-        batched = [bs is not None and (n := t.shape[0]) > 0 and n % bs == 0 for t in tensors]
-        length = None if self._length is None else self._length()
-        form = bucket, length, form_of(arguments), *shapes_of(tensors, batched, bs)
-        try:
-            recording = self._recordings.get(form)
-        except TypeError as error:
-            raise PluginError(
-                f"a recorded pass was given {error}; expected tensors, plans, the batch, drafts "
-                "and outputs, alone or in tuples, lists and mappings, and plain values"
-            ) from error
-        if recording is None:
-            if len(self._recordings) == _MOST_GRAPHS:
-                return self._forward(*arguments)
-            recording = self._record(tensors, remake, batched, bs, bucket)
-            if recording is None:
-                return self._forward(*arguments)
-            self._recordings[form] = recording
-            self.num_recordings = len(self._recordings)
-        # A plugin's pass may write to what it is given, the padding too.
-        recording.inputs.fill(tensors, clear=recording.bs != bs or not self._has_epilogue)
-        recording.bs = bs or 0
-        recording.recorded.replay()
-        self._last = recording if self._has_epilogue else None
-        return recording.cut(recording.parts)
+        known = self._known.get(given.bucket)
+        is_first = known is None
+        if known is None:
+            known = self._known[given.bucket] = _Bucket(given.inputs())
+        known.inputs.fill(given)
+        recorded = known.recorded
+        if recorded is None and (self._warms_up or not is_first):
+            recorded = self._record(known, given)
+            if self._warms_up:
+                known.inputs.fill(given)  # the pass may have written to them
+            elif self._waits:
+                recorded = None
+        if recorded is None:
+            return known.inputs.cutter(self._forward(*known.inputs.arguments(given)))()
+        output = recorded.replay()
+        if known.cut is None:
+            known.cut = known.inputs.cutter(output)
+        self._last = known if self._has_epilogue else None
+        return known.cut()
+
+    def _record(self, bucket: _Bucket, given: Any) -> Recorded | None:
+        """Record the pass over a bucket's inputs. None if that fails; it is not tried again."""
+        arguments: tuple[Any, ...] = ()
+
+        def run() -> Any:
+            nonlocal arguments
+            arguments = bucket.inputs.arguments(given)
+            return self._forward(*arguments)
+
+        bucket.recorded = self.recorder.record(run, warms_up=self._warms_up)
+        if bucket.recorded is not None:
+            self.num_recordings += 1
+            bucket.arguments = arguments if self._has_epilogue else ()
+        return bucket.recorded
 
     def run_epilogue(self, key: Hashable, epilogue: Callable[..., Any]) -> Any:
         """Run what follows the last pass, on what that has read and written, and return its result.
@@ -195,9 +195,8 @@ class GraphRunner(PassRunner):
 
         Args:
             key: stands for ``epilogue``: of equal keys the same is recorded.
-            epilogue: takes the arguments of the pass, plans and drafts, and its output, in tensors
-                that may be padded and are the same in every replay, and returns as ``forward``
-                does.
+            epilogue: takes the arguments of the pass and its output, in tensors that may be padded
+                and are the same in every replay, and returns what the pass may return.
 
         Returns:
             None if the last pass was not replayed; then nothing is run.
@@ -206,44 +205,26 @@ class GraphRunner(PassRunner):
         if last is None:
             return None
         if key in last.epilogues:
-            recorded, parts = last.epilogues[key]
+            recorded, cut = last.epilogues[key]
             recorded.replay()
-            return last.cut(parts)
+            return cut()
 
         def run() -> Any:
             # Copies: what this computes of them is its own, and not there for the next run.
+            assert last.recorded is not None
             return epilogue(*map(copy, last.arguments), last.recorded.output)
 
         output = run()
         if len(last.epilogues) < _MOST_EPILOGUES:
             found = self.recorder.record(run)
             if found is not None:
-                last.epilogues[key] = found, apart(found.output)
-        return last.cut(apart(output))
+                last.epilogues[key] = found, last.inputs.cutter(found.output)
+        return last.inputs.cutter(output)()
 
-    def _record(
-        self,
-        tensors: list[Tensor],
-        remake: Remake,
-        batched: list[bool],
-        bs: int | None,
-        bucket: int | None,
-    ) -> _Recording | None:
-        """Record the pass after a warm-up run. None if that fails; it is not tried again then."""
-        inputs = [
-            pad(tensor, bs, bucket) if own and bs and bucket else tensor.clone()
-            for tensor, own in zip(tensors, batched, strict=True)
-        ]
-        given: tuple[Any, ...] = ()
-
-        def run() -> Any:
-            nonlocal given
-            given = remake(iter(inputs))
-            return self._forward(*given)
-
-        recorded = self.recorder.record(run, warms_up=True)
-        if recorded is None:
-            return None
-        arguments = given if self._has_epilogue else ()
-        parts = apart(recorded.output)
-        return _Recording(PassInputs(inputs), arguments, recorded, parts, bs or 0, bucket)
+    def close(self) -> None:
+        """Free the recordings and their inputs too."""
+        self.recorder.close()
+        self._known.clear()
+        self._last = None
+        del self.pad
+        super().close()

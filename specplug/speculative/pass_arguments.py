@@ -1,13 +1,13 @@
-"""The tensors in what a pass takes and returns, and how they are padded to another batch size.
+"""The arguments of a pass of one width: their tensors, and how these are padded to a batch size.
 
 Plans, batches, drafts, draft inputs and committed outputs are made of tensors, and of plain values,
 and so is any tuple, list or mapping of them: ``apart`` takes them apart. With the shapes of the
-tensors the plain values say what a recording is good for: its form.
+tensors the plain values say what a recording is good for: its bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -16,7 +16,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.errors import PluginError
 from specplug.speculative.batch import Batch
+from specplug.speculative.buckets import batch_bucket
 from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.paged_plan import LentPlan, PagedPlan, plan_of
 from specplug.speculative.target_output import CommittedOutput
@@ -156,15 +158,123 @@ def shapes_of(tensors: Sequence[Tensor], batched: Sequence[bool], bs: int | None
         yield tensor.dtype, own, shape[0] // bs if own and bs else shape[:1], shape[1:]
 
 
-def pad(tensor: Tensor, bs: int, bucket: int) -> Tensor:
-    """Return a copy of a tensor of ``bs`` requests for a batch of ``bucket``."""
-    size = len(tensor) // bs * bucket
-    kept = tensor.new_empty(size, *tensor.shape[1:])
-    PassInputs([kept]).fill([tensor], clear=True)
-    return kept
+@attrs.define(eq=False, kw_only=True)
+class BatchPadding:
+    """Pads a pass to one of a few batch sizes with requests of row 0 of the request table, which is
+    nobody's. So a pass is recorded for few buckets, and none depends on the length of a context:
+    the kernels read lengths on the device. Where torch attends, lengths are part of the bucket.
+
+    If a plan or a batch is among the arguments of the pass, the tensors whose leading size is a
+    multiple of its size belong to its requests, in their order, and so do all that the pass
+    returns. A pass whose requests differ in width runs as it is.
+
+    Attributes:
+        pads: whether batches are padded. Where torch attends, a request that sees nothing would
+            leave NaN in slot 0, which others read and mask.
+        length: gives the keys of a request that a plan made within the pass reads, where torch
+            attends; None: the kernels do, and need no length.
+        is_written: whether the pass may write to its inputs, the padding too, as a plugin's may.
+    """
+
+    pads: bool = True
+    length: Callable[[], int] | None = None
+    is_written: bool = True
+
+    def __call__(self, *arguments: Any) -> GivenBatch | None:
+        """Return what a pass is given; None if it runs as it is.
+
+        Raises:
+            PluginError: an argument can be no part of a bucket.
+        """
+        bs = batch_size_of(arguments)
+        plans = [plan for a in arguments if (plan := plan_of(a)) is not None]
+        if bs == 0 or any(plan.padding is not None for plan in plans):
+            return None
+        size = batch_bucket(bs) if bs is not None and self.pads else bs
+        tensors, remake = apart(arguments)
+        batched = [bs is not None and (n := t.shape[0]) > 0 and n % bs == 0 for t in tensors]
+        length = None if self.length is None else self.length()
+        bucket = size, length, form_of(arguments), *shapes_of(tensors, batched, bs)
+        try:
+            hash(bucket)
+        except TypeError as error:
+            raise PluginError(
+                f"a recorded pass was given {error}; expected tensors, plans, the batch, drafts "
+                "and outputs, alone or in tuples, lists and mappings, and plain values"
+            ) from error
+        return GivenBatch(bucket, tensors, remake, batched, bs, size, self.is_written)
 
 
-class PassInputs:
+@attrs.frozen(eq=False)
+class GivenBatch:
+    """The arguments of a pass, taken apart. Implements ``GivenPass``.
+
+    Attributes:
+        bucket: what a recording is good for: the batch size that they are padded to and their form.
+        tensors, remake: of them; see ``apart``.
+        batched: which of the tensors belong to the requests.
+        bs: requests; None if no argument says how many.
+        size: the batch size that they are padded to.
+        is_written: see ``BatchPadding``.
+    """
+
+    bucket: Hashable
+    tensors: list[Tensor]
+    remake: Remake
+    batched: list[bool]
+    bs: int | None
+    size: int | None
+    is_written: bool
+
+    def inputs(self) -> BatchInputs:
+        """Return inputs for all batches of its bucket."""
+        inputs = [
+            tensor.new_empty(len(tensor) // self.bs * self.size, *tensor.shape[1:])
+            if own and self.bs and self.size
+            else torch.empty_like(tensor)
+            for tensor, own in zip(self.tensors, self.batched, strict=True)
+        ]
+        return BatchInputs(KeptTensors(inputs), self.size)
+
+
+@attrs.define(eq=False)
+class BatchInputs:
+    """The inputs of a pass of one width. Implements ``PassInputs``.
+
+    Attributes:
+        tensors: of them, with room for ``size`` requests.
+        bs: of the last batch: what follows in the tensors is padding.
+    """
+
+    tensors: KeptTensors
+    size: int | None
+    bs: int | None = -1
+
+    def fill(self, given: GivenBatch) -> None:
+        """Copy a batch to the first rows."""
+        self.tensors.fill(given.tensors, clear=given.is_written or self.bs != given.bs)
+        self.bs = given.bs
+
+    def arguments(self, given: GivenBatch) -> tuple[Any, ...]:
+        """Return the arguments of the pass, like those of ``given``, which is not kept: it holds
+        requests."""
+        made: tuple[Any, ...] = given.remake(iter(self.tensors.tensors))
+        return made
+
+    def cutter(self, output: Any) -> Callable[[], Any]:
+        """Return what cuts a padded output to the requests of the last batch, in tensors and
+        containers of its own: plugins may change them, and the next replay returns the same
+        memory."""
+        return partial(self._cut, *apart(output))
+
+    def _cut(self, tensors: list[Tensor], remake: Remake) -> Any:
+        bs, size = self.bs, self.size
+        if not bs or size is None or bs == size:
+            return remake(map(Tensor.detach, tensors))
+        return remake(tensor[: tensor.shape[0] // size * bs] for tensor in tensors)
+
+
+class KeptTensors:
     """The tensors that a recording reads, to which those of a batch are copied."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

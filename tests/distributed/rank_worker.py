@@ -169,7 +169,8 @@ class RankWorker:
     def recorded(self) -> tuple[int, int, str | None]:
         """How many forms are recorded; how often stand-ins were replayed; why recording failed."""
         runner = self.llm.engine.steps.runner
-        return runner.num_padded_recordings, self._recorder.replayed, runner.graph_failure
+        recorded = runner.padded_pass.num_recordings
+        return recorded, self._recorder.replayed, runner.graph_failure
 
     def timed(self, jobs: Sequence[Job]) -> float:
         """Run requests, then wait for the other ranks; seconds a step, idle ones too."""

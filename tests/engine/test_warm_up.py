@@ -24,7 +24,7 @@ from specplug import (
     hookimpl,
 )
 from specplug.engine import hook_watch
-from specplug.speculative.graph_runner import batch_bucket
+from specplug.speculative.buckets import batch_bucket
 from specplug.speculative.report import RequestReport, StepReport
 
 PROMPTS = ["def add(a, b):\n", "import os\nimport os\nimport os\n", [3, 1, 4, 1, 5] * 9]

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from specplug import LLM, Batch, Draft, DraftInput, Runtime, hookimpl
+from specplug.speculative.graph_recorder import GraphRecorder
+from specplug.speculative.graph_runner import GraphRunner
+from specplug.speculative.pass_arguments import BatchPadding
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")
 
@@ -46,8 +49,8 @@ def test_replays_give_the_same_tokens(
             outputs = llm.generate(reference.prompts, reference.params[kind])
             assert [o.token_ids for o in outputs] == list(known.values())
             assert llm.effective_config["cuda_graph"] == "on"
-            recorded = llm.engine.steps.runner.recordings
-            assert recorded[frozenset()] or ragged, "passes of one width were recorded"
+            recorded = llm.engine.steps.runner.verify_passes[frozenset()].num_recordings
+            assert recorded or ragged, "passes of one width were recorded"
 
 
 @needs_cuda
@@ -64,9 +67,9 @@ def test_replays_leave_the_hidden_states_of_any_layers(
             asked = [attrs.evolve(each, return_hidden_states=layers) for each in greedy]
             found.append([output.hidden_states for output in llm.generate(prompts, asked)])
         assert llm.effective_config["cuda_graph"] == "on"
-        recorded = llm.engine.steps.runner.recordings
+        recorded = llm.engine.steps.runner.verify_passes
         assert set(recorded) == {frozenset(), frozenset({"hidden_states"})}
-        assert all(recorded.values())
+        assert all(each.num_recordings for each in recorded.values())
     for layers, states in zip(chosen[1:4], found[1:4], strict=True):
         columns = [2] if layers is True else list(layers)
         for some, every in zip(states, found[0], strict=True):
@@ -112,12 +115,10 @@ def test_a_draft_pass_is_recorded_if_the_hook_says_so(
 
 @needs_cuda
 def test_a_pass_that_cannot_be_recorded_runs_as_it_is() -> None:
-    from specplug.speculative.graph_runner import GraphRunner
-
     def waits(x: torch.Tensor) -> torch.Tensor:
         return x + x.sum().item()
 
-    runner = GraphRunner(waits, pads=True)
+    runner = GraphRunner(waits, BatchPadding(), GraphRecorder())
     x = torch.ones(3, device="cuda")
     stream = torch.cuda.current_stream()
     assert torch.equal(runner(x), x + 3)

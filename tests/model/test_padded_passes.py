@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from specplug import LLM, SamplingParams
 from specplug.kernels import paged_attention_kernels as kernels
 from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.paged_attention_kernels import PagedAttention
-from specplug.model.padded_passes import PaddedPasses, PassPart, size_of
-from specplug.model.pass_form import PassForm, row_buckets
+from specplug.model.padded_rows import GivenParts, PassPart, size_of
+from specplug.model.pass_form import PassForm
+from specplug.speculative.buckets import row_buckets
 from specplug.speculative.draft import ancestor_mask
 from specplug.speculative.graph_recorder import GraphRecorder
+from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import JoinedPlan, PagedKVCache, PagedPlan, RequestSlots
 
@@ -83,7 +86,8 @@ class Layer:
             padding=Padding.of(widths, width, DEVICE),
         )
         tokens = torch.arange(sum(widths), device=DEVICE) % 61 + len(requests)
-        return PassPart(tokens, plan, ends_only=how == "chunks")
+        last_rows = torch.tensor(widths, device=DEVICE).cumsum(0) - 1
+        return PassPart(tokens, plan, last_rows=last_rows if how == "chunks" else None)
 
     def expected(self, *parts: PassPart | None) -> list[PassOutput | None]:
         """What each part gets in a pass of its own."""
@@ -92,8 +96,7 @@ class Layer:
             if part is None:
                 found.append(None)
                 continue
-            ends = torch.tensor(part.plan.widths, device=DEVICE).cumsum(0) - 1
-            rows = ends if part.ends_only else 0
+            rows = 0 if part.last_rows is None else part.last_rows
             found.append(self.forward(part.tokens, part.plan, rows))
         return found
 
@@ -118,6 +121,12 @@ def form_of(*passes: tuple[PassPart | None, PassPart | None]) -> PassForm:
     form = PassForm.of([size_of(*parts, frozenset()) for parts in passes])
     assert form is not None
     return form
+
+
+def padded_pass(
+    forward: Callable[..., PassOutput], recorder: GraphRecorder, *, waits: bool = False
+) -> GraphRunner:
+    return GraphRunner(forward, GivenParts, recorder, warms_up=False, waits=waits)
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -162,15 +171,15 @@ def test_padded_rows_have_the_bits_of_the_pass(case: str) -> None:
         ],
     }[case]
     form = form_of(*passes)
-    padded = PaddedPasses(layer.forward, GraphRecorder() if ON_GPU else None)
+    padded = padded_pass(layer.forward, GraphRecorder() if ON_GPU else RunsAgain())
     like = layer.part((1,), (1,)).plan
     for parts in passes * (3 if ON_GPU else 1):  # as it is, recorded, replayed
         layer.written = None
-        found = padded(form, parts, like)
+        found = padded(form, *parts, like)
         layer.assert_left_alone(parts)
         assert_same(found, layer.expected(*parts))
-    assert padded.recorder is None or padded.recorder.failure is None
-    assert padded.num_recordings == ON_GPU
+    assert padded.recorder.failure is None
+    assert padded.num_recordings == 1
 
 
 # When a form is recorded
@@ -181,12 +190,12 @@ def counts_of(waits: bool) -> list[tuple[int, int]]:
         return tokens.unsqueeze(1), {}, {}
 
     recorder = RunsAgain()
-    padded = PaddedPasses(forward, recorder, waits=waits)
+    padded = padded_pass(forward, recorder, waits=waits)
     layer = Layer()
     counts = []
     for width in (9, 10, 11, 20, 12):
         part = layer.part((1,), (width,), "chains")
-        found = padded(form_of((None, part)), (None, part), part.plan)[1]
+        found = padded(form_of((None, part)), None, part, part.plan)[1]
         assert found is not None
         assert torch.equal(found[0][:, 0], part.tokens)
         counts.append((recorder.recorded, recorder.replayed))
@@ -203,17 +212,16 @@ def test_form_of_ranks_is_replayed_one_pass_later() -> None:
 
 
 def test_failed_recording_ends_all_padding() -> None:
-    padded = PaddedPasses(lambda tokens, *_: (tokens, {}, {}), RunsAgain("no memory"))
+    padded = padded_pass(lambda tokens, *_: (tokens, {}, {}), RunsAgain("no memory"))
     part = Layer().part((1,), (9,), "chains")
     form = form_of((None, part))
     for _ in range(2):
         assert padded.takes(form)
         with warnings.catch_warnings(record=True) as told:
-            found = padded(form, (None, part), part.plan)[1]
+            found = padded(form, None, part, part.plan)[1]
         assert found is not None
         assert torch.equal(found[0], part.tokens)
     assert [str(each.message) for each in told] == ["cuda_graph is off: no memory"]
-    assert padded.recorder is not None
     assert padded.recorder.failure == "no memory"
     assert not padded.takes(form)
 
@@ -245,7 +253,7 @@ def test_padded_steps_give_the_same_tokens(
         for _ in range(2):
             outputs = llm.generate(reference.prompts, params)
             assert [output.token_ids for output in outputs] == list(known.values())
-        assert runner.num_padded_recordings == recorder.recorded
+        assert runner.padded_pass.num_recordings == recorder.recorded
         assert recorder.replayed > 0
         llm.check_pool()
 
@@ -276,13 +284,13 @@ def test_recorded_mixed_steps_give_the_same_tokens(
                 found = [output.token_ids for output in llm.generate(prompts, params)]
                 assert found == expected
             assert llm.effective_config["cuda_graph"] == "on"
-            assert llm.engine.steps.runner.num_padded_recordings > 0
+            assert llm.engine.steps.runner.padded_pass.num_recordings > 0
 
 
 @needs_cuda
 def test_warm_up_records_the_forms_of_prompts(tiny_model: Path) -> None:
     with LLM(tiny_model, device="cuda", dtype="bfloat16", chunked_prefill_size=64) as llm:
-        recorded = llm.engine.steps.runner.num_padded_recordings
+        recorded = llm.engine.steps.runner.padded_pass.num_recordings
         assert recorded >= len(row_buckets(64))
         llm.generate([[7] * 50], SamplingParams(max_tokens=2))
-        assert llm.engine.steps.runner.num_padded_recordings == recorded
+        assert llm.engine.steps.runner.padded_pass.num_recordings == recorded

@@ -5,15 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specplug.model.pass_form import (
-    MOST_ROWS,
-    NOTHING,
-    PartForm,
-    PartSize,
-    PassForm,
-    PassSize,
-    row_buckets,
-)
+from specplug.model.pass_form import NOTHING, PartForm, PartSize, PassForm, PassSize
+from specplug.speculative.buckets import MOST_ROWS, row_buckets
 
 WIDTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 

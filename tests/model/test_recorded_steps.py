@@ -33,10 +33,11 @@ from specplug.engine.engine_runtime import EngineRuntime
 from specplug.engine.step import StepRunner
 from specplug.errors import PluginError
 from specplug.speculative import graph_recorder
+from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.paged_plan import PagedPlan, RequestSlots
-from specplug.speculative.pass_arguments import PassInputs
+from specplug.speculative.pass_arguments import BatchPadding, KeptTensors
 from specplug.speculative.target_output import compact
 
 ON_GPU = torch.cuda.is_available()
@@ -62,8 +63,9 @@ def start(tiny_model: Path) -> Iterator[Start]:
         llm = LLM(tiny_model, dtype="float64", speculative_algorithm=algorithm, **settings)
         if not ON_GPU:
             llm.engine.steps.runner.record_graphs()
-        for graph in llm.engine.steps.runner.recorders:
-            graph._pads = pads  # as the kernels of half precision do
+        for each in llm.engine.steps.runner.verify_passes.values():
+            assert isinstance(each.pad, BatchPadding)
+            each.pad.pads = pads  # as the kernels of half precision do
         opened.append(llm)
         return llm
 
@@ -228,7 +230,8 @@ def test_a_padded_batch_is_accepted_as_it_is(is_tree: bool) -> None:
         committed = compact(verified, draft.flat_tokens, per_node)
         return plan.starts + verified.accept_lens, committed
 
-    runner = GraphRunner(forward, pads=True, has_epilogue=True)
+    padding = BatchPadding(is_written=False)
+    runner = GraphRunner(forward, padding, GraphRecorder(), has_epilogue=True)
     lens = []
     for bs in (3, 4, 3, 5, 8, 1, 6, 3):
         draft = _drafts(bs, 6, is_tree, generator)
@@ -305,7 +308,7 @@ def test_requests_of_all_kinds_get_the_same_recorded_or_not(
             if records and not ON_GPU:
                 llm.engine.steps.runner.record_graphs()
             found.append([output.token_ids for output in llm.generate(prompts, asked)])
-            assert not records or any(llm.engine.steps.runner.recordings.values())
+            assert not records or llm.engine.steps.runner.verify_passes[frozenset()].num_recordings
     assert found[0] == found[1]
 
 
@@ -328,7 +331,8 @@ def test_recorded_drafts_are_those_that_are_not(
     def draft_pass(self: EngineRuntime, forward: Callable[..., Any]) -> GraphRunner:
         # Positions before 0 see nothing, which leaves NaN where torch attends.
         pads = name != "MULTI_LAYER_EAGLE"
-        runners.append(GraphRunner(forward, pads=pads, length=self._kv.key_length))
+        padding = BatchPadding(pads=pads, length=self._kv.key_length)
+        runners.append(GraphRunner(forward, padding, GraphRecorder()))
         return runners[-1]
 
     monkeypatch.setattr(HookCalls, "propose", kept)
@@ -371,7 +375,7 @@ def test_padding_that_a_pass_writes_to_begins_anew() -> None:
         lengths += 1
         return lengths.amax().expand(len(lengths)).clone()
 
-    runner = GraphRunner(forward, pads=True)
+    runner = GraphRunner(forward, BatchPadding(), GraphRecorder())
     rows = torch.arange(3, device=DEVICE)
     plan = _plan(rows)
     greatest = [runner(plan, torch.tensor([5, 3, 4], device=DEVICE)).tolist() for _ in range(9)]
@@ -388,7 +392,7 @@ def test_a_recorded_pass_returns_its_own_named_tuples(bs: int) -> None:
     def forward(plan: PagedPlan, given: Tensor) -> _Named:
         return _Named(given + 1, [given * 2])
 
-    runner = GraphRunner(forward, pads=True)
+    runner = GraphRunner(forward, BatchPadding(), GraphRecorder())
     rows = torch.arange(bs, device=DEVICE)
     plan = _plan(rows)
     for number in range(3):
@@ -403,7 +407,7 @@ def test_a_recorded_pass_takes_tensors_in_containers() -> None:
     def forward(plan: PagedPlan, given: list[Tensor], named: dict[str, Tensor]) -> Draft:
         return Draft.chain(torch.stack((*given, named["last"]), dim=1))
 
-    runner = GraphRunner(forward, pads=True)
+    runner = GraphRunner(forward, BatchPadding(), GraphRecorder())
     for bs in (3, 4, 3):
         rows = torch.arange(bs, device=DEVICE)
         plan = _plan(rows)
@@ -422,7 +426,7 @@ def test_a_recorded_pass_takes_a_draft_input() -> None:
                 found = found + sign * draft_input[name]
         return found
 
-    runner = GraphRunner(forward, pads=True)
+    runner = GraphRunner(forward, BatchPadding(), GraphRecorder())
     for bs in (3, 4, 2, 3):
         rows = torch.arange(bs, device=DEVICE)
         for own, other in ((rows + bs, None), (None, rows + bs)):
@@ -433,7 +437,7 @@ def test_a_recorded_pass_takes_a_draft_input() -> None:
 
 
 def test_a_recorded_pass_refuses_what_has_no_form() -> None:
-    runner = GraphRunner(lambda plan, chosen: plan.positions, pads=True)
+    runner = GraphRunner(lambda plan, _: plan.positions, BatchPadding(), GraphRecorder())
     rows = torch.arange(3, device=DEVICE)
     with pytest.raises(PluginError, match="given unhashable type: 'set'; expected tensors, "):
         runner(_plan(rows), {1, 2})
@@ -445,7 +449,7 @@ def test_inputs_of_all_dtypes_are_copied_together() -> None:
     def forward(plan: PagedPlan, *given: Tensor) -> list[Tensor]:
         return [tensor.clone() for tensor in given]
 
-    runner = GraphRunner(forward, pads=True)
+    runner = GraphRunner(forward, BatchPadding(), GraphRecorder())
     generator = torch.Generator().manual_seed(0)
     for bs in (3, 4, 2, 3):
         rows = torch.arange(bs, device=DEVICE)
@@ -467,7 +471,7 @@ def test_lazily_conjugated_and_negated_inputs_are_copied() -> None:
     numbers = torch.tensor([[1 + 2j, 3 - 4j], [5j, -6]], device=DEVICE)
     sources = [numbers.conj(), numbers.conj().imag, torch._neg_view(numbers.real.contiguous())]
     inputs = [torch.ones(4, 2, dtype=source.dtype, device=DEVICE) for source in sources]
-    PassInputs(inputs).fill(sources, clear=True)
+    KeptTensors(inputs).fill(sources, clear=True)
     for kept, source in zip(inputs, sources, strict=True):
         assert torch.equal(kept[:2], source)
         assert not kept[2:].any()
@@ -487,7 +491,7 @@ def test_a_large_input_is_copied_by_many_blocks(rows: int, monkeypatch: pytest.M
     source = torch.randn(rows, 5 * 4096, device=DEVICE).to(torch.bfloat16)
     odd = torch.arange(rows * 3, device=DEVICE).to(torch.int8)
     inputs = [torch.full_like(source, -1), torch.full_like(odd, -1)]
-    PassInputs(inputs).fill([source, odd], clear=False)
+    KeptTensors(inputs).fill([source, odd], clear=False)
     assert torch.equal(inputs[0], source)
     assert torch.equal(inputs[1], odd)
     (sizes,) = (each for each in launches if sum(each) >= source.nbytes)

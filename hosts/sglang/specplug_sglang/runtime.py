@@ -10,8 +10,10 @@ from torch import Tensor
 
 from specplug import Batch, SpecConfig
 from specplug.kernels.kernel_table import attention_kernels
+from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner, PassRunner
 from specplug.speculative.paged_plan import LentPlan, PagedKVCache
+from specplug.speculative.pass_arguments import BatchPadding
 from specplug.speculative.runtime_base import RuntimeBase
 from specplug_sglang.captures import Captures
 from specplug_sglang.sampling import SamplingRows
@@ -115,7 +117,8 @@ class SglangRuntime(RuntimeBase):
     def draft_pass(self, forward: Callable[..., Any]) -> PassRunner:
         if not self._records:
             return PassRunner(forward)
-        return GraphRunner(forward, pads=True, beside_threads=True)  # SGLang's threads use it too
+        recorder = GraphRecorder(beside_threads=True)  # SGLang's threads use it too
+        return GraphRunner(forward, BatchPadding(), recorder)
 
     def allocate(self, req_to_token: Tensor, num_slots: int) -> None:
         """Make the draft models' pools, with the slots of SGLang's.

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from specplug.speculative.graph_recorder import GraphRecorder, Recorded
 from specplug.speculative.graph_runner import GraphRunner, PassRunner
 from specplug.speculative.paged_plan import round_up
-from specplug.speculative.pass_arguments import apart
+from specplug.speculative.pass_arguments import BatchPadding, apart
 from specplug_sglang.runtime import SglangRuntime
 from specplug_sglang.step_slots import StepSlots
 
@@ -45,9 +45,7 @@ def trace_drafts() -> None:
     """Let draft models' passes be traced and replayed in this process."""
 
     def draft_pass(self: SglangRuntime, forward: Callable[..., Any]) -> PassRunner:
-        runner = GraphRunner(forward, pads=True, length=lambda: self.table._length)
-        runner.recorder = _Tracer()
-        return runner
+        return GraphRunner(forward, BatchPadding(length=lambda: self.table._length), _Tracer())
 
     begin = StepSlots.begin
 

@@ -15,10 +15,12 @@ from specplug import (
     SpecConfig,
     UsageError,
 )
+from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner, PassRunner
 from specplug.speculative.host_kernels import DraftKernels, join_rows
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedPlan, RequestSlots
+from specplug.speculative.pass_arguments import BatchPadding
 from specplug.speculative.runtime import RankInfo
 from specplug.speculative.runtime_base import RuntimeBase
 from specplug_vllm import vllm_names
@@ -183,7 +185,8 @@ class VllmRuntime(RuntimeBase):
     def draft_pass(self, forward: Callable[..., Any]) -> PassRunner:
         if not self._records:
             return PassRunner(forward)
-        return GraphRunner(forward, pads=True, beside_threads=True)  # vLLM's threads use it too
+        recorder = GraphRecorder(beside_threads=True)  # vLLM's threads use it too
+        return GraphRunner(forward, BatchPadding(), recorder)
 
     @property
     def captured_layers(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from specplug import PluginError
-from specplug.speculative.graph_runner import batch_sizes
+from specplug.speculative.buckets import batch_sizes
 from specplug.speculative.host_copy import upload
 from specplug.speculative.undrafted import FAILED
 from specplug_vllm import vllm_names

@@ -1,0 +1,44 @@
+"""The few sizes that batches, rows and widths are padded to: a pass is recorded once for each."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+_BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+MOST_ROWS = 512
+"""Rows of the largest pass whose rows are padded, the default of ``chunked_prefill_size``. A larger
+one keeps a GPU busy for longer than the host takes to launch its kernels one by one."""
+
+_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+
+
+def batch_bucket(bs: int) -> int:
+    """Return the batch size that a batch of ``bs`` is padded to."""
+    place = bisect_left(_BATCHES, bs)
+    return _BATCHES[place] if place < len(_BATCHES) else -(-bs // 64) * 64
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Return the batch sizes that passes are recorded for; the last is ``most``, as padded."""
+    sizes = [min(batch_bucket(1), most)]
+    while sizes[-1] < most:
+        sizes.append(min(batch_bucket(sizes[-1] + 1), most))
+    return sizes
+
+
+def row_bucket(rows: int) -> int:
+    """Return the rows that so many, at most ``MOST_ROWS``, are padded to."""
+    return _ROWS[bisect_left(_ROWS, rows)]
+
+
+def row_buckets(most: int) -> list[int]:
+    """Return the most rows of each form that passes of at most ``most`` rows are padded to."""
+    most = min(most, MOST_ROWS)
+    return [*(rows for rows in _ROWS if rows < most), most]
+
+
+def width_bucket(width: int) -> int:
+    """Return the rows of a request that so many are padded to: a power of two, because kernels read
+    32 and less in parts, and more in tiles."""
+    return 1 << (width - 1).bit_length()

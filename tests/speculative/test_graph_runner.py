@@ -1,0 +1,92 @@
+"""When a pass is padded, recorded and replayed, as far as it shows without a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from recorded_operations import Operations, record_operations
+from torch import Tensor
+
+from specplug.speculative.graph_recorder import GraphRecorder, Recorded
+from specplug.speculative.graph_runner import GraphRunner
+from specplug.speculative.pass_arguments import BatchPadding
+
+
+class Counted(GraphRecorder):
+    """Records operations, and fails from the recording number ``fails`` on."""
+
+    def __init__(self, fails: int = 1 << 30) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._fails = fails
+
+    def launch(self, run: Callable[[], Any], warms_up: bool) -> tuple[Recorded, float]:
+        self.counts["recorded"] += 1
+        if self.counts["recorded"] >= self._fails:
+            raise RuntimeError("no memory")
+        graph, output, seconds = record_operations(run, None, warms_up=warms_up)
+        return Recorded(graph, output), seconds
+
+
+def doubled(given: Tensor) -> Tensor:
+    return given * 2
+
+
+def test_passes_of_more_buckets_than_are_kept_run_as_they_are() -> None:
+    runner = GraphRunner(doubled, BatchPadding(), Counted(), most_buckets=2)
+    for _ in range(2):
+        for length in (1, 2, 3, 4):
+            given = torch.arange(length)
+            assert torch.equal(runner(given), given * 2)
+    assert runner.num_recordings == 2
+    assert not runner.takes("another")
+
+
+def test_a_failed_recording_ends_those_of_other_buckets() -> None:
+    recorder = Counted(fails=2)
+    runner = GraphRunner(doubled, BatchPadding(), recorder)
+    assert torch.equal(runner(torch.ones(1)), torch.full((1,), 2.0))
+    with pytest.warns(UserWarning, match="cuda_graph is off: no memory"):
+        runner(torch.ones(2))
+    for length in (1, 2, 3):
+        assert torch.equal(runner(torch.ones(length)), torch.full((length,), 2.0))
+    assert runner.num_recordings == 1
+    assert recorder.counts["recorded"] == 2, "the third is not tried"
+
+
+def test_the_second_pass_of_a_bucket_is_recorded_without_warming_up() -> None:
+    calls: list[int] = []
+
+    def counted(given: Tensor) -> Tensor:
+        calls.append(len(given))
+        return given * 2
+
+    runner = GraphRunner(counted, BatchPadding(), Counted(), warms_up=False)
+    found = []
+    for _ in range(3):
+        runner(torch.ones(2))
+        found.append((len(calls), runner.num_recordings))
+    assert found == [(1, 0), (2, 1), (2, 1)]
+
+
+def test_no_epilogue_follows_a_pass_that_was_not_replayed() -> None:
+    runner = GraphRunner(doubled, BatchPadding(), Counted(), most_buckets=1, has_epilogue=True)
+    runner(torch.ones(2))
+    assert runner.run_epilogue("sum", lambda given, output: given + output) is not None
+    runner(torch.ones(3))  # of another bucket
+    assert runner.run_epilogue("sum", lambda given, output: given + output) is None
+
+
+def test_a_closed_runner_frees_its_recordings_and_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = []
+    monkeypatch.setattr(Operations, "reset", lambda recording: freed.append(recording))
+    runner = GraphRunner(doubled, BatchPadding(), Counted(), has_epilogue=True)
+    runner(torch.ones(2))
+    runner.run_epilogue("sum", lambda given, output: given + output)
+    runner.close()
+    assert len(freed) == 2
+    assert not vars(runner).keys() & {"_forward", "pad"}
