@@ -1,7 +1,7 @@
 """The changes to vLLM's classes: one list, from which they are made.
 
 Each is a function that is wrapped once in a process. It does what it did for an engine without one
-of our algorithms. ``python -m specplug_vllm.patches`` prints the list as README.md has it.
+of our algorithms. README.md has the list as a table, which make_readme.py makes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from specplug_vllm import config_patches, vllm_names
-from specplug_vllm.forms import Names, Written, check_function, find
+from specplug_vllm.forms import Names, check_function, find
 from specplug_vllm.host import capabilities
 from specplug_vllm.run_settings import algorithm_of
 from specplug_vllm.v1 import cpu_sampling
@@ -57,6 +57,7 @@ class Patch:
         why: it is wrapped.
         upstream: the change to vLLM that would end it.
         section: heading of docs/hosts.md with the code of that change.
+        test: drives it, beside the comparison at start.
         runner: the model runner that needs it: "V1", "V2", or both.
         versions: of vLLM in which it is wrapped.
         when: it is.
@@ -69,6 +70,7 @@ class Patch:
     why: str
     upstream: str
     section: str
+    test: str
     runner: str
     versions: tuple[str, ...] = TESTED
     when: When
@@ -118,6 +120,7 @@ PATCHES = (
         why="a draft model writes keys after the tokens that are scheduled",
         upstream="a proposer that says how many",
         section=PROPOSER,
+        test="tests/test_scheduling.py::test_plain_engine_after_a_hosted_one_is_plain",
         runner="V1",
         versions=_NEW,
         when=When.START,
@@ -129,6 +132,7 @@ PATCHES = (
         why="the scheduler is wrapped, before it is made",
         upstream="what ends the two patches of `Scheduler`",
         section=PROPOSER,
+        test="tests_v2/test_pauses.py::test_tokens_are_plain_with_pauses",
         runner="V1, V2",
         versions=_OLD,
         when=When.START,
@@ -144,6 +148,7 @@ PATCHES = (
         "do not pay",
         upstream="a proposer that says how many; an interface for the schedule of draft lengths",
         section=_PAYOFF,
+        test="tests_v2/test_pauses.py::test_tokens_are_plain_with_pauses",
         runner="V1, V2",
         versions=_OLD,
         when=When.SCHEDULER,
@@ -155,6 +160,7 @@ PATCHES = (
         why="what drafts give is measured where results arrive",
         upstream="an interface for the schedule of draft lengths",
         section=_PAYOFF,
+        test="tests_v2/test_pauses.py::test_step_that_a_request_begins_with_is_not_measured",
         runner="V2",
         versions=_OLD,
         when=When.SCHEDULER,
@@ -166,6 +172,7 @@ PATCHES = (
         why="it refuses a `custom_class`",
         upstream="its name in the list",
         section=_V2,
+        test="tests_v2/test_identity.py::test_greedy_tokens_are_plain",
         runner="V2",
         versions=WITH_RUNNER_V2,
         when=When.START,
@@ -177,6 +184,7 @@ PATCHES = (
         why="it turns async scheduling off, and schedules drafts of one length",
         upstream="its name in the list; an interface for the schedule of draft lengths",
         section=_V2,
+        test="tests_v2/test_async_scheduling.py::test_log_says_that_async_scheduling_is_on",
         runner="V2",
         versions=WITH_RUNNER_V2,
         when=When.START,
@@ -188,6 +196,7 @@ PATCHES = (
         why="it makes the speculators that it knows",
         upstream="a branch for `custom_class`",
         section=_V2,
+        test="tests_v2/test_identity.py::test_greedy_tokens_are_plain",
         runner="V2",
         versions=WITH_RUNNER_V2,
         when=When.START,
@@ -200,6 +209,7 @@ PATCHES = (
         why="an algorithm captures layers of the target, and needs the exact sampler",
         upstream="a call after the target is loaded",
         section=_V2,
+        test="tests_v2/test_identity.py::test_seeded_tokens_are_plain",
         runner="V2",
         versions=WITH_RUNNER_V2,
         when=When.V2,
@@ -214,6 +224,7 @@ PATCHES = (
         why="requests begin, get blocks, end and lose them",
         upstream="a call that tells",
         section=_V2,
+        test="tests_v2/test_scheduling.py::test_aborted_requests_leave_others_alone",
         runner="V2",
         versions=WITH_RUNNER_V2,
         when=When.V2,
@@ -225,6 +236,7 @@ PATCHES = (
         why="with several draft lengths a batch may find no graph of its width",
         upstream="to look further than the next size",
         section=_PAYOFF,
+        test="tests_v2/test_pauses.py::test_every_batch_finds_a_graph_of_its_width",
         runner="V2",
         versions=WITH_RUNNER_V2,
         when=When.V2,
@@ -236,6 +248,7 @@ PATCHES = (
         why="requests end and lose their blocks",
         upstream="a call that tells",
         section="Requests that end, or lose their blocks",
+        test="tests/test_scheduling.py::test_ended_requests_are_told_once",
         runner="V1",
         when=When.V1,
     ),
@@ -246,6 +259,7 @@ PATCHES = (
         why="any layers are captured, and the runner is handed over",
         upstream="`load_model(target, runner)`, and layers that a proposer names",
         section=PROPOSER,
+        test="tests/test_greedy.py::test_tokens_of_every_algorithm_are_plain",
         runner="V1",
         when=When.V1,
     ),
@@ -260,6 +274,7 @@ PATCHES = (
         why="hidden states and positions reach a `custom_class`",
         upstream="to pass the arguments on that it has",
         section="A proposer gets what the runner has",
+        test="tests/test_greedy.py::test_tokens_of_every_algorithm_are_plain",
         runner="V1",
         when=When.V1,
     ),
@@ -270,6 +285,7 @@ PATCHES = (
         why="on a CPU sampled drafts are verified with settings that nothing wrote",
         upstream="a kernel that fills its output",
         section="Sampled requests on a CPU",
+        test="tests/test_sampled.py::test_sampled_tokens_are_distributed_as_plain",
         runner="V1",
         when=When.V1_CPU,
     ),
@@ -280,6 +296,7 @@ PATCHES = (
         why="a step without drafts ends the engine where all requests have `top_k`",
         upstream="to return where there are no rows",
         section="Sampled requests on a CPU",
+        test="tests/test_sampled.py::test_sampled_tokens_are_distributed_as_plain",
         runner="V1",
         when=When.V1_CPU,
     ),
@@ -333,32 +350,3 @@ def _patches(*when: When) -> Iterator[Patch]:
 def _apply(when: When) -> None:
     for patch in _patches(when):
         patch.apply()
-
-
-def table() -> str:
-    """Return the list, and what is set on model runners, as a table in Markdown."""
-    lines = [
-        "| what | runner | why | what vLLM would need |",
-        "| --- | --- | --- | --- |",
-    ]
-    for patch in PATCHES:
-        versions = "" if patch.versions == TESTED else f", in {', '.join(patch.versions)}"
-        name = patch.place.rpartition(":")[2]
-        lines.append(_row(f"`{name}({patch.parameters})`", patch.runner + versions, patch))
-    for runner, names in (
-        ("V1, V2", vllm_names.NAMES),
-        ("V1", v1_names.NAMES),
-        ("V2", v2_names.NAMES),
-    ):
-        for name, written in names.written.items():
-            lines.append(_row(f"`GPUModelRunner.{name}` is set", runner, written))
-    return "\n".join(lines)
-
-
-def _row(what: str, runner: str, of: Patch | Written) -> str:
-    anchor = "".join(c for c in of.section.lower().replace(" ", "-") if c.isalnum() or c == "-")
-    return f"| {what} | {runner} | {of.why} | [{of.upstream}](../../docs/hosts.md#{anchor}) |"
-
-
-if __name__ == "__main__":
-    print(table())

@@ -1,14 +1,15 @@
-"""The settings of an algorithm inside vLLM, and its ``SpecConfig``."""
+"""The settings of an algorithm inside vLLM, each declared once, and its ``SpecConfig``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from specplug import AlgorithmInfo, SpecConfig, UsageError
+from specplug.settings import Check, Choice, Integer, Text, setting, settings_of
 
 KEY = "specplug"
 """Where the settings stand in vLLM's ``additional_config``."""
@@ -16,46 +17,68 @@ KEY = "specplug"
 FASTER, ALWAYS = "faster", "always"
 
 
-def _count(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise UsageError(f"{KEY}.{attribute.name}={value!r}: expected an integer")
+@attrs.frozen
+class _Names:
+    """A list of names."""
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Refuse what is none."""
+        is_list = isinstance(value, list | tuple)
+        if not is_list or not all(isinstance(each, str) for each in value):
+            raise UsageError(f"{name}={value!r}: expected a list of extensions' names")
 
 
-def _folder(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    if value is not None and not isinstance(value, str):
-        raise UsageError(f"{KEY}.{attribute.name}={value!r}: expected the path of a folder")
+@attrs.frozen
+class _InSpecplug:
+    """A check whose messages name a setting as it is typed."""
+
+    check: Check
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Refuse what the check refuses."""
+        self.check(f"{KEY}.{name}", value)
 
 
-def _names(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise UsageError(f"{KEY}.{attribute.name}={value!r}: expected a list of extensions' names")
+def _setting(default: Any, check: Check, help: str, **more: Any) -> Any:
+    return setting(default, _InSpecplug(check), help, group="Settings", option="", **more)
 
 
-def _when(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    if value not in (None, FASTER, ALWAYS):
-        raise UsageError(f"{KEY}.{attribute.name}={value!r}: expected {FASTER!r} or {ALWAYS!r}")
+_WHOLE = Integer(least=None, expected="an integer")
 
 
 @attrs.frozen(kw_only=True)
 class Settings:
-    """What a user may write into ``additional_config={"specplug": {…}}``.
+    """What a user may write into ``additional_config={"specplug": {…}}``."""
 
-    Attributes:
-        num_steps: draft depth S; None: ``num_speculative_tokens``.
-        topk: branches K of a step; vLLM verifies chains, which have 1.
-        num_draft_tokens: nodes N with the root; None: ``num_speculative_tokens + 1``.
-        draft_model_path: folder of the draft weights; None: those that the algorithm ships.
-        draft_when: "faster": only while drafts give more tokens a second, which is measured as the
-            engine runs; "always". None: "faster" where the host can, on model runner V2.
-        disable_extensions: extensions that are neither imported nor run.
-    """
-
-    num_steps: int | None = attrs.field(default=None, validator=_count)
-    topk: int | None = attrs.field(default=None, validator=_count)
-    num_draft_tokens: int | None = attrs.field(default=None, validator=_count)
-    draft_model_path: str | None = attrs.field(default=None, validator=_folder)
-    draft_when: str | None = attrs.field(default=None, validator=_when)
-    disable_extensions: list[str] = attrs.field(factory=list, validator=_names)
+    num_steps: int | None = _setting(None, _WHOLE, "draft depth", unset="`num_speculative_tokens`")
+    topk: int | None = _setting(
+        None,
+        _WHOLE,
+        "branches of a step. vLLM verifies chains, which have 1; more is refused, with both names",
+        unset="1",
+    )
+    num_draft_tokens: int | None = _setting(
+        None,
+        _WHOLE,
+        "nodes with the root, at most `num_speculative_tokens + 1`",
+        unset="`num_speculative_tokens + 1`",
+    )
+    draft_model_path: str | None = _setting(
+        None,
+        Text(expected="the path of a folder"),
+        "the folder of the draft weights",
+        unset="the weights that the plugin ships for the default model",
+    )
+    draft_when: str | None = _setting(
+        None,
+        Choice((FASTER, ALWAYS), f"{FASTER!r} or {ALWAYS!r}"),
+        '`"faster"`: only while drafts give more tokens a second; `"always"`',
+        unset='`"faster"` on model runner V2; `"always"` on V1, without async scheduling, and with '
+        "`data_parallel_size` over 1",
+    )
+    disable_extensions: Sequence[str] = _setting(
+        (), _Names(), "extensions that are neither imported nor run, a list of names"
+    )
 
     @classmethod
     def of(cls, additional_config: object) -> Settings:
@@ -65,7 +88,7 @@ class Settings:
             UsageError: a name or a value is none of them.
         """
         given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
-        known = [field.name for field in attrs.fields(cls)]
+        known = list(settings_of(cls))
         if not isinstance(given, Mapping):
             raise UsageError(
                 f"additional_config[{KEY!r}]={given!r}: expected a mapping of {', '.join(known)}"

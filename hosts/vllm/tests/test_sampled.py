@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ def test_seeds_are_not_declared_exact_and_repeat(
 
 
 def test_settings_of_sampling_reach_drafted_tokens() -> None:
-    expand = cpu_sampling.expand_batch_to_tokens
+    expand = partial(cpu_sampling.expand_batch_to_tokens, None)  # vLLM's own is not called
     ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
     for dtype in (torch.float32, torch.int32, torch.int64):
         given = torch.tensor([3, 9, 0, 7], dtype=dtype)

@@ -191,6 +191,7 @@ def test_plain_engine_after_a_hosted_one_is_plain(
     assert after.generate(prompts) == plain
     assert hosted.generate(prompts) == plain
     assert after.llm.llm_engine.vllm_config.num_lookahead_tokens == 0
+    assert hosted.llm.llm_engine.vllm_config.num_lookahead_tokens > 0
 
 
 def test_two_engines_take_turns(

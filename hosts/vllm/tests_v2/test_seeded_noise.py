@@ -6,6 +6,7 @@ import pytest
 import torch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
+from specplug.kernels.kernel_table import kernels_used
 from specplug_vllm.v2.seeded_noise import SamplingRows
 
 VOCABULARY = 2500  # of three blocks, the last one not full
@@ -22,7 +23,9 @@ def rows() -> SamplingRows:
     return made
 
 
-def test_vllm_chooses_the_likeliest_token_with_our_noise(rows: SamplingRows) -> None:
+def test_vllm_chooses_the_likeliest_token_with_our_noise(
+    rows: SamplingRows, kernel_mode: str
+) -> None:
     generator = torch.Generator().manual_seed(3)
     requests = torch.tensor([3, 0, 1, 2])
     positions = torch.tensor([[1, 2, 3], [40, 41, 42], [9, 10, 11], [1000, 1001, 1002]])
@@ -42,13 +45,25 @@ def test_vllm_chooses_the_likeliest_token_with_our_noise(rows: SamplingRows) -> 
         assert chosen.view(4, 3).tolist() == scores.argmax(-1).tolist()
 
 
-def test_noise_of_a_token_does_not_depend_on_the_others(rows: SamplingRows) -> None:
+def test_noise_of_a_token_does_not_depend_on_the_others(
+    rows: SamplingRows, kernel_mode: str
+) -> None:
     requests, positions = torch.tensor([1, 2]), torch.tensor([[5, 6], [5, 6]])
     whole = rows.noise(requests, positions, torch.arange(VOCABULARY))
     some = torch.tensor([2400, 3, 1024, 0])
     assert torch.equal(rows.noise(requests, positions, some), whole[..., some])
     assert not torch.equal(whole[0], whole[1])
     assert not torch.equal(whole[0, 0], whole[0, 1])
+
+
+def test_noise_in_torch_has_the_bits_of_the_kernel(rows: SamplingRows) -> None:
+    requests, positions = torch.arange(1, 5), torch.tensor([[1, 2**33 + 7, 3]] * 4)
+    made = []
+    for mode in ("triton", "torch"):
+        with kernels_used(mode):
+            made.append(rows.noise(requests, positions, torch.arange(VOCABULARY)))
+    assert torch.equal(made[0], made[1])
+    assert made[0].isfinite().all()
 
 
 def test_greedy_requests_have_no_noise(rows: SamplingRows) -> None:

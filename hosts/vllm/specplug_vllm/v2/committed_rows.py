@@ -1,14 +1,13 @@
-"""Which rows of a decode step's pass are committed, on the device: one launch."""
+"""Which rows of a decode step's pass are committed, on the device."""
 
 from __future__ import annotations
 
 import attrs
 import torch
-import triton
 from torch import Tensor
 
 from specplug import FutureMap
-from specplug_vllm.v2.kernels import commit_rows
+from specplug.speculative.host_kernels import Operation, runs_triton
 from specplug_vllm.v2.step import Step
 
 _SHORT, _LONG = 10, 3
@@ -65,6 +64,12 @@ class CommittedRows:
             columns: C, at least as many as each got tokens.
             committed: where lengths and bonus tokens are published.
         """
+        if not runs_triton(Operation.PUBLISH, step.tokens.device):
+            return cls._of_in_torch(step, requests, count, columns, committed)
+        import triton
+
+        from specplug_vllm.v2.kernels import commit_rows
+
         # Each part begins at 16 bytes, as kernels that read several numbers at once like it.
         size = count * columns
         short, long = count + count % 2, size + size % 2
@@ -92,4 +97,43 @@ class CommittedRows:
         return cls(
             *of_requests.view(_SHORT, short)[:, :count].unbind(),
             *of_rows.view(_LONG, long)[:, :size].unbind(),
+        )
+
+    @classmethod
+    def _of_in_torch(
+        cls,
+        step: Step,
+        requests: Tensor | None,
+        count: int,
+        columns: int,
+        committed: FutureMap,
+    ) -> CommittedRows:
+        """Do what ``of`` does, where no kernel runs."""
+        index, first, got = (
+            (each[:count] if requests is None else each[requests]).to(torch.int64)
+            for each in (step.idx_mapping, step.query_start_loc, step.num_sampled)
+        )
+        rows, starts = index + 1, step.positions[first].to(torch.int64)
+        bonus = step.last_sampled_by_row[index].view(-1).to(torch.int64)
+        committed.seq_lens[rows] = starts + got
+        committed.bonus_tokens[rows] = bonus
+        column = torch.arange(columns, device=rows.device)
+        used = torch.where(column < got.unsqueeze(1), column, 0)
+        row = first.unsqueeze(1) + used
+        after = step.tokens[(row + 1).clamp(max=len(step.tokens) - 1)].to(torch.int64)
+        after = torch.where(used == got.unsqueeze(1) - 1, bonus.unsqueeze(1), after)
+        return cls(
+            req_indices=rows,
+            lent_indices=rows.clone(),
+            next_indices=rows.clone(),
+            lent_next_indices=rows.clone(),
+            starts=starts,
+            lent_starts=starts.clone(),
+            ends=starts + got,
+            accept_lens=got,
+            bonus_tokens=bonus,
+            last_rows=torch.arange(count, device=rows.device) * columns + got - 1,
+            rows=row.flatten(),
+            own_tokens=step.tokens[row].to(torch.int64).flatten(),
+            next_tokens=after.flatten(),
         )

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
@@ -19,7 +18,7 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from specplug.speculative.host_copy import upload
-from specplug_vllm.v2.kernels import accept_drafts
+from specplug.speculative.host_kernels import Operation, runs_triton
 
 
 class ExactSampler(RejectionSampler):
@@ -100,6 +99,12 @@ def accept(chosen: Tensor, drafted: Tensor, starts: Tensor, width: int) -> tuple
         The chosen tokens [n, width] int64, 0 after a request's nodes, and how many of them each
         has got, [n] int32.
     """
+    if not runs_triton(Operation.TREES, chosen.device):
+        return _accept_in_torch(chosen, drafted, starts, width)
+    import triton
+
+    from specplug_vllm.v2.kernels import accept_drafts
+
     count = len(starts) - 1
     tokens = torch.empty(count, width, dtype=torch.int64, device=chosen.device)
     counts = torch.empty(count, dtype=torch.int32, device=chosen.device)
@@ -107,3 +112,15 @@ def accept(chosen: Tensor, drafted: Tensor, starts: Tensor, width: int) -> tuple
         chosen, drafted, starts, tokens, counts, width, BLOCK=triton.next_power_of_2(width)
     )
     return tokens, counts
+
+
+def _accept_in_torch(
+    chosen: Tensor, drafted: Tensor, starts: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """Do what ``accept`` does, where no kernel runs."""
+    first, end = starts[:-1].unsqueeze(1), starts[1:].unsqueeze(1)
+    node = first + torch.arange(width, device=chosen.device)
+    last = len(chosen) - 1
+    tokens = torch.where(node < end, chosen[node.clamp(max=last)], 0)
+    agrees = (node + 1 < end) & (tokens == drafted[(node + 1).clamp(max=last)])
+    return tokens, (1 + agrees.cumprod(1).sum(1)).to(torch.int32)

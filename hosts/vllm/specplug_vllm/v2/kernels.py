@@ -1,4 +1,8 @@
-"""The Triton kernels of model runner V2."""
+"""The Triton kernels of model runner V2.
+
+Each runs where the core's table chooses Triton; the torch form of the same stands beside the call,
+and gives the same bits.
+"""
 
 from __future__ import annotations
 

@@ -7,12 +7,14 @@ the noise favours at a position, whatever is drafted.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
-from specplug_vllm.v2.kernels import hash_uniformly
+from specplug.speculative.host_kernels import Operation, runs_triton
 
 _BLOCK = 1024
+_MASK = (1 << 32) - 1
+_LEAST = 4.6566127342e-10
+"""The least uniform number above 0 that Triton's ``rand`` gives, and what it multiplies with."""
 
 
 class SamplingRows:
@@ -47,6 +49,22 @@ class SamplingRows:
             positions: [bs, w] int64 of the tokens that are chosen.
             token_ids: [V] int64.
         """
+        made = self._uniform(req_indices, positions, token_ids)
+        made.neg_().log1p_().neg_().log_().neg_()
+        greedy = self._temperatures[req_indices] == 0
+        return made.masked_fill_(greedy.view(-1, 1, 1), 0.0)
+
+    def _uniform(self, req_indices: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+        """Hash as vLLM's sampler does: numbers above 0 and below 1, [bs, w, V] float32."""
+        # vLLM counts the position of the token before the one that is chosen.
+        if not runs_triton(Operation.NOISE, positions.device):
+            seeds = self._seeds[req_indices].unsqueeze(1)
+            hashed = _philox(seeds, positions - 1).unsqueeze(2)
+            return _uniform_of(_philox(hashed, token_ids & _MASK))
+        import triton
+
+        from specplug_vllm.v2.kernels import hash_uniformly
+
         bs, width = positions.shape
         made = torch.empty(bs, width, len(token_ids), device=positions.device)
         grid = bs * width, triton.cdiv(len(token_ids), _BLOCK)
@@ -60,6 +78,24 @@ class SamplingRows:
             len(token_ids),
             BLOCK=_BLOCK,
         )
-        made.neg_().log1p_().neg_().log_().neg_()
-        greedy = self._temperatures[req_indices] == 0
-        return made.masked_fill_(greedy.view(bs, 1, 1), 0.0)
+        return made
+
+
+def _philox(seeds: Tensor, counters: Tensor) -> Tensor:
+    """Return Triton's ``randint`` of int64 seeds and counters: Philox 4x32 of ten rounds, as
+    numbers from 0 to 2**32 - 1."""
+    key_0, key_1 = seeds & _MASK, (seeds >> 32) & _MASK
+    part_0, part_1 = counters & _MASK, (counters >> 32) & _MASK
+    part_2 = part_3 = torch.zeros_like(part_0)
+    for _ in range(10):
+        a, b = 0xD2511F53 * part_0, 0xCD9E8D57 * part_2
+        part_0, part_1 = ((b >> 32) & _MASK) ^ part_1 ^ key_0, b & _MASK
+        part_2, part_3 = ((a >> 32) & _MASK) ^ part_3 ^ key_1, a & _MASK
+        key_0, key_1 = (key_0 + 0x9E3779B9) & _MASK, (key_1 + 0xBB67AE85) & _MASK
+    return part_0
+
+
+def _uniform_of(bits: Tensor) -> Tensor:
+    """Return what Triton's ``rand`` makes of 32 bits, as the numbers that they are without sign."""
+    signed = torch.where(bits > _MASK >> 1, _MASK - bits, bits)
+    return (signed.to(torch.float32) * _LEAST).clamp_(min=_LEAST)
