@@ -39,8 +39,8 @@ WARM_UPS = ("auto", "on", "off")
 DISAGGREGATION_MODES = ("prefill", "decode", "both")
 
 RANKS, INSTANCES = "ranks", "instances"
-"""Who must agree on a setting: the ranks of a run; instances that prefill and decode for each
-other. Of the model they compare what is in its files, not its path."""
+"""Which processes must agree on a setting: the ranks of a run; instances that prefill and decode
+for each other. Of the model they compare what is in its files, not its path."""
 
 
 def _model(value: Any) -> Any:

@@ -371,8 +371,8 @@ class LLM:
     @property
     def occupancy(self) -> dict[str, int]:
         """What the engine holds now: requests "running" and "waiting"; pages "total" (all but the
-        padding page), "free", "cached", and "available", those that are free or cached for nobody
-        who runs."""
+        padding page), "free", "cached", and "available", those that are free, or cached and used by
+        no running request."""
         return self.engine.occupancy
 
     def flush_cache(self) -> None:

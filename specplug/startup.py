@@ -38,7 +38,7 @@ class Startup:
 
     @property
     def is_reported(self) -> bool:
-        """Whether somebody wants to know how far it is."""
+        """Whether a caller is told how far the start is."""
         return self._report is not None
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The channel between the rank processes of a run: who steps, who has ended, and why."""
+"""The channel between the rank processes of a run: which steps, which has ended, and why."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Kind(enum.IntEnum):
     STEP: (number, rows) and a wish, the sender enters this step with so many rows.
     DONE: (count, 0) the sender has nothing left to do, for the count-th time.
     CLOSED: the sender leaves.
-    FAILED: (rank, 0) and what happened to that rank; nobody can go on.
+    FAILED: (rank, 0) and what happened to that rank; no rank can go on.
     """
 
     HELLO = 0
@@ -429,7 +429,7 @@ def _family(address: str) -> socket.AddressFamily:
 def accept_peers(
     server: socket.socket, token: bytes, count: int, join_timeout: float
 ) -> list[_Peer]:
-    """Accept ``count`` ranks. Strangers may connect too, and delay nobody."""
+    """Accept ``count`` ranks. Strangers may connect too, and delay no rank."""
     peers: list[_Peer] = []
     ends = time.monotonic() + join_timeout
     server.setblocking(False)

@@ -69,7 +69,7 @@ class Engine:
         overlap: whether a step is launched before the results of the last one are processed.
         ranks: that step together with this one; None: it is alone.
         rest: seconds that a step without work waits for another rank to call.
-        remote: who has requests prefilled by other instances; None: they are prefilled here.
+        remote: has requests prefilled by other instances; None: they are prefilled here.
 
     Attributes:
         scheduler, steps, runtime, hooks: as given.
@@ -131,7 +131,7 @@ class Engine:
 
     @property
     def occupancy(self) -> dict[str, int]:
-        """What it holds now; see ``LLM.occupancy``."""
+        """Requests and pages by state, as in ``LLM.occupancy``."""
         cache, running = self.scheduler.cache, len(self.scheduler.running)
         return {
             "running": running,

@@ -199,7 +199,7 @@ class EngineRuntime(RuntimeBase):
         return self._graphs.draft_pass(forward, self._kv.key_length)
 
     def close(self) -> None:
-        """Free the draft models, even while somebody still holds this object."""
+        """Free the draft models, even while a plugin still holds this object."""
         self.worker = None
         for runner in self._draft_passes:
             runner.close()

@@ -15,8 +15,7 @@ from specplug.speculative.draft_state import StateTensor
 from specplug.speculative.host_copy import to_host
 
 _SLICE_BYTES = 4 << 20
-"""About the greatest size of a slice. All that follows on the wire, signs of life too, waits for
-it."""
+"""The greatest size of a slice, roughly. What is sent after it, signs of life too, waits for it."""
 
 
 @attrs.define(eq=False, kw_only=True)

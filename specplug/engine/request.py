@@ -61,7 +61,7 @@ class Request:
     """A request and what the host knows of it.
 
     Up to ``rule`` nothing changes after the input processor has made it. Of the rest each line
-    names who writes it; ``docs/architecture.md`` says when.
+    names its writers; ``docs/architecture.md`` says when.
 
     Attributes:
         number: of its arrival.
@@ -108,7 +108,7 @@ class Request:
 
         inbox: where to put it when a step has moved it, for the thread that waits (``LLM``).
         delivered: whether its last output has been handed out (``LLM``).
-        export_from: the first position whose KV another instance still wants; None: nobody wants
+        export_from: the first position whose KV another instance still wants; None: none wants
             any (prefill instance, KV transfer).
         received: its prefill by another instance, until it is admitted (decode instance; engine;
             scheduler).

@@ -1,4 +1,4 @@
-"""Which requests run next, and who gives way when the KV pool runs short."""
+"""Which requests run next, and which give way when the KV pool runs short."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specplug.kv.request_table import RequestTable
 
 @attrs.frozen(kw_only=True)
 class SchedulerConfig:
-    """The limits of a run. What is not said is as in plain decoding without overlap.
+    """The limits of a run. The defaults are those of plain decoding without overlap.
 
     Attributes:
         max_running_requests: most requests that have a row at a time.
@@ -62,7 +62,8 @@ class Scheduler:
     """Holds the waiting and the running requests, and chooses what each step launches.
 
     A request is admitted when there are pages for all of its known tokens. Pages for what it
-    generates are given step by step. Cached pages that nobody uses count as free.
+    generates are given step by step. Cached pages that no request uses count as
+    free.
 
     When pages run out,
 
@@ -70,7 +71,7 @@ class Scheduler:
     2. if a request cannot take a step even without a draft, all give up the pages that only their
        drafts would use (``_drop_draft_pages``);
     3. then a running request is retracted: it waits again, and is prefilled anew
-       (``_who_loses_least``).
+       (``_choose_retracted``).
 
     The first of the running requests is never retracted while another runs, so there is always
     progress.
@@ -353,7 +354,7 @@ class Scheduler:
             while request.req_index and not self._grow(request, least):
                 if self._drop_draft_pages():
                     continue
-                loser = self._who_loses_least(request)
+                loser = self._choose_retracted(request)
                 if loser is request and self._others_in_flight(request):
                     break
                 self.retract(loser)
@@ -400,7 +401,7 @@ class Scheduler:
                 dropped = True
         return dropped
 
-    def _who_loses_least(self, short: Request) -> Request:
+    def _choose_retracted(self, short: Request) -> Request:
         """Return the request to retract for one that is ``short`` of a page.
 
         Of those that come after it, it is the one of the least priority with the fewest tokens to

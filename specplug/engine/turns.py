@@ -12,11 +12,11 @@ class Turns:
     """A lock that threads get in the order in which they ask, and may enter again while they have
     it.
 
-    A plain lock goes to whoever is quick: a thread in a loop of steps would keep it for good.
+    A plain lock goes to the quickest thread: one in a loop of steps would keep it for good.
 
     Args:
-        device: what is the current CUDA device of the thread whose turn it is: kernels, streams and
-            graphs are launched there. None, or the CPU: that stays as it is.
+        device: becomes the current CUDA device of the thread whose turn it is, so that kernels,
+            streams and graphs are launched there. None, or the CPU: that device stays as it is.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

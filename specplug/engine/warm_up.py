@@ -25,7 +25,7 @@ _LONGEST_PROMPT = 2048
 _MOST_PROMPTS = 8
 """Prompts that fill a step together; more are rare."""
 _PROMPT = 2
-"""Tokens of a request that is to decode."""
+"""Prompt tokens of a request that is to decode."""
 _REST = 0.01
 """Seconds that a rank which is done waits for another to call."""
 
@@ -37,7 +37,7 @@ _KINDS = _GREEDY, _SAMPLED, _TRUNCATED
 
 
 class WarmUp:
-    """Steps of requests that are nobody's.
+    """The warm-up of a run: steps of stand-in requests.
 
     Their rows of the request table hold slot 0 alone, the padding page's, so they need no page,
     however small the pool is, and leave none in the prefix cache. The scheduler, the statistics
@@ -52,7 +52,7 @@ class WarmUp:
         limits: of the run's steps.
         decodes: whether the run has decode steps; a prefill instance has none.
         ranks: that step together with this one; None: it is alone. They may take more or fewer
-            steps: who is done takes part in the others'.
+            steps: a rank that is done takes part in the others'.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class WarmUp:
         advance(len(steps), len(steps))
         if self._ranks is not None:
             self._ranks.finish(self._take_part)
-        for pool in self._steps.kv.tensors:  # nobody's slot, as it was
+        for pool in self._steps.kv.tensors:  # the padding page's slot, as it was
             pool[:, :, 0].zero_()
 
     def _run(self, step: Step) -> None:
@@ -182,7 +182,7 @@ class WarmUp:
         most = max(1, self._steps.kv.context_len - 1)
         return tuple(
             Request(
-                request_id=str(-row),  # a number, as others have, and nobody else's
+                request_id=str(-row),  # a number, as others have, but no other's
                 number=-row,
                 prompt=None,
                 # Scattered, so that a mixture's experts all have something to do.

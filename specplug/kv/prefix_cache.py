@@ -185,7 +185,7 @@ class PrefixCache:
         self._evict(self.num_pages)
 
     def reset(self) -> None:
-        """Free every page, whoever owns it, and empty the tree."""
+        """Free every page, of the cache and of requests, and empty the tree."""
         self.pool.reset()
         self._root = CachedPage()
         self._order.clear()

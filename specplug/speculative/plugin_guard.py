@@ -34,7 +34,7 @@ class PluginGuard:
         extensions: those that the manager was built with.
 
     Attributes:
-        core_alone: hooks that nobody but the core's defaults implements.
+        core_alone: hooks that only the core's defaults implement.
         caller: the plugin whose code runs while a hook is called, as messages name it: the
             algorithm, unless an extension's own runs.
     """
@@ -162,7 +162,7 @@ class PluginGuard:
     def refuse(
         self, what: str, found: str, expected: str = "", fix: str = "fix the plugin"
     ) -> NoReturn:
-        """Raise a ``PluginError``: whoever answered last returned what it must not."""
+        """Raise a ``PluginError``: the plugin that answered last returned what it must not."""
         subject = self._answered or self._subject
         expectation = f"; expected {expected}" if expected else ""
         raise PluginError(f"{subject}: {what}() {found}{expectation}; {fix}")

@@ -23,7 +23,7 @@ class KVCache:
     """The KV cache of a draft model: a handle that its host makes, and subclasses.
 
     A plugin gives it to the ``AttentionPlan`` and reads nothing of it. How keys and values lie in
-    memory, and who allocates them, is the host's own.
+    memory, and what allocates them, is the host's own.
     """
 
 
@@ -198,8 +198,8 @@ class Runtime(Protocol):
                 ``DraftInput``, the ``CommittedOutput`` and plain values, all by position, and
                 returns tensors (in tuples or mappings), by operations of the device alone, the
                 same ones for all arguments of the same shapes and plain values. Of a batch it
-                reads ``size``, ``mode``, ``greedy`` and the tensors. The host may add requests
-                that are nobody's after the last one: a tensor whose leading size is a multiple of
+                reads ``size``, ``mode``, ``greedy`` and the tensors. The host may add padding
+                requests after the last one: a tensor whose leading size is a multiple of
                 bs has rows of each request, in their order, and so has all that is returned. What
                 it returns is overwritten by its next call.
         """
