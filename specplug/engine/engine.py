@@ -14,13 +14,12 @@ from typing import Protocol
 from specplug.debug import DEBUG
 from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine_runtime import EngineRuntime
-from specplug.engine.kv_transfer import KVSlice, PrefillSlice
+from specplug.engine.kv_transfer import PrefillSlice
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.scheduler import Scheduler
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
-from specplug.engine.step_plan import Step
-from specplug.engine.step_result import StepResult
+from specplug.engine.step_values import KVSlice, Step, StepResult
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.report import RequestReport, StepReport
 

@@ -11,7 +11,7 @@ import attrs
 from specplug.algorithm import SpecConfig
 from specplug.config import EngineConfig
 from specplug.engine.request import Request, RequestStatus
-from specplug.engine.step_plan import Decode, PlacedPrefill, Prefill, PrefillChunk, Step
+from specplug.engine.step_values import Decode, PlacedPrefill, Prefill, PrefillChunk, Step
 from specplug.engine.waiting_queue import WaitingQueue
 from specplug.kv.prefix_cache import CachedPage, PrefixCache
 from specplug.kv.request_table import RequestTable

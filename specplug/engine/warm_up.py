@@ -15,7 +15,7 @@ from specplug.engine.hook_watch import HookWatch
 from specplug.engine.request import Request
 from specplug.engine.scheduler import SchedulerConfig
 from specplug.engine.step import StepRunner
-from specplug.engine.step_plan import Decode, Prefill, PrefillChunk, Step
+from specplug.engine.step_values import Decode, Prefill, PrefillChunk, Step
 from specplug.sampling_params import SamplingParams
 from specplug.speculative.buckets import MOST_ROWS, batch_sizes, row_buckets
 from specplug.speculative.hook_calls import HookCalls

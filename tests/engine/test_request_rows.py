@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specplug import LLM, FutureMap, SamplingParams, hookimpl
-from specplug.engine.request_rows import RequestRows
+from specplug.engine.step import RequestRows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

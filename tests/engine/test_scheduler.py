@@ -24,7 +24,7 @@ from specplug.engine.collected_output import collect
 from specplug.engine.core_outputs import RoutedExperts
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
-from specplug.engine.step_plan import Decode, Prefill, Step
+from specplug.engine.step_values import Decode, Prefill, Step
 from specplug.kv.page_pool import PagePool
 from specplug.kv.prefix_cache import CachedPage, PrefixCache
 from specplug.kv.request_table import RequestTable
