@@ -47,8 +47,8 @@ from specplug.speculative.verify import VerifyOutput
 class StepRunner:
     """Runs scheduled steps; nothing in a step reads device data on the host.
 
-    The order of the hooks is ``HookOrder``'s, and so are the stages of a step. Here are the
-    engine's rows and plans, the target's pass, sampling, and what goes to the host.
+    ``HookOrder`` has the stages of a step and the order of its hooks. Here are the engine's rows
+    and plans, the target's pass, sampling, and what goes to the host.
 
     Args:
         runner: of the target.
@@ -90,7 +90,7 @@ class StepRunner:
         """Take part in a step of other ranks, without a request.
 
         The target's pass has one row, of the padding row's request, because no model of
-        transformers runs without any. Nobody reads its result.
+        transformers runs without any. Its result is not used.
         """
         target = self.runner.target
         with self._current_device():
@@ -127,7 +127,7 @@ class StepRunner:
             prefilled, sampled = self._commit_chunks(chunks, of_chunks)
             prefill = PrefillResult.send(chunks, prefilled, sampled)
         if nodes and of_nodes:
-            decoded = self._accept(nodes, of_nodes)
+            decoded = self._commit_nodes(nodes, of_nodes)
             decode = DecodeResult.send(nodes, decoded)
         clock.lap("verify")
         if chunks and prefill and step.prefill:
@@ -242,21 +242,21 @@ class StepRunner:
             sampled = wanted.sample(logits, predict)
         return self._order.commit_chunks(chunks, predict, per_node), sampled
 
-    def _accept(self, rows: NodeRows, passed: PassOutput) -> Committed:
+    def _commit_nodes(self, rows: NodeRows, passed: PassOutput) -> Committed:
         """Commit the nodes that the target agrees with: recorded with its pass where that is,
         unless the host takes part, for grammars, wanted outputs or a plugin's ``verify``."""
         if self._order.core_verifies and not rows.group.needs & (Needs.GRAMMAR | Needs.OUTPUTS):
 
             def commit(draft: Draft, plan: PagedPlan, passed: PassOutput) -> Committed:
-                return self._commit_nodes(rows.padded(draft, plan), passed)
+                return self._verify_nodes(rows.padded(draft, plan), passed)
 
             key = rows.group.needs, self.sampler.form
             found = self.runner.run_epilogue(key, commit)
             if found is not None:
                 return found
-        return self._commit_nodes(rows, passed)
+        return self._verify_nodes(rows, passed)
 
-    def _commit_nodes(self, rows: NodeRows, passed: PassOutput) -> Committed:
+    def _verify_nodes(self, rows: NodeRows, passed: PassOutput) -> Committed:
         """Sample at each node, verify, keep what is accepted and publish it."""
         (logits, per_node, points), wanted = passed, rows.group.wanted
         needs, drafted, positions = rows.group.needs, rows.drafted, rows.plan.positions
