@@ -19,7 +19,7 @@ from specplug.engine.request import Request, RequestStatus
 from specplug.engine.scheduler import Scheduler
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
-from specplug.engine.step_values import KVSlice, Step, StepResult
+from specplug.engine.step_values import KVSlice, SchedulerOutput, StepResult
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.report import RequestReport, StepReport
 
@@ -101,7 +101,7 @@ class Engine:
         self._rest = rest
         self._numbers = count(1)
         self._launched: deque[StepResult] = deque()
-        self._launching: Step | None = None
+        self._launching: SchedulerOutput | None = None
         self._moved: list[Request] = []
         self._received: deque[Request] = deque()
         self._aborted: deque[str] = deque()

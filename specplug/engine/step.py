@@ -24,7 +24,7 @@ from specplug.engine.step_values import (
     PrefillResult,
     ReadOnlyRequest,
     RequestGroup,
-    Step,
+    SchedulerOutput,
     StepResult,
 )
 from specplug.grammar.masks import allocate_masks
@@ -76,10 +76,10 @@ class StepRunner:
         self._order = order
         self._kv_transfer = kv_transfer
         self._masks = GrammarMasks(runner.target.vocab_size, device)
-        self._rows = RequestRows(device)
+        self._rows = KeptRows(device)
 
     @torch.inference_mode()
-    def run(self, step: Step) -> StepResult:
+    def run(self, step: SchedulerOutput) -> StepResult:
         """Launch a step, whichever thread it is called from."""
         with self._current_device():
             self.kv.begin_step(step.max_slots)
@@ -107,7 +107,7 @@ class StepRunner:
         device = self._device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-    def launch(self, step: Step) -> StepResult:
+    def launch(self, step: SchedulerOutput) -> StepResult:
         """Launch a step whose rows are in the request table; ``run`` sees to that.
 
         Of a step that prefills and decodes, both halves commit before either is fed: hooks may
@@ -157,7 +157,7 @@ class StepRunner:
         for request in group.requests:
             request.draft_state = {}
 
-    def _place_chunks(self, prefill: Prefill, step: Step) -> ChunkRows:
+    def _place_chunks(self, prefill: Prefill, step: SchedulerOutput) -> ChunkRows:
         """Return the rows of a prefill: its chunks' tokens."""
         scheduled, group = prefill.chunks, RequestGroup.of(prefill.requests)
         widths = tuple(chunk.end - chunk.start for chunk in scheduled)
@@ -183,7 +183,7 @@ class StepRunner:
         plan = self.kv.make_plan(rows, starts, max(widths), padding=padding, used=ends)
         return ChunkRows(group=group, chunks=chunks, plan=plan)
 
-    def _draft_nodes(self, decode: Decode, step: Step) -> NodeRows:
+    def _draft_nodes(self, decode: Decode, step: SchedulerOutput) -> NodeRows:
         """Return the rows of a decode step: the nodes that the algorithm proposes."""
         group = RequestGroup.of(decode.requests)
         rows, batch_rows, map_rows = self._rows.take(
@@ -341,7 +341,7 @@ _STEPS = 32
 """Steps for which copies are made at once."""
 
 
-class RequestRows:
+class KeptRows:
     """Keeps the rows of the last step's requests, which mostly decode in the next one too: a copy
     from the host makes a GPU wait.
 

@@ -88,7 +88,7 @@ class Decode:
 
 
 @attrs.frozen(kw_only=True)
-class Step:
+class SchedulerOutput:
     """What to launch next: a prefill, a decode step, or both in one pass of the target.
 
     Attributes:
@@ -359,7 +359,7 @@ class StepResult:
         arrival: of these tensors.
     """
 
-    step: Step
+    step: SchedulerOutput
     prefill: PrefillResult | None
     decode: DecodeResult | None
     clock: StepClock
