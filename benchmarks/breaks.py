@@ -97,14 +97,14 @@ BREAKS = (
     ),
     Break(
         "compaction",
-        "specplug/speculative/target_output.py",
+        "specplug/speculative/verify.py",
         "per_node={name: tensor[accepted.rows] for name, tensor in per_node.items()}",
         "per_node={name: tensor[: len(accepted.rows)] for name, tensor in per_node.items()}",
         ("tests/speculative/test_verify.py", "tests/engine/test_exactness.py"),
     ),
     Break(
         "kv-move",
-        "specplug/engine/accepted_kv.py",
+        "specplug/engine/step.py",
         "move_slots(pool, source.view(-1), target.view(-1))",
         "move_slots(pool, target.view(-1), source.view(-1))",
         ("tests/engine/test_exactness.py",),
@@ -227,7 +227,7 @@ BREAKS = (
     ),
     Break(
         "hook-check-size",
-        "specplug/speculative/hook_results.py",
+        "specplug/speculative/hook_calls.py",
         "            and len(tensor) == size\n",
         "",
         ("tests/engine/test_plugin_failures.py", "tests/engine/test_contract.py"),

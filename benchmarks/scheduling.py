@@ -49,8 +49,7 @@ from specplug.engine.request import Request, make_detokenizer
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.step import StepRunner
 from specplug.engine.step_clock import StepClock
-from specplug.engine.step_plan import Step
-from specplug.engine.step_result import DecodeResult, PrefillResult, StepResult
+from specplug.engine.step_values import DecodeResult, PrefillResult, SchedulerOutput, StepResult
 from specplug.kv.page_pool import PagePool
 from specplug.kv.prefix_cache import PrefixCache
 from specplug.kv.request_table import RequestTable
@@ -117,7 +116,7 @@ class Cost:
 class ReadySteps(StepRunner):
     """Stands in for the step runner: each request gets the same token, at once."""
 
-    def launch(self, step: Step) -> StepResult:
+    def launch(self, step: SchedulerOutput) -> StepResult:
         clock = StepClock(CPU)
         prefill = decode = None
         if step.prefill is not None:

@@ -62,9 +62,8 @@ if TYPE_CHECKING:
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.rotation import chunk_tails, rotate_chunks
     from specplug.speculative.runtime import AttentionPlan, KVCache, Runtime
-    from specplug.speculative.target_output import CommittedOutput, TargetOutput
     from specplug.speculative.tree import select_tree
-    from specplug.speculative.verify import VerifyOutput, verify_tree
+    from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput, verify_tree
 
 __version__ = "0.1.0"
 
@@ -96,8 +95,8 @@ _LAZY = {
     "StateTensor": "specplug.speculative.draft_state",
     "chunk_tails": "specplug.speculative.rotation",
     "rotate_chunks": "specplug.speculative.rotation",
-    "CommittedOutput": "specplug.speculative.target_output",
-    "TargetOutput": "specplug.speculative.target_output",
+    "CommittedOutput": "specplug.speculative.verify",
+    "TargetOutput": "specplug.speculative.verify",
     "select_tree": "specplug.speculative.tree",
     "VerifyOutput": "specplug.speculative.verify",
     "argmax_rows": "specplug.kernels.argmax",

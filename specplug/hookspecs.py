@@ -100,8 +100,7 @@ if TYPE_CHECKING:
     from specplug.speculative.future_map import FutureMap
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.runtime import Runtime
-    from specplug.speculative.target_output import CommittedOutput, TargetOutput
-    from specplug.speculative.verify import VerifyOutput
+    from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput
 
 PROJECT = "specplug"
 hookspec = pluggy.HookspecMarker(PROJECT)

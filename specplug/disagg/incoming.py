@@ -13,7 +13,7 @@ from specplug.disagg.wire_message import WireError, WireMessage
 from specplug.engine.collected_output import CollectedOutput
 from specplug.engine.request import ReceivedPrefill, Request
 from specplug.kv.tensors import KVShape
-from specplug.speculative.output_kind import Form
+from specplug.speculative.output_kind import TensorSpec
 
 OUTPUT, STATE = "output.", "state."
 """How the names of tensors begin that are per-token outputs, and draft state."""
@@ -140,13 +140,13 @@ def _check_outputs(
     Raises:
         WireError: they are missing, or others than were asked for, or of another form.
     """
-    forms: dict[str, tuple[int, Form]] = {}
+    specs: dict[str, tuple[int, TensorSpec]] = {}
     for each in wanted:
         count = num_tokens if each.output.every_position else 1
-        forms |= {name: (count, form) for name, form in each.output.forms(each.want).items()}
-    if found.keys() != forms.keys():
-        raise WireError(f"the last part brings {sorted(found)}; expected {sorted(forms)}")
-    for name, (count, (shape, dtype)) in forms.items():
+        specs |= {name: (count, spec) for name, spec in each.output.tensor_specs(each.want).items()}
+    if found.keys() != specs.keys():
+        raise WireError(f"the last part brings {sorted(found)}; expected {sorted(specs)}")
+    for name, (count, (shape, dtype)) in specs.items():
         tensor, sizes = found[name], (count, *shape)
         same = tensor.dim() == len(sizes) and all(
             size in (None, actual) for size, actual in zip(sizes, tensor.shape, strict=True)

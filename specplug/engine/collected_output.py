@@ -58,7 +58,7 @@ class CollectedOutput:
 
     def take_received(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep what another instance has sent of the prompt, or of the first token."""
-        own = {name: tensors[name] for name in self.output.forms(self.want)}
+        own = {name: tensors[name] for name in self.output.tensor_specs(self.want)}
         self.take(0 if self.output.every_position else self.num_prompt_tokens - 1, own)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from specplug.model.sampler import top_logprobs
 from specplug.model.target import Target
 from specplug.outputs import Logprob
 from specplug.sampling_params import SamplingParams
-from specplug.speculative.output_kind import Form, OutputKind
+from specplug.speculative.output_kind import OutputKind, TensorSpec
 
 
 def core_outputs(target: Target, tokenizer: Any | None) -> tuple[OutputKind, ...]:
@@ -56,8 +56,8 @@ class Logprobs(OutputKind):
             )
         return params.logprobs
 
-    def forms(self, want: int) -> Mapping[str, Form]:
-        """Return the forms of what ``top_logprobs`` gives."""
+    def tensor_specs(self, want: int) -> Mapping[str, TensorSpec]:
+        """Return the specs of what ``top_logprobs`` gives."""
         shape = (1 + want,)
         return {
             "logprobs": (shape, torch.promote_types(self.dtype, torch.float32)),
@@ -112,7 +112,7 @@ class RoutedExperts(OutputKind):
             )
         return params.return_routed_experts or None
 
-    def forms(self, want: bool) -> Mapping[str, Form]:
+    def tensor_specs(self, want: bool) -> Mapping[str, TensorSpec]:
         """Return a form with as many experts per token as the routers choose."""
         return {self.name: ((self.num_routers, None), torch.int64)}
 
@@ -144,7 +144,7 @@ class HiddenStates(OutputKind):
             )
         return layers or None
 
-    def forms(self, want: tuple[int, ...]) -> Mapping[str, Form]:
+    def tensor_specs(self, want: tuple[int, ...]) -> Mapping[str, TensorSpec]:
         """Return a form with a column for each layer."""
         return {self.name: ((len(want), self.hidden_size), self.dtype)}
 

@@ -14,13 +14,12 @@ from typing import Protocol
 from specplug.debug import DEBUG
 from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine_runtime import EngineRuntime
-from specplug.engine.kv_transfer import KVSlice, PrefillSlice
+from specplug.engine.kv_transfer import PrefillSlice
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.scheduler import Scheduler
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
-from specplug.engine.step_plan import Step
-from specplug.engine.step_result import StepResult
+from specplug.engine.step_values import KVSlice, SchedulerOutput, StepResult
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.report import RequestReport, StepReport
 
@@ -102,7 +101,7 @@ class Engine:
         self._rest = rest
         self._numbers = count(1)
         self._launched: deque[StepResult] = deque()
-        self._launching: Step | None = None
+        self._launching: SchedulerOutput | None = None
         self._moved: list[Request] = []
         self._received: deque[Request] = deque()
         self._aborted: deque[str] = deque()

@@ -10,30 +10,12 @@ from torch import Tensor
 
 from specplug.engine.kv_pool import KVPool
 from specplug.engine.request import Request
-from specplug.engine.step_plan import PlacedPrefill, PrefillChunk
+from specplug.engine.step_values import KVSlice, PlacedPrefill, PrefillChunk
 from specplug.speculative.draft_state import StateTensor
 from specplug.speculative.host_copy import to_host
 
 _SLICE_BYTES = 4 << 20
 """The greatest size of a slice, roughly. What is sent after it, signs of life too, waits for it."""
-
-
-@attrs.define(eq=False, kw_only=True)
-class KVSlice:
-    """The KV of consecutive positions of a request, on its way from the pool to the host.
-
-    Attributes:
-        request: whose it is.
-        start, end: the positions.
-        caches: of the target and of each draft cache, [layers, 2, end - start, Hkv, D].
-        draft_state: named tensors of the request, without a leading size; only with the last slice.
-    """
-
-    request: Request
-    start: int
-    end: int
-    caches: tuple[Tensor, ...]
-    draft_state: dict[str, Tensor] = attrs.field(factory=dict)
 
 
 @attrs.define(eq=False, kw_only=True)

@@ -11,7 +11,13 @@ import attrs
 from specplug.algorithm import SpecConfig
 from specplug.config import EngineConfig
 from specplug.engine.request import Request, RequestStatus
-from specplug.engine.step_plan import Decode, PlacedPrefill, Prefill, PrefillChunk, Step
+from specplug.engine.step_values import (
+    Decode,
+    PlacedPrefill,
+    Prefill,
+    PrefillChunk,
+    SchedulerOutput,
+)
 from specplug.engine.waiting_queue import WaitingQueue
 from specplug.kv.prefix_cache import CachedPage, PrefixCache
 from specplug.kv.request_table import RequestTable
@@ -123,7 +129,7 @@ class Scheduler:
         request.shared = self.cache.root
         self.waiting.add(request)
 
-    def schedule(self) -> Step | None:
+    def schedule(self) -> SchedulerOutput | None:
         """Return what to launch next; None if there is nothing to launch.
 
         Prompts go first, in steps of their own; with ``mixed_chunk`` both kinds share a step.
@@ -145,8 +151,8 @@ class Scheduler:
         used = sum(min(nodes, most) for nodes in decode.max_draft_nodes) if decode else 0
         return max(budget - used, self.cache.pool.page_size)
 
-    def _step(self, prefill: Prefill | None, decode: Decode | None) -> Step:
-        step = Step(
+    def _step(self, prefill: Prefill | None, decode: Decode | None) -> SchedulerOutput:
+        step = SchedulerOutput(
             prefill=prefill,
             decode=decode,
             placed=tuple(self._placed),

@@ -10,35 +10,45 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug.engine.accepted_kv import keep_accepted
-from specplug.engine.grammar_masks import GrammarMasks
 from specplug.engine.kv_pool import KVPool
 from specplug.engine.kv_transfer import KVTransfer
-from specplug.engine.request_rows import RequestRows
-from specplug.engine.request_view import ReadOnlyRequest
+from specplug.engine.request import Request
 from specplug.engine.step_clock import StepClock
-from specplug.engine.step_plan import Decode, PlacedPrefill, Prefill, Step
-from specplug.engine.step_result import DecodeResult, PrefillResult, StepResult
-from specplug.engine.step_rows import ChunkRows, NodeRows, RequestGroup
+from specplug.engine.step_values import (
+    ChunkRows,
+    Decode,
+    DecodeResult,
+    NodeRows,
+    PlacedPrefill,
+    Prefill,
+    PrefillResult,
+    ReadOnlyRequest,
+    RequestGroup,
+    SchedulerOutput,
+    StepResult,
+)
+from specplug.grammar.masks import allocate_masks
 from specplug.grammar.state import HostTree
+from specplug.kernels.kernel_table import runs_tree_kernels
+from specplug.kv.tensors import move_slots
 from specplug.model.model_runner import ModelRunner
 from specplug.model.padded_rows import PassOutput
 from specplug.model.sampler import Sampler
 from specplug.sampling_params import Needs
 from specplug.speculative.batch import Batch, ForwardMode
 from specplug.speculative.draft import Draft
-from specplug.speculative.hook_order import HookOrder
+from specplug.speculative.hook_order import Chunks, Committed, Drafted, Half, HookOrder, Scheduled
 from specplug.speculative.host_copy import Arrival, upload
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedPlan
-from specplug.speculative.step_stages import Chunks, Committed, Half, Scheduled
+from specplug.speculative.verify import VerifyOutput
 
 
 class StepRunner:
     """Runs scheduled steps; nothing in a step reads device data on the host.
 
-    The order of the hooks is ``HookOrder``'s, and so are the stages of a step. Here are the
-    engine's rows and plans, the target's pass, sampling, and what goes to the host.
+    ``HookOrder`` has the stages of a step and the order of its hooks. Here are the engine's rows
+    and plans, the target's pass, sampling, and what goes to the host.
 
     Args:
         runner: of the target.
@@ -66,10 +76,10 @@ class StepRunner:
         self._order = order
         self._kv_transfer = kv_transfer
         self._masks = GrammarMasks(runner.target.vocab_size, device)
-        self._rows = RequestRows(device)
+        self._rows = KeptRows(device)
 
     @torch.inference_mode()
-    def run(self, step: Step) -> StepResult:
+    def run(self, step: SchedulerOutput) -> StepResult:
         """Launch a step, whichever thread it is called from."""
         with self._current_device():
             self.kv.begin_step(step.max_slots)
@@ -80,7 +90,7 @@ class StepRunner:
         """Take part in a step of other ranks, without a request.
 
         The target's pass has one row, of the padding row's request, because no model of
-        transformers runs without any. Nobody reads its result.
+        transformers runs without any. Its result is not used.
         """
         target = self.runner.target
         with self._current_device():
@@ -97,7 +107,7 @@ class StepRunner:
         device = self._device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-    def launch(self, step: Step) -> StepResult:
+    def launch(self, step: SchedulerOutput) -> StepResult:
         """Launch a step whose rows are in the request table; ``run`` sees to that.
 
         Of a step that prefills and decodes, both halves commit before either is fed: hooks may
@@ -117,7 +127,7 @@ class StepRunner:
             prefilled, sampled = self._commit_chunks(chunks, of_chunks)
             prefill = PrefillResult.send(chunks, prefilled, sampled)
         if nodes and of_nodes:
-            decoded = self._accept(nodes, of_nodes)
+            decoded = self._commit_nodes(nodes, of_nodes)
             decode = DecodeResult.send(nodes, decoded)
         clock.lap("verify")
         if chunks and prefill and step.prefill:
@@ -147,7 +157,7 @@ class StepRunner:
         for request in group.requests:
             request.draft_state = {}
 
-    def _place_chunks(self, prefill: Prefill, step: Step) -> ChunkRows:
+    def _place_chunks(self, prefill: Prefill, step: SchedulerOutput) -> ChunkRows:
         """Return the rows of a prefill: its chunks' tokens."""
         scheduled, group = prefill.chunks, RequestGroup.of(prefill.requests)
         widths = tuple(chunk.end - chunk.start for chunk in scheduled)
@@ -173,7 +183,7 @@ class StepRunner:
         plan = self.kv.make_plan(rows, starts, max(widths), padding=padding, used=ends)
         return ChunkRows(group=group, chunks=chunks, plan=plan)
 
-    def _draft_nodes(self, decode: Decode, step: Step) -> NodeRows:
+    def _draft_nodes(self, decode: Decode, step: SchedulerOutput) -> NodeRows:
         """Return the rows of a decode step: the nodes that the algorithm proposes."""
         group = RequestGroup.of(decode.requests)
         rows, batch_rows, map_rows = self._rows.take(
@@ -232,21 +242,21 @@ class StepRunner:
             sampled = wanted.sample(logits, predict)
         return self._order.commit_chunks(chunks, predict, per_node), sampled
 
-    def _accept(self, rows: NodeRows, passed: PassOutput) -> Committed:
+    def _commit_nodes(self, rows: NodeRows, passed: PassOutput) -> Committed:
         """Commit the nodes that the target agrees with: recorded with its pass where that is,
         unless the host takes part, for grammars, wanted outputs or a plugin's ``verify``."""
         if self._order.core_verifies and not rows.group.needs & (Needs.GRAMMAR | Needs.OUTPUTS):
 
             def commit(draft: Draft, plan: PagedPlan, passed: PassOutput) -> Committed:
-                return self._commit_nodes(rows.padded(draft, plan), passed)
+                return self._verify_nodes(rows.padded(draft, plan), passed)
 
             key = rows.group.needs, self.sampler.form
             found = self.runner.run_epilogue(key, commit)
             if found is not None:
                 return found
-        return self._commit_nodes(rows, passed)
+        return self._verify_nodes(rows, passed)
 
-    def _commit_nodes(self, rows: NodeRows, passed: PassOutput) -> Committed:
+    def _verify_nodes(self, rows: NodeRows, passed: PassOutput) -> Committed:
         """Sample at each node, verify, keep what is accepted and publish it."""
         (logits, per_node, points), wanted = passed, rows.group.wanted
         needs, drafted, positions = rows.group.needs, rows.drafted, rows.plan.positions
@@ -302,3 +312,104 @@ def _batch(mode: ForwardMode, group: RequestGroup, rows: Tensor, seq_lens: Tenso
         seq_lens=seq_lens.clone(),
         greedy=not group.needs & Needs.NOISE,
     )
+
+
+def keep_accepted(kv: KVPool, drafted: Drafted, accepted: VerifyOutput) -> None:
+    """Move the KV of a tree's accepted nodes to the slots from ``drafted.seq_lens`` on, in the
+    order of the path. A chain's is there already."""
+    draft, index = drafted.draft, accepted.accept_index
+    if draft.is_chain:
+        return
+    pool, slots = kv.tensors[0], kv.table.slots
+    rows, starts = drafted.req_indices, drafted.seq_lens
+    if runs_tree_kernels(draft.tokens):
+        from specplug.kernels.tree import move_accepted
+
+        offsets = None if draft.widths is None else draft.offsets
+        move_accepted(pool, slots, rows, starts, index, draft.width, offsets)
+        return
+    valid = index >= 0
+    local = (index - draft.offsets.unsqueeze(1)).clamp(min=0)
+    row, start = rows.unsqueeze(1), starts.unsqueeze(1)
+    columns = torch.arange(index.shape[1], device=index.device)
+    source = torch.where(valid, slots[row, start + local], 0)
+    target = torch.where(valid, slots[row, start + columns], 0)
+    move_slots(pool, source.view(-1), target.view(-1))
+
+
+_STEPS = 32
+"""Steps for which copies are made at once."""
+
+
+class KeptRows:
+    """Keeps the rows of the last step's requests, which mostly decode in the next one too: a copy
+    from the host makes a GPU wait.
+
+    Args:
+        device: of the rows.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: list[int] = []
+        self._padded: Tensor
+        self._lent: list[Tensor] = []
+
+    def take(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return these rows, [bs] int64, and two copies of this step alone, for hooks.
+
+        The rows themselves are those of later steps too: nothing may write to them.
+        """
+        if rows != self._rows:
+            # An even number of int64: every copy begins at a multiple of 16 bytes, as kernels are
+            # compiled for.
+            self._padded = upload([*rows, *[0] * (len(rows) % 2)], self._device)
+            self._rows, self._lent = list(rows), []
+        if not self._lent:
+            copies = self._padded.repeat(2 * _STEPS, 1)[:, : len(rows)]
+            self._lent = list(copies.unbind(0))
+        return self._padded[: len(rows)], self._lent.pop(), self._lent.pop()
+
+
+class GrammarMasks:
+    """Makes the masks of a step's rows. Grammars live on the host, so it waits for what they have
+    to know: the tokens of the steps before.
+
+    Args:
+        vocab_size: V.
+        device: of the masks.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._unread: list[StepResult] = []
+
+    def expect(self, result: StepResult) -> None:
+        """Note a step that was launched: if a request of it has a grammar, that reads its tokens
+        before the next masks."""
+        if any(request.grammar_state is not None for request in result.step.requests):
+            self._unread = [*(r for r in self._unread if not r.grammars_advanced), result]
+
+    def make(self, requests: Sequence[Request], tree: HostTree | None, num_rows: int) -> Tensor:
+        """Return what the requests' grammars allow after each row, [num_rows, words] int32.
+
+        The one wait between resolve and publish: for what was accepted and drafted, while the
+        target's pass runs.
+
+        Args:
+            tree: of the drafts whose nodes the rows are; None: each request has one row.
+        """
+        for result in self._unread:
+            result.wait()
+            result.advance_grammars()
+        self._unread.clear()
+        masks = allocate_masks(num_rows, self._vocab_size, pinned=self._device.type == "cuda")
+        grammar_states = [request.grammar_state for request in requests]
+        if tree is not None:
+            tree.fill_masks(grammar_states, masks)
+        else:
+            for grammar_state, mask in zip(grammar_states, masks, strict=True):
+                if grammar_state is not None:
+                    grammar_state.fill_next(mask)
+        return masks.to(self._device, non_blocking=True)

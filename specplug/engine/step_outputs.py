@@ -114,7 +114,7 @@ class HostOutputs:
         ):
             columns = [place[point] for point in collected.points]
         cut = {}
-        for name in output.forms(want):
+        for name in output.tensor_specs(want):
             tensor = output.cut(want, self.tensors[name][rows])
             cut[name] = tensor.clone() if columns is None else tensor[:, columns]
         return cut

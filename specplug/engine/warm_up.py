@@ -15,7 +15,7 @@ from specplug.engine.hook_watch import HookWatch
 from specplug.engine.request import Request
 from specplug.engine.scheduler import SchedulerConfig
 from specplug.engine.step import StepRunner
-from specplug.engine.step_plan import Decode, Prefill, PrefillChunk, Step
+from specplug.engine.step_values import Decode, Prefill, PrefillChunk, SchedulerOutput
 from specplug.sampling_params import SamplingParams
 from specplug.speculative.buckets import MOST_ROWS, batch_sizes, row_buckets
 from specplug.speculative.hook_calls import HookCalls
@@ -98,7 +98,7 @@ class WarmUp:
         for pool in self._steps.kv.tensors:  # the padding page's slot, as it was
             pool[:, :, 0].zero_()
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: SchedulerOutput) -> None:
         for request in step.admitted:
             self._steps.sampler.admit(request.req_index, request.params, request.seed)
         with self._stepping(), self._watch.step():
@@ -115,7 +115,7 @@ class WarmUp:
     def _stepping(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.stepping()
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[SchedulerOutput]:
         """Yield the steps: prompts of all lengths at which a kernel has another form, then decode
         steps at every batch size that is recorded, of all kinds."""
         for width in _lengths(self._most_rows):
@@ -129,7 +129,7 @@ class WarmUp:
         if self._limits.mixed_chunk:
             yield from self._mixed()
 
-    def _together(self, size: int) -> Iterator[Step]:
+    def _together(self, size: int) -> Iterator[SchedulerOutput]:
         """Yield steps that prompts fill together: of one length, and one of them far longer."""
         share = self._most_rows // size
         short = max(1, share // 4)
@@ -137,7 +137,7 @@ class WarmUp:
             first = self._most_rows - (size - 1) * length
             yield _prefill(self._requests([first] + [length] * (size - 1)), is_last=False)
 
-    def _decode(self, size: int, params: SamplingParams) -> Iterator[Step]:
+    def _decode(self, size: int, params: SamplingParams) -> Iterator[SchedulerOutput]:
         """Yield steps in which ``size`` requests are prefilled, and steps in which they decode."""
         requests = self._requests([_PROMPT] * size, params)
         if not self._decodes:
@@ -148,7 +148,7 @@ class WarmUp:
             yield _prefill(requests)
             yield _step(decode=_decode_half(requests, rooms, self._limits.num_lookahead_slots))
 
-    def _mixed(self) -> Iterator[Step]:
+    def _mixed(self) -> Iterator[SchedulerOutput]:
         """Yield steps that decode at every batch size, and that a prompt fills."""
         running, whole = self._limits.max_running_requests, self._limits.num_lookahead_slots
         if running < 2 or not self._decodes:
@@ -205,7 +205,7 @@ def _decode_half(
     return Decode(requests=tuple(requests), max_draft_nodes=rooms, slots=slots)
 
 
-def _prefill(requests: Sequence[Request], *, is_last: bool = True) -> Step:
+def _prefill(requests: Sequence[Request], *, is_last: bool = True) -> SchedulerOutput:
     return _step(prefill=_chunks(requests, is_last=is_last), admitted=tuple(requests))
 
 
@@ -234,8 +234,8 @@ def _step(
     prefill: Prefill | None = None,
     decode: Decode | None = None,
     admitted: tuple[Request, ...] = (),
-) -> Step:
-    return Step(
+) -> SchedulerOutput:
+    return SchedulerOutput(
         prefill=prefill,
         decode=decode,
         admitted=admitted,

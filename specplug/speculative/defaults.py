@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from specplug.speculative.draft import Draft, DraftInput
     from specplug.speculative.future_map import FutureMap
     from specplug.speculative.runtime import Runtime
-    from specplug.speculative.target_output import TargetOutput
-    from specplug.speculative.verify import VerifyOutput
+    from specplug.speculative.verify import TargetOutput, VerifyOutput
 
 
 class CoreDefaults:

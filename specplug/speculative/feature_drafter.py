@@ -25,8 +25,8 @@ from specplug.speculative.host_copy import upload
 from specplug.speculative.layers import Attend
 from specplug.speculative.noise import couple
 from specplug.speculative.runtime import AttentionPlan, Runtime
-from specplug.speculative.target_output import CommittedOutput
 from specplug.speculative.tree import select_nodes
+from specplug.speculative.verify import CommittedOutput
 
 
 @attrs.define(eq=False)

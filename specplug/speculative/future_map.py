@@ -13,7 +13,7 @@ from specplug.speculative.draft import DraftInput
 
 if TYPE_CHECKING:
     from specplug.speculative.draft_state import StateTensor
-    from specplug.speculative.target_output import CommittedOutput
+    from specplug.speculative.verify import CommittedOutput
 
 
 class FutureMap:

@@ -1,4 +1,4 @@
-"""The order of the hooks in a step, written once for all hosts of an algorithm.
+"""The stages of a step and the order of its hooks, written once for all hosts of an algorithm.
 
 The embedded engine drives it, and so can any other engine (docs/hosting.md has one of a page)::
 
@@ -16,35 +16,152 @@ The embedded engine drives it, and so can any other engine (docs/hosting.md has 
     received prefills  receive          build_disagg_draft_input -> publish, stash
     an idle rank       idle             verify -> fixup_idle -> publish, stash, of no request
 
-Each call takes what the one before it has made (``step_stages``). Nothing here reads device data on
-the CPU. All of it runs on the current stream, in the ``torch.inference_mode`` that the host has
-entered. It knows no request, cache, sampler or grammar.
+Each call takes the stage that the one before it has made, a frozen value::
+
+    Scheduled   the requests that decode       made by the host
+    Drafted     + lengths, the draft           HookOrder.draft
+    Verified    + the accepted nodes           HookOrder.verify, of the target's token at each node
+    Committed   what later steps start from    HookOrder.commit
+    (fed)       the draft model has it too     HookOrder.feed
+
+    Chunks      what is prefilled              made by the host
+    Committed   what later steps start from    HookOrder.commit_chunks, of the token after each
+    (fed)                                      HookOrder.feed
+
+Their tensors are the host's own and the core's. Hooks get those of a ``Batch``, which are copies:
+what a hook writes to them reaches nothing else. Nothing here reads device data on the CPU. All of
+it runs on the current stream, in the ``torch.inference_mode`` that the host has entered. It knows
+no request, cache, sampler or grammar.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import attrs
 import torch
 from torch import Tensor
 
-from specplug.speculative.batch import Batch, ForwardMode
+from specplug.speculative.batch import Batch, ForwardMode, RequestView
 from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.host_copy import upload
 from specplug.speculative.rotation import chunk_tails, rotate_chunks
 from specplug.speculative.runtime import AttentionPlan, Runtime
-from specplug.speculative.step_stages import (
-    Chunks,
-    Committed,
-    Drafted,
-    Half,
-    Scheduled,
-    Verified,
+from specplug.speculative.verify import (
+    CommittedOutput,
+    TargetOutput,
+    VerifyOutput,
+    compact,
+    verify_tree,
 )
-from specplug.speculative.target_output import CommittedOutput, TargetOutput, compact
-from specplug.speculative.verify import verify_tree
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Scheduled:
+    """Requests that take a decode step.
+
+    Attributes:
+        req_indices: [bs] int64, each request's row in the request table.
+        requests: bs views of them, for hooks.
+        max_draft_nodes: the most nodes of each that can be verified, at least 1.
+        greedy: whether every request takes its most likely token.
+        is_warm_up: what ``Batch.is_warm_up`` is for the hooks of the step.
+        batch_rows: a copy of ``req_indices`` for hooks; None: it is made.
+        map_rows: as in ``Half``. A host that keeps ``req_indices`` for later steps gives both.
+    """
+
+    req_indices: Tensor
+    requests: Sequence[RequestView]
+    max_draft_nodes: tuple[int, ...]
+    greedy: bool = True
+    is_warm_up: bool = False
+    batch_rows: Tensor | None = None
+    map_rows: Tensor | None = None
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Half:
+    """The requests of a step that decode, or those that prefill.
+
+    Attributes:
+        req_indices: [bs] int64, each request's row in the request table.
+        batch: what hooks see of them.
+        map_rows: ``req_indices`` as the future map's ``publish`` and ``stash`` get them, which may
+            write there; None: they get ``req_indices``.
+    """
+
+    req_indices: Tensor
+    batch: Batch
+    map_rows: Tensor | None = None
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Drafted(Half):
+    """What the target is to verify.
+
+    Attributes:
+        seq_lens: [bs] int64, committed tokens of each request before this step. Node i of a request
+            has the slot ``seq_lens + i``.
+        draft: T nodes of all requests; its roots are the core's.
+    """
+
+    seq_lens: Tensor
+    draft: Draft
+
+    @property
+    def tokens(self) -> Tensor:
+        """[T] int64, the nodes: the rows of the target's pass."""
+        return self.draft.flat_tokens
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Chunks(Half):
+    """Prompt tokens that are prefilled. ``batch`` says where each chunk begins and ends.
+
+    Attributes:
+        seq_lens: [bs] int64, tokens of each request with KV before this step.
+        tokens: [R] int64, the chunks one after the other: the rows of the target's pass.
+        last_rows: [bs] int64, the row of each chunk's last token.
+    """
+
+    seq_lens: Tensor
+    tokens: Tensor
+    last_rows: Tensor
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Verified:
+    """What the target accepts. The host now moves the KV of a tree's accepted nodes to the slots
+    from ``drafted.seq_lens`` on, in the order of the path; a chain's is there already.
+
+    Attributes:
+        drafted: what was verified.
+        accepted: of its nodes.
+        per_node: all outputs by name, of leading size T: the target's, and what plugins add.
+    """
+
+    drafted: Drafted
+    accepted: VerifyOutput
+    per_node: Mapping[str, Tensor]
+
+
+class Committed(NamedTuple):
+    """What a step has committed. It has tensors alone, so that what makes it can be recorded.
+
+    Attributes:
+        seq_lens: [bs] int64, committed tokens of each request after this step.
+        output: the committed rows, which the draft model is fed next.
+        report: [bs, C + 1] int64, after a decode step: the target's tokens along each accepted
+            path, and after them its accept length. A host copies it in the same step: a recorded
+            one writes there again. None after a prefill, or where the host has verified.
+    """
+
+    seq_lens: Tensor
+    output: CommittedOutput
+    report: Tensor | None = None
 
 
 class HookOrder:

@@ -28,7 +28,7 @@ DTYPES = (
 )
 """Types of tensors that go from one instance to another, and so of outputs."""
 
-Form = tuple[tuple[int | None, ...], torch.dtype]
+TensorSpec = tuple[tuple[int | None, ...], torch.dtype]
 """Shape of one token's tensor (None: any size) and its type."""
 
 
@@ -67,7 +67,7 @@ class OutputKind(ABC):
         """
 
     @abstractmethod
-    def forms(self, want: Any) -> Mapping[str, Form]:
+    def tensor_specs(self, want: Any) -> Mapping[str, TensorSpec]:
         """Return its tensors by name, as a request that wants this keeps them for each token."""
 
     def points(self, want: Any) -> tuple[Hashable, ...]:
@@ -93,7 +93,7 @@ class OutputKind(ABC):
             want: of any request that asks.
             num_rows: of the pass; a tensor that is sampled in a prefill has fewer.
         """
-        return {name: per_node[name] for name in self.forms(want)}
+        return {name: per_node[name] for name in self.tensor_specs(want)}
 
     def cut(self, want: Any, tensor: Tensor) -> Tensor:
         """Return the part of a batch's tensor [rows, …] that a request which wants this gets."""
@@ -105,7 +105,7 @@ class OutputKind(ABC):
 
     def is_sound(self, tensors: Mapping[str, Tensor], first_token: int) -> bool:
         """Return whether tensors that another instance has sent with a prefill, and that have their
-        ``forms``, can be those of a request whose first token is this."""
+        ``tensor_specs``, can be those of a request whose first token is this."""
         return True
 
 
@@ -186,8 +186,8 @@ class PerTokenOutput(OutputKind):
         """Return True, or None."""
         return self.name in params.token_outputs or None
 
-    def forms(self, want: bool) -> Mapping[str, Form]:
-        """Return the form of its one tensor."""
+    def tensor_specs(self, want: bool) -> Mapping[str, TensorSpec]:
+        """Return the spec of its one tensor."""
         return {self.name: (self.shape, self.dtype)}
 
     def sample(self, logits: Tensor, predict: Tensor, wants: Sequence[bool]) -> dict[str, Tensor]:

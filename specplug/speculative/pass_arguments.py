@@ -21,7 +21,7 @@ from specplug.speculative.batch import Batch
 from specplug.speculative.buckets import batch_bucket
 from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.paged_plan import LentPlan, PagedPlan, plan_of
-from specplug.speculative.target_output import CommittedOutput
+from specplug.speculative.verify import CommittedOutput
 
 _PIECE = 16 << 10
 """Bytes that a block of threads copies at once: the 32 of each that one load and store take."""

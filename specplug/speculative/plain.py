@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from specplug.speculative.batch import Batch
     from specplug.speculative.draft import Draft, DraftInput
     from specplug.speculative.runtime import Runtime
-    from specplug.speculative.target_output import CommittedOutput
+    from specplug.speculative.verify import CommittedOutput
 
 
 class Plain:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specplug import SamplingParams
 from specplug.engine.collected_output import CollectedOutput
-from specplug.speculative.output_kind import Form, OutputKind
+from specplug.speculative.output_kind import OutputKind, TensorSpec
 
 
 class Positions(OutputKind):
@@ -26,7 +26,7 @@ class Positions(OutputKind):
     def asked(self, params: SamplingParams) -> bool:
         return True
 
-    def forms(self, want: Any) -> Mapping[str, Form]:
+    def tensor_specs(self, want: Any) -> Mapping[str, TensorSpec]:
         return {self.name: ((), torch.int64)}
 
     def entries(self, want: Any, tensors: Mapping[str, torch.Tensor]) -> list[Any]:

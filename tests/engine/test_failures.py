@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specplug import LLM, PluginError, SamplingParams, UsageError, hookimpl
-from specplug.engine.step_result import StepResult
+from specplug.engine.step_values import StepResult
 from specplug.grammar import state as grammar_state
 from specplug.kv.prefix_cache import PrefixCache
 

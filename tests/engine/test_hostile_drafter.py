@@ -32,7 +32,7 @@ from specplug import (
     hookimpl,
 )
 from specplug.speculative import draft as draft_module
-from specplug.speculative import hook_results
+from specplug.speculative import hook_calls
 
 STEPS, NODES = 4, 7
 KINDS = ("greedy", "seeded", "truncated", "penalized and sampled")
@@ -184,7 +184,7 @@ class HostileInVerify(Hostile):
 def without_debug(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are bounded, as in a run of a user, and not told."""
     monkeypatch.setattr(draft_module, "DEBUG", False)
-    monkeypatch.setattr(hook_results, "DEBUG", False)
+    monkeypatch.setattr(hook_calls, "DEBUG", False)
 
 
 SCENES: dict[str, tuple[type[Hostile], dict[str, Any]]] = {

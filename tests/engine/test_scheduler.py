@@ -24,7 +24,7 @@ from specplug.engine.collected_output import collect
 from specplug.engine.core_outputs import RoutedExperts
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
-from specplug.engine.step_plan import Decode, Prefill, Step
+from specplug.engine.step_values import Decode, Prefill, SchedulerOutput
 from specplug.kv.page_pool import PagePool
 from specplug.kv.prefix_cache import CachedPage, PrefixCache
 from specplug.kv.request_table import RequestTable
@@ -149,7 +149,7 @@ class Shadow:
 class Launched:
     """A step, what each request of its decode half accepts, and each one's retractions by then."""
 
-    step: Step
+    step: SchedulerOutput
     accepted: tuple[int, ...]
     retractions: dict[Request, int]
 
@@ -367,14 +367,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             shadow.retractions += 1
         self.untold.update(lost)
 
-    def _check_admissions(self, step: Step) -> None:
+    def _check_admissions(self, step: SchedulerOutput) -> None:
         admitted = step.admitted
         assert list(admitted) == sorted(admitted, key=lambda request: request.sort_key)
         for request in admitted:
             assert self.shadows[request].in_flight == 0, "its pages are still being written to"
             assert all(request.sort_key < other.sort_key for other in self.scheduler.waiting)
 
-    def _check_figures(self, step: Step) -> None:
+    def _check_figures(self, step: SchedulerOutput) -> None:
         self.evicted += step.evicted_pages
         SEEN["eviction"] += step.evicted_pages
         assert self.evicted == self.cache.evicted
@@ -383,7 +383,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert step.free_pages == self.pool.num_free
         assert step.cached_pages == self.cache.num_pages
 
-    def _check_halves(self, step: Step, ready: list[Request]) -> None:
+    def _check_halves(self, step: SchedulerOutput, ready: list[Request]) -> None:
         assert len(set(step.requests)) == len(step.requests)
         mode = ("prefill" if step.prefill else "") + ("decode" if step.decode else "")
         assert step.mode == mode.replace("prefilldecode", "mixed")
@@ -402,7 +402,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "a prompt moves on, however many drafts there are"
             )
 
-    def _check_prefill(self, step: Step, prefill: Prefill) -> None:
+    def _check_prefill(self, step: SchedulerOutput, prefill: Prefill) -> None:
         chunks, budget = prefill.chunks, self.config.chunked_prefill_size
         most = self.config.num_draft_tokens
         nodes = (
@@ -642,7 +642,7 @@ def _add(scheduler: Scheduler, number: int, size: int, **changes: Any) -> Reques
     return request
 
 
-def _process(scheduler: Scheduler, step: Step, accepted: dict[Request, int]) -> None:
+def _process(scheduler: Scheduler, step: SchedulerOutput, accepted: dict[Request, int]) -> None:
     """The step's results: each request takes one token, or what it ``accepted``."""
     for chunk in step.prefill.chunks if step.prefill else ():
         if chunk.is_last and not chunk.request.finished:
@@ -656,7 +656,7 @@ def _process(scheduler: Scheduler, step: Step, accepted: dict[Request, int]) -> 
         scheduler.processed(request, committed=count)
 
 
-def _turn(scheduler: Scheduler, accepted: dict[Request, int] | None = None) -> Step:
+def _turn(scheduler: Scheduler, accepted: dict[Request, int] | None = None) -> SchedulerOutput:
     """One step, launched and processed."""
     step = scheduler.schedule()
     assert step is not None
@@ -732,7 +732,7 @@ def test_without_mixed_steps_prompts_go_first() -> None:
     assert [_turn(scheduler).mode for _ in range(4)] == ["prefill"] * 3 + ["decode"]
 
 
-def _until_retraction(scheduler: Scheduler, fast: Request) -> Step:
+def _until_retraction(scheduler: Scheduler, fast: Request) -> SchedulerOutput:
     """``fast`` accepts four tokens a step, the others one."""
     for _ in range(20):
         step = _turn(scheduler, {fast: 4})

@@ -16,7 +16,7 @@ from specplug import Draft, VerifyOutput, verify_tree
 from specplug.kernels.kernel_table import MOST_NODES, kernels_used
 from specplug.kernels.tree import move_accepted
 from specplug.kv.tensors import move_slots
-from specplug.speculative.target_output import CommittedOutput, compact
+from specplug.speculative.verify import CommittedOutput, compact
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB_SIZE = 5

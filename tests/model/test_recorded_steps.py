@@ -38,7 +38,7 @@ from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.paged_plan import PagedPlan, RequestSlots
 from specplug.speculative.pass_arguments import BatchPadding, KeptTensors
-from specplug.speculative.target_output import compact
+from specplug.speculative.verify import compact
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

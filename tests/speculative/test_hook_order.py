@@ -43,13 +43,12 @@ from specplug.registry import (
     build_plugin_manager,
     register_commands,
 )
-from specplug.speculative import hook_results
+from specplug.speculative import hook_calls
 from specplug.speculative.batch import ForwardMode
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.hook_order import HookOrder
-from specplug.speculative.step_stages import Chunks, Committed, Drafted, Half, Scheduled
-from specplug.speculative.target_output import compact
+from specplug.speculative.hook_order import Chunks, Committed, Drafted, Half, HookOrder, Scheduled
+from specplug.speculative.verify import compact
 
 CPU = torch.device("cpu")
 VOCAB = 11
@@ -431,7 +430,7 @@ def test_wrong_roots_of_an_algorithm_are_not_verified(
     host: ToyHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is verified begins at the core's own roots and lengths."""
-    monkeypatch.setattr(hook_results, "DEBUG", False)
+    monkeypatch.setattr(hook_calls, "DEBUG", False)
     future_map = host.future_map
     host.prefill(PROMPTS)
     future_map.bonus_tokens.zero_()

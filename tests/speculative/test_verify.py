@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specplug import Draft, VerifyOutput, verify_tree
-from specplug.speculative.target_output import compact
+from specplug.speculative.verify import compact
 
 VOCAB_SIZE = 8
 exactly = settings(max_examples=400, deadline=None, derandomize=True, database=None)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from specplug import Batch, RequestReport
 from specplug.speculative.batch import ForwardMode
+from specplug.speculative.hook_order import Chunks, Drafted, Half, Scheduled, Verified
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import LentPlan, PagedPlan
-from specplug.speculative.step_stages import Chunks, Drafted, Half, Scheduled, Verified
 from specplug_sglang.host import MASKED
 from specplug_sglang.patches import apply_patches
 from specplug_sglang.relay import SpecplugDraftInput

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from specplug import Batch, Draft, PluginError, RequestView
 from specplug.speculative.batch import ForwardMode
-from specplug.speculative.hook_order import HookOrder
+from specplug.speculative.hook_order import Chunks, HookOrder
 from specplug.speculative.host_copy import upload
-from specplug.speculative.step_stages import Chunks
 from specplug_vllm.runtime import VllmRuntime
 
 

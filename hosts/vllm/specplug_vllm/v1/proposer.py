@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from specplug import Batch, CommittedOutput, PluginError
 from specplug.speculative.batch import ForwardMode
+from specplug.speculative.hook_order import Half, Scheduled
 from specplug.speculative.host_copy import upload
-from specplug.speculative.step_stages import Half, Scheduled
 from specplug.speculative.undrafted import FAILED
 from specplug_vllm import vllm_names
 from specplug_vllm.draft_cache import PREFIX

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from specplug import Batch, CommittedOutput
 from specplug.speculative.batch import ForwardMode
-from specplug.speculative.hook_order import HookOrder
+from specplug.speculative.hook_order import Committed, Half, HookOrder, Scheduled
 from specplug.speculative.host_copy import upload
-from specplug.speculative.step_stages import Committed, Half, Scheduled
 from specplug_vllm.request_view import VllmRequest
 from specplug_vllm.runtime import VllmRuntime
 from specplug_vllm.v1.step_rows import ranges

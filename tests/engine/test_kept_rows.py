@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from specplug import LLM, FutureMap, SamplingParams, hookimpl
-from specplug.engine.request_rows import RequestRows
+from specplug.engine.step import KeptRows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_rows_of_the_same_requests_are_kept() -> None:
-    rows, places, lent = RequestRows(DEVICE), set(), []
+    rows, places, lent = KeptRows(DEVICE), set(), []
     for _ in range(70):
         own, *copies = rows.take([3, 1, 2])
         assert own.tolist() == [3, 1, 2]
