@@ -315,19 +315,17 @@ def patch_runner_v1(*, on_cpu: bool) -> None:
     Raises:
         UsageError: this vLLM was not tested, or has other forms.
     """
-    check(v1_names.NAMES, When.V1)
-    _apply(When.START)
-    _apply(When.V1)
-    if on_cpu:
-        _apply(When.V1_CPU)
+    when = (When.V1, When.V1_CPU) if on_cpu else (When.V1,)
+    check(v1_names.NAMES, *when)
+    _apply(When.START, *when)
 
 
-def check(names: Names, when: When) -> None:
+def check(names: Names, *when: When) -> None:
     """Compare the forms of all that a model runner needs with those of the installed vLLM.
 
     Args:
         names: of that runner alone.
-        when: its patches are made.
+        when: its own patches are made. Modules of the other one's may not be there.
 
     Raises:
         UsageError: this vLLM was not tested, or has other forms.
@@ -335,8 +333,7 @@ def check(names: Names, when: When) -> None:
     capabilities()
     vllm_names.NAMES.check()
     names.check()
-    for patch in _patches(When.START, When.SCHEDULER, when, *[When.V1_CPU][: when is When.V1]):
-        # Those of the other runner that are made at the start are in modules that may not be there.
+    for patch in _patches(When.START, When.SCHEDULER, *when):
         check_function(patch.place, patch.parameters)
 
 
@@ -347,6 +344,6 @@ def _patches(*when: When) -> Iterator[Patch]:
             yield patch
 
 
-def _apply(when: When) -> None:
-    for patch in _patches(when):
+def _apply(*when: When) -> None:
+    for patch in _patches(*when):
         patch.apply()
