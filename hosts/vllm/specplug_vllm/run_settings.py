@@ -95,7 +95,7 @@ def host_of(vllm_config: Any) -> HostCapabilities:
     if not runs_on_v2(vllm_config):
         return capabilities()
     found = capabilities(runner=2, overlap=bool(vllm_config.scheduler_config.async_scheduling))
-    # Its noise in double precision is another function, which nobody here computes.
+    # In double precision vLLM draws its noise by another function, which is not computed here.
     foreseeable = not vllm_config.model_config.use_fp64_gumbel
     return attrs.evolve(found, foreseeable_noise=foreseeable)
 

@@ -228,8 +228,8 @@ class VllmSpeculator(DraftModelSpeculator):
         return drafts
 
     def _begin(self, step: Step) -> np.ndarray:
-        """Give rows to the requests that begin and slots to those with new blocks. Return who
-        begins, [n] bool."""
+        """Give rows to the requests that begin and slots to those with new blocks. Return which of
+        the step's requests begin, [n] bool."""
         first = np.array([request_id in self._fresh for request_id in step.ids])
         table = self._slot_table()
         for request_id, row in zip(step.ids, step.rows.tolist(), strict=True):
