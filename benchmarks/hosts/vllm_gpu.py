@@ -257,8 +257,11 @@ def _about(llm: Any) -> Row:
         return found
     runner = core.model_executor.driver_worker.worker.model_runner
     drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
-    if hasattr(drafter, "undrafted"):
-        found |= {"undrafted": drafter.undrafted, "recorded": drafter.num_recordings}
+    if hasattr(drafter, "run"):
+        found |= {
+            "undrafted": drafter.undrafted,
+            "recorded": drafter.run.runtime.num_recordings,
+        }
     return found
 
 

@@ -79,9 +79,9 @@ class DraftBackend(_VLLM.backend):
 
     @classmethod
     def indexes_kv_by_block_stride(cls) -> bool:
-        """Answer as the target does, asked by vLLM 0.25.0. With another answer a draft layer is
-        nobody's like, and where a target has layers of several kinds, vLLM's groups of layers are
-        as small as the smallest: of one."""
+        """Answer as the target does; vLLM 0.25.0 asks. With another answer draft layers would be of
+        a kind of their own. Where a target has layers of several kinds, vLLM's groups of layers are
+        as small as the smallest kind, here of one layer."""
         return target_indexes_by_block_stride(PREFIX)
 
 

@@ -112,6 +112,9 @@ def _make_speculator(original: Callable[..., Any], vllm_config: Any, device: Any
     return VllmSpeculator(vllm_config, device, name)
 
 
+_of_v1 = functools.partial(Patch, runner="V1")
+_of_v2 = functools.partial(Patch, runner="V2", versions=WITH_RUNNER_V2)
+
 PATCHES = (
     Patch(
         place="vllm.config:VllmConfig.num_lookahead_tokens",
@@ -153,7 +156,7 @@ PATCHES = (
         versions=_OLD,
         when=When.SCHEDULER,
     ),
-    Patch(
+    _of_v2(
         place=f"{_SCHEDULER}.update_from_output",
         parameters="self, scheduler_output, model_runner_output",
         wrapper=v2_patches.update_from_output,
@@ -161,11 +164,9 @@ PATCHES = (
         upstream="an interface for the schedule of draft lengths",
         section=_PAYOFF,
         test="tests_v2/test_pauses.py::test_step_that_a_request_begins_with_is_not_measured",
-        runner="V2",
-        versions=_OLD,
         when=When.SCHEDULER,
     ),
-    Patch(
+    _of_v2(
         place="vllm.config:VllmConfig._get_v2_model_runner_unsupported_features",
         parameters="self",
         wrapper=config_patches.unsupported_features,
@@ -173,11 +174,9 @@ PATCHES = (
         upstream="its name in the list",
         section=_V2,
         test="tests_v2/test_identity.py::test_greedy_tokens_are_plain",
-        runner="V2",
-        versions=WITH_RUNNER_V2,
         when=When.START,
     ),
-    Patch(
+    _of_v2(
         place="vllm.config:VllmConfig.__post_init__",
         parameters="self",
         wrapper=config_patches.post_init,
@@ -185,11 +184,9 @@ PATCHES = (
         upstream="its name in the list; an interface for the schedule of draft lengths",
         section=_V2,
         test="tests_v2/test_async_scheduling.py::test_log_says_that_async_scheduling_is_on",
-        runner="V2",
-        versions=WITH_RUNNER_V2,
         when=When.START,
     ),
-    Patch(
+    _of_v2(
         place="vllm.v1.worker.gpu.spec_decode:init_speculator",
         parameters="vllm_config, device",
         wrapper=_make_speculator,
@@ -197,12 +194,10 @@ PATCHES = (
         upstream="a branch for `custom_class`",
         section=_V2,
         test="tests_v2/test_identity.py::test_greedy_tokens_are_plain",
-        runner="V2",
-        versions=WITH_RUNNER_V2,
         when=When.START,
         also="vllm.v1.worker.gpu.model_runner",
     ),
-    Patch(
+    _of_v2(
         place=f"{_RUNNER_V2}.load_model",
         parameters="self, load_dummy_weights, args, kwargs",
         wrapper=v2_patches.load_model,
@@ -210,11 +205,9 @@ PATCHES = (
         upstream="a call after the target is loaded",
         section=_V2,
         test="tests_v2/test_identity.py::test_seeded_tokens_are_plain",
-        runner="V2",
-        versions=WITH_RUNNER_V2,
         when=When.V2,
     ),
-    Patch(
+    _of_v2(
         place=f"{_RUNNER_V2}.execute_model",
         parameters=(
             "self, scheduler_output, intermediate_tensors, dummy_run, skip_attn_for_dummy_run, "
@@ -225,11 +218,9 @@ PATCHES = (
         upstream="a call that tells",
         section=_V2,
         test="tests_v2/test_scheduling.py::test_aborted_requests_leave_others_alone",
-        runner="V2",
-        versions=WITH_RUNNER_V2,
         when=When.V2,
     ),
-    Patch(
+    _of_v2(
         place="vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
         parameters="self",
         wrapper=v2_patches.init_candidates,
@@ -237,11 +228,9 @@ PATCHES = (
         upstream="to look further than the next size",
         section=_PAYOFF,
         test="tests_v2/test_pauses.py::test_every_batch_finds_a_graph_of_its_width",
-        runner="V2",
-        versions=WITH_RUNNER_V2,
         when=When.V2,
     ),
-    Patch(
+    _of_v1(
         place=f"{_RUNNER_V1}.execute_model",
         parameters="self, scheduler_output, intermediate_tensors",
         wrapper=v1_patches.execute_model,
@@ -249,10 +238,9 @@ PATCHES = (
         upstream="a call that tells",
         section="Requests that end, or lose their blocks",
         test="tests/test_scheduling.py::test_ended_requests_are_told_once",
-        runner="V1",
         when=When.V1,
     ),
-    Patch(
+    _of_v1(
         place=f"{_RUNNER_V1}._setup_eagle3_aux_hidden_state_outputs",
         parameters="self",
         wrapper=v1_patches.set_up_captures,
@@ -260,10 +248,9 @@ PATCHES = (
         upstream="`load_model(target, runner)`, and layers that a proposer names",
         section=PROPOSER,
         test="tests/test_greedy.py::test_tokens_of_every_algorithm_are_plain",
-        runner="V1",
         when=When.V1,
     ),
-    Patch(
+    _of_v1(
         place=f"{_RUNNER_V1}.propose_draft_token_ids",
         parameters=(
             "self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, "
@@ -275,10 +262,9 @@ PATCHES = (
         upstream="to pass the arguments on that it has",
         section="A proposer gets what the runner has",
         test="tests/test_greedy.py::test_tokens_of_every_algorithm_are_plain",
-        runner="V1",
         when=When.V1,
     ),
-    Patch(
+    _of_v1(
         place=f"{_SAMPLER}:expand_batch_to_tokens",
         parameters="x, cu_num_tokens, num_tokens, replace_from, replace_to",
         wrapper=cpu_sampling.expand_batch_to_tokens,
@@ -286,10 +272,9 @@ PATCHES = (
         upstream="a kernel that fills its output",
         section="Sampled requests on a CPU",
         test="tests/test_sampled.py::test_sampled_tokens_are_distributed_as_plain",
-        runner="V1",
         when=When.V1_CPU,
     ),
-    Patch(
+    _of_v1(
         place=f"{_SAMPLER}:apply_sampling_constraints",
         parameters="logits, cu_num_draft_tokens, sampling_metadata",
         wrapper=cpu_sampling.apply_sampling_constraints,
@@ -297,7 +282,6 @@ PATCHES = (
         upstream="to return where there are no rows",
         section="Sampled requests on a CPU",
         test="tests/test_sampled.py::test_sampled_tokens_are_distributed_as_plain",
-        runner="V1",
         when=When.V1_CPU,
     ),
 )
@@ -315,19 +299,17 @@ def patch_runner_v1(*, on_cpu: bool) -> None:
     Raises:
         UsageError: this vLLM was not tested, or has other forms.
     """
-    check(v1_names.NAMES, When.V1)
-    _apply(When.START)
-    _apply(When.V1)
-    if on_cpu:
-        _apply(When.V1_CPU)
+    when = (When.V1, When.V1_CPU) if on_cpu else (When.V1,)
+    check(v1_names.NAMES, *when)
+    _apply(When.START, *when)
 
 
-def check(names: Names, when: When) -> None:
+def check(names: Names, *when: When) -> None:
     """Compare the forms of all that a model runner needs with those of the installed vLLM.
 
     Args:
         names: of that runner alone.
-        when: its patches are made.
+        when: its own patches are made. Modules of the other one's may not be there.
 
     Raises:
         UsageError: this vLLM was not tested, or has other forms.
@@ -335,8 +317,7 @@ def check(names: Names, when: When) -> None:
     capabilities()
     vllm_names.NAMES.check()
     names.check()
-    for patch in _patches(When.START, When.SCHEDULER, when, *[When.V1_CPU][: when is When.V1]):
-        # Those of the other runner that are made at the start are in modules that may not be there.
+    for patch in _patches(When.START, When.SCHEDULER, *when):
         check_function(patch.place, patch.parameters)
 
 
@@ -347,6 +328,6 @@ def _patches(*when: When) -> Iterator[Patch]:
             yield patch
 
 
-def _apply(when: When) -> None:
-    for patch in _patches(when):
+def _apply(*when: When) -> None:
+    for patch in _patches(*when):
         patch.apply()

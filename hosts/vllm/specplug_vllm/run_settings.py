@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -18,41 +19,6 @@ if TYPE_CHECKING:
 MODULE = "specplug_vllm"
 
 
-@attrs.frozen(kw_only=True)
-class RunSettings:
-    """What vLLM gives a run, and its settings as they were typed."""
-
-    host: HostCapabilities
-    settings: Settings
-    vllm_config: Any
-
-    @classmethod
-    def of(cls, vllm_config: Any, name: str) -> RunSettings:
-        """Read them from vLLM's configuration.
-
-        Raises:
-            UsageError: a setting does not fit.
-        """
-        host = host_of(vllm_config)
-        _refuse_what_is_missing(vllm_config, name, host)
-        settings = Settings.of(vllm_config.additional_config)
-        if settings.draft_when == FASTER and (reason := _always_drafts(vllm_config)):
-            raise UsageError(
-                f"{KEY}.draft_when={FASTER!r}: {reason} drafts in every step; leave the setting out"
-            )
-        return cls(host=host, settings=settings, vllm_config=vllm_config)
-
-    def resolve(self, info: AlgorithmInfo) -> SpecConfig:
-        """Return what was typed over the algorithm's defaults."""
-        model = self.vllm_config.model_config
-        return self.settings.resolve(
-            info,
-            num_speculative_tokens=self.vllm_config.speculative_config.num_speculative_tokens,
-            target=model.model,
-            target_config=model.hf_text_config.to_dict(),
-        )
-
-
 def start_in_vllm(
     vllm_config: Any, name: str
 ) -> tuple[HostCapabilities, StartedAlgorithm[HookCalls]]:
@@ -64,13 +30,39 @@ def start_in_vllm(
     from specplug.speculative.algorithm_start import start_algorithm
     from specplug.speculative.hook_calls import HookCalls
 
-    run = RunSettings.of(vllm_config, name)
-    return run.host, start_algorithm(
+    host, settings = _checked(vllm_config, name)
+    return host, start_algorithm(
         name,
-        run.resolve,
-        host=run.host,
-        disable_extensions=run.settings.disable_extensions,
+        partial(_resolve, vllm_config, settings),
+        host=host,
+        disable_extensions=settings.disable_extensions,
         calls=HookCalls,
+    )
+
+
+def _checked(vllm_config: Any, name: str) -> tuple[HostCapabilities, Settings]:
+    """Return what vLLM gives a run, and the settings as they were typed.
+
+    Raises:
+        UsageError: a setting does not fit.
+    """
+    host = host_of(vllm_config)
+    _refuse_what_is_missing(vllm_config, name, host)
+    settings = Settings.of(vllm_config.additional_config)
+    if settings.draft_when == FASTER and (reason := _always_drafts(vllm_config)):
+        raise UsageError(
+            f"{KEY}.draft_when={FASTER!r}: {reason} drafts in every step; leave the setting out"
+        )
+    return host, settings
+
+
+def _resolve(vllm_config: Any, settings: Settings, info: AlgorithmInfo) -> SpecConfig:
+    """Return what was typed over the algorithm's defaults."""
+    return settings.resolve(
+        info,
+        num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
+        target=vllm_config.model_config.model,
+        target_config=vllm_config.model_config.hf_text_config.to_dict(),
     )
 
 
@@ -90,7 +82,7 @@ def lookahead_of(vllm_config: Any) -> int | None:
     if name is None:
         return None
     info = Registry().select(name).info
-    typed = RunSettings.of(vllm_config, name).resolve(info)
+    typed = _resolve(vllm_config, _checked(vllm_config, name)[1], info)
     return typed.num_lookahead_slots if info.capabilities.draft_model else 0
 
 
@@ -103,7 +95,7 @@ def host_of(vllm_config: Any) -> HostCapabilities:
     if not runs_on_v2(vllm_config):
         return capabilities()
     found = capabilities(runner=2, overlap=bool(vllm_config.scheduler_config.async_scheduling))
-    # Its noise in double precision is another function, which nobody here computes.
+    # In double precision vLLM draws its noise by another function, which is not computed here.
     foreseeable = not vllm_config.model_config.use_fp64_gumbel
     return attrs.evolve(found, foreseeable_noise=foreseeable)
 

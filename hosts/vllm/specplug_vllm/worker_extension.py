@@ -17,4 +17,5 @@ class WorkerExtension:
         """Return how many requests so far went on without drafts, by reason."""
         runner = self.model_runner
         drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
-        return dict(getattr(drafter, "undrafted_by_reason", {}))
+        run = getattr(drafter, "run", None)
+        return {} if run is None else dict(run.undrafted.counts)

@@ -44,10 +44,11 @@ class VllmProposer:
     Attributes:
         decode_steps: requests' decode steps so far, those of all requests together.
         captured_layers: whose inputs the target returns, in ascending order.
+        run: the algorithm.
     """
 
     def __init__(self, vllm_config: Any, name: str) -> None:
-        self._run = HostedRun(vllm_config, name)
+        self.run = HostedRun(vllm_config, name)
         self._target: nn.Module | None = None
         self.captured_layers: tuple[int, ...] = ()
         self.decode_steps = 0
@@ -55,17 +56,7 @@ class VllmProposer:
     @property
     def undrafted(self) -> int:
         """How many requests went on without drafts."""
-        return self._run.undrafted.counts.total()
-
-    @property
-    def undrafted_by_reason(self) -> Mapping[str, int]:
-        """How many requests so far went on without drafts, by reason."""
-        return self._run.undrafted.counts
-
-    @property
-    def num_recordings(self) -> int:
-        """The forms of the draft model's passes that are recorded."""
-        return self._runtime.num_recordings
+        return self.run.undrafted.counts.total()
 
     # What vLLM calls
 
@@ -88,9 +79,9 @@ class VllmProposer:
         for names in (vllm_names.NAMES, v1_names.NAMES):
             names.check_runner(runner)
         self._runner = runner
-        self._order = self._run.create_worker(self._target, runner.device)
-        self._runtime = runtime = self._run.runtime
-        self._rows = RequestRows(runtime.req_table_size, runtime.context_len, self._run.undrafted)
+        self._order = self.run.create_worker(self._target, runner.device)
+        self._runtime = runtime = self.run.runtime
+        self._rows = RequestRows(runtime.req_table_size, runtime.context_len, self.run.undrafted)
         self._block_group = 0
         v1_names.keep_drafting_near_the_end(runner)
         self.captured_layers = runtime.captured_layers
@@ -104,7 +95,7 @@ class VllmProposer:
             self._rows.free(request_id)
         for request_id in ended:
             self._rows.free(request_id)
-            self._run.report_end(request_id)
+            self.run.report_end(request_id)
 
     @torch.inference_mode()
     def step(self, step: RunnerStep) -> list[list[int]]:
@@ -132,7 +123,7 @@ class VllmProposer:
             call()
         except PluginError as error:
             self._rows.fail((self._rows.of_step[index] for index in chosen), FAILED)
-            self._run.tell(error)
+            self.run.tell(error)
 
     def _locate(self, step: RunnerStep) -> None:
         """Note where vLLM keeps the draft models' keys of each request."""
@@ -195,7 +186,7 @@ class VllmProposer:
 
     def _draft(self, step: RunnerStep, chosen: Sequence[int], drafts: list[list[int]]) -> None:
         """Draft for the requests that decode next; put their tokens into ``drafts``."""
-        most = self._rows.max_nodes(step, chosen, self._run.config.num_draft_tokens)
+        most = self._rows.max_nodes(step, chosen, self.run.config.num_draft_tokens)
         drafted = self._order.draft(
             Scheduled(
                 req_indices=self._rows_of(chosen),
@@ -204,7 +195,7 @@ class VllmProposer:
             )
         )
         draft = drafted.draft
-        tokens = drafted_tokens(draft, self._run.config.algorithm).tolist()
+        tokens = drafted_tokens(draft, self.run.config.algorithm).tolist()
         widths = draft.widths or (draft.width,) * len(chosen)
         for index, row, width in zip(chosen, tokens, widths, strict=True):
             drafts[index] = row[: width - 1]

@@ -15,32 +15,45 @@ if TYPE_CHECKING:
     from specplug_vllm.v1.proposer import VllmProposer
 
 
-def _proposer(runner: Any) -> VllmProposer | None:
-    """Return the proposer of ours that a runner has; None if it has another, or none."""
-    from specplug_vllm.v1.proposer import VllmProposer
+def _of_our_runners(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls ``wrapper``, with our proposer after the original, for runners with one."""
 
-    drafter = getattr(runner, "drafter", None)
-    return drafter if isinstance(drafter, VllmProposer) else None
+    def chosen(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        from specplug_vllm.v1.proposer import VllmProposer
+
+        drafter = getattr(runner, "drafter", None)
+        if not isinstance(drafter, VllmProposer):
+            return original(runner, *args, **kwargs)
+        return wrapper(original, drafter, runner, *args, **kwargs)
+
+    return chosen
 
 
+@_of_our_runners
 def execute_model(
-    original: Callable[..., Any], runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    proposer: VllmProposer,
+    runner: Any,
+    scheduler_output: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Before each step tell which requests have ended or were preempted."""
-    if (proposer := _proposer(runner)) is not None:
-        proposer.forget(*vllm_names.ended_requests(scheduler_output))
+    proposer.forget(*vllm_names.ended_requests(scheduler_output))
     return original(runner, scheduler_output, *args, **kwargs)
 
 
-def set_up_captures(original: Callable[..., Any], runner: Any) -> Any:
+@_of_our_runners
+def set_up_captures(original: Callable[..., Any], proposer: VllmProposer, runner: Any) -> None:
     """After the target is loaded, make the algorithm's worker, and ask the target for what it
     captures. vLLM's own function would ask for EAGLE-3's layers."""
-    proposer = _proposer(runner)
-    return original(runner) if proposer is None else proposer.attach(runner)
+    proposer.attach(runner)
 
 
+@_of_our_runners
 def propose_draft_token_ids(
     original: Callable[..., Any],
+    proposer: VllmProposer,
     runner: Any,
     scheduler_output: Any,
     sampled_token_ids: Any,
@@ -50,28 +63,11 @@ def propose_draft_token_ids(
     aux_hidden_states: Any,
     *rest: Any,
     **more: Any,
-) -> Any:
+) -> list[list[int]]:
     """Give the step to our proposer, with its hidden states."""
-    proposer = _proposer(runner)
-    if proposer is None:
-        return original(
-            runner,
-            scheduler_output,
-            sampled_token_ids,
-            sampling_metadata,
-            hidden_states,
-            sample_hidden_states,
-            aux_hidden_states,
-            *rest,
-            **more,
-        )
+    layers = proposer.captured_layers
     return proposer.step(
         RunnerStep.of(
-            runner,
-            scheduler_output,
-            sampled_token_ids,
-            hidden_states,
-            aux_hidden_states,
-            proposer.captured_layers,
+            runner, scheduler_output, sampled_token_ids, hidden_states, aux_hidden_states, layers
         )
     )

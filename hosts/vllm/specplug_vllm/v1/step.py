@@ -18,7 +18,7 @@ class RunnerStep:
     Its arrays are the runner's own or were made for the step, in the order of its batch.
 
     vLLM pads the first step of a request that has one token left to compute to the width of its
-    decode steps, with drafted tokens -1, which are accepted by nobody. So a request has more rows
+    decode steps, with drafted tokens -1, none of which is accepted. So a request has more rows
     than tokens there: ``ends`` leaves them out.
 
     Attributes:

@@ -76,7 +76,7 @@ class ExactSampler(RejectionSampler):
 
 def _drafted(nodes: Tensor, input_batch: Any) -> Tensor:
     """Return the nodes' tokens [T], -1 for requests whose prompt was not computed before: vLLM
-    gives them drafts that nobody made, for the sake of equal widths."""
+    fills their drafts up, for the sake of equal widths."""
     drafts = input_batch.num_draft_tokens_per_req
     filled = input_batch.is_prefilling_np & (drafts > 0)
     if not filled.any():

@@ -56,7 +56,7 @@ def commit_rows(
     bonus = tl.load(last_sampled + index).to(tl.int64)
     start = tl.load(positions + first).to(tl.int64)
     for copy in tl.static_range(4):
-        tl.store(out + copy * short + place, index + 1)  # row 0 of the table is nobody's
+        tl.store(out + copy * short + place, index + 1)  # row 0 of the table is padding
     tl.store(lengths + index + 1, start + count)
     tl.store(bonus_tokens + index + 1, bonus)
     own = out + 4 * short + place

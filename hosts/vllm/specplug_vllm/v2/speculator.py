@@ -7,7 +7,7 @@ tokens as it was told at start for every request: a shorter draft is filled up w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from specplug_vllm.v2 import names as v2_names
 from specplug_vllm.v2.exact_sampler import ExactSampler
 from specplug_vllm.v2.step import Step, new_blocks, new_requests
 from specplug_vllm.v2.step_hooks import StepHooks
-from specplug_vllm.v2.warm_up import WarmUp, nobodys_requests
+from specplug_vllm.v2.warm_up import WarmUp, warm_up_requests
 
 T = TypeVar("T")
 
@@ -47,6 +47,7 @@ class VllmSpeculator(DraftModelSpeculator):
 
     Attributes:
         captured_layers: whose inputs the target returns, in ascending order.
+        run: the algorithm.
         decode_steps: requests' decode steps so far, those of all requests together.
     """
 
@@ -55,7 +56,7 @@ class VllmSpeculator(DraftModelSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device, name: str) -> None:
         super().__init__(vllm_config, device)
-        self._run = HostedRun(vllm_config, name)
+        self.run = HostedRun(vllm_config, name)
         self.model = nn.Module()  # vLLM looks for experts in it
         self.decode_steps = 0
         self._num_wanted = self.num_speculative_steps
@@ -69,16 +70,6 @@ class VllmSpeculator(DraftModelSpeculator):
         """How many running requests go on without drafts, because a plugin failed."""
         return int(self._failed.sum())
 
-    @property
-    def undrafted_by_reason(self) -> Mapping[str, int]:
-        """How many requests so far went on without drafts, by reason."""
-        return self._run.undrafted.counts
-
-    @property
-    def num_recordings(self) -> int:
-        """The forms of the draft model's passes that are recorded."""
-        return self._runtime.num_recordings
-
     # What vLLM calls
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: Any) -> nn.Module:
@@ -88,8 +79,8 @@ class VllmSpeculator(DraftModelSpeculator):
     @torch.inference_mode()
     def load_model(self, target_model: nn.Module) -> None:
         """Make the algorithm's worker for the target, which has been loaded."""
-        order = self._run.create_worker(target_model, self.device)
-        self._runtime = runtime = self._run.runtime
+        order = self.run.create_worker(target_model, self.device)
+        self._runtime = runtime = self.run.runtime
         self._step_hooks = StepHooks(runtime, order, self._views)
         self.captured_layers = runtime.captured_layers
 
@@ -172,11 +163,11 @@ class VllmSpeculator(DraftModelSpeculator):
         ended, preempted = vllm_names.ended_requests(scheduler_output)
         for request_id in preempted:
             self._views.pop(request_id, None)
-            self._run.undrafted.forget(request_id)
+            self.run.undrafted.forget(request_id)
         for request_id in ended:
-            self._run.undrafted.forget(request_id)
+            self.run.undrafted.forget(request_id)
             if self._views.pop(request_id, None) is not None:
-                self._run.report_end(request_id)
+                self.run.report_end(request_id)
         for new in new_requests(scheduler_output):
             self._views[new.req_id] = VllmRequest(new, self.max_model_len)
             self._fresh[new.req_id] = new.num_computed
@@ -187,13 +178,13 @@ class VllmSpeculator(DraftModelSpeculator):
 
     @torch.inference_mode()
     def _warm_up(self, sizes: Sequence[int]) -> None:
-        """Take steps of requests that are nobody's, in batches of these sizes."""
+        """Take steps of made-up requests, in batches of these sizes."""
         columns, steps = self.num_speculative_steps + 1, self.decode_steps
         warm_up = WarmUp(
             runtime=self._runtime, sizes=sizes, columns=columns, pauses=pauses(self.vllm_config)
         )
         for step, drafts in warm_up.steps():
-            requests = nobodys_requests(step)
+            requests = warm_up_requests(step)
             for request in requests:
                 self._views[request.req_id] = VllmRequest(request, self.max_model_len)
             self._fresh.update((step.ids[index], 0) for index in np.nonzero(step.prefills)[0])
@@ -237,8 +228,8 @@ class VllmSpeculator(DraftModelSpeculator):
         return drafts
 
     def _begin(self, step: Step) -> np.ndarray:
-        """Give rows to the requests that begin and slots to those with new blocks. Return who
-        begins, [n] bool."""
+        """Give rows to the requests that begin and slots to those with new blocks. Return which of
+        the step's requests begin, [n] bool."""
         first = np.array([request_id in self._fresh for request_id in step.ids])
         table = self._slot_table()
         for request_id, row in zip(step.ids, step.rows.tolist(), strict=True):
@@ -276,8 +267,8 @@ class VllmSpeculator(DraftModelSpeculator):
         except PluginError as error:
             self._failed[step.rows[chosen]] = True
             for index in () if step.is_warm_up else chosen.tolist():
-                self._run.undrafted.add(step.ids[index], FAILED)
-            self._run.tell(error)
+                self.run.undrafted.add(step.ids[index], FAILED)
+            self.run.tell(error)
             return None
 
 

@@ -61,11 +61,11 @@ def new_blocks(scheduler_output: Any) -> Iterator[tuple[str, Sequence[Sequence[i
 class Step:
     """What a model runner of version 2 has computed and sampled in a step, for n requests.
 
-    Arrays are known on the CPU, tensors on the device alone, where nobody waits for them.
+    Arrays are known on the CPU, tensors on the device alone, and nothing waits for them.
 
     Attributes:
         ids: of the requests.
-        rows: [n] int64, each one's row of the request table; row 0 is nobody's.
+        rows: [n] int64, each one's row of the request table; row 0 is padding.
         widths: [n] int, rows of each request in the pass.
         first_rows: [n] int, where they begin.
         prefills: [n] bool, whose prompt was not computed before the step.
@@ -73,7 +73,7 @@ class Step:
         prefill_lens: [n] int, tokens of each that count as its prompt.
         longest: the most tokens with KV of any request after the step.
         greedy: whether all take their likeliest tokens.
-        is_warm_up: whether the requests are nobody's: vLLM's own, or those of ``WarmUp``.
+        is_warm_up: whether the requests are made up, by vLLM's own warm-up or by ``WarmUp``.
         idx_mapping: [n] int32, ``rows`` - 1 on the device.
         query_start_loc: [n or more] int32, ``first_rows`` on the device.
         positions, tokens: [R or more], of the rows of the pass.

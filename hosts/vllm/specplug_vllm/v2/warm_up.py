@@ -1,4 +1,4 @@
-"""Steps of requests that are nobody's, before the first one: no request waits for a compiler.
+"""Steps of made-up requests, before the first real one: no request waits for a compiler.
 
 Their rows of the table hold no block that a request has. What they leave in a row is written anew
 for the request that gets it. Hooks see them as ``Batch.is_warm_up``.
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from specplug_vllm.runtime import VllmRuntime
-from specplug_vllm.v2.step import Step
+from specplug_vllm.v2.step import NewRequest, Step
 
 _LONG = 256
 """Tokens of a long prompt: few rows and many go through other kernels."""
@@ -21,29 +21,11 @@ _SHORT = 16
 """Tokens of a request that is to decode."""
 
 
-@attrs.frozen
-class _Params:
-    """What hooks may ask of a request's sampling."""
-
-    max_tokens: int | None = None
-    min_tokens: int = 0
-
-
-@attrs.frozen
-class NobodysRequest:
-    """Stands where vLLM's record of a request would."""
-
-    req_id: str
-    prompt_token_ids: list[int]
-    output_token_ids: list[int] = attrs.field(factory=list)
-    sampling_params: _Params = _Params()
-
-
-def nobodys_requests(step: Step) -> list[NobodysRequest]:
-    """Return the requests of a step."""
+def warm_up_requests(step: Step) -> list[NewRequest]:
+    """Return the requests of a step, as vLLM would tell of them."""
     lengths = step.prefill_lens.tolist()
     return [
-        NobodysRequest(req_id, [0] * length)
+        NewRequest(req_id, [0] * length, [], None, 0)
         for req_id, length in zip(step.ids, lengths, strict=True)
     ]
 
