@@ -23,7 +23,7 @@ def register() -> None:
         logging.getLogger(__name__).error("%s", error)
         return
 
-    from specplug.registry import Registry
+    from specplug import Registry
     from specplug_sglang.algorithm import register_algorithm
 
     for name in Registry().names():

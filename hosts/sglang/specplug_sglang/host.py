@@ -9,13 +9,15 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
 
-from specplug import HostCapabilities, UsageError
-from specplug.algorithm import CAPTURES
-
-if TYPE_CHECKING:
-    from specplug.host import EngineOptions, MeasuredEngine, RunOptions, ServerOptions
+from specplug import (
+    EngineOptions,
+    HostCapabilities,
+    MeasuredEngine,
+    RunOptions,
+    ServerOptions,
+    UsageError,
+)
 
 TESTED = ("0.5.17", "0.5.23")
 """Versions of SGLang. What differs between them stands in ``versions``."""
@@ -75,7 +77,7 @@ def capabilities(*, overlap: bool = True, seeded: bool = False) -> HostCapabilit
     return HostCapabilities(
         name=f"SGLang {check_version()}",
         draft_models=True,
-        captures=CAPTURES,
+        captures=("layer_inputs", "lm_head_input"),
         trees=True,
         verify=True,
         overlap=overlap,

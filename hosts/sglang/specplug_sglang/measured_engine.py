@@ -13,8 +13,7 @@ from typing import Any
 
 import attrs
 
-from specplug import SamplingParams, SpecplugError, UsageError
-from specplug.host import Completion
+from specplug import Completion, SamplingParams, SpecplugError, UsageError
 from specplug.speculative.undrafted import undrafted_in
 from specplug_sglang.sglang_names import check_objects
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from specplug import Batch, SpecConfig
-from specplug.kernels.kernel_table import attention_kernels
 from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner, PassRunner
+from specplug.speculative.host_kernels import DraftKernels, attention_kernels
 from specplug.speculative.paged_plan import LentPlan, PagedKVCache
 from specplug.speculative.pass_arguments import BatchPadding
 from specplug.speculative.runtime_base import RuntimeBase
@@ -59,9 +59,9 @@ class SglangRuntime(RuntimeBase):
         self.overlap = not settings.disable_overlap_schedule
         self.captures = Captures(runner.model, self.num_layers, self.hidden_size)
         self._draft_pools: list[tuple[PagedKVCache, tuple[int, int, int]]] = []
-        self._attention = attention_kernels(self.device, self.dtype)
+        self._kernels = DraftKernels(attention_kernels(self.device, self.dtype), cpu=None)
         # Where torch attends there would be a recording for each length of a context.
-        self._records = self._attention is not None and records_graphs()
+        self._records = self._kernels.attention is not None and records_graphs()
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         embedded: Tensor = part_of(self._runner.model, "model.embed_tokens")(token_ids)
@@ -127,7 +127,7 @@ class SglangRuntime(RuntimeBase):
             req_to_token: SGLang's request table.
         """
         self.req_table_size = len(req_to_token)
-        self.table = StepSlots(req_to_token, self.context_len, self._attention)
+        self.table = StepSlots(req_to_token, self.context_len, self._kernels)
         self.sampling = SamplingRows(self.req_table_size, self.device)
         for pools, (layers, heads, head_dim) in self._draft_pools:
             for tensors in (pools.keys, pools.values):
