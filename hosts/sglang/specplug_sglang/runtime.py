@@ -1,4 +1,4 @@
-"""``Runtime`` over SGLang's model runner: all that a plugin can reach of SGLang."""
+"""specplug's ``Runtime`` over SGLang's model runner: all that a plugin can reach of SGLang."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 
 
 class SglangRuntime(RuntimeBase):
-    """Implements ``Runtime``.
+    """specplug's ``Runtime``, which plugins get.
 
     Args:
-        runner: of the target, which is loaded; its pools come later (``allocate``).
-        settings: of SGLang.
-        config: of the run's speculation.
+        runner: SGLang's runner of the target, which is loaded. Its pools come later (``allocate``).
+        settings: SGLang's settings.
+        config: the run's speculation settings.
 
     Attributes:
-        table: where the requests of the running step have their slots.
-        sampling: what they want of the sampler.
+        captures: the hidden states that the algorithm has asked for.
+        table: the KV slots of the running step's requests.
+        sampling: temperatures and seeds by row of the request table.
     """
 
     req_table_size: int
@@ -107,10 +108,10 @@ class SglangRuntime(RuntimeBase):
     def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
         return self.sampling.noise(batch.req_indices, positions, token_ids)
 
-    # What the worker uses
+    # For the worker
 
     def seal(self) -> None:
-        """Refuse further captures and caches, and have the target return what was asked for."""
+        """Refuse further captures and caches, and have the target return the captured states."""
         super().seal()
         self.captures.install()
 
@@ -121,10 +122,11 @@ class SglangRuntime(RuntimeBase):
         return GraphRunner(forward, BatchPadding(), recorder)
 
     def allocate(self, req_to_token: Tensor, num_slots: int) -> None:
-        """Make the draft models' pools, with the slots of SGLang's.
+        """Allocate the KV pools of draft models, which have the slots of the target's pool.
 
         Args:
-            req_to_token: SGLang's request table.
+            req_to_token: [rows, positions], SGLang's request table.
+            num_slots: slots of the target's pool.
         """
         self.req_table_size = len(req_to_token)
         self.table = StepSlots(req_to_token, self.context_len, self._kernels)
@@ -137,7 +139,7 @@ class SglangRuntime(RuntimeBase):
                 ]
 
     def clear_drafts(self) -> None:
-        """Forget what drafts' caches hold at the slots of the running step's requests."""
+        """Zero the draft models' KV at the slots that the step's requests may write."""
         for pools, _ in self._draft_pools:
             for pool in (*pools.keys, *pools.values):
                 pool[self.table.written] = 0
