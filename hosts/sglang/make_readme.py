@@ -9,10 +9,12 @@ from pathlib import Path
 import attrs
 
 from specplug.settings import Choice, Setting, settings_of
+from specplug_sglang.host import TESTED
 from specplug_sglang.patches import PATCHES, Patch
 from specplug_sglang.settings import Only, SglangSettings
 
 PAGE = Path(__file__).with_name("README.md")
+UPSTREAM = "../../docs/hosts.md"
 
 
 def with_tables(text: str) -> str:
@@ -47,13 +49,18 @@ def _what(about: Setting) -> str:
 def _patches() -> Iterator[str]:
     yield from _head("SGLang's function, wrapped", "why", "how it is checked", "what ends it")
     for patch in PATCHES:
-        yield _row(_target(patch), patch.why, _check(patch), patch.until)
+        yield _row(_place(patch), patch.why, _check(patch), _upstream(patch))
 
 
-def _target(patch: Patch) -> str:
-    module, _, name = patch.target.partition(":")
-    versions = f", in {', '.join(patch.versions)} alone" if patch.versions else ""
+def _place(patch: Patch) -> str:
+    module, _, name = patch.place.partition(":")
+    versions = "" if patch.versions == TESTED else f", only in {', '.join(patch.versions)}"
     return f"`{name}` of `{module.removeprefix('sglang.srt.')}`{versions}"
+
+
+def _upstream(patch: Patch) -> str:
+    anchor = patch.section.lower().replace(" ", "-")
+    return f"[{patch.upstream}]({UPSTREAM}#{anchor})" if anchor else patch.upstream
 
 
 def _check(patch: Patch) -> str:

@@ -15,13 +15,21 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.kernels.attention_form import kept_form
 from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, find_cpu_kernels
 from specplug.kernels.kernel_table import Operation, attention_kernels, runs_triton
 
 if TYPE_CHECKING:
     from specplug.kernels.paged_attention_kernels import PagedAttention
 
-__all__ = ["DraftKernels", "Operation", "join_rows", "runs_triton"]
+__all__ = [
+    "DraftKernels",
+    "Operation",
+    "attention_kernels",
+    "join_rows",
+    "kept_form",
+    "runs_triton",
+]
 
 
 @attrs.frozen

@@ -2,6 +2,9 @@
 
 SGLang calls ``register`` in each of its processes, by the entry point ``sglang.srt.plugins``. It
 reserves the names of its own algorithms, so every installed one is called SPECPLUG_<name> there.
+
+Classes named Specplug... implement SGLang's interfaces: SGLang calls them. Classes named Sglang...
+implement specplug's interfaces: specplug and its plugins call them.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ def register() -> None:
         logging.getLogger(__name__).error("%s", error)
         return
 
-    from specplug.registry import Registry
+    from specplug import Registry
     from specplug_sglang.algorithm import register_algorithm
 
     for name in Registry().names():

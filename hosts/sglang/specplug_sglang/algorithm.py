@@ -1,4 +1,4 @@
-"""A specplug algorithm as SGLang's scheduler sees it."""
+"""An algorithm of specplug's, as one that is registered with SGLang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs
 
-    from specplug_sglang.relay import SpecplugDraftInput
+    from specplug_sglang.step_result import SpecplugDraftInput
     from specplug_sglang.worker import SpecplugWorker
 
 logger = logging.getLogger(__name__)
@@ -29,20 +29,25 @@ _OF_BUILTIN = vars(SpeculativeAlgorithm)
 
 
 class SpecplugAlgorithm(CustomSpecAlgo):
-    """One of the registered algorithms, in each of SGLang's processes.
+    """SGLang's ``CustomSpecAlgo`` of one of our algorithms, in each of SGLang's processes.
 
-    ``CustomSpecAlgo`` has the methods that begin with ``is_`` and ``supports_``. The scheduler
-    calls further ones of its own algorithms, which are here.
+    All methods are SGLang's interface, those with the name of one of our hooks too.
+    ``CustomSpecAlgo`` has the methods whose names begin with ``is_`` and ``supports_``; the
+    scheduler also calls the other methods of SGLang's own algorithms, which are defined here.
+
+    Attributes:
+        algorithm: the name of the algorithm in specplug.
+        worker: the worker of this process; set by ``SpecplugWorker``.
     """
 
     algorithm: str
     worker: SpecplugWorker | None = None
 
     def handle_server_args(self, server_args: ServerArgs) -> None:
-        """Fill in the algorithm's own defaults: SGLang sizes its pools by them.
+        """Fill in the algorithm's defaults, by which SGLang sizes its pools.
 
         Raises:
-            UsageError: SGLang cannot run the algorithm like that, or is not what was tested.
+            UsageError: SGLang cannot run the algorithm with these settings, or was not tested.
         """
         check_names()
         from sglang.srt.configs.model_config import ModelConfig
@@ -60,20 +65,21 @@ class SpecplugAlgorithm(CustomSpecAlgo):
         server_args.enable_mixed_chunk = False
 
     def has_draft_kv(self) -> bool:
-        """Whether each branch of a tree needs pages of its own: drafts stand in consecutive slots
-        after the committed ones, whatever their shape."""
+        """Return False: no branch of a tree needs pages of its own. The nodes of a draft have
+        consecutive slots after the committed ones."""
         return False
 
     def need_topk(self) -> bool:
-        """Whether SGLang's map relays candidates: the draft state is in the algorithm's own."""
+        """Return False: SGLang's map relays no candidates of drafts."""
         return False
 
     def carries_draft_hidden_states(self) -> bool:
-        """Whether disaggregation sends hidden states."""
+        """Return False: disaggregation sends no hidden states."""
         return False
 
     def supports_target_verify_for_draft(self) -> bool:
-        """Whether SGLang's graph runner may record the draft model, by the algorithm's own hook."""
+        """Return the value of our hook of that name: whether the draft's pass has the shape of a
+        target verify."""
         return self.worker is not None and self.worker.supports_target_verify_for_draft
 
     def create_future_map(
@@ -83,8 +89,8 @@ class SpecplugAlgorithm(CustomSpecAlgo):
         needs_cpu_seq_lens: bool = True,
         needs_confidence_relay: bool = False,
     ) -> FutureMap:
-        """Return the map by which SGLang's scheduler learns how long the requests have become, and
-        make the algorithm's, by its own hook."""
+        """Return SGLang's map, which relays lengths and roots to the scheduler. The algorithm's own
+        map is made too, by our hook of that name."""
         assert self.worker is not None
         self.worker.begin()
         made: FutureMap = _OF_BUILTIN["create_future_map"](
@@ -95,7 +101,7 @@ class SpecplugAlgorithm(CustomSpecAlgo):
     def build_disagg_draft_input(
         self, batch: ScheduleBatch, *given: Any, **named: Any
     ) -> SpecplugDraftInput:
-        """Begin requests that another instance has prefilled, by the algorithm's own hook."""
+        """Begin requests that another instance has prefilled, by our hook of that name."""
         assert self.worker is not None
         last_tokens, future_map = disagg_arguments(*given, *named.values())
         relayed = self.worker.receive(batch, last_tokens)
@@ -109,7 +115,7 @@ class SpecplugAlgorithm(CustomSpecAlgo):
 
 
 def register_algorithm(name: str, algorithm: str) -> None:
-    """Register an installed algorithm in this process, once."""
+    """Register an installed algorithm with SGLang in this process, unless it is registered."""
     if get_spec(name) is not None:
         return
 

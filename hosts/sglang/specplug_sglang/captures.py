@@ -22,11 +22,11 @@ LM_HEAD_INPUT = "lm_head_input"
 
 
 class Captures:
-    """What is asked for before the pools are made, and where it stands in what SGLang returns.
+    """The hidden states that an algorithm has asked for, and their columns in SGLang's tensor.
 
     Args:
-        model: SGLang's, a causal LM.
-        num_layers: of it.
+        model: SGLang's causal LM.
+        num_layers: the number of its layers.
         hidden_size: H.
     """
 
@@ -42,10 +42,10 @@ class Captures:
         return bool(self._layers) or self._lm_head_input
 
     def layer_inputs(self, layer_ids: Sequence[int]) -> str:
-        """Return the name of the states before these layers.
+        """Ask for the states before these layers, and return their name.
 
         Raises:
-            UsageError: there is no such layer, or SGLang's model cannot return them.
+            UsageError: the target has no such layer, or SGLang's model cannot return the states.
         """
         for layer in layer_ids:
             if not 0 <= layer <= self._num_layers:
@@ -64,7 +64,7 @@ class Captures:
         return name
 
     def lm_head_input(self) -> str:
-        """Return the name of the states after the final norm."""
+        """Ask for the states after the final norm, and return their name."""
         self._lm_head_input = True
         return LM_HEAD_INPUT
 
@@ -75,7 +75,7 @@ class Captures:
         return sorted(asked - {self._num_layers})
 
     def install(self) -> None:
-        """Have the model return what was asked for. Call it once, after ``create_worker``."""
+        """Have the model return the states. Called once, after ``create_worker``."""
         if self._inner:
             # SGLang counts the outputs of layers, we their inputs.
             self._model.set_eagle3_layers_to_capture([layer - 1 for layer in self._inner])
@@ -88,7 +88,7 @@ class Captures:
 
     @property
     def _after_layers(self) -> bool:
-        """Whether what leaves the last layer is asked for."""
+        """Whether the output of the last layer is asked for."""
         return any(self._num_layers in layers for layers in self._layers.values())
 
     def _keep_before_norm(self, norm: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -99,7 +99,7 @@ class Captures:
     def _hand_over(
         self, processor: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Add what SGLang does not return to the states that it does."""
+        """Add the states that SGLang does not return to those that it returns."""
         input_ids, hidden, lm_head, metadata, *rest = arguments
         given = rest.pop(0) if rest else named.pop("aux_hidden_states", None)
         states = [] if given is None else [given] if isinstance(given, Tensor) else list(given)
@@ -112,10 +112,10 @@ class Captures:
         return (input_ids, hidden, lm_head, metadata, states, *rest), named
 
     def of(self, hidden_states: Tensor | None) -> dict[str, Tensor]:
-        """Return what was asked for, by name.
+        """Return the states by name, each [R, layers * H].
 
         Args:
-            hidden_states: [R, K * H], what SGLang returns of a pass.
+            hidden_states: [R, K * H], SGLang's tensor of a pass.
         """
         if not self:
             return {}

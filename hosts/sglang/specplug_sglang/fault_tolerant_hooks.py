@@ -1,15 +1,14 @@
-"""Hooks whose failure costs the requests of a step their drafts, and nothing else."""
+"""The hooks of a run that survives a plugin's failure: the requests of that step draft no more."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial, update_wrapper
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import attrs
-import pluggy
 import torch
 from torch import Tensor
 
@@ -26,10 +25,8 @@ from specplug import (
     VerifyOutput,
     verify_tree,
 )
-from specplug.debug import DEBUG
-from specplug.registry import Extension, SelectedAlgorithm
 from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.undrafted import FAILED, UndraftedRequests
+from specplug.speculative.undrafted import FAILED, FailureLog, UndraftedRequests
 from specplug_sglang.request_subset import RequestSubset
 from specplug_sglang.request_views import SglangRequest
 
@@ -42,106 +39,124 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
+def _tolerant(
+    hook: Callable[Concatenate[HookCalls, P], T],
+) -> Callable[[Callable[..., T]], Callable[Concatenate[FaultTolerantHooks, P], T]]:
+    """Call ``hook`` for the requests that draft, and the decorated method for the result of all.
+
+    The method gets the hook's result, or None if it failed or no request drafts, and then the
+    arguments of all requests.
+    """
+
+    def decorate(of_all: Callable[..., T]) -> Callable[Concatenate[FaultTolerantHooks, P], T]:
+        def call(self: FaultTolerantHooks, /, *given: P.args, **named: P.kwargs) -> T:
+            made = self._contain(partial(hook, self), *given, **named)
+            return of_all(self, made, *given, **named)
+
+        update_wrapper(call, of_all)
+        return call
+
+    return decorate
+
+
+def _build_draft_input(
+    hooks: HookCalls, runtime: Runtime, batch: Batch, output: CommittedOutput, future_map: FutureMap
+) -> DraftInput:
+    if batch.is_prefill and batch.attention is None:  # the target's plan is of all requests
+        batch.attention = runtime.plan_attention(batch, batch.seq_lens, batch.chunk_widths)
+    return HookCalls.build_draft_input(hooks, runtime, batch, output, future_map)
+
+
 class FaultTolerantHooks(HookCalls):
     """``HookCalls`` of a run that goes on when a plugin fails in a step.
 
-    The failure is told on the log, each once. The requests of the step draft nothing from then on:
-    hooks get those alone that run beside them. What is raised before the first step ends the start.
+    Each failure is logged once. The requests of its step draft nothing from then on: later calls
+    pass hooks the other requests alone. A failure before the first step ends the start.
 
     Args:
-        manager, algorithm, extensions: see ``HookCalls``.
+        of_run: the arguments of ``HookCalls``.
 
     Attributes:
-        undrafted: the requests that are decoded without drafts. The host may count others there.
+        undrafted: the requests that are decoded without drafts. The worker counts others there.
     """
 
-    def __init__(
-        self,
-        manager: pluggy.PluginManager,
-        algorithm: SelectedAlgorithm,
-        extensions: Iterable[Extension] = (),
-    ) -> None:
-        super().__init__(manager, algorithm, extensions)
-        self.undrafted = UndraftedRequests(algorithm.info.name, logger.warning)
+    def __init__(self, *of_run: Any) -> None:
+        super().__init__(*of_run)
+        self.undrafted = UndraftedRequests(self._info.name, logger.warning)
         self._requests: Sequence[SglangRequest] = ()
-        self._part = RequestSubset((), 0)  # of the step: those for which hooks are called
+        self._drafting = RequestSubset((), 0)  # the requests for which hooks are called
         # A request that has ended may have a step that was planned before.
         self._failed: WeakSet[Req] = WeakSet()
-        self._told: set[str] = set()
+        self._log = FailureLog(lambda text, cause: logger.error("%s", text, exc_info=cause))
 
     def begin(self, requests: Sequence[SglangRequest], widths: Sequence[int] = ()) -> None:
         """Begin a step.
 
         Args:
-            requests: of the step; none of an idle one.
-            widths: tokens of each request's chunk, of a prefill.
+            requests: of the step; () for an idle step.
+            widths: tokens of each request's prompt chunk; () for a decode step.
         """
         chosen = [
             place
             for place, view in enumerate(requests)
             if not (view.is_told or view.request in self._failed)
         ]
-        self._requests, self._part = requests, RequestSubset(chosen, len(requests), widths)
+        self._requests, self._drafting = requests, RequestSubset(chosen, len(requests), widths)
 
-    # In a step
+    # In a step: each method returns the result for all requests
 
-    def propose(
-        self, runtime: Runtime, batch: Batch, draft_input: DraftInput, *, roots: Tensor
-    ) -> Draft:
-        made = self._contain(super().propose, runtime, batch, draft_input, roots=roots)
+    def resolve(self, future_map: FutureMap, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
+        """The lengths and the draft input of all requests: each hook gets its part of them. Zeros,
+        which no hook reads, if the call failed."""
+        of_all = partial(super().resolve, future_map, req_indices)
+        made = self._contain(of_all)
+        if made is not None:
+            return made
+        nothing = torch.zeros_like(req_indices)
+        return nothing, DraftInput(bonus_tokens=nothing)
+
+    @_tolerant(HookCalls.propose)
+    def propose(self, made: Draft | None, *of_hook: Any, roots: Tensor) -> Draft:
+        """Roots alone for the requests that do not draft."""
         if made is None:
             return Draft.chain(roots.unsqueeze(1))
-        return self._part.draft_of_all(made, roots)
+        return self._drafting.widen_draft(made, roots)
 
     def verify(
         self, runtime: Runtime, batch: Batch, draft: Draft, target_output: TargetOutput
     ) -> VerifyOutput:
-        if self.core_verifies:
-            return verify_tree(draft, target_output.predict)
-        lent = self._part.of_nodes(draft, target_output)
+        """The core's verification for the requests that do not draft."""
+        lent = self._drafting.narrow_nodes(draft, target_output)
         made = self._contain(super().verify, runtime, batch, draft, lent)
         if made is None:
             return verify_tree(draft, target_output.predict)
-        return self._part.verified_of_all(made, draft, lent, target_output)
+        return self._drafting.widen_verified(made, draft, lent, target_output)
 
+    @_tolerant(_build_draft_input)
     def build_draft_input(
         self,
+        made: DraftInput | None,
         runtime: Runtime,
         batch: Batch,
-        target_output: CommittedOutput,
-        future_map: FutureMap,
+        output: CommittedOutput,
+        *_: Any,
     ) -> DraftInput:
-        """Return that of the requests that draft, for ``publish_and_stash``."""
-        call = self._build_draft_input
-        made = self._contain(call, runtime, batch, target_output, future_map)
-        return DraftInput(bonus_tokens=target_output.bonus_tokens) if made is None else made
+        """The draft input of the requests that draft, for ``publish_and_stash``."""
+        return DraftInput(bonus_tokens=output.bonus_tokens) if made is None else made
 
-    def _build_draft_input(
-        self, runtime: Runtime, batch: Batch, output: CommittedOutput, future_map: FutureMap
-    ) -> DraftInput:
-        if batch.is_prefill and batch.attention is None:  # the plan is of all requests
-            batch.attention = runtime.plan_attention(batch, batch.seq_lens, batch.chunk_widths)
-        return super().build_draft_input(runtime, batch, output, future_map)
-
+    @_tolerant(HookCalls.build_disagg_draft_input)
     def build_disagg_draft_input(
-        self, runtime: Runtime, batch: Batch, last_tokens: Tensor, future_map: FutureMap
+        self, made: DraftInput | None, runtime: Runtime, batch: Batch, last_tokens: Tensor, *_: Any
     ) -> DraftInput:
-        """Return that of the requests that draft, for ``publish_and_stash``."""
-        call = super().build_disagg_draft_input
-        made = self._contain(call, runtime, batch, last_tokens, future_map)
+        """The draft input of the requests that draft, for ``publish_and_stash``."""
         return DraftInput(bonus_tokens=last_tokens) if made is None else made
 
-    def fixup_idle(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:
-        made = self._contain(super().fixup_idle, runtime, batch, draft_input)
+    @_tolerant(HookCalls.fixup_idle)
+    def fixup_idle(
+        self, made: DraftInput | None, runtime: Runtime, batch: Batch, draft_input: DraftInput
+    ) -> DraftInput:
+        """The core's draft input if the call failed."""
         return draft_input if made is None else made
-
-    def resolve(self, future_map: FutureMap, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
-        """Return them of all requests: zeros, unread, if none of them draft or the map fails."""
-        found = self._contain(partial(super().resolve, future_map, req_indices))
-        if found is not None:
-            return found
-        nothing = torch.zeros_like(req_indices)
-        return nothing, DraftInput(bonus_tokens=nothing)
 
     def publish_and_stash(
         self,
@@ -151,7 +166,7 @@ class FaultTolerantHooks(HookCalls):
         output: CommittedOutput,
         draft_input: DraftInput,
     ) -> None:
-        """Publish how far the requests are that draft; ``draft_input`` is theirs."""
+        """Publish and stash for the requests that draft; ``draft_input`` is theirs alone."""
         call = partial(super().publish_and_stash, draft_input=draft_input)
         self._contain(call, future_map, req_indices, seq_lens, output)
 
@@ -162,31 +177,26 @@ class FaultTolerantHooks(HookCalls):
         try:
             super().on_request_finished(runtime, report)
         except PluginError as error:
-            self._tell(error, "")
+            self._log.tell(error, "")
 
     def _contain(self, call: Callable[P, T], *given: P.args, **named: P.kwargs) -> T | None:
-        """Call a hook with what the requests that draft have of its arguments. If a plugin fails,
-        they draft no more; None then, and if there are none of them."""
-        part = self._part
-        if part.is_nobody:
+        """Call a hook with the part of its arguments that the drafting requests have. Return None
+        if no request drafts, or if a plugin fails: the requests draft no more then."""
+        drafting = self._drafting
+        if drafting.is_empty:
             return None
         hook: Callable[..., T] = call
+        narrow = drafting.narrow
         try:
-            return hook(*map(part.of, given), **{k: part.of(v) for k, v in named.items()})
+            return hook(*map(narrow, given), **{k: narrow(v) for k, v in named.items()})
         except PluginError as error:
-            views = [self._requests[place] for place in part.chosen]
+            views = [self._requests[place] for place in drafting.chosen]
             running = [view for view in views if not view.has_ended]
-            self._tell(
+            self._log.tell(
                 error, f". {len(running)} requests go on without drafts; their tokens are right"
             )
             for view in running:
                 self.undrafted.add(view.request_id, FAILED)
             self._failed.update(request for view in views if (request := view.request))
-            self._part = attrs.evolve(part, chosen=())
+            self._drafting = attrs.evolve(drafting, chosen=())
             return None
-
-    def _tell(self, error: PluginError, effect: str) -> None:
-        text = str(error)
-        if text not in self._told:
-            self._told.add(text)
-            logger.error("%s%s", text, effect, exc_info=error.__cause__ if DEBUG else None)

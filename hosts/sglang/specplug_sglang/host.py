@@ -1,6 +1,6 @@
-"""SGLang as specplug's command line knows it: versions, what it gives, how its server starts.
+"""SGLang for specplug's command line: tested versions, capabilities, the server's command.
 
-It imports neither torch nor SGLang.
+This module imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
@@ -9,28 +9,30 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
 
-from specplug import HostCapabilities, UsageError
-from specplug.algorithm import CAPTURES
-
-if TYPE_CHECKING:
-    from specplug.host import EngineOptions, MeasuredEngine, RunOptions, ServerOptions
+from specplug import (
+    EngineOptions,
+    HostCapabilities,
+    MeasuredEngine,
+    RunOptions,
+    ServerOptions,
+    UsageError,
+)
 
 TESTED = ("0.5.17", "0.5.23")
-"""Versions of SGLang. What differs between them stands in ``versions``."""
+"""The tested versions of SGLang. ``versions`` has the code that differs between them."""
 
 PREFIX = "SPECPLUG_"
-"""What the names of the algorithms begin with in SGLang, which reserves those of its own."""
+"""The prefix of our algorithms' names in SGLang, which reserves the names of its own."""
 
 PLAIN = "NONE"
 """The algorithm that drafts nothing: SGLang without an algorithm is the same, and faster."""
 
 PLANNED = "torch_native"
-"""The attention backend that reads our plan: for the CPU."""
+"""The attention backend for the CPU, which is patched to read our plan."""
 
 MASKED = "triton"
-"""The attention backend that reads a mask of the drafts: for GPUs."""
+"""The attention backend for GPUs, which reads a mask of the drafts."""
 
 _ON_CPU = "SGLANG_USE_CPU_ENGINE"
 
@@ -38,7 +40,7 @@ _DISTRIBUTIONS = ("sglang", "sglang-kernel")
 
 
 class UntestedVersion(UsageError):
-    """SGLang is not one that was tested: its version differs, or a name that is used does."""
+    """This SGLang was not tested: its version differs, or a name that this package uses."""
 
     def __init__(self, found: str) -> None:
         super().__init__(
@@ -62,12 +64,12 @@ def check_version() -> str:
 
 
 def capabilities(*, overlap: bool = True, seeded: bool = False) -> HostCapabilities:
-    """Return what SGLang gives.
+    """Return what SGLang gives algorithms.
 
     Args:
         overlap: False with ``--disable-overlap-schedule``.
-        seeded: with ``--enable-deterministic-inference``: the noise is a function of a request's
-            seed and the position. Else it is drawn in the order of the steps.
+        seeded: True with ``--enable-deterministic-inference``: the noise is a function of a
+            request's seed and the position. Otherwise it is drawn in the order of the steps.
 
     Raises:
         UntestedVersion: SGLang is not installed, or a version that was not tested.
@@ -75,7 +77,7 @@ def capabilities(*, overlap: bool = True, seeded: bool = False) -> HostCapabilit
     return HostCapabilities(
         name=f"SGLang {check_version()}",
         draft_models=True,
-        captures=CAPTURES,
+        captures=("layer_inputs", "lm_head_input"),
         trees=True,
         verify=True,
         overlap=overlap,
@@ -85,7 +87,7 @@ def capabilities(*, overlap: bool = True, seeded: bool = False) -> HostCapabilit
 
 
 class SglangHost:
-    """Implements ``HostPlugin``."""
+    """specplug's ``HostPlugin`` for SGLang."""
 
     def versions(self) -> Mapping[str, str | None]:
         return {name: _version(name) for name in _DISTRIBUTIONS}
@@ -106,7 +108,7 @@ class SglangHost:
         _check(options)
         from specplug_sglang.measured_engine import SglangEngine
 
-        # Plain decoding too: what is compared then differs in the algorithm alone.
+        # For plain decoding too: compared engines then differ in the algorithm alone.
         own = ["--log-level", "error", "--random-seed", str(options.seed)]
         own += ["--attention-backend", _attention(options)]
         own += ["--max-running-requests", str(options.max_running_requests)]
@@ -117,7 +119,7 @@ host = SglangHost()
 
 
 def arguments(options: RunOptions) -> list[str]:
-    """Return a run's settings as SGLang's command line has them."""
+    """Return a run's settings as arguments of SGLang's command line."""
     found = ["--model-path", options.model, "--dtype", options.dtype]
     if options.algorithm == PLAIN:
         return found
@@ -137,10 +139,10 @@ def arguments(options: RunOptions) -> list[str]:
 
 
 def _check(options: RunOptions) -> None:
-    """Refuse what SGLang would not tell in a line.
+    """Refuse a run for which SGLang itself gives no clear error.
 
     Raises:
-        UsageError: it is not the tested SGLang, or it is to run on a CPU and is not told so.
+        UsageError: this SGLang was not tested, or its CPU engine is not turned on.
     """
     check_version()
     if _on_cpu(options) and os.environ.get(_ON_CPU) != "1":

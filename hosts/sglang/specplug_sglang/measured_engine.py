@@ -1,4 +1,4 @@
-"""An engine of SGLang as ``specplug bench --engine sglang`` measures it."""
+"""SGLang's engine for ``specplug bench --engine sglang``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any
 
 import attrs
 
-from specplug import SamplingParams, SpecplugError, UsageError
-from specplug.host import Completion
+from specplug import Completion, SamplingParams, SpecplugError, UsageError
 from specplug.speculative.undrafted import undrafted_in
 from specplug_sglang.sglang_names import check_objects
 
@@ -32,29 +31,35 @@ _NAMES = {
     "ignore_eos": "ignore_eos",
     "skip_special_tokens": "skip_special_tokens",
 }
-"""Sampling settings by our name: SGLang's, with the same meaning."""
+"""SGLang's name of each sampling setting that has the same meaning in specplug."""
 
 
 @attrs.frozen
 class Tokens:
-    """What SGLang has generated for a prompt."""
+    """specplug's ``Completion``: the output tokens of a prompt."""
 
     token_ids: Sequence[int]
 
 
 @attrs.define
 class DraftCounts:
-    """What SGLang says of the drafts of finished requests, added up."""
+    """SGLang's counts of drafts, summed over finished requests.
+
+    Attributes:
+        verifications: decode steps.
+        taken: accepted draft tokens, without bonus tokens.
+        lengths: verifications by the number of draft tokens that were accepted.
+    """
 
     verifications: int = 0
     taken: int = 0
     lengths: list[int] = attrs.field(factory=list)
 
     def add(self, about: Mapping[str, Any]) -> None:
-        """Add a request.
+        """Add a finished request.
 
         Args:
-            about: its ``meta_info``.
+            about: the ``meta_info`` of its reply.
         """
         self.verifications += about.get("spec_verify_ct", 0)
         self.taken += about.get("spec_num_correct_drafts", 0)
@@ -62,10 +67,10 @@ class DraftCounts:
         self.lengths = [a + b for a, b in zip_longest(self.lengths, found, fillvalue=0)]
 
     def as_stats(self) -> dict[str, Any]:
-        """Return what ``MeasuredEngine.stats`` does.
+        """Return the counts as ``MeasuredEngine.stats`` has them.
 
-        SGLang does not tell how long each draft was: every position that was ever accepted is
-        counted as drafted in each verification.
+        SGLang does not report the length of each draft: every position that was ever accepted
+        counts as drafted in each verification.
         """
         accepted = [sum(self.lengths[first:]) for first in range(1, len(self.lengths))]
         while accepted and not accepted[-1]:
@@ -82,13 +87,14 @@ class DraftCounts:
 
 @attrs.frozen
 class Facts:
-    """What is known of an engine that has started.
+    """The properties of an engine that has started.
 
     Attributes:
         config: ``MeasuredEngine.effective_config``.
-        tokenizer: of transformers.
-        context_len: most tokens of a request.
-        is_seeded: whether sampled tokens depend on a request's seed, the position and its text.
+        tokenizer: transformers' tokenizer.
+        context_len: the most tokens of a request.
+        is_seeded: whether sampled tokens depend on a request's seed, the position and the text
+            alone.
     """
 
     config: Mapping[str, Any]
@@ -98,13 +104,13 @@ class Facts:
 
 
 class SglangEngine:
-    """Implements ``MeasuredEngine``: an engine of SGLang's, in a process of its own.
+    """specplug's ``MeasuredEngine``: an engine of SGLang's, in a process of its own.
 
-    SGLang keeps the settings of the engine that was made last for a whole process, and a benchmark
-    has several at a time.
+    A benchmark runs several engines at a time. SGLang's settings are global to a process: those of
+    the engine that was made last.
 
     Args:
-        arguments: of SGLang's command line.
+        arguments: the arguments of SGLang's command line.
 
     Raises:
         SpecplugError: SGLang does not take the arguments, or does not start.
@@ -163,7 +169,7 @@ class SglangEngine:
         self._undrafted_before = self._undrafted()
 
     def _undrafted(self) -> Counter[str]:
-        """Return how many requests so far went on without drafts, by reason."""
+        """Return the number of requests so far that were decoded without drafts, by reason."""
         self._connection.send(None)
         return Counter(self._received())
 
@@ -175,10 +181,10 @@ class SglangEngine:
             self._process.join()
 
     def _received(self) -> Any:
-        """Return what the engine's process answers.
+        """Return the answer of the engine's process.
 
         Raises:
-            SpecplugError: it has failed.
+            SpecplugError: the process has ended, or refused the arguments.
         """
         try:
             error, answer = self._connection.recv()
@@ -195,13 +201,13 @@ class SglangEngine:
 
 
 _PATIENCE = 30
-"""Seconds that SGLang may take to end its processes."""
+"""Seconds to wait for the end of SGLang's processes."""
 
 
 def _run_engine(connection: Connection, arguments: Sequence[str]) -> None:
-    """Run an engine, until the connection is closed."""
+    """Run an engine until the connection is closed."""
     with TemporaryDirectory() as folder:
-        # Where the scheduler's process, which inherits it, counts for Prometheus.
+        # The scheduler's process inherits this folder, and writes its Prometheus counters there.
         os.environ.setdefault(_COUNTED, folder)
         try:
             engine, settings = new_engine(arguments)
@@ -220,8 +226,8 @@ _COUNTED = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def _answer(engine: Any, asked: tuple[list[list[int]], dict[str, Any]] | None) -> Any:
-    """Return the tokens and what is said of each of the prompts that are to be completed; without
-    any, the requests without drafts, by reason."""
+    """Return the tokens and the ``meta_info`` of each prompt's reply; if ``asked`` is None, the
+    number of requests without drafts, by reason."""
     if asked is None:
         return undrafted_in(os.environ[_COUNTED])
     tokens, wanted = asked
@@ -255,7 +261,7 @@ def as_sglang_has_them(params: SamplingParams) -> dict[str, Any]:
     """Return sampling settings by SGLang's names.
 
     Raises:
-        UsageError: SGLang has not the like of one.
+        UsageError: a setting that is not measured in SGLang is set.
     """
     usual, known = SamplingParams(), {*_NAMES, "stop", "stop_token_ids"}
     fields = [name for name in attrs.fields_dict(SamplingParams) if name not in known]
@@ -270,13 +276,13 @@ def as_sglang_has_them(params: SamplingParams) -> dict[str, Any]:
 
 
 def new_engine(arguments: Sequence[str]) -> tuple[Any, Any]:
-    """Make an engine, and return it and its settings as they are used.
+    """Make an engine of SGLang's, and return it with its resolved settings.
 
     Args:
-        arguments: of SGLang's command line.
+        arguments: the arguments of SGLang's command line.
 
     Raises:
-        UsageError: SGLang does not know an argument, or takes no such value, or does not start.
+        UsageError: SGLang refuses an argument.
     """
     from sglang import Engine
     from sglang.srt.arg_groups.overrides import resolving_view

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from torch import Tensor
 
+from specplug_sglang.host import TESTED
 from specplug_sglang.verify_pass import SpecplugVerifyInput, attend_nodes
 from specplug_sglang.versions import FIRST, installed
 
@@ -28,24 +29,26 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Patch:
-    """A function of SGLang that is wrapped. Its parameters are compared at start, too: see
-    ``sglang_names``.
+    """A function of SGLang that is wrapped. ``sglang_names`` lists its parameters, which are
+    compared with SGLang's before a run begins.
 
     Attributes:
-        target: ``module:name`` of the function, where SGLang looks it up.
-        wrapper: called in its place, with SGLang's function and then its arguments.
+        place: ``module:name`` where SGLang looks the function up.
+        wrapper: called in its place, with SGLang's function and then the arguments.
         why: what goes wrong without it.
         check: the test that fails without it.
-        until: the change of SGLang that ends it.
-        versions: of SGLang that need it; () for all.
+        upstream: the change of SGLang that ends it.
+        section: heading of docs/hosts.md with the code of that change; "" if SGLang has made it.
+        versions: the versions of SGLang that need it.
     """
 
-    target: str
+    place: str
     wrapper: Callable[..., Any]
     why: str
     check: str
-    until: str
-    versions: tuple[str, ...] = ()
+    upstream: str
+    section: str
+    versions: tuple[str, ...] = TESTED
 
 
 def _verify_by_plan(
@@ -109,47 +112,52 @@ def _no_draft_pool(plain: Callable[..., Any], *, draft_worker: Any, **named: Any
 
 PATCHES = (
     Patch(
-        target=(
+        place=(
             "sglang.srt.layers.attention.torch_native_backend:TorchNativeAttnBackend.forward_extend"
         ),
         wrapper=_verify_by_plan,
         why="torch attention computes a verification as a causal prefill: it reads no mask",
         check="test_greedy.py::test_algorithm_keeps_tokens_and_steps",
-        until="`TorchNativeAttnBackend` reads `spec_info.custom_mask`, as GPUs' backends do",
+        upstream="`TorchNativeAttnBackend` reads `spec_info.custom_mask`, as GPUs' backends do",
+        section="Torch attention that verifies trees",
     ),
     Patch(
-        target="sglang.srt.model_executor.runner.base_runner:create_dummy_verify_input",
+        place="sglang.srt.model_executor.runner.base_runner:create_dummy_verify_input",
         wrapper=_warm_up_input,
         why="it makes the input of warm-up passes for SGLang's own algorithms alone",
         check="test_patches.py::test_recorded_verifications_get_our_input",
-        until="it asks the algorithm: `spec_algorithm.create_dummy_verify_input(…)`",
+        upstream="it asks the algorithm: `spec_algorithm.create_dummy_verify_input(…)`",
+        section="Recorded verifications",
     ),
     Patch(
-        target=(
+        place=(
             "sglang.srt.model_executor.runner.decode_cuda_graph_runner:"
             "DecodeCudaGraphRunner.get_spec_info"
         ),
         wrapper=_capture_input,
         why="it makes the input of recorded passes for SGLang's own algorithms alone",
         check="test_patches.py::test_recorded_verifications_get_our_input",
-        until="it calls `create_dummy_verify_input`, and that asks the algorithm",
+        upstream="it calls `create_dummy_verify_input`, and that asks the algorithm",
+        section="Recorded verifications",
     ),
     Patch(
-        target="sglang.srt.batch_invariant_ops.batch_invariant_ops:matmul_persistent",
+        place="sglang.srt.batch_invariant_ops.batch_invariant_ops:matmul_persistent",
         wrapper=_add_matrix,
         why=(
             "with `--enable-deterministic-inference` it computes every `aten::addmm` on a GPU, and "
             "adds a vector alone; draft models add a residual"
         ),
         check="test_triton.py::test_batch_invariant_addmm_adds_a_matrix_or_a_vector",
-        until="`addmm_batch_invariant` adds a matrix",
+        upstream="`addmm_batch_invariant` adds a matrix",
+        section="Sums of matrices in deterministic inference",
     ),
     Patch(
-        target="sglang.srt.mem_cache.kv_cache_builder:get_draft_kv_pool",
+        place="sglang.srt.mem_cache.kv_cache_builder:get_draft_kv_pool",
         wrapper=_no_draft_pool,
         why="it takes a KV pool from the draft worker of every algorithm but NGRAM",
         check="test_patches.py::test_worker_without_a_draft_runner_has_no_draft_pool",
-        until="SGLang 0.5.23, which has no such function",
+        upstream="SGLang 0.5.23, which has no such function",
+        section="",
         versions=(FIRST,),
     ),
 )
@@ -158,12 +166,12 @@ PATCHES = (
 def apply_patches() -> None:
     """Wrap what ``PATCHES`` lists for the installed version. What is wrapped already stays."""
     for patch in PATCHES:
-        if not patch.versions or installed() in patch.versions:
+        if installed() in patch.versions:
             _apply(patch)
 
 
 def _apply(patch: Patch) -> None:
-    module, _, path = patch.target.partition(":")
+    module, _, path = patch.place.partition(":")
     *owners, name = path.split(".")
     owner: Any = functools.reduce(getattr, owners, import_module(module))
     plain = getattr(owner, name)

@@ -1,4 +1,4 @@
-"""Some of the requests of a step: what hooks get of it, and what becomes of their answers."""
+"""Some of a step's requests: narrow a hook's arguments to them, widen its result to all."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ V = TypeVar("V")
 
 
 def _first_rows(widths: Sequence[int]) -> list[int]:
-    """Return where the rows of each request begin."""
+    """Return the first row of each request."""
     return [end - width for end, width in zip(accumulate(widths), widths, strict=True)]
 
 
 @attrs.frozen(eq=False)
 class RequestSubset:
-    """m of the bs requests of a step. Where these are all, everything is handed on as it is.
+    """m of the bs requests of a step. If m is bs, every value is returned as it is.
 
     Args:
-        chosen: their places among the bs, in ascending order.
+        chosen: [m] indices of the requests among the bs, in ascending order.
         size: bs.
-        widths: rows that each of the bs has of what was committed; none: as many of each.
+        widths: committed rows of each of the bs requests; () if all have the same number.
     """
 
     chosen: Sequence[int]
@@ -37,53 +37,53 @@ class RequestSubset:
 
     @property
     def is_all(self) -> bool:
-        """Whether m is bs, as in an idle step, which has no requests."""
+        """Whether m is bs; so it is in an idle step, which has no requests."""
         return len(self.chosen) == self.size
 
     @property
-    def is_nobody(self) -> bool:
-        """Whether there are requests, and none of them is in the part."""
+    def is_empty(self) -> bool:
+        """Whether the step has requests, and none of them is in the subset."""
         return not self.chosen and self.size > 0
 
-    def of(self, value: V) -> V:
-        """Return what the m requests have of a batch, a draft, its input, what was committed, or a
-        tensor [bs, …]. All else is of no request, and handed on."""
-        return value if self.is_all else self._of(value)
+    def narrow(self, value: V) -> V:
+        """Return the m requests' part of a batch, a draft, a draft input, a committed output or a
+        tensor [bs, …]; any other value as it is."""
+        return value if self.is_all else self._narrow(value)
 
-    def _of(self, value: Any) -> Any:
+    def _narrow(self, value: Any) -> Any:
         match value:
             case Tensor():
                 return value[self._index(value)]
             case Batch():
-                return self._of_batch(value)
+                return self._narrow_batch(value)
             case DraftInput(bonus_tokens=roots, state=state):
-                own = {k: None if v is None else self._of(v) for k, v in state.items()}
-                return DraftInput(bonus_tokens=self._of(roots), state=own)
+                own = {k: None if v is None else self._narrow(v) for k, v in state.items()}
+                return DraftInput(bonus_tokens=self._narrow(roots), state=own)
             case Draft():
-                return self._of_draft(value)
+                return self._narrow_draft(value)
             case CommittedOutput():
-                return self._of_committed(value)
+                return self._narrow_committed(value)
         return value
 
     def _index(self, beside: Tensor) -> Tensor:
         return upload(self.chosen, beside.device)
 
     def _each(self, values: Sequence[V]) -> tuple[V, ...]:
-        """Return those of m requests; none if there are none of bs."""
+        """Return the m requests' values; () stays ()."""
         return tuple(values[place] for place in self.chosen) if values else ()
 
     def _rows(self, widths: Sequence[int]) -> list[int]:
-        """Return the rows of the m requests, where each of the bs has so many."""
+        """Return the rows of the m requests, given the number of rows of each of the bs."""
         first = _first_rows(widths)
         return list(chain.from_iterable(range(first[i], first[i] + widths[i]) for i in self.chosen))
 
-    def _of_batch(self, batch: Batch) -> Batch:
-        """Return the batch that hooks get, which has no plan."""
+    def _narrow_batch(self, batch: Batch) -> Batch:
+        """Return the m requests' batch, without an attention plan."""
         return attrs.evolve(
             batch,
             requests=self._each(batch.requests),
-            req_indices=self._of(batch.req_indices),
-            seq_lens=self._of(batch.seq_lens),
+            req_indices=self._narrow(batch.req_indices),
+            seq_lens=self._narrow(batch.seq_lens),
             chunk_widths=self._each(batch.chunk_widths),
             chunk_ends=self._each(batch.chunk_ends),
             first_chunk=self._each(batch.first_chunk),
@@ -92,7 +92,7 @@ class RequestSubset:
             attention=None,
         )
 
-    def _of_committed(self, output: CommittedOutput) -> CommittedOutput:
+    def _narrow_committed(self, output: CommittedOutput) -> CommittedOutput:
         widths = self.widths or (len(output.next_tokens) // self.size,) * self.size
         rows = upload(self._rows(widths), output.last_rows.device)
         before = _first_rows(widths)
@@ -104,21 +104,25 @@ class RequestSubset:
             next_tokens=output.next_tokens[rows],
             own_tokens=output.own_tokens[rows],
             per_node={name: tensor[rows] for name, tensor in output.per_node.items()},
-            last_rows=self._of(output.last_rows) + upload(moved, rows.device),
-            accept_lens=self._of(output.accept_lens),
-            bonus_tokens=self._of(output.bonus_tokens),
+            last_rows=self._narrow(output.last_rows) + upload(moved, rows.device),
+            accept_lens=self._narrow(output.accept_lens),
+            bonus_tokens=self._narrow(output.bonus_tokens),
         )
 
-    def _of_draft(self, draft: Draft) -> Draft:
+    def _narrow_draft(self, draft: Draft) -> Draft:
         return Draft(
-            tokens=self._of(draft.tokens),
-            parents=self._of(draft.parents),
+            tokens=self._narrow(draft.tokens),
+            parents=self._narrow(draft.parents),
             widths=None if draft.widths is None else self._each(draft.widths),
             depth=draft.depth,
         )
 
-    def draft_of_all(self, made: Draft, roots: Tensor) -> Draft:
-        """Return the drafts of the m requests beside the roots [bs] of the others."""
+    def widen_draft(self, made: Draft, roots: Tensor) -> Draft:
+        """Return the m requests' drafts, and roots alone for the others.
+
+        Args:
+            roots: [bs] int64.
+        """
         if self.is_all:
             return made
         index, width = self._index(roots), made.width
@@ -137,11 +141,11 @@ class RequestSubset:
             depth=made.depth,
         )
 
-    def of_nodes(self, draft: Draft, output: TargetOutput) -> TargetOutput:
-        """Return what the target put out for the nodes of the m requests.
+    def narrow_nodes(self, draft: Draft, output: TargetOutput) -> TargetOutput:
+        """Return the target's output at the nodes of the m requests.
 
         Args:
-            draft: of the bs.
+            draft: of the bs requests.
         """
         if self.is_all:
             return output
@@ -152,15 +156,16 @@ class RequestSubset:
             per_node={name: tensor[rows] for name, tensor in output.per_node.items()},
         )
 
-    def verified_of_all(
+    def widen_verified(
         self, made: VerifyOutput, draft: Draft, lent: TargetOutput, output: TargetOutput
     ) -> VerifyOutput:
-        """Return what is accepted of the m requests' drafts beside the others' roots.
+        """Return the accepted nodes of the m requests, and the roots of the others.
 
         Args:
-            draft: of the bs.
-            lent: what the plugin was given; what it has added there comes into ``output``, with
-                zeros for the others.
+            made: of the m requests.
+            draft, output: of the bs requests. ``output.per_node`` gets the outputs that the plugin
+                has added to ``lent``, with zeros for the others.
+            lent: the output that the plugin was given.
         """
         if self.is_all:
             return made
@@ -181,4 +186,5 @@ class RequestSubset:
         )
 
     def _node_rows(self, draft: Draft) -> Tensor:
+        """Return the flat indices of the m requests' nodes."""
         return upload(self._rows(draft.widths or (draft.width,) * self.size), draft.tokens.device)

@@ -1,4 +1,4 @@
-"""SGLang's requests, as plugins see them, and what is known of each by its row."""
+"""SGLang's requests as plugins see them, and how far the request of each row is prefilled."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NO_STATE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class SglangRequest:
-    """A ``RequestView`` of one of SGLang's requests. It holds no request alive.
+    """Our ``RequestView`` of one of SGLang's requests, to which it holds a weak reference.
 
     Attributes:
-        is_told: whether plugins know that it has ended; set by ``KnownRequests``. SGLang may run a
-            step of it that was planned before, which they do not see.
+        is_told: whether plugins were told of the request's end; set by ``KnownRequests``. SGLang
+            may still run a step of it that was planned before; plugins do not see that step.
     """
 
     draft_state = _NO_STATE
@@ -38,7 +38,7 @@ class SglangRequest:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The prompt, and the output that the scheduler knows."""
+        """The prompt, and the output tokens that the scheduler has processed."""
         request = self._request()
         if request is not None:
             known = len(self._tokens) - len(self.prompt_token_ids)
@@ -47,21 +47,21 @@ class SglangRequest:
 
     @property
     def request(self) -> Req | None:
-        """SGLang's own; None once nobody holds it."""
+        """SGLang's request; None after SGLang has dropped it."""
         return self._request()
 
     def is_of(self, request: Req) -> bool:
-        """Return whether it is this request's, and not an earlier one's of the same name."""
+        """Return whether this is the view of ``request``, not of an earlier one with its id."""
         return self._request() is request
 
     @property
     def has_ended(self) -> bool:
-        """Whether the scheduler is done with it."""
+        """Whether the scheduler has ended the request."""
         request = self._request()
         return request is None or request.finished()
 
     def report(self) -> RequestReport:
-        """Describe it after its end, as far as it is known."""
+        """Return the report of an ended request. ``finish_reason`` is "" if SGLang gave none."""
         request = self._request()
         reason = getattr(request, "finished_reason", None)
         kind = "" if reason is None else str(reason.to_json().get("type", ""))
@@ -75,7 +75,7 @@ class SglangRequest:
 
 @attrs.define
 class _Row:
-    """A row of the request table: whose it is, and how far its prompt is prefilled."""
+    """A row of the request table: its request, and how far the prompt is prefilled."""
 
     request_id: str
     prefilled: int
@@ -83,18 +83,18 @@ class _Row:
 
 
 class KnownRequests:
-    """The requests that the worker has seen and that have not ended."""
+    """The requests that the worker has seen and whose end was not told."""
 
     def __init__(self) -> None:
         self._views: dict[str, SglangRequest] = {}
         self._rows: dict[int, _Row] = {}
 
     def views(self, requests: Sequence[Req]) -> list[SglangRequest]:
-        """Return the views of a batch, one object for each request until its end is told."""
+        """Return the views of a batch. A request has the same view until its end is told."""
         return [self._views.get(request.rid) or self._view_of(request) for request in requests]
 
     def _view_of(self, request: Req) -> SglangRequest:
-        """Return a view of a request that is not known: a new one, or one whose end was told."""
+        """Return a view of a request that is new, or whose end was told."""
         view = SglangRequest(request)
         if request.finished():
             view.is_told = True
@@ -103,11 +103,13 @@ class KnownRequests:
         return view
 
     def begin_chunk(self, row: int, request: Req, start: int, end: int, is_last: bool) -> bool:
-        """Note a chunk of a prompt, and return whether the request has just got its row: it is not
-        the one that was there, or it has been retracted and begins again.
+        """Record a prompt chunk, and return whether it is the request's first in this row: the row
+        was another request's, or the request was retracted and begins again.
 
         Args:
-            start, end: positions of the chunk.
+            row: of the request table.
+            start, end: the chunk's first position, and the position after its last.
+            is_last: whether the chunk ends the prompt.
         """
         known = self._rows.get(row)
         goes_on = (
@@ -119,14 +121,14 @@ class KnownRequests:
         return not goes_on
 
     def end(self, request_id: str) -> Iterator[SglangRequest]:
-        """Forget a request, and yield its view if it was known."""
+        """Remove a request, and yield its view if it was known."""
         view = self._views.pop(request_id, None)
         if view is not None:
             yield view
 
     def ended(self, batch: Sequence[Req]) -> Iterator[SglangRequest]:
-        """Forget those that have ended without a word, and yield them: SGLang tells its workers of
-        requests that end in a decode step alone.
+        """Remove requests that have ended without a call of ``note_request_finished``, and yield
+        their views. SGLang calls that only for requests that end in a decode step.
 
         Args:
             batch: the requests of the next step, which have not ended.

@@ -1,4 +1,4 @@
-"""``Runtime`` over SGLang's model runner: all that a plugin can reach of SGLang."""
+"""specplug's ``Runtime`` over SGLang's model runner: all that a plugin can reach of SGLang."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from specplug import Batch, SpecConfig
-from specplug.kernels.kernel_table import attention_kernels
 from specplug.speculative.graph_recorder import GraphRecorder
 from specplug.speculative.graph_runner import GraphRunner, PassRunner
+from specplug.speculative.host_kernels import DraftKernels, attention_kernels
 from specplug.speculative.paged_plan import LentPlan, PagedKVCache
 from specplug.speculative.pass_arguments import BatchPadding
 from specplug.speculative.runtime_base import RuntimeBase
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 
 
 class SglangRuntime(RuntimeBase):
-    """Implements ``Runtime``.
+    """specplug's ``Runtime``, which plugins get.
 
     Args:
-        runner: of the target, which is loaded; its pools come later (``allocate``).
-        settings: of SGLang.
-        config: of the run's speculation.
+        runner: SGLang's runner of the target, which is loaded. Its pools come later (``allocate``).
+        settings: SGLang's settings.
+        config: the run's speculation settings.
 
     Attributes:
-        table: where the requests of the running step have their slots.
-        sampling: what they want of the sampler.
+        captures: the hidden states that the algorithm has asked for.
+        table: the KV slots of the running step's requests.
+        sampling: temperatures and seeds by row of the request table.
     """
 
     req_table_size: int
@@ -59,9 +60,9 @@ class SglangRuntime(RuntimeBase):
         self.overlap = not settings.disable_overlap_schedule
         self.captures = Captures(runner.model, self.num_layers, self.hidden_size)
         self._draft_pools: list[tuple[PagedKVCache, tuple[int, int, int]]] = []
-        self._attention = attention_kernels(self.device, self.dtype)
+        self._kernels = DraftKernels(attention_kernels(self.device, self.dtype), cpu=None)
         # Where torch attends there would be a recording for each length of a context.
-        self._records = self._attention is not None and records_graphs()
+        self._records = self._kernels.attention is not None and records_graphs()
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         embedded: Tensor = part_of(self._runner.model, "model.embed_tokens")(token_ids)
@@ -107,10 +108,10 @@ class SglangRuntime(RuntimeBase):
     def gumbel_noise(self, batch: Batch, positions: Tensor, token_ids: Tensor) -> Tensor:
         return self.sampling.noise(batch.req_indices, positions, token_ids)
 
-    # What the worker uses
+    # For the worker
 
     def seal(self) -> None:
-        """Refuse further captures and caches, and have the target return what was asked for."""
+        """Refuse further captures and caches, and have the target return the captured states."""
         super().seal()
         self.captures.install()
 
@@ -121,13 +122,14 @@ class SglangRuntime(RuntimeBase):
         return GraphRunner(forward, BatchPadding(), recorder)
 
     def allocate(self, req_to_token: Tensor, num_slots: int) -> None:
-        """Make the draft models' pools, with the slots of SGLang's.
+        """Allocate the KV pools of draft models, which have the slots of the target's pool.
 
         Args:
-            req_to_token: SGLang's request table.
+            req_to_token: [rows, positions], SGLang's request table.
+            num_slots: slots of the target's pool.
         """
         self.req_table_size = len(req_to_token)
-        self.table = StepSlots(req_to_token, self.context_len, self._attention)
+        self.table = StepSlots(req_to_token, self.context_len, self._kernels)
         self.sampling = SamplingRows(self.req_table_size, self.device)
         for pools, (layers, heads, head_dim) in self._draft_pools:
             for tensors in (pools.keys, pools.values):
@@ -137,7 +139,7 @@ class SglangRuntime(RuntimeBase):
                 ]
 
     def clear_drafts(self) -> None:
-        """Forget what drafts' caches hold at the slots of the running step's requests."""
+        """Zero the draft models' KV at the slots that the step's requests may write."""
         for pools, _ in self._draft_pools:
             for pool in (*pools.keys, *pools.values):
                 pool[self.table.written] = 0

@@ -1,4 +1,4 @@
-"""The token that SGLang's own sampler chooses after each node of a draft."""
+"""SGLang's own sampler at each node of a draft, and its noise for draft models."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _BY_REQUEST = (
 
 
 def plain_because_of(request: Req) -> str:
-    """Return why the token after a node depends on more than SGLang's sampler can be told of a
-    node: on the tokens before it (penalties, a least length), on a grammar's state, or on code of
-    the user's; nothing if it does not. Such a request drafts nothing, and SGLang's sampler treats
-    it as ever."""
+    """Return why a request is decoded without drafts; "" if it drafts.
+
+    The token after a node then depends on more than SGLang's sampler can be given for a node: on
+    the tokens before it (penalties, ``min_new_tokens``), on a grammar's state, or on user code.
+    """
     wants = request.sampling_params
     penalties = wants.frequency_penalty or wants.presence_penalty or wants.repetition_penalty != 1.0
     reasons = {
@@ -53,45 +54,45 @@ def sample_nodes(
     widths: Sequence[int],
     positions: Tensor,
 ) -> Tensor:
-    """Return the token after each of the T nodes, [T] int64: what plain decoding would choose
-    there.
+    """Return the token after each of the T nodes, [T] int64: the token of plain decoding.
 
     With ``--enable-deterministic-inference`` SGLang's noise is a function of a request's seed and
     the position, and so the choice depends on no draft. Otherwise each node's token is drawn anew:
     the text has the distribution of plain decoding, and there is no seed to repeat it by.
 
     Args:
-        output: of the target's pass; its logits [T, V] are left as SGLang's log-probabilities are
-            made of them, with what is added to them but before the temperature.
-        widths: nodes of each request.
+        output: of the target's pass. Its logits [T, V] stay as SGLang's log-probabilities need
+            them: after biases and penalties, before the temperature.
+        widths: the number of nodes of each request.
         positions: [T] int64 of the nodes.
     """
     info = _by_node(batch.sampling_info, widths)
     runner._preprocess_logits(output, info)
-    if not info.is_all_greedy:  # SGLang's sampler makes probabilities of them, in their place
+    if not info.is_all_greedy:  # SGLang's sampler overwrites the logits with probabilities
         output = replace(output, next_token_logits=output.next_token_logits.clone())
     nodes = len(positions)
-    logprobs = [0] * nodes, [None] * nodes  # none: they are made of the accepted rows alone
+    logprobs = [0] * nodes, [None] * nodes  # none here: keep_logprobs makes those of accepted rows
     tokens: Tensor = runner.sampler(output, info, False, *logprobs, positions)
     return tokens.to(torch.int64)
 
 
 def has_foreseen_noise(info: SamplingBatchInfo) -> bool:
-    """Return whether ``seeded_noise`` is what the sampler adds for every request of the batch.
+    """Return whether the sampler adds ``seeded_noise`` for every request of the batch.
 
-    Where one of them wants the likeliest tokens alone, or takes the likeliest, SGLang adds the
-    noise to all requests' tokens by their rank, and nobody knows the ranks before the pass.
+    If one request is greedy or has ``top_k``, ``top_p`` or ``min_p``, SGLang adds the noise to all
+    requests' tokens by their rank, which is not known before the target's pass.
     """
     filtered = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
     return info.sampling_seed is not None and not filtered
 
 
 class SamplingRows:
-    """What requests want of the sampler, by row of the request table: recorded passes read it, so
-    it is the same memory in every step. Row 0 is nobody's.
+    """Temperatures and seeds by row of the request table. Row 0 is padding.
+
+    They are the same memory in every step, since recorded passes read it.
 
     Args:
-        rows: of the request table.
+        rows: the number of rows of the request table.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -99,7 +100,7 @@ class SamplingRows:
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def set(self, req_indices: Tensor, info: SamplingBatchInfo) -> None:
-        """Note what the requests of a step want, if drafts can foresee their noise.
+        """Set the rows of a step's requests, if drafts can foresee the noise.
 
         Args:
             req_indices: [bs] int64, their rows.
@@ -109,14 +110,16 @@ class SamplingRows:
             self._seeds.index_copy_(0, req_indices, info.sampling_seed.to(torch.int64))
 
     def temperatures(self, req_indices: Tensor) -> Tensor:
-        """[bs] -> [bs, 1]"""
+        """Return the temperatures of rows [bs], [bs, 1] float32."""
         return self._temperatures[req_indices]
 
     def noise(self, req_indices: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-        """Return what the sampler adds to the tokens [V]: [bs, w, V] float32.
+        """Return the noise that the sampler will add, [bs, w, V] float32.
 
         Args:
-            positions: [bs, w] int64 of the tokens that are chosen.
+            req_indices: [bs] int64, the requests' rows.
+            positions: [bs, w] int64, of the tokens that are chosen.
+            token_ids: [V] int64.
         """
         bs, width = positions.shape
         seeds = self._seeds[req_indices].repeat_interleave(width, output_size=bs * width)
@@ -125,12 +128,11 @@ class SamplingRows:
 
 
 def seeded_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Return the noise that SGLang adds to the log-probabilities of the tokens: what its
-    ``multinomial_with_seed`` computes.
+    """Return the noise that SGLang's ``multinomial_with_seed`` adds to log-probabilities.
 
     Args:
         seeds: [T] int64.
-        positions: [T] int64 of the tokens that are chosen; SGLang counts that of the token before.
+        positions: [T] int64, of the tokens that are chosen. SGLang hashes the position before.
         token_ids: [V] int64.
 
     Returns:
@@ -145,14 +147,14 @@ def seeded_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _by_node(info: SamplingBatchInfo, widths: Sequence[int]) -> SamplingBatchInfo:
-    """Return what the requests want, once for each of their nodes."""
+    """Return the batch's sampling settings with a row for each node."""
     if all(width == 1 for width in widths):
         return info
     request_of = [row for row, width in enumerate(widths) for _ in range(width)]
     rows = upload(request_of, info.temperatures.device)
     own = {name: getattr(info, name) for name in _BY_REQUEST}
     changed = {name: value[rows] for name, value in own.items() if value is not None}
-    # What follows is for requests of one node alone, and stands at that.
+    # Requests with a grammar or a processor have one node each: theirs is the first.
     first = [total - width for total, width in zip(accumulate(widths), widths, strict=True)]
     if info.grammars:
         changed["grammars"] = [None] * len(request_of)

@@ -1,8 +1,7 @@
 """Every name of SGLang that this package uses, with the form that was tested.
 
-Nothing of SGLang that is not listed here is touched. Before a run begins ``check_names`` imports
-what is listed and compares it, and ``check_objects`` looks at what SGLang has made. The versions
-stand in ``host``.
+Before a run begins ``check_names`` imports the listed names and compares their forms;
+``check_objects`` looks for the attributes of SGLang's objects. ``host`` has the tested versions.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ FUNCTIONS: Mapping[str, str] = {
         "token_ids_logprobs, positions, logprob_logits"
     ),
 }
-"""By ``module:name``, the names of its parameters."""
+"""The names of each function's parameters, by ``module:name``."""
 
 FIELDS: Mapping[str, str] = {
     "sglang.srt.managers.schedule_batch:ScheduleBatch": (
@@ -128,7 +127,7 @@ FIELDS: Mapping[str, str] = {
         [*settings_of(SglangSettings), "device", "random_seed"]
     ),
 }
-"""By ``module:class``, fields that it has."""
+"""The fields that are used, by ``module:class``."""
 
 MEMBERS: Mapping[str, str] = {
     "sglang.srt.model_executor.cuda_graph_config:Phase": "DECODE",
@@ -145,7 +144,7 @@ MEMBERS: Mapping[str, str] = {
     "sglang.srt.mem_cache.memory_pool:ReqToTokenPool": "alloc",
     "sglang.srt.entrypoints.engine:Engine": "generate, shutdown",
 }
-"""By ``module:class``, members and methods that it has."""
+"""The members and methods that are used, by ``module:class``."""
 
 OBJECTS: Mapping[str, str] = {
     "runner": "model_config, device, dtype, model, sampler",
@@ -160,7 +159,7 @@ OBJECTS: Mapping[str, str] = {
     "engine": "tokenizer_manager",
     "engine.tokenizer_manager": "model_config, tokenizer",
 }
-"""What SGLang has made, and the attributes that are read of it. Of its models see ``part_of``."""
+"""The attributes that are read of SGLang's objects; ``part_of`` has those of its models."""
 
 
 OTHER_FUNCTIONS: Mapping[str, Mapping[str, str | None]] = {
@@ -195,7 +194,7 @@ OTHER_FUNCTIONS: Mapping[str, Mapping[str, str | None]] = {
         ),
     }
 }
-"""By version and ``module:name``, the names of its parameters; None: it is not there."""
+"""The names of parameters that differ in a version, by ``module:name``; None: no such function."""
 
 OTHER_FIELDS: Mapping[str, Mapping[str, str]] = {
     FIRST: {
@@ -205,14 +204,14 @@ OTHER_FIELDS: Mapping[str, Mapping[str, str]] = {
         )
     }
 }
-"""By version and ``module:class``, the fields that are used."""
+"""The fields that are used in a version, where they differ, by ``module:class``."""
 
 
 def check_names() -> None:
-    """Compare every name that is used with what it was when it was tested.
+    """Compare the form of every listed name with the form that was tested.
 
     Raises:
-        UntestedVersion: one is missing or takes other arguments.
+        UntestedVersion: a name is missing, or takes other arguments.
     """
     wrong = next(_differences(), None)
     if wrong is not None:
@@ -220,10 +219,10 @@ def check_names() -> None:
 
 
 def check_objects(**objects: Any) -> None:
-    """Look for what is read of objects that SGLang has made.
+    """Look for the listed attributes of SGLang's objects.
 
     Args:
-        objects: by their names in ``OBJECTS``.
+        objects: the objects by their names in ``OBJECTS``.
 
     Raises:
         UntestedVersion: an attribute is missing.
@@ -245,7 +244,7 @@ def part_of(model: Any, path: str) -> Any:
     ``lm_head.weight`` or ``logits_processor``.
 
     Raises:
-        UsageError: the model is not built like that.
+        UsageError: the model has no such part.
     """
     found = model
     for name in path.split("."):
@@ -288,7 +287,7 @@ def _differences() -> Iterator[str]:
 
 
 def _found(name: str) -> Any:
-    """Return what ``module:name`` names; None if there is nothing of that name."""
+    """Return the object that ``module:name`` names; None if there is none."""
     module, _, path = name.partition(":")
     try:
         found: Any = import_module(module)

@@ -1,78 +1,84 @@
-"""A step of one of SGLang's batches, and what the scheduler is given of it."""
+"""What SGLang's scheduler gets of a step: a ``GenerationBatchResult``, and in it the input of the
+next step's drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-import attrs
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from torch import Tensor
 
-from specplug import CommittedOutput, VerifyOutput
-from specplug_sglang.relay import SpecplugDraftInput
-from specplug_sglang.versions import keep_logprobs, output_widths
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+from specplug_sglang.versions import output_widths
 
 Publish = Callable[[Tensor], None]
+"""Gives SGLang's future map the lengths [bs] int64 after a step."""
 
 
-def kept(output: CommittedOutput) -> CommittedOutput:
-    """Return what a step has committed, with copies of what the scheduler is given."""
-    return attrs.evolve(
-        output,
-        next_tokens=output.next_tokens.clone(),
-        accept_lens=output.accept_lens.clone(),
-        bonus_tokens=output.bonus_tokens.clone(),
-    )
+class SpecplugDraftInput(SpecInput):
+    """SGLang's ``SpecInput`` between two steps of a request: the roots of its next drafts.
+
+    Nothing else is relayed: lengths and draft states are in the algorithm's future map, by row of
+    the request table. SGLang reads the class attributes from the draft input of any algorithm.
+
+    Args:
+        bonus_tokens: [bs] int64.
+    """
+
+    topk_p = topk_index = hidden_states = draft_probs = None
+    future_dsa_topk_indices_available = False
+    capture_hidden_mode = CaptureHiddenMode.NULL
+
+    def __init__(self, bonus_tokens: Tensor) -> None:
+        super().__init__(SpecInputType.EAGLE_DRAFT)
+        self.bonus_tokens = bonus_tokens
+        self.future_indices: Tensor | None = None  # set by the scheduler, with overlap
+
+    def filter_batch(self, new_indices: Tensor, new_indices_cpu: list[int] | None = None) -> None:
+        """Keep these requests."""
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+        else:
+            self.bonus_tokens = self.bonus_tokens[new_indices]
+
+    def merge_batch(self, other: SpecplugDraftInput) -> None:
+        """Add another batch's requests after these."""
+        if self.future_indices is not None and other.future_indices is not None:
+            self.future_indices = torch.cat((self.future_indices, other.future_indices))
+        else:
+            self.bonus_tokens = torch.cat((self.bonus_tokens, other.bonus_tokens))
 
 
-def decoded(
-    batch: ScheduleBatch,
-    accepted: VerifyOutput,
-    output: CommittedOutput,
+def step_result(
+    target: GenerationBatchResult,
+    next_tokens: Tensor,
+    accept_lens: Tensor,
     seq_lens: Tensor,
-    result: GenerationBatchResult,
-    stride: int,
+    bonus_tokens: Tensor,
+    *,
+    nodes: int,
+    columns: int,
 ) -> GenerationBatchResult:
-    """Return what the scheduler is given of a decode step.
+    """Return the result of a decode step, with copies of all tensors but ``seq_lens``: hooks may
+    write to those that they are fed later.
 
     Args:
-        accepted: of its nodes.
-        output: what it has committed.
-        seq_lens: [bs] int64, the lengths after it.
-        result: of the target's pass.
-        stride: the most nodes of a request.
+        target: the result of the target's pass.
+        next_tokens: [bs * C] int64, the token after each committed row.
+        accept_lens: [bs] int64, committed rows of each request.
+        seq_lens: [bs] int64, the lengths after the step.
+        bonus_tokens: [bs] int64.
+        nodes: the most nodes of a request.
+        columns: C, the most tokens that a request can get.
     """
-    if batch.return_logprob:
-        keep_logprobs(batch, result.logits_output, accepted)
     return GenerationBatchResult(
-        logits_output=result.logits_output,
-        next_token_ids=output.next_tokens.to(torch.int32),
-        accept_lens=output.accept_lens.to(torch.int32),
+        logits_output=target.logits_output,
+        next_token_ids=next_tokens.to(torch.int32),
+        accept_lens=accept_lens.to(torch.int32),
         new_seq_lens=seq_lens,
-        next_draft_input=SpecplugDraftInput(output.bonus_tokens),
-        can_run_cuda_graph=result.can_run_cuda_graph,
-        **output_widths(stride, accepted.accept_index.shape[1]),
-    )
-
-
-def idled(nothing: Tensor, result: GenerationBatchResult, stride: int) -> GenerationBatchResult:
-    """Return what the scheduler is given of an idle step.
-
-    Args:
-        nothing: [0] int64.
-        result, stride: as in ``decoded``.
-    """
-    return GenerationBatchResult(
-        logits_output=result.logits_output,
-        next_token_ids=nothing.to(torch.int32),
-        accept_lens=nothing.to(torch.int32),
-        new_seq_lens=nothing,
-        next_draft_input=SpecplugDraftInput(nothing),
-        can_run_cuda_graph=result.can_run_cuda_graph,
-        **output_widths(stride, stride),
+        next_draft_input=SpecplugDraftInput(bonus_tokens.clone()),
+        can_run_cuda_graph=target.can_run_cuda_graph,
+        **output_widths(nodes, columns),
     )

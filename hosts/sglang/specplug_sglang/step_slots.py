@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specplug.speculative.host_copy import upload
+from specplug.speculative.host_kernels import DraftKernels
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import PagedPlan, RequestSlots
-
-if TYPE_CHECKING:
-    from specplug.kernels.paged_attention_kernels import PagedAttention
 
 
 class StepSlots:
@@ -28,16 +25,14 @@ class StepSlots:
         req_to_token: [rows, positions], SGLang's request table.
         context_len: most tokens of a request. Positions are clamped to the last: a node after it
             is never used, but must not read past a rotary table.
-        kernels: attention kernels of a GPU; None: torch attends.
+        kernels: of the draft models; without ``attention`` among them torch attends.
 
     Attributes:
         floors: [rows] int64, by row the first position that its request may write. The KV before
             it was found in the prefix cache.
     """
 
-    def __init__(
-        self, req_to_token: Tensor, context_len: int, kernels: PagedAttention | None
-    ) -> None:
+    def __init__(self, req_to_token: Tensor, context_len: int, kernels: DraftKernels) -> None:
         rows, positions = req_to_token.shape
         self._req_to_token = req_to_token
         self.floors = torch.zeros(rows, dtype=torch.int64, device=req_to_token.device)
@@ -47,7 +42,7 @@ class StepSlots:
             slots=self._slots,
             last_position=context_len - 1,
             floors=self.floors,
-            kernels=kernels,
+            kernels=kernels.attention,
         )
         self.begin(self.floors[:0], ())
 

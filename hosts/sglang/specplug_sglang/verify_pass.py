@@ -18,9 +18,9 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specplug.kernels.attention_form import kept_form
 from specplug.speculative.draft import Draft
 from specplug.speculative.host_copy import upload
+from specplug.speculative.host_kernels import kept_form
 from specplug.speculative.paged_plan import PagedKVCache, PagedPlan
 from specplug_sglang.step_slots import StepSlots
 

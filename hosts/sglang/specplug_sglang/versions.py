@@ -1,4 +1,4 @@
-"""What differs between the versions of SGLang that were tested: all of it, and nothing else."""
+"""The code that differs between the tested versions of SGLang; ``sglang_names`` has the names."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def installed() -> str:
 
 
 def output_widths(nodes: int, columns: int) -> dict[str, int]:
-    """Return how SGLang is told where each request's tokens begin among those of a step.
+    """Return the fields of ``GenerationBatchResult`` with the stride of requests in its tokens.
 
     Args:
         nodes: the most nodes of a request.
-        columns: the most tokens that it can be given.
+        columns: the most tokens that a request can get.
     """
     if installed() == FIRST:
         return {"speculative_num_draft_tokens": columns}
@@ -35,7 +35,7 @@ def output_widths(nodes: int, columns: int) -> dict[str, int]:
 def keep_logprobs(
     batch: ScheduleBatch, output: LogitsProcessorOutput, verified: VerifyOutput
 ) -> None:
-    """Have SGLang compute the log-probabilities of the accepted tokens."""
+    """Let SGLang compute the log-probabilities of the accepted tokens, in ``output``."""
     index, how = verified.accept_index, {}
     if installed() == FIRST:
         from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs as compute

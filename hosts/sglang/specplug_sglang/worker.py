@@ -1,4 +1,4 @@
-"""The speculative worker of SGLang's scheduler, around one algorithm."""
+"""The speculative worker of SGLang's scheduler, which runs an algorithm of specplug's."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import LentPlan, PagedPlan
 from specplug_sglang.host import MASKED
 from specplug_sglang.patches import apply_patches
-from specplug_sglang.relay import SpecplugDraftInput
 from specplug_sglang.request_views import KnownRequests
 from specplug_sglang.runtime import SglangRuntime
 from specplug_sglang.sampling import has_foreseen_noise, plain_because_of, sample_nodes
 from specplug_sglang.settings import SglangSettings, start_in_sglang
 from specplug_sglang.sglang_names import check_objects
-from specplug_sglang.step_result import Publish, decoded, idled, kept
+from specplug_sglang.step_result import Publish, SpecplugDraftInput, step_result
 from specplug_sglang.verify_pass import (
     SpecplugVerifyInput,
     VerifyRows,
     drafted_nodes,
     padded_nodes,
 )
+from specplug_sglang.versions import keep_logprobs
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
 
 
 class SpecplugWorker(BaseSpecWorker):
-    """Runs the target, and drives the hooks by ``HookOrder``.
+    """SGLang's ``BaseSpecWorker``: it runs the target, and the hooks in the order of ``HookOrder``.
 
     Args:
-        algorithm: as it is registered in this process.
-        server_args, target_worker: of SGLang. The rest is not used.
+        algorithm: the algorithm that is registered in this process.
+        server_args, target_worker: SGLang's. The other arguments of the interface are not used.
 
     Attributes:
         num_draft_tokens: the most nodes of a request.
         captures: whether the algorithm reads hidden states.
-        supports_target_verify_for_draft: what its hook of that name says.
+        supports_target_verify_for_draft: the value of the hook of that name.
     """
 
-    draft_worker = None  # a plugin's draft model is none of SGLang's runners
+    draft_worker = None  # SGLang has no runner of a plugin's draft model
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class SpecplugWorker(BaseSpecWorker):
         self._started = started = start_in_sglang(algorithm.algorithm, settings, target)
         self._hooks, config = started.hooks, started.config
         self.num_draft_tokens = config.num_draft_tokens
-        # Its CUDA graphs are of one width, and it reads a mask and no plan.
+        # SGLang's Triton attention reads a mask, not a plan, and its CUDA graphs have one width.
         self._pads = settings.attention_backend == MASKED
         self._runtime = SglangRuntime(self._runner, settings, config)
         self._requests = KnownRequests()
@@ -89,7 +89,7 @@ class SpecplugWorker(BaseSpecWorker):
         apply_patches()
         algorithm.worker = self
 
-    # What the scheduler calls before the first step, in this order
+    # Before the first step: SGLang calls alloc_memory_pool, then SpecplugAlgorithm calls begin
 
     def alloc_memory_pool(
         self,
@@ -97,7 +97,7 @@ class SpecplugWorker(BaseSpecWorker):
         req_to_token_pool: ReqToTokenPool = None,
         token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator = None,
     ) -> None:
-        """Take SGLang's pools, and make the draft models'."""
+        """SGLang's method: take the target's KV pools, and allocate those of the draft models."""
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         self._pool = token_to_kv_pool_allocator.get_kvcache()
         self._table = req_to_token_pool.req_to_token
@@ -105,14 +105,14 @@ class SpecplugWorker(BaseSpecWorker):
             self._runtime.allocate(self._table, len(self._pool.get_key_buffer(0)))
 
     def begin(self) -> None:
-        """Make the algorithm's future map, once the pools are there."""
+        """Make the algorithm's future map. ``SpecplugAlgorithm.create_future_map`` calls this."""
         with torch.inference_mode():
             self._order = self._started.begin(self._runtime)
 
     @property
     def last_shared_read_runner(self) -> Any:
-        """Who tells when SGLang may write to the request table again: nobody before the whole step
-        is done, since the draft extend reads it last."""
+        """SGLang's property: the runner whose events let SGLang write to the request table during a
+        step. It has no events here: the draft extend reads the table at the step's end."""
         return SimpleNamespace(shared_read_done_event=None, war_fastpath_read_done_event=None)
 
     war_fastpath_runner = last_shared_read_runner  # its name in the first version
@@ -127,7 +127,7 @@ class SpecplugWorker(BaseSpecWorker):
         grammar_barrier: Callable[[], None] | None = None,
         pp_proxy_tensors: Any = None,
     ) -> GenerationBatchResult:
-        """Run a step of the scheduler's batch."""
+        """SGLang's method: run a step of the scheduler's batch."""
         if batch.reqs and not self._has_run:
             self._has_run = True
             check_objects(request=batch.reqs[0])
@@ -185,7 +185,7 @@ class SpecplugWorker(BaseSpecWorker):
         return result
 
     def _set_floors(self, rows: Tensor, seq_lens: Tensor, first: Sequence[bool]) -> None:
-        """Note where each request begins to write: after what was found in the prefix cache."""
+        """Set the first position that each request may write: the end of its cached prefix."""
         begun = upload(first, self._table.device).bool()
         floors = self._runtime.table.floors
         floors[rows] = torch.where(begun, seq_lens, floors[rows])
@@ -209,23 +209,34 @@ class SpecplugWorker(BaseSpecWorker):
             )
         )
         plan = drafted_nodes(drafted.draft, rows, drafted.seq_lens, self._runtime.table)
-        nodes = self._lay_out(drafted, plan, allocated)
+        nodes = self._verify_rows(drafted, plan, allocated)
         batch.forward_mode = SglangMode.TARGET_VERIFY
         batch.input_ids = nodes.tokens
         batch.out_cache_loc = nodes.plan.slots
         batch.spec_info = SpecplugVerifyInput(nodes.width, self.captures, nodes.mask, nodes.plan)
         result = self._target_worker.forward_batch_generation(batch, is_verify=True)
-        verified = self._verify(batch, drafted, nodes, plan.positions, result)
+        verified = self._sample_and_verify(batch, drafted, nodes, plan.positions, result)
         self._keep_accepted(verified, plan)
         committed = self._order.commit(verified)
-        output = kept(committed.output)  # hooks may write to what they are fed
+        output = committed.output
         seq_lens = drafted.seq_lens + output.accept_lens
         if publish is not None:
             publish(seq_lens)
+        if batch.return_logprob:
+            keep_logprobs(batch, result.logits_output, verified.accepted)
+        made = step_result(
+            result,
+            output.next_tokens,
+            output.accept_lens,
+            seq_lens,
+            output.bonus_tokens,
+            nodes=self.num_draft_tokens,
+            columns=verified.accepted.accept_index.shape[1],
+        )
         self._order.feed(drafted, committed, LentPlan(plan))
-        return decoded(batch, verified.accepted, output, seq_lens, result, self.num_draft_tokens)
+        return made
 
-    def _verify(
+    def _sample_and_verify(
         self,
         batch: ScheduleBatch,
         drafted: Drafted,
@@ -233,7 +244,7 @@ class SpecplugWorker(BaseSpecWorker):
         positions: Tensor,
         result: GenerationBatchResult,
     ) -> Verified:
-        """Sample at each node of the target's pass, and verify."""
+        """Sample the token after each node of the target's pass, and call the ``verify`` hook."""
         output, draft = result.logits_output, drafted.draft
         states = self._runtime.captures.of(output.hidden_states)
         per_node = {name: nodes.of_drafts(each) for name, each in states.items()}
@@ -244,7 +255,7 @@ class SpecplugWorker(BaseSpecWorker):
         return self._order.verify(drafted, predict, logits, per_node)
 
     def _most_nodes(self, request: Req) -> int:
-        """Return how many nodes of a request may be verified; count one that drafts nothing."""
+        """Return the most nodes of a request. A request that cannot draft has 1, and is counted."""
         reason = plain_because_of(request)
         if not reason:
             return self.num_draft_tokens
@@ -252,12 +263,14 @@ class SpecplugWorker(BaseSpecWorker):
             self._hooks.undrafted.add(request.rid, reason)
         return 1
 
-    def _lay_out(self, drafted: Drafted, plan: PagedPlan, allocated: Sequence[int]) -> VerifyRows:
+    def _verify_rows(
+        self, drafted: Drafted, plan: PagedPlan, allocated: Sequence[int]
+    ) -> VerifyRows:
         """Return the rows of the target's pass.
 
         Args:
             plan: of the drafts' nodes.
-            allocated: slots of each request; none of one that has ended.
+            allocated: slots of each request; 0 for a request that has ended.
         """
         draft, table = drafted.draft, self._runtime.table
         if not self._pads:
@@ -267,7 +280,7 @@ class SpecplugWorker(BaseSpecWorker):
         return padded_nodes(draft, rows, starts, table, self.num_draft_tokens, longest)
 
     def _keep_accepted(self, verified: Verified, plan: PagedPlan) -> None:
-        """Move the KV of a tree's accepted nodes to the first of the request's slots."""
+        """Move the KV of a tree's accepted nodes to the first slots after the committed ones."""
         draft = verified.drafted.draft
         if draft.is_chain:
             return
@@ -279,20 +292,22 @@ class SpecplugWorker(BaseSpecWorker):
         target = torch.where(accepted, slots[first.clamp(max=len(slots) - 1)], 0)
         self._pool.move_kv_cache(target.flatten(), source.flatten())
 
-    # Without a step
+    # Idle ranks, and disaggregation
 
     def _idle(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        """Take part in other ranks' pass, without a request."""
+        """Take part in the other ranks' pass without a request."""
         result = self._target_worker.forward_batch_generation(batch, is_verify=True)
         nothing = batch.seq_lens.to(torch.int64)
         logits = torch.empty(0, self._runtime.vocab_size, device=nothing.device)
         self._order.idle(logits)
-        return idled(nothing, result, self.num_draft_tokens)
+        most = self.num_draft_tokens
+        return step_result(result, *[nothing] * 4, nodes=most, columns=most)
 
     @torch.inference_mode()
     def receive(self, batch: ScheduleBatch, roots: Tensor) -> SpecplugDraftInput:
-        """Begin requests that another instance has prefilled: SGLang has brought their target's KV,
-        and no state or KV of a draft model.
+        """Begin requests that another instance has prefilled. SGLang has transferred the target's
+        KV, but no state or KV of a draft model. ``SpecplugAlgorithm.build_disagg_draft_input``
+        calls this.
 
         Args:
             roots: [bs] int64, the token after each prompt.
@@ -323,7 +338,7 @@ class SpecplugWorker(BaseSpecWorker):
     # Ends
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
-        """Tell the plugins that a request has ended."""
+        """SGLang's method: tell the plugins that a request has ended in a decode step."""
         self._report_ended(self._requests.end(rid))
 
     def _report_ended(self, views: Any) -> None:

@@ -16,18 +16,20 @@ from specplug_sglang.sglang_names import FUNCTIONS, OTHER_FUNCTIONS
 from specplug_sglang.verify_pass import SpecplugVerifyInput
 
 TESTS = Path(__file__).parent
+HOSTS = TESTS.parents[2] / "docs" / "hosts.md"
 OURS = SimpleNamespace(worker=SimpleNamespace(num_draft_tokens=6, captures=True))
 
 
 def wrapper_of(name):
-    (found,) = [patch.wrapper for patch in PATCHES if patch.target.endswith(name)]
+    (found,) = [patch.wrapper for patch in PATCHES if patch.place.endswith(name)]
     return found
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target.rpartition(":")[2])
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.place.rpartition(":")[2])
 def test_patch_is_compared_at_start_and_names_its_test(patch):
-    listed = [OTHER_FUNCTIONS[version] for version in patch.versions] or [FUNCTIONS]
-    assert all(patch.target in functions for functions in listed)
+    for version in patch.versions:
+        assert patch.place in {**FUNCTIONS, **OTHER_FUNCTIONS.get(version, {})}
+    assert not patch.section or f"\n### {patch.section}\n" in HOSTS.read_text()
     file, _, test = patch.check.partition("::")
     assert f"\ndef {test}(" in (TESTS / file).read_text()
 

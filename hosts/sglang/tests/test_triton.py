@@ -52,6 +52,7 @@ def attention(case: str) -> tuple[Tensor, Tensor]:
     """Attend to a draft's nodes by SGLang's kernel, and by the core: [T, heads * head_dim] each."""
     from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 
+    from specplug.speculative.host_kernels import DraftKernels
     from specplug.speculative.paged_plan import PagedKVCache
     from specplug_sglang.step_slots import StepSlots
     from specplug_sglang.verify_pass import drafted_nodes, padded_nodes
@@ -60,7 +61,7 @@ def attention(case: str) -> tuple[Tensor, Tensor]:
     draft, starts, counts = _draft(case), torch.tensor(STARTS), [s + 2 * NODES for s in STARTS]
     table = torch.zeros(4, 40, dtype=torch.int32)
     table[[2, 1]] = (torch.randperm(100)[:80] + 1).view(2, 40).to(torch.int32)
-    step = StepSlots(table, 64, None)
+    step = StepSlots(table, 64, DraftKernels(None, None))
     req_indices = torch.tensor([2, 1])
     step.begin(req_indices, counts)
     nodes = padded_nodes(draft, req_indices, starts, step, NODES, counts)
