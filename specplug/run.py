@@ -132,6 +132,7 @@ def start_run(config: EngineConfig, device: torch.device, startup: Startup) -> R
         RankError: not all ranks came, or one has failed.
     """
     with _failure_told() as joined, ExitStack() as opened:
+        # The settings, the other ranks, and the target
         opened.callback(trim_heap)
         algorithm = _start_algorithm(config, device, startup, joined)
         spec, hooks, ranks = algorithm.config, algorithm.hooks, joined[0] if joined else None
@@ -141,6 +142,7 @@ def start_run(config: EngineConfig, device: torch.device, startup: Startup) -> R
         with startup.part("loading the tokenizer"):
             tokenizer = load_tokenizer(config)
 
+        # What passes read and write, and the draft model
         features = features_of(config, algorithm.info)
         overlap, caches_prefixes = (features[name] == ON for name in ("overlap", "prefix_cache"))
         graphs = CudaGraphs(config, runner)
@@ -168,6 +170,7 @@ def start_run(config: EngineConfig, device: torch.device, startup: Startup) -> R
                 config.max_total_tokens, spec.draft_lookahead, prefix_cache=caches_prefixes
             )
 
+        # What serves requests
         decode_instance = make_decode_instance(config, spec, target, kv, cache)
         if decode_instance is not None:
             opened.callback(decode_instance.close)

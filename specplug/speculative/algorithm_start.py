@@ -11,7 +11,7 @@ hosts::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 import attrs
@@ -19,7 +19,7 @@ import attrs
 from specplug.algorithm import AlgorithmInfo, SpecConfig
 from specplug.errors import warn_fallback
 from specplug.host import HostCapabilities
-from specplug.registry import Extension, Registry, build_plugin_manager
+from specplug.registry import Registry, build_plugin_manager
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.hook_order import HookOrder
@@ -41,15 +41,13 @@ class StartedAlgorithm(Generic[C]):
 
     Attributes:
         info: what it declares.
-        extensions: of the run.
-        hooks: of all its plugins.
+        hooks: of all the plugins of the run.
         config: the settings, as the algorithm takes them.
         draft_verifies: whether the draft's pass has the shape of a target verify, as
             ``supports_target_verify_for_draft`` says.
     """
 
     info: AlgorithmInfo
-    extensions: Sequence[Extension]
     hooks: C
     config: SpecConfig
     draft_verifies: bool
@@ -107,7 +105,6 @@ def start_algorithm(
         tell(f"{config.algorithm}: {adjustment}")
     return StartedAlgorithm(
         info=selected.info,
-        extensions=extensions,
         hooks=hooks,
         config=config,
         draft_verifies=hooks.supports_target_verify_for_draft(),
