@@ -17,6 +17,7 @@ from specplug import LLM, AttentionPlan, Batch, KVCache, SamplingParams
 from specplug.registry import Registry
 from specplug.speculative.lent_runtime import MEMBERS, LentRuntime
 from specplug.speculative.plugin_guard import PluginGuard
+from specplug.speculative.runtime_base import RuntimeBase
 
 PLAN = {name for name in vars(AttentionPlan) if not name.startswith("_")}
 PROMPTS = ["def f(x):\n    return ", "class Queue:\n    def ", "import os\nimport "]
@@ -73,6 +74,15 @@ class BareRuntime:
     ) -> BarePlan:
         plan = self._runtime.plan_attention(batch, starts, width, **layout)
         return BarePlan(plan, self._caches)
+
+
+def test_runtime_has_nothing_of_the_engine() -> None:
+    """Besides the members of ``Runtime``, what any host does with its runtime (``RuntimeBase``)."""
+    with LLM(device="cpu", max_total_tokens=64) as llm:
+        names = {name for name in dir(llm.engine.runtime) if not name.startswith("_")}
+    of_base = {name for name in vars(RuntimeBase) if not name.startswith("_")}
+    assert names >= MEMBERS
+    assert names - MEMBERS - of_base == {"close"}
 
 
 def _generate(algorithm: str, **settings: Any) -> list[tuple[int, ...]]:
