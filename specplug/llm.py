@@ -280,7 +280,7 @@ class LLM:
                 "give a prompt to add_request()"
             )
         with self._turn("submit"):
-            engine = self._engine_that_takes_requests()
+            self._check_takes_requests()
             try:
                 self._prepared.remove(request)
             except KeyError:
@@ -290,7 +290,7 @@ class LLM:
                     "prepare another one"
                 ) from None
             request.inbox = self._inbox
-            engine.add(request)
+            self.engine.add(request)
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step of all requests, and process one that was launched: the outputs of
@@ -441,13 +441,12 @@ class LLM:
             )
         return self._turns
 
-    def _engine_that_takes_requests(self) -> Engine:
+    def _check_takes_requests(self) -> None:
         if self.run.prefill_loop is not None:
             raise UsageError(
                 "this is a prefill instance: it takes its requests from decode instances; give "
                 "them to one of these, and call step() here"
             )
-        return self.run.engine
 
     def _make_all(
         self,
@@ -466,15 +465,15 @@ class LLM:
         inbox: list[Request] = []  # a step of another stream, or thread, may move ours
         method = "stream" if partial else "generate"
         with self._turn(method):
-            engine = self._engine_that_takes_requests()
+            self._check_takes_requests()
             for request in requests:
                 request.inbox = inbox
-                engine.add(request)
+                self.engine.add(request)
         try:
             while live:
                 with self._turn(method):
                     if not inbox:
-                        assert self._run is None or engine.has_work, "requests were lost"
+                        assert self._run is None or self.engine.has_work, "requests were lost"
                         self._step()
                     moved = [request for request in take_all(inbox) if request.request_id in live]
                     outputs = [r.output() for r in moved if r.finished or partial]

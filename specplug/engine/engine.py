@@ -72,6 +72,7 @@ class Engine:
 
     Attributes:
         scheduler, steps, runtime, hooks: as given.
+        statistics: of the steps so far.
         outbox: prefilled slices for other instances, until the prefill instance sends them.
     """
 
