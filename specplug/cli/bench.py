@@ -28,8 +28,7 @@ from specplug.cli.options import (
     chosen,
 )
 from specplug.cli.progress import told
-from specplug.cli.standard_output import reserve_standard_output
-from specplug.cli.table import print_table
+from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError
 from specplug.host import EngineOptions, HostPlugin, MeasuredEngine
@@ -352,7 +351,7 @@ def _bar_observer(bar: Progress, task: TaskID) -> Observer:
 
 
 def _print(report: Report) -> None:
-    from specplug.bench.tables import caption, legend, tables
+    from specplug.bench.summary import caption, legend, tables
 
     for table in tables(report):
         print_table(table.columns, table.rows, table.right)
@@ -363,7 +362,7 @@ def _print(report: Report) -> None:
 
 def _tell(report: Report) -> None:
     """What is wrong, or must be known, on standard error, a line each."""
-    from specplug.bench.tables import differences, undrafted
+    from specplug.bench.summary import differences, undrafted
 
     for problem in report.problems:
         size = problem["batch_size"]

@@ -15,8 +15,7 @@ from specplug.bench.bisection import KERNELS, RIGHT, ROUNDS, Bisection, Trial, b
 from specplug.cli import check_working_directory
 from specplug.cli.options import ENGINE, GRAMMAR, SAMPLING, check_speculation, chosen
 from specplug.cli.progress import loading_bars, told
-from specplug.cli.standard_output import reserve_standard_output
-from specplug.cli.table import print_table
+from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.config import EngineConfig
 from specplug.errors import UsageError
 from specplug.printable import printable

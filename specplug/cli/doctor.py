@@ -19,8 +19,7 @@ from click.core import ParameterSource
 from specplug.algorithm import API_VERSION
 from specplug.cli import COMMANDS
 from specplug.cli.options import ENGINE, GRAMMAR, SAMPLING, VERBOSE, GroupedCommand
-from specplug.cli.standard_output import reserve_standard_output
-from specplug.cli.table import print_table
+from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.contract import Problem, error_line, let_ctrl_c_pass, plugin_traceback
 from specplug.entries import (
     DISABLE,

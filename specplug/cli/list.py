@@ -7,8 +7,7 @@ from typing import Any
 import attrs
 import click
 
-from specplug.cli.standard_output import reserve_standard_output
-from specplug.cli.table import print_table
+from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.contract import implemented_hooks
 from specplug.host import HostCapabilities
 from specplug.registry import AlgorithmEntry, Registry

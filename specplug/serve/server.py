@@ -20,8 +20,7 @@ from specplug.serve.connections import connections_within
 from specplug.serve.engine_client import EngineClient
 from specplug.serve.limits import Limits
 from specplug.serve.metrics import Metrics
-from specplug.serve.rank_settings import settings_of_ranks
-from specplug.serve.ranks import Ranks
+from specplug.serve.ranks import Ranks, settings_of_ranks
 
 _FLUSH_SECONDS = 5
 """For responses to be read by their clients, after their requests have ended."""
