@@ -296,7 +296,7 @@ class EngineConfig:
         "A secret that the two sides share. A prefill instance without it is refused before its "
         "first message. Spaces and line ends around it do not count.",
         group="Disaggregation",
-        unset="anybody may connect",
+        unset="any process may connect",
         option_help="A secret that the two sides share. @FILE is the text in a file, which does "
         "not stand in the list of processes.",
         metavar="@FILE",

@@ -1,6 +1,6 @@
 """The errors of specplug. Messages name the value, what was expected and what to do.
 
-What a message quotes may come from anybody: every error and warning here is one printable line.
+A message may quote text of any origin, so every error and warning here is one printable line.
 """
 
 from __future__ import annotations

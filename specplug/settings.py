@@ -212,7 +212,7 @@ class Setting:
         metavar: placeholder of the option's value.
         unlimited: -1 on the command line is None.
         served: clients of a server set it, under the same name.
-        agree: who must have the same value: "ranks" of a run, "instances" that prefill and decode
+        agree: what must have the same value: "ranks" of a run, "instances" that prefill and decode
             for each other.
     """
 

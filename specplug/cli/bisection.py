@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specplug.bench.parting import Difference, Parting, TokenScore
 
 _LINE = 100
-"""Characters of a text that is quoted."""
+"""The most characters of a text that is quoted."""
 
 
 def bisect_prompt(options: Mapping[str, Any], *, as_json: bool) -> int:
@@ -119,7 +119,7 @@ def _plain(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """A value as JSON has it: None for a number that is not finite."""
+    """Return a value for JSON: None in the place of a number that is not finite."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -224,6 +224,6 @@ def _blame(found: Bisection) -> str:
     settings = " and ".join(suspect.setting for suspect in found.culprits)
     parts = " and ".join(suspect.part for suspect in found.culprits)
     if not any(verdict.status == RIGHT for verdict in found.verdicts):
-        return f"to blame: {parts}, no one alone; the tokens are right with {settings}"
+        return f"to blame: {parts} together; the tokens are right with {settings}"
     more = ", which chooses the arithmetic" if found.culprits[0].is_arithmetic else ""
     return f"to blame: {parts}{more}; the tokens are right with {settings}"

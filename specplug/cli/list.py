@@ -71,7 +71,7 @@ class Listed:
 
     @property
     def row(self) -> list[str]:
-        """Its cells."""
+        """Return the line's cells."""
         entry, status = self.entry, self.entry.status
         if self.obstacles is not None and status == "ok":
             status = f"cannot run: {'; '.join(self.obstacles)}" if self.obstacles else "runs"

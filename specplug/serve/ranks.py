@@ -31,7 +31,7 @@ class Ranks:
         self._engines = engines
         self._max_queue = max_queue
         self.ready: list[Ready] = []
-        """What each engine said when it was loaded."""
+        """Each engine's message when it was loaded."""
 
     async def start(self) -> None:
         """Start all engines and wait until they are loaded.
@@ -108,7 +108,7 @@ class Ranks:
             engine.fail_all(error)
 
     async def stats(self) -> list[Stats]:
-        """What each engine has done and holds.
+        """Return each engine's statistics.
 
         Raises:
             APIError: an engine has ended.
@@ -119,7 +119,7 @@ class Ranks:
 def settings_of_ranks(
     config: EngineConfig, size: int, *, enable_dp_attention: bool, num_gpus: int
 ) -> list[EngineConfig]:
-    """The settings of each of ``size`` ranks.
+    """Return the settings of each of ``size`` ranks.
 
     Each rank has a GPU of its own, if there are any, and a decode instance's ranks wait for prefill
     instances at ports that follow one another. With data-parallel attention the ranks find each
@@ -171,7 +171,7 @@ def _device(device: str | None, rank: int, size: int, num_gpus: int) -> str | No
 
 
 def _address(config: EngineConfig, rank: int) -> str | None:
-    """A decode rank's own address."""
+    """Return a rank's own address, if it decodes for prefill instances."""
     if config.disaggregation != "decode":
         return config.disaggregation_address
     from specplug.disagg.instances import DEFAULT_ADDRESS
