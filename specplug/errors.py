@@ -44,7 +44,7 @@ class InstanceError(SpecplugError):
 
 
 class RankError(InstanceError):
-    """A rank process of a data-parallel run has failed, died or left, so that none can go on.
+    """A rank process of a data-parallel run has failed, died or left, so that no rank can go on.
 
     The message names the rank and what happened to it.
     """
