@@ -26,7 +26,7 @@ pytest_plugins = [
     "tiny_targets",
 ]  # fixtures of tests/fixtures
 
-if os.environ.get("SPECPLUG_FIRST_FAILURE"):  # of benchmarks/breaks.py: nobody reads the example
+if os.environ.get("SPECPLUG_FIRST_FAILURE"):  # of benchmarks/breaks.py: the example is not read
     from hypothesis import Phase, settings
 
     settings.register_profile("first failure", phases=[Phase.explicit, Phase.generate])

@@ -25,8 +25,8 @@ INTRODUCTION = """\
 
 This page is made by `python docs/make_settings.py` from `specplug/config.py` and
 `specplug/sampling_params.py`, where each setting is declared once: its default, its check, its
-words. The options of `specplug generate`, `bench` and `serve`, the fields of a server's requests,
-and what goes to other processes follow from these two files, too.
+help. The options of `specplug generate`, `bench` and `serve`, the fields of a server's requests,
+and the messages to other processes follow from these two files, too.
 
 A run takes its settings one by one, or as an `EngineConfig`:
 

@@ -21,7 +21,7 @@ import attrs
 
 from specplug import LLM, RequestOutput, SamplingParams, SpecplugError
 from specplug.bench.dataset import HELD_OUT
-from specplug.cli.table import print_table
+from specplug.cli.standard_output import print_table
 from specplug.registry import AlgorithmEntry, Registry
 
 BASELINE = "NONE"

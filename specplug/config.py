@@ -94,7 +94,7 @@ class EngineConfig:
     dtype: str = setting(
         "auto",
         Choice(DTYPES, f"auto, {', '.join(DTYPES[1:])}"),
-        "Number format of weights and activations; auto: float32 on the CPU, else the "
+        "Number format of the weights and activations; auto: float32 on the CPU, else the "
         "checkpoint's.",
         group="Model",
         agree=(RANKS, INSTANCES),
@@ -215,7 +215,7 @@ class EngineConfig:
     disable_cuda_graph: bool = setting(
         False,
         Flag(),
-        "Do not record forward passes as CUDA graphs. On the CPU there are none.",
+        "Do not record forward passes as CUDA graphs. The CPU has no such graphs.",
         group="Engine",
         agree=(RANKS,),
     )
@@ -224,7 +224,7 @@ class EngineConfig:
         Flag(),
         "In bfloat16 or float16, let products and norms round as is fastest for the rows "
         "of a pass. A long prompt is then read somewhat faster, and a request's tokens may depend "
-        "on what else is in its batch, and on the algorithm.",
+        "on the other requests of its batch, and on the algorithm.",
         group="Engine",
         agree=(RANKS,),
     )
@@ -232,7 +232,7 @@ class EngineConfig:
         "auto",
         Choice(WARM_UPS, ", ".join(WARM_UPS)),
         "Whether the engine runs its steps once when it starts, so that no request waits while "
-        "kernels are compiled and passes are recorded. auto: where there are any, on a GPU.",
+        "kernels are compiled and passes are recorded. auto: only on a GPU, which has both.",
         group="Engine",
         agree=(RANKS,),
     )
@@ -241,7 +241,7 @@ class EngineConfig:
         Flag(),
         "On the CPU, do not compile kernels with the machine's C compiler. torch computes then, as "
         "it does where there is no compiler, more than one thread or another dtype than float32. "
-        "What algorithms have in C is not compiled either, on any device.",
+        "The algorithms' own C code is not compiled either, on any device.",
         group="Engine",
     )
     disable_extensions: Sequence[str] = setting(
@@ -296,7 +296,7 @@ class EngineConfig:
         "A secret that the two sides share. A prefill instance without it is refused before its "
         "first message. Spaces and line ends around it do not count.",
         group="Disaggregation",
-        unset="anybody may connect",
+        unset="any process may connect",
         option_help="A secret that the two sides share. @FILE is the text in a file, which does "
         "not stand in the list of processes.",
         metavar="@FILE",
@@ -407,11 +407,11 @@ class EngineConfig:
             raise UsageError(f"dp_size={size}: expected dp_address, host:port of rank 0, too")
 
     def agreed(self, by: str) -> dict[str, Any]:
-        """The settings on which ``RANKS`` or ``INSTANCES`` must agree, by name."""
+        """Return the settings on which ``RANKS`` or ``INSTANCES`` must agree, by name."""
         return {name: getattr(self, name) for name in agreeing(by)}
 
     def of_partner(self, address: str) -> EngineConfig:
-        """The settings of the prefill instance in the same process (``disaggregation="both"``).
+        """Return those of the prefill instance in the same process (``disaggregation="both"``).
 
         Args:
             address: of the decode instance.
@@ -419,17 +419,17 @@ class EngineConfig:
         return attrs.evolve(self, disaggregation="prefill", disaggregation_address=address)
 
     def as_json(self) -> dict[str, Any]:
-        """All fields, for ``from_json`` in another process. The algorithm must be a name."""
+        """Return all fields, for ``from_json`` in another process. The algorithm must be a name."""
         return attrs.asdict(self, recurse=False)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> EngineConfig:
-        """The settings that ``as_json`` gave, also after they were JSON text."""
+        """Return the settings that ``as_json`` gave, also after they were JSON text."""
         return cls(**fields)
 
 
 def agreeing(by: str) -> dict[str, Setting]:
-    """The settings on which ``RANKS`` or ``INSTANCES`` must agree."""
+    """Return the settings on which ``RANKS`` or ``INSTANCES`` must agree."""
     return {name: about for name, about in settings_of(EngineConfig).items() if by in about.agree}
 
 

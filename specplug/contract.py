@@ -194,7 +194,7 @@ def _methods(plugin: object) -> Iterator[str]:
 
 
 def _class_problem(plugin: object, subject: str) -> list[Problem]:
-    """Whether ``plugin`` is a class instead of an instance."""
+    """Return the problem of a plugin that is a class instead of an instance."""
     if not inspect.isclass(plugin):
         return []
     methods = (inspect.getattr_static(plugin, found.method) for found in implementations(plugin))
@@ -254,7 +254,7 @@ def _missing(plugin: object, subject: str, missing: list[str]) -> Problem:
         subject,
         f"the {kind} lacks the required hook{'s' * (len(missing) > 1)} {', '.join(missing)}",
         f"{', '.join(hookspecs.REQUIRED)}, each marked @specplug.hookimpl",
-        f"{' and '.join(meant) or 'write what lacks'} (specplug/hookspecs.py says how)",
+        f"{' and '.join(meant) or 'write what is missing'} (specplug/hookspecs.py says how)",
     )
 
 

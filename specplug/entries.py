@@ -242,7 +242,7 @@ def _lost(distribution: Any) -> Iterator[AlgorithmEntry]:
             version=version,
             summary=summary,
         )
-        section = f"in section [{point.group}], which nobody reads" if meant else "in no section"
+        section = f"in section [{point.group}], which nothing reads" if meant else "in no section"
         what = f"the entry point {point.name} stands {section}"
         fix = f"correct the pyproject.toml of {name} and install that again"
         problem = entry.problem(what, f"[{meant or ALGORITHMS}] above it", fix)

@@ -1,6 +1,6 @@
 """The errors of specplug. Messages name the value, what was expected and what to do.
 
-What a message quotes may come from anybody: every error and warning here is one printable line.
+A message may quote text of any origin, so every error and warning here is one printable line.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class InstanceError(SpecplugError):
 
 
 class RankError(InstanceError):
-    """A rank process of a data-parallel run has failed, died or left, so that none can go on.
+    """A rank process of a data-parallel run has failed, died or left, so that no rank can go on.
 
     The message names the rank and what happened to it.
     """

@@ -155,8 +155,8 @@ def create_worker(runtime: Runtime) -> object:
         def state_spec(self):
             return {"hidden_states": StateTensor((self.width,), runtime.dtype)}
 
-    It is the one source for whoever has to make such a tensor: idle ranks, received requests, the
-    future map. A declared tensor is always there in ``propose``, as zeros if nobody has
+    All that make such a tensor take its form from here: idle ranks, received requests, the
+    future map. A declared tensor is always there in ``propose``, as zeros if no step has
     left it, and one of another form is refused. What is not declared is carried as it comes, and
     absent where it did not. Other state an algorithm keeps by request row (``batch.req_indices``,
     below ``runtime.req_table_size``) or by ``request_id``.

@@ -1,4 +1,4 @@
-"""What a host gives the algorithms that it runs, and whether that is enough for one. No torch here.
+"""The capabilities of a host, and whether an algorithm can run with them. No torch here.
 
 A host is an engine that runs plugins: the embedded one, or another whose package is installed. Its
 ``Runtime`` has its ``HostCapabilities`` as ``host``. An algorithm or a setting that needs more is
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class HostCapabilities:
-    """What a host gives. It gives nothing that it does not name.
+    """The capabilities of a host. One that is not named is missing.
 
     Attributes:
         name: what messages call the host, with its version: ``vLLM 0.32.0 (model runner V1)``.
@@ -93,7 +93,7 @@ class HostCapabilities:
 
 @attrs.frozen(kw_only=True)
 class RunOptions:
-    """What the command line has been told of a run in another engine.
+    """The command line's options of a run in another engine.
 
     Attributes:
         model: the target's folder or id; the default model's folder if none was given.
@@ -116,7 +116,7 @@ class RunOptions:
 
 @attrs.frozen(kw_only=True)
 class ServerOptions(RunOptions):
-    """What ``specplug serve --engine NAME`` has been told.
+    """The options of ``specplug serve --engine NAME``.
 
     Attributes:
         address: host name and port to listen at.
@@ -129,7 +129,7 @@ class ServerOptions(RunOptions):
 
 @attrs.frozen(kw_only=True)
 class EngineOptions(RunOptions):
-    """What ``specplug bench --engine NAME`` asks of an engine.
+    """The options of an engine of ``specplug bench --engine NAME``.
 
     Attributes:
         max_running_requests: the requests that it runs together.
@@ -141,7 +141,7 @@ class EngineOptions(RunOptions):
 
 
 class Completion(Protocol):
-    """What an engine has generated for a prompt.
+    """An engine's output for a prompt.
 
     Attributes:
         token_ids: of the output.
@@ -198,7 +198,7 @@ class MeasuredEngine(Protocol):
 
 
 class HostPlugin(Protocol):
-    """What a host's package offers the command line.
+    """The object that a host's package offers the command line.
 
     Its module imports neither torch nor the engine at its top.
     """

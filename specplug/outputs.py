@@ -1,4 +1,4 @@
-"""What the caller gets."""
+"""The results of requests."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class RequestOutput:
     """A request's result, or, from ``LLM.stream``, what it is so far.
 
     Attributes:
-        request_id: its name.
+        request_id: the request's name.
         prompt: the prompt's text, None if it was given as token ids.
-        prompt_token_ids: its tokens.
-        text: what was generated, up to a stop string; None without a tokenizer.
-        token_ids: what was generated, the end-of-sequence or stop token included.
+        prompt_token_ids: the prompt's tokens.
+        text: the generated text, up to a stop string; None without a tokenizer.
+        token_ids: the generated tokens, the end-of-sequence or stop token included.
         logprobs: for each token of ``token_ids``, token id -> ``Logprob``; None if not asked for.
         finish_reason: "stop", "length", "abort", or "error"; None while it runs.
         stop_reason: the stop string or stop token that ended it, if one did.
@@ -51,7 +51,7 @@ class RequestOutput:
             ``specplug.PerTokenOutput``. Each is None before the request has ended.
         num_cached_tokens: of its prompt, how many tokens were found in the prefix cache.
         times_retracted: how often it lost its KV to others and was prefilled again.
-        error: what went wrong, with ``finish_reason`` "error".
+        error: the reason of ``finish_reason`` "error".
         delta: ``LLM.stream`` only: the text that came since this request's last output.
         index: its number among the outputs of its prompt, from 0 to ``SamplingParams.n`` - 1.
         others: ``LLM.generate`` only: the prompt's outputs after this one, the first.
@@ -78,7 +78,7 @@ class RequestOutput:
 
     @property
     def outputs(self) -> tuple[RequestOutput, ...]:
-        """All outputs of the prompt, as ``LLM.generate`` gives them: this one, then the others."""
+        """All outputs of the prompt: this one, then the others."""
         return self, *self.others
 
     @property
@@ -88,7 +88,7 @@ class RequestOutput:
 
 
 def by_prompt(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
-    """The first output of each prompt, with the ``others`` that follow it."""
+    """Return the first output of each prompt, with the ``others`` that follow it."""
     firsts = [place for place, output in enumerate(outputs) if output.index == 0]
     ends = [*firsts, len(outputs)][1:]
     return [

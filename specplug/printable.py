@@ -1,4 +1,4 @@
-"""Make text of others harmless to a terminal and to a log."""
+"""Makes text of other origin harmless to a terminal and to a log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _JOINERS = "\u200c\u200d"
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters, line ends and changes of direction as escapes.
+    """Return ``text`` with control characters, line ends and changes of direction as escapes.
 
     An escape sequence could repaint what stands above, a line end could feign a line of ours, and
     an override of direction could show a name as another.
@@ -20,7 +20,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """``text`` as one printable line: line ends become spaces."""
+    """Return ``text`` as one printable line: line ends become spaces."""
     return printable(" ".join(text.splitlines()))
 
 

@@ -34,12 +34,12 @@ _LEAST_PENALTY, _MOST_PENALTY = 1e-6, 1e6
 """Logits of thousands, divided by these and by the lowest temperature, are far within float32."""
 
 MOST_BIAS = 10_000.0
-"""Beyond it float32 tells logits apart by less than a thousandth: what two tokens are biased by
-would decide between them no more than their order does."""
+"""Larger biases would leave float32 too few digits for the difference of two logits: beyond this
+value logits that differ by less than a thousandth are equal."""
 
 MOST_STOPS, MOST_STOP_CHARACTERS = 64, 256
-"""Each character takes a place in the table that finds all of them at once, which is made before
-a request starts; 64 times 256 take some 20 ms. OpenAI takes four strings."""
+"""Each character takes a place in the table that finds all strings at once. The table is made
+before a request starts: 64 times 256 characters take some 20 ms. OpenAI takes four strings."""
 
 
 _MOST_TOKENS = 2**31 - 1
@@ -52,14 +52,14 @@ GRAMMARS = ("json_schema", "regex", "ebnf")
 
 
 def plain_integer(value: Any) -> Any:
-    """An integer of any type as Python's own; anything else, and a bool, as it is."""
+    """Return an integer of any type as Python's own; anything else, and a bool, as it is."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return operator.index(value)
     return value
 
 
 def _plain_number(value: Any) -> Any:
-    """A real number of any type as Python's own; what no float can hold, and a bool, as it is."""
+    """Return a real number as Python's own; one that no float holds, and a bool, as it is."""
     if type(value) is float or isinstance(value, bool) or not isinstance(value, Real):
         return value
     try:
@@ -120,7 +120,7 @@ def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _plain_text(value: Any) -> Any:
-    """A string of any type as Python's own; anything else as it is."""
+    """Return a string of any type as Python's own; anything else as it is."""
     return str.__str__(value) if isinstance(value, str) else value
 
 
@@ -131,7 +131,7 @@ def _check_integers(name: str, tokens: Iterable[Any]) -> None:
 
 
 def _schema(value: Any) -> Any:
-    """A mapping as JSON text. The order of its keys is that of the output, so it stays."""
+    """Return a mapping as JSON text. The order of its keys is that of the output, so it stays."""
     if not isinstance(value, Mapping):
         return _plain_text(value)
     try:
@@ -156,11 +156,11 @@ class BannedTokens:
     min_tokens: int = 0
 
     def at(self, index: int) -> frozenset[int]:
-        """Those that the output's token of that index, from 0 on, cannot be."""
+        """Return the tokens that the output must not have at that index, from 0 on."""
         return self.always | self.early if index < self.min_tokens else self.always
 
     def setting_at(self, index: int) -> str:
-        """The setting by which they are banned there."""
+        """Return the setting that bans them there."""
         if index >= self.min_tokens:
             return "logit_bias"
         return "min_tokens with logit_bias" if self.always else "min_tokens"
@@ -445,21 +445,21 @@ class SamplingParams:
             )
 
     def for_first_token(self) -> SamplingParams:
-        """These settings, to sample the first token alone, as a prefill instance does."""
+        """Return these settings for the first token alone, which a prefill instance samples."""
         return attrs.evolve(self, max_tokens=1, min_tokens=min(self.min_tokens, 1), n=1)
 
     def seed_of(self, index: int) -> int | None:
-        """The seed of a prompt's output of that index: ``seed + index``, within 64 bits."""
+        """Return the seed of a prompt's output of that index: ``seed + index``, within 64 bits."""
         return None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
 
     def as_json(self) -> dict[str, Any]:
-        """All fields, for ``from_json`` in another process."""
+        """Return all fields, for ``from_json`` in another process."""
         fields = attrs.asdict(self, recurse=False)
         return {**fields, "logit_bias": list(self.logit_bias.items())}  # keys stay integers
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> SamplingParams:
-        """The settings that ``as_json`` gave, also after they were JSON text."""
+        """Return the settings that ``as_json`` gave, also after they were JSON text."""
         return cls(**fields)
 
     @property
@@ -469,7 +469,7 @@ class SamplingParams:
         return next(((name, text) for name, text in texts if text is not None), None)
 
     def banned_tokens(self, eos_token_ids: frozenset[int]) -> BannedTokens:
-        """The tokens that are not to be chosen.
+        """Return the tokens that are not to be chosen.
 
         Args:
             eos_token_ids: the model's end-of-sequence tokens.

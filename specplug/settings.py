@@ -1,4 +1,4 @@
-"""How a setting is declared: once, with all that its users need of it. No torch here.
+"""The declaration of a setting: once, with all that its users need. No torch here.
 
 ``EngineConfig`` and ``SamplingParams`` are made of such fields. What the Python interface checks,
 the command line's options, what is sent to other processes, and the table in docs/settings.md
@@ -61,7 +61,7 @@ class Integer:
     expected: str = ""
 
     def __call__(self, name: str, value: Any) -> None:
-        """Refuse what is no integer or out of range."""
+        """Refuse a value that is no integer or out of range."""
         if not self.expected and self.least is not None:
             check_integer(self.bound or name, value, least=self.least)
         elif (
@@ -88,7 +88,7 @@ class Number:
     low_open: bool = attrs.field(default=False, kw_only=True)
 
     def __call__(self, name: str, value: Any) -> None:
-        """Refuse what is no number or out of range."""
+        """Refuse a value that is no number or out of range."""
         inside = (type(value) is float or type(value) is int) and (
             self.low < value if self.low_open else self.low <= value
         )
@@ -101,7 +101,7 @@ class Seconds:
     """A duration, above 0 and at most ``MAX_SECONDS``."""
 
     def __call__(self, name: str, value: Any) -> None:
-        """Refuse what is no such duration."""
+        """Refuse a value that is no such duration."""
         check_seconds(name, value)
 
 
@@ -110,7 +110,7 @@ class Flag:
     """True or False."""
 
     def __call__(self, name: str, value: Any) -> None:
-        """Refuse what is neither."""
+        """Refuse all other values."""
         if type(value) is not bool:
             _refuse(name, value, "True or False")
 
@@ -152,7 +152,7 @@ class Text:
     secret: bool = False
 
     def __call__(self, name: str, value: Any) -> None:
-        """Refuse what is no text, or too long."""
+        """Refuse a value that is no text, or too long."""
         if not (isinstance(value, str) and value):
             self._refuse(name, value, self.expected)
         if self.most is not None and len(value) > self.most:
@@ -180,7 +180,7 @@ class Address:
     several: bool = False
 
     def __call__(self, name: str, value: Any) -> None:
-        """Refuse what is no address, or has a port that there cannot be."""
+        """Refuse a value that is no address, or whose port cannot exist."""
         several = self.several and isinstance(value, str)
         for one in map(str.strip, value.split(",")) if several else [value]:
             found = re.fullmatch(self.form, one, re.ASCII) if isinstance(one, str) else None
@@ -199,7 +199,7 @@ class Texts:
 
 @attrs.frozen(kw_only=True)
 class Setting:
-    """What a field says of itself, beside its type and its default.
+    """The declaration of a field, beside its type and its default.
 
     Attributes:
         help: what it is, as --help and the docs show it.
@@ -212,7 +212,7 @@ class Setting:
         metavar: placeholder of the option's value.
         unlimited: -1 on the command line is None.
         served: clients of a server set it, under the same name.
-        agree: who must have the same value: "ranks" of a run, "instances" that prefill and decode
+        agree: what must have the same value: "ranks" of a run, "instances" that prefill and decode
             for each other.
     """
 
@@ -274,7 +274,7 @@ def _validate(instance: object, attribute: attrs.Attribute[Any], value: Any) -> 
 
 
 def settings_of(kind: type[attrs.AttrsInstance]) -> Mapping[str, Setting]:
-    """The settings of a class by name, in their order."""
+    """Return the settings of a class by name, in their order."""
     return {each.name: _named(each) for each in attrs.fields(kind) if _KEY in each.metadata}
 
 

@@ -1,4 +1,4 @@
-"""What the start of a run does, part by part: how long each part takes, and how far it is."""
+"""The start of a run, part by part: the time and the progress of each part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REPORT: ContextVar[Report | None] = ContextVar("startup_report", default=None)
 
 @contextmanager
 def startup_reported(report: Report) -> Iterator[None]:
-    """Have the runs that start within tell ``report`` how far they are."""
+    """Have the runs that start inside report their progress to ``report``."""
     before = _REPORT.set(report)
     try:
         yield
@@ -38,12 +38,12 @@ class Startup:
 
     @property
     def is_reported(self) -> bool:
-        """Whether a caller is told how far the start is."""
+        """Whether a caller gets reports of the progress."""
         return self._report is not None
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Enclose a part: take its time, and tell that it has begun."""
+        """Enclose a part: measure its time, and report that it has begun."""
         self._part = name
         self.advance(0, 0)
         began = time.perf_counter()

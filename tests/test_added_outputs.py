@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -18,12 +19,15 @@ from specplug import (
     Draft,
     PerTokenOutput,
     PluginError,
+    RequestOutput,
     Runtime,
     SamplingParams,
     TargetOutput,
     UsageError,
     hookimpl,
 )
+from specplug.engine.core_outputs import core_outputs
+from specplug.settings import settings_of
 
 EXAMPLE = Path(__file__).parents[1] / "examples/token_entropy/specplug_token_entropy.py"
 VOCAB_SIZE = 96
@@ -337,3 +341,30 @@ def test_logits_are_not_known_at_every_position() -> None:
 def test_a_false_declaration_is_refused(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(PluginError, match=f"{told}; expected .*; fix the plugin"):
         PerTokenOutput(**{"name": "x", **fields})
+
+
+NO_OUTPUTS = {"n", "skip_special_tokens", "token_outputs"}
+"""Settings of the group Output that ask for no output of the core."""
+
+
+def test_every_output_of_the_core_is_asked_for_kept_and_told() -> None:
+    """A kind that is left out of the table, or a field that is left out, would be found by a run
+    that asks for it alone."""
+    target: Any = SimpleNamespace(
+        vocab_size=9,
+        dtype=torch.float32,
+        num_layers=2,
+        hidden_size=4,
+        capture=SimpleNamespace(num_routers=1),
+    )
+    kinds = core_outputs(target, None)
+    settings = {n for n, about in settings_of(SamplingParams).items() if about.group == "Output"}
+    page = (Path(__file__).parents[1] / "docs" / "outputs.md").read_text(encoding="utf-8")
+    asked = []
+    for name in sorted(settings - NO_OUTPUTS):
+        params = SamplingParams(**{name: True if name.startswith("return_") else 1})
+        (kind,) = (each for each in kinds if each.asked(params) is not None)
+        assert kind.name in attrs.fields_dict(RequestOutput), "where the caller finds it"
+        assert f"`{name}=" in page
+        asked.append(kind)
+    assert set(asked) == set(kinds)

@@ -1,4 +1,4 @@
-"""docs/architecture.md says what the code is: its packages, names, imports, and who writes what."""
+"""docs/architecture.md names the packages, names and imports, and which file writes what."""
 
 from __future__ import annotations
 

@@ -52,14 +52,14 @@ def _environment(python: str, system: str = "Linux") -> dict[str, str]:
     }
 
 
-def _misfits(who: str, needs: Iterable[str], environment: dict[str, str]) -> Iterator[str]:
+def _misfits(name: str, needs: Iterable[str], environment: dict[str, str]) -> Iterator[str]:
     """The pins that break a requirement."""
     pins = _pins()
     for need in map(Requirement, needs):
         if need.marker is None or need.marker.evaluate(environment):
             pin = pins.get(canonicalize_name(need.name))
             if pin is not None and not need.specifier.contains(pin, prereleases=True):
-                yield f"{who} needs {need}; constraints.txt pins {pin}"
+                yield f"{name} needs {need}; constraints.txt pins {pin}"
 
 
 def _published() -> list[str]:
@@ -105,8 +105,8 @@ def test_pins_fit_one_another(python: str) -> None:
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_pins_fit_the_ranges(python: str) -> None:
-    for who, needs in _declared():
-        assert list(_misfits(who, needs, _environment(python))) == []
+    for name, needs in _declared():
+        assert list(_misfits(name, needs, _environment(python))) == []
 
 
 def test_triton_is_needed_on_linux_alone() -> None:

@@ -57,7 +57,7 @@ WRONG = {
     "hook_missing": (
         [("    @hookimpl\n    def propose(", "    def something_else(")],
         "the Algorithm object lacks the required hook propose; expected describe, create_worker, "
-        "build_draft_input, propose, each marked @specplug.hookimpl; write what lacks "
+        "build_draft_input, propose, each marked @specplug.hookimpl; write what is missing "
         "(specplug/hookspecs.py says how)",
     ),
     "hook_missing_but_meant": (
@@ -70,7 +70,7 @@ WRONG = {
         [("algorithm = Algorithm()", "algorithm = None")],
         "the NoneType object lacks the required hooks describe, create_worker, build_draft_input, "
         "propose; expected describe, create_worker, build_draft_input, propose, each marked "
-        "@specplug.hookimpl; write what lacks (specplug/hookspecs.py says how)",
+        "@specplug.hookimpl; write what is missing (specplug/hookspecs.py says how)",
     ),
     "hook_misspelt": (
         [("def propose(", "def propse(")],

@@ -1,4 +1,4 @@
-"""Whatever settings are taken hold, whoever runs beside them; what cannot hold is refused."""
+"""Settings that are taken hold, whatever else runs; settings that cannot hold are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def llm(text_model: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> tuple[int, ...]:
-    """What the neighbour generates when nobody is beside it."""
+    """The tokens of the neighbour when it runs alone."""
     return llm.generate([[7, 8]], NEIGHBOUR)[0].token_ids
 
 

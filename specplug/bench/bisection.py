@@ -46,13 +46,13 @@ Report = Callable[[str, int, int], None]
 
 @attrs.frozen
 class Suspect:
-    """Something that a run can go without.
+    """A part that a run can go without.
 
     Attributes:
         part: what it is, in words.
         changes: what turns it off: fields of ``EngineConfig``, or ``KERNELS``.
-        idle: why the run does not have it anyway; "" if it does.
-        is_arithmetic: without it sums round otherwise, so that a near-tie may flip. The reference
+        idle: why the run does not have it anyway; "" if it has it.
+        is_arithmetic: without it sums round otherwise, so that near-ties can flip. The reference
             keeps it.
     """
 
@@ -63,7 +63,7 @@ class Suspect:
 
     @property
     def setting(self) -> str:
-        """Its settings as they are typed in Python, without those that it only sets back."""
+        """The settings as they are typed in Python, without those that are only reset."""
         shown = {k: v for k, v in self.changes.items() if v is not None or len(self.changes) == 1}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
@@ -103,7 +103,9 @@ def suspects_of(
     # There torch's products of a row depend on how many rows a pass has.
     by_kernels_alone = effective["device"] != "cpu" and effective["dtype"] in _HALF
     return [
-        Suspect("extensions", {"disable_extensions": off}, "" if extensions else "there are none"),
+        Suspect(
+            "extensions", {"disable_extensions": off}, "" if extensions else "none is installed"
+        ),
         Suspect("warm-up", {"warm_up": "off"}, state("warm_up")),
         Suspect("overlap schedule", {"disable_overlap_schedule": True}, state("overlap")),
         Suspect("prefix cache", {"disable_radix_cache": True}, state("prefix_cache")),
@@ -139,7 +141,7 @@ def suspects_of(
 
 @attrs.frozen
 class Trial:
-    """A run and what it gave.
+    """A run and its outputs.
 
     Attributes:
         kernels: the value of ``SPECPLUG_KERNELS`` that it ran with.
@@ -162,7 +164,7 @@ class Trial:
 
 @attrs.frozen
 class Verdict:
-    """A suspect, and how the run did without it.
+    """A suspect, and the result of the run without it.
 
     Attributes:
         status: ``RIGHT``, ``WRONG``, ``UNTRIED``, ``IDLE`` or ``FAILED``.
@@ -176,7 +178,7 @@ class Verdict:
 
 @attrs.frozen
 class Bisection:
-    """What was found.
+    """The result of a bisection.
 
     Attributes:
         reference: the plain run.

@@ -17,7 +17,7 @@ HELD_OUT = Path(__file__).parent.parent / "assets" / "prompts" / "held_out.jsonl
 """256 beginnings of Python functions that the default model was not trained on."""
 
 FEWEST = 4
-"""The default of prompts in a round: one alone says little about the next."""
+"""The default number of prompts in a round: one prompt alone says little about the next."""
 
 
 MOST = 1_000_000

@@ -72,8 +72,8 @@ class Difference:
 
     Attributes:
         position: of the token that was read.
-        layer: the decoder layer whose output differs; -1: the embedding. The last layer's stands
-            for what leaves the final norm too.
+        layer: the decoder layer whose output differs; -1: the embedding. The last layer stands
+            for the output of the final norm, too.
         place: where the run computed the row.
         largest: greatest absolute difference in the row.
         scale: greatest absolute value in the reference's row.

@@ -19,8 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from specplug.bench.summary import PARTS, Report, Summary
-from specplug.bench.tables import caption
+from specplug.bench.summary import PARTS, Report, Summary, caption
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288")
 MARKERS = "osD^v<>p"

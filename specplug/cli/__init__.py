@@ -91,7 +91,7 @@ class CommandLine(click.Group):
         return _exit(call) if standalone_mode else call()
 
     def _load_extensions(self) -> None:
-        """Let extensions add their commands; only help and unknown commands ask for them."""
+        """Have extensions add their commands, which only help and unknown commands need."""
         if self._extended:
             return
         self._extended = True
@@ -135,7 +135,7 @@ def _load(place: str) -> click.Command | None:
 
 
 def _exit(call: Callable[[], Any]) -> NoReturn:
-    """Call, and exit as the result or the error asks for."""
+    """Run the command, and exit with the code of its result or error."""
     open_closed_streams()
     try:
         check_standard_output()
@@ -170,7 +170,7 @@ def _exit(call: Callable[[], Any]) -> NoReturn:
 
 
 def _of_the_system(error: Exception) -> str | None:
-    """What the system has refused to this process, and what to do; None: it is something else."""
+    """Return what the system has refused to this process, and what to do; None for other errors."""
     if not isinstance(error, OSError):
         return None
     if error.filename is None and error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
@@ -207,6 +207,6 @@ def _warning_shower() -> Callable[..., None]:
 
 
 def say(kind: str, message: str) -> None:
-    """An error or a warning as one line on standard error."""
+    """Print an error or a warning as one line on standard error."""
     label = click.style(f"{kind}:", fg="red" if kind == "error" else "yellow", bold=True)
     click.echo(f"{label} {one_line(message)}", err=True)

@@ -28,8 +28,7 @@ from specplug.cli.options import (
     chosen,
 )
 from specplug.cli.progress import told
-from specplug.cli.standard_output import reserve_standard_output
-from specplug.cli.table import print_table
+from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError
 from specplug.host import EngineOptions, HostPlugin, MeasuredEngine
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from specplug.sampling_params import SamplingParams
 
 REFRESH_SECONDS = 1.0
-"""Between two drawings of the progress bar while something is measured."""
+"""The least time between two drawings of the progress bar while something is measured."""
 
 
 def _batch_sizes(ctx: click.Context, option: click.Parameter, value: str) -> list[int]:
@@ -111,7 +110,7 @@ SPECULATION = tuple(option for option in ENGINE if option.name in SETTINGS.value
 """Arguments of ``LLM`` for all variants but the baseline; a variant's own go before them."""
 
 TOLD = frozenset(option.name or "" for option in (*MEASUREMENT, *SAMPLING, VERBOSE)) | {"seed"}
-"""What is asked in any engine, besides what all are told."""
+"""Options that have a meaning in every engine, beyond those of all commands."""
 
 _OURS = "speculative_algorithm", "max_running_requests"
 SHARED = tuple(
@@ -162,7 +161,7 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
 
 
 def _variants(options: Mapping[str, Any]) -> tuple[list[Variant], list[dict[str, Any]]]:
-    """Who takes part, and who cannot; one that was named must."""
+    """Return the variants to measure, and those that cannot run; one that was named must."""
     registry = Registry()
     registry.check_extensions(options["disable_extensions"])
     host = None if options["engine"] is None else registry.host(options["engine"])
@@ -183,7 +182,11 @@ def _variants(options: Mapping[str, Any]) -> tuple[list[Variant], list[dict[str,
 def _fitted(
     variant: Variant, registry: Registry, common: Mapping[str, Any], host: HostPlugin | None
 ) -> Variant:
-    """A variant under its settings, if it can run like that."""
+    """Return a variant under its settings.
+
+    Raises:
+        SpecplugError: it cannot run like that.
+    """
     selected = registry.select(variant.algorithm)
     fitting = dict(common)
     if not selected.info.capabilities.draft_model:
@@ -307,9 +310,9 @@ def _report(
 
 @contextmanager
 def _progress(count: int) -> Iterator[Observer]:
-    """A progress bar on standard error, if that is a terminal.
+    """Show a progress bar on standard error, if that is a terminal.
 
-    It is drawn between what is timed, and in there at most once in ``REFRESH_SECONDS``.
+    It is drawn between the measured runs, and in there at most once in ``REFRESH_SECONDS``.
     """
     from specplug.bench.measurement import Observer
 
@@ -352,7 +355,7 @@ def _bar_observer(bar: Progress, task: TaskID) -> Observer:
 
 
 def _print(report: Report) -> None:
-    from specplug.bench.tables import caption, legend, tables
+    from specplug.bench.summary import caption, legend, tables
 
     for table in tables(report):
         print_table(table.columns, table.rows, table.right)
@@ -362,8 +365,8 @@ def _print(report: Report) -> None:
 
 
 def _tell(report: Report) -> None:
-    """What is wrong, or must be known, on standard error, a line each."""
-    from specplug.bench.tables import differences, undrafted
+    """Print problems and notes on standard error, a line each."""
+    from specplug.bench.summary import differences, undrafted
 
     for problem in report.problems:
         size = problem["batch_size"]

@@ -15,8 +15,7 @@ from specplug.bench.bisection import KERNELS, RIGHT, ROUNDS, Bisection, Trial, b
 from specplug.cli import check_working_directory
 from specplug.cli.options import ENGINE, GRAMMAR, SAMPLING, check_speculation, chosen
 from specplug.cli.progress import loading_bars, told
-from specplug.cli.standard_output import reserve_standard_output
-from specplug.cli.table import print_table
+from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.config import EngineConfig
 from specplug.errors import UsageError
 from specplug.printable import printable
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from specplug.bench.parting import Difference, Parting, TokenScore
 
 _LINE = 100
-"""Characters of a text that is quoted."""
+"""The most characters of a text that is quoted."""
 
 
 def bisect_prompt(options: Mapping[str, Any], *, as_json: bool) -> int:
@@ -120,7 +119,7 @@ def _plain(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """A value as JSON has it: None for a number that is not finite."""
+    """Return a value for JSON: None in the place of a number that is not finite."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -225,6 +224,6 @@ def _blame(found: Bisection) -> str:
     settings = " and ".join(suspect.setting for suspect in found.culprits)
     parts = " and ".join(suspect.part for suspect in found.culprits)
     if not any(verdict.status == RIGHT for verdict in found.verdicts):
-        return f"to blame: {parts}, no one alone; the tokens are right with {settings}"
+        return f"to blame: {parts} together; the tokens are right with {settings}"
     more = ", which chooses the arithmetic" if found.culprits[0].is_arithmetic else ""
     return f"to blame: {parts}{more}; the tokens are right with {settings}"

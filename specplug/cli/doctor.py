@@ -19,8 +19,7 @@ from click.core import ParameterSource
 from specplug.algorithm import API_VERSION
 from specplug.cli import COMMANDS
 from specplug.cli.options import ENGINE, GRAMMAR, SAMPLING, VERBOSE, GroupedCommand
-from specplug.cli.standard_output import reserve_standard_output
-from specplug.cli.table import print_table
+from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.contract import Problem, error_line, let_ctrl_c_pass, plugin_traceback
 from specplug.entries import (
     DISABLE,
@@ -36,10 +35,10 @@ from specplug.registry import Examination, Extension, Registry, register_command
 from specplug.sources import heavy_imports, look
 
 DISTRIBUTIONS = ("specplug", "torch", "triton", "transformers", "tokenizers", "safetensors")
-"""Whose versions a bug report needs; read from metadata, none is imported for it."""
+"""Distributions whose versions a bug report needs. Metadata has them; none is imported."""
 
 _MOST_SECONDS = 120
-"""Of the process that imports torch."""
+"""The time limit of the process that imports torch."""
 
 
 RUN = (*(each for each in ENGINE if each.name != "model"), *SAMPLING, *GRAMMAR, VERBOSE)
@@ -253,7 +252,7 @@ def _notes(registry: Registry, visits: Sequence[Visit]) -> list[str]:
     ]
     slow = [
         f"{visit.entry.subject} imports {', '.join(visit.heavy)} at its top: expected that within "
-        "create_worker, or whoever lists or chooses an algorithm waits for it"
+        "create_worker, or every listing and every choice of an algorithm waits for it"
         for visit in visits
         if visit.heavy
     ]
@@ -267,8 +266,8 @@ def _notes(registry: Registry, visits: Sequence[Visit]) -> list[str]:
 
 
 def _kernels() -> tuple[Mapping[str, Any] | None, list[str]]:
-    """Return which kernels run on this machine, or None; and what there is to note of it. Another
-    process finds it out: that takes torch, which may be what is broken."""
+    """Return which kernels run on this machine, or None; and notes. Another process finds out: that
+    takes torch, which may be what is broken."""
     command = [sys.executable, "-P", "-m", "specplug.kernels.kernel_table"]
     try:
         done = subprocess.run(

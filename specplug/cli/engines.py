@@ -33,7 +33,7 @@ TOLD = frozenset(
         "speculative_num_draft_tokens",
     }
 )
-"""The options of all such commands that mean something to any engine."""
+"""The options of these commands that have a meaning in every engine."""
 
 
 def check_options(ctx: click.Context, engine: str | None, told: Collection[str]) -> None:

@@ -47,7 +47,7 @@ SOURCES = (
 
 @attrs.frozen
 class Run:
-    """What was generated, and in what time."""
+    """The outputs, and the time that they took."""
 
     outputs: Sequence[RequestOutput]
     seconds: float
@@ -56,7 +56,7 @@ class Run:
     stats: Mapping[str, Any]
 
     def totals(self) -> dict[str, Any]:
-        """Counts over all prompts, as ``--json`` prints them. Keys are only ever added."""
+        """Return the counts over all prompts for ``--json``. Keys are only ever added."""
         accepted = [n for output in self.outputs for n in output.accept_lens]
         tokens = sum(len(output.token_ids) for output in self.outputs)
         return {
@@ -71,7 +71,7 @@ class Run:
         }
 
     def as_mapping(self) -> dict[str, Any]:
-        """What ``--json`` prints. Keys are only ever added."""
+        """Return what ``--json`` prints. Keys are only ever added."""
         draft = self.config["draft_model_path"]
         return {
             "results": [
@@ -163,7 +163,7 @@ def _standard_input() -> str:
 
 @contextmanager
 def _progress(count: int) -> Iterator[Callable[[RequestOutput], None] | None]:
-    """A progress bar over many prompts on standard error, if that is a terminal."""
+    """Show a progress bar over many prompts on standard error, if that is a terminal."""
     if count == 1 or not sys.stderr.isatty():
         yield None
         return
@@ -198,7 +198,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, out: TextIO) -> Reque
 
 
 def _print_completions(outputs: Sequence[RequestOutput]) -> None:
-    """Each completion; on a terminal under a heading and after its prompt."""
+    """Print each completion; on a terminal under a heading and after its prompt."""
     on_terminal = sys.stdout.isatty()
     for number, output in enumerate(outputs, 1):
         text = _sound(output).text or ""

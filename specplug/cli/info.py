@@ -9,8 +9,7 @@ import attrs
 import click
 
 from specplug.algorithm import CAPTURES, DEFAULT_MODEL
-from specplug.cli.standard_output import reserve_standard_output
-from specplug.cli.table import print_table
+from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.contract import HOOKS, OBSERVERS, implemented_hooks
 from specplug.registry import Registry, SelectedAlgorithm
 

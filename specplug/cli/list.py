@@ -7,8 +7,7 @@ from typing import Any
 import attrs
 import click
 
-from specplug.cli.standard_output import reserve_standard_output
-from specplug.cli.table import print_table
+from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.contract import implemented_hooks
 from specplug.host import HostCapabilities
 from specplug.registry import AlgorithmEntry, Registry
@@ -72,7 +71,7 @@ class Listed:
 
     @property
     def row(self) -> list[str]:
-        """Its cells."""
+        """Return the line's cells."""
         entry, status = self.entry, self.entry.status
         if self.obstacles is not None and status == "ok":
             status = f"cannot run: {'; '.join(self.obstacles)}" if self.obstacles else "runs"

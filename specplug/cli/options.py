@@ -61,7 +61,7 @@ class Bounded(click.IntRange):
         self._setting = setting
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The integer, or a usage error that says why it is none or too large."""
+        """Return the integer; refuse what is none, or too large."""
         number: int = super().convert(value, param, ctx)
         bound = bound_of(self._setting)
         if bound is not None and number > bound.most:
@@ -78,7 +78,7 @@ class Duration(click.FloatRange):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """The number; not a number is none, which no comparison would tell."""
+        """Return the number; refuse NaN, which passes every comparison."""
         number: float = super().convert(value, param, ctx)
         if math.isnan(number):
             self.fail(f"{value!r} is not a number of seconds.", param, ctx)
@@ -86,7 +86,7 @@ class Duration(click.FloatRange):
 
 
 class SettingOption(click.Option):
-    """The option of a setting; ``group`` is the setting's."""
+    """The option of a setting, with its group."""
 
     group = ""
 
@@ -149,7 +149,7 @@ _METAVARS: dict[type, str] = {Integer: "N", Number: "X", Seconds: "SECONDS"}
 
 
 def _kind(about: Setting) -> dict[str, Any]:
-    """What click must know of a setting's values."""
+    """Return click's arguments for a setting's values."""
     match about.check:
         case Flag():
             return {"is_flag": True}
@@ -191,7 +191,7 @@ GRAMMAR = options_of(SamplingParams, "Structured output")
 
 
 def chosen(group: Sequence[click.Parameter], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the options of ``group``, by name."""
+    """Return the values of the options of ``group``, by name."""
     return {option.name: options[option.name] for option in group if option.name}
 
 

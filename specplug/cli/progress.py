@@ -40,7 +40,7 @@ class _StandardError(logging.Handler):
 
 @contextmanager
 def told(*, verbose: bool) -> Iterator[None]:
-    """Show on standard error what specplug logs, if that is asked for."""
+    """Show specplug's log on standard error, if ``verbose``."""
     if not verbose:
         yield
         return
@@ -61,8 +61,8 @@ BarReport = Callable[[str, str, int, int], None]
 
 @contextmanager
 def loading_bars(message: str, *, lines: bool = False) -> Iterator[BarReport]:
-    """Show on standard error how far starts are, and yield whom to tell: a bar each on a terminal,
-    which pulses while a part's size is not known.
+    """Show the progress of starts on standard error, and yield the function that reports it. On a
+    terminal each start has a bar, which pulses while a part's size is not known.
 
     Args:
         message: stands before the name of a part.
@@ -110,4 +110,4 @@ def _line_of_parts(message: str) -> BarReport:
 
 
 def _nothing(name: str, part: str, done: int, total: int) -> None:
-    """Show nothing."""
+    """Ignore the report."""

@@ -93,7 +93,7 @@ SERVER = (
     ),
     VERBOSE,
 )
-"""Where and how it serves."""
+"""Options of the address and the process."""
 
 MODEL_LIMITS = options_of(EngineConfig, "Limits")
 LIMITS = (
@@ -145,11 +145,11 @@ LIMITS = (
         help="Time that running requests have left on SIGTERM or Ctrl-C.",
     ),
 )
-"""What clients may do."""
+"""Options that limit clients."""
 
 
 TOLD = "speculative_algorithm", "host", "port", "served_model_name"
-"""What another engine's server is told, besides what all are."""
+"""Options that another engine's server gets, beyond those of all commands."""
 
 
 @click.command(

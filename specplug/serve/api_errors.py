@@ -1,4 +1,4 @@
-"""What can go wrong with a request, in the shape that OpenAI's clients know."""
+"""The errors of requests, in the shape that OpenAI's clients know."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class APIError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the response."""
+        """The headers of the response."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
     def body(self) -> bytes:
-        """The response: ``{"error": {"message", "type", "param", "code"}}``."""
+        """Return the response's body: ``{"error": {"message", "type", "param", "code"}}``."""
         error = {
             "message": self.message,
             "type": _TYPES.get(self.status, _by_class(self.status)),
@@ -67,13 +67,14 @@ def _by_class(status: int) -> str:
 
 
 def bad_request(message: str, param: str | None = None) -> APIError:
-    """A value cannot be used. The engine's messages begin with the field's name and a value."""
+    """Make the error of a value that cannot be used. The engine's messages begin with the field's
+    name and a value."""
     found = re.match(r"(?:prompt \d+ of \d+: )?([a-z_]+)(?:[=\[]| \d)", message)
     return APIError(400, message, param=param or (found[1] if found else None))
 
 
 def invalid(errors: list[Any]) -> APIError:
-    """A body that is not what the schema asks for.
+    """Make the error of a body that does not fit the schema.
 
     Args:
         errors: pydantic's.
@@ -98,17 +99,17 @@ def _told(error: Any) -> str:
 
 
 def unavailable(message: str) -> APIError:
-    """The server takes no requests."""
+    """Make the error of a server that takes no requests."""
     return APIError(503, message, code="unavailable", retry_after=5)
 
 
 def too_many(message: str) -> APIError:
-    """There is no room in the queue."""
+    """Make the error of a full queue."""
     return APIError(429, message, code="queue_full", retry_after=1)
 
 
 def timed_out(seconds: float) -> APIError:
-    """A request took too long."""
+    """Make the error of a request that took too long."""
     return APIError(
         504,
         f"the request took longer than the server's {seconds:g} s (--request-timeout): ask for "
@@ -118,5 +119,5 @@ def timed_out(seconds: float) -> APIError:
 
 
 def engine_error(message: str) -> APIError:
-    """The engine is to blame."""
+    """Make the error of an engine that failed."""
     return APIError(500, message, code="engine_error")

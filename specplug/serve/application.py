@@ -38,7 +38,7 @@ from specplug.serve.sampling import sampling_params
 _T = TypeVar("_T")
 
 _STATS_SECONDS = 2.0
-"""How long metrics wait for an engine in a long step; then the last ones are told, as they are
+"""How long metrics wait for an engine in a long step; then the last ones are returned, as they are
 after an engine's end."""
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def _or_stream(what: str) -> dict[int | str, dict[str, Any]]:
 
 
 class ClientGone(Exception):
-    """Nobody waits for the response any more."""
+    """The client has gone away and waits no more for the response."""
 
 
 class EventStream(StreamingResponse):
@@ -98,13 +98,13 @@ class OpenAIServing:
 
     @property
     def models(self) -> list[Model]:
-        """What is served."""
+        """The model's entry of ``/v1/models``."""
         length = self.ranks.context_len
         return [Model(id=self.model, created=self._created, max_model_len=length)]
 
     @property
     def health(self) -> Health:
-        """Whether requests are taken."""
+        """Whether the server takes requests."""
         if self.ranks.failed:
             return Health(status="failed")
         return Health(status="draining" if self.draining else "ok")
@@ -120,7 +120,7 @@ class OpenAIServing:
             )
 
     def _check_lengths(self, prompts: list[str | list[int]]) -> None:
-        """Refuse token ids that no context holds before anybody looks at each of them."""
+        """Refuse token ids that no context holds before any code reads them one by one."""
         most = self.ranks.context_len - 1
         longest = max((len(p) for p in prompts if isinstance(p, list)), default=0)
         if longest > most:
@@ -153,7 +153,7 @@ class OpenAIServing:
         )
 
     async def stats(self) -> None:
-        """Ask the engines for what metrics tell."""
+        """Ask the engines for the statistics of the metrics."""
         engines = self.metrics.engines
         engines.algorithms = [ready.algorithm for ready in self.ranks.ready]
         self.metrics.open_requests.set(self.ranks.num_open)
@@ -267,23 +267,23 @@ def create_application(serving: OpenAIServing, limits: Limits) -> ASGIApp:
         "/v1/chat/completions", response_model=ChatCompletion, responses=_or_stream("An answer")
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Go on with a chat."""
+        """Complete a chat."""
         return await serving.chat(body, request)
 
     @app.get("/v1/models")
     async def models() -> ModelList:
-        """The model that is served."""
+        """List the model that is served."""
         return ModelList(data=serving.models)
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Model:
-        """One model."""
+        """Return the model of that name."""
         serving.check_model(model)
         return serving.models[0]
 
     @app.get("/health", responses={503: {"model": Health, "description": "No requests are taken"}})
     async def health() -> Response:
-        """Whether requests are taken."""
+        """Whether the server takes requests."""
         health = serving.health
         code = 200 if health.status == "ok" else 503
         return Response(health.model_dump_json(), code, media_type="application/json")
@@ -294,7 +294,7 @@ def create_application(serving: OpenAIServing, limits: Limits) -> ASGIApp:
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def metrics() -> Response:
-        """What Prometheus asks for."""
+        """Return the metrics for Prometheus."""
         await serving.stats()
         return Response(serving.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -323,7 +323,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientGone)
     async def gone(request: Request, error: ClientGone) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client is gone and does not read it
 
     @app.exception_handler(Exception)
     async def failure(request: Request, error: Exception) -> Response:

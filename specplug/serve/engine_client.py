@@ -45,11 +45,11 @@ _END_SECONDS = 10.0
 
 
 def _unseen(part: str, done: int, total: int) -> None:
-    """Let a report of a start go."""
+    """Ignore a report of a start."""
 
 
 class RequestStream:
-    """Prompts that were given to an engine, and what comes back.
+    """Prompts that were given to an engine, and their updates.
 
     Iterate over it for the updates of all its requests, up to the last one's end; ``close`` it in
     any case, which aborts what still runs.
@@ -166,18 +166,18 @@ class EngineClient:
         self._streams: dict[str, RequestStream] = {}
         self._asked: list[asyncio.Future[Stats]] = []
         self._part = ""
-        """Of its start, what it does."""
+        """The part of the start that the engine is in."""
         self._failed: Failed | None = None
         self._ending = False
         self.process: Process | None = None
-        """The engine, once it is started."""
+        """The engine's process, once it is started."""
         self.addresses: dict[str, str] = {}
-        """Of the sockets for its "reports" and its "commands", once they are open."""
+        """The addresses of the sockets for "reports" and "commands", once they are open."""
         self._ready: asyncio.Future[Ready]
         self._tasks: list[asyncio.Task[None]] = []
         self._resources = ExitStack()
         self.ended: str | None = None
-        """Why it takes no more requests."""
+        """Why the engine takes no more requests; None while it does."""
         self.idle = asyncio.Event()
         """Set while no stream is open."""
         self.idle.set()
@@ -200,7 +200,7 @@ class EngineClient:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(self._settings | self.addresses).encode() + b"\n")
         self._tasks += [asyncio.create_task(work()) for work in (self._receive, self._watch)]
-        return await asyncio.shield(self._ready)  # who waits may be called off
+        return await asyncio.shield(self._ready)  # the caller's wait may be cancelled
 
     def _open_sockets(self) -> None:
         folder = self._resources.enter_context(socket_folder())
@@ -240,7 +240,7 @@ class EngineClient:
         return stream
 
     async def stats(self) -> Stats:
-        """What it has done and holds, asked between two steps.
+        """Return the engine's statistics, asked between two steps.
 
         Raises:
             APIError: the engine has ended.
@@ -284,7 +284,7 @@ class EngineClient:
         self._commands.send(encode(command), zmq.NOBLOCK)
 
     def _end(self, stream: RequestStream, aborted: bool) -> None:
-        """Forget a stream; the engine ends what of it still runs."""
+        """Forget a stream; the engine aborts its requests that still run."""
         del self._streams[stream.id]
         if not self._streams:
             self.idle.set()
@@ -295,7 +295,7 @@ class EngineClient:
         try:
             while True:
                 self._take(decode(await self._reports.recv()))
-        except Exception as error:  # nobody would read the next report
+        except Exception as error:  # else no task would read the next report
             traceback.print_exc()
             why = f"{type(error).__name__} while its report was read: {error}"
             self._failed = self._failed or Failed(message=why)
@@ -331,7 +331,7 @@ class EngineClient:
                 self.process.stdin.close()  # it waits for that
 
     def _end_of(self, code: int) -> str:
-        """Say how a process ended that has not said why."""
+        """Describe the end of a process that gave no reason."""
         told = f"its process ended with exit code {code}"
         if code < 0:
             told += f" ({signal.strsignal(-code)})"
@@ -343,11 +343,11 @@ class EngineClient:
 
     def _put(self, stream_id: str, event: Accepted | Update | APIError) -> None:
         stream = self._streams.get(stream_id)
-        if stream is not None:  # else nobody waits for it any more
+        if stream is not None:  # else its stream is closed
             stream.put(event)
 
     async def _watch(self) -> None:
-        """Wait until the process ends, and tell all who wait for it."""
+        """Wait until the process ends, and wake all that wait for it."""
         assert self.process is not None
         code = await self.process.wait()
         failed = self._failed
@@ -360,6 +360,6 @@ class EngineClient:
         for future in self._asked:
             if not future.done():
                 future.set_exception(engine_error(self.ended))
-        was_loaded = self._ready.exception() is None  # it is read, whoever waited is gone or not
+        was_loaded = self._ready.exception() is None  # asyncio warns of one that is not read
         if was_loaded and not self._ending:
             self._on_end(self.ended)

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: takes commands, runs steps, tells what they gave.
+"""An engine in a process of its own: takes commands, runs steps, reports their results.
 
 ``python -m specplug.serve.engine_process`` reads its settings as one line of JSON from standard
 input, and ends when that is closed: it never outlives the server. Four kinds of threads share the
@@ -8,7 +8,7 @@ the loop     (main thread) steps the engine and sends all reports
 the receiver takes commands from the server; it passes on to preparation, or to the loop, and drops
              from preparation what is aborted before it has begun
 preparation  tokenizes, checks, compiles grammars; those that compile are other threads than the
-             rest, so that a slow grammar holds up nobody else
+             rest, so that a slow grammar holds up no other request
 the guard    waits for standard input to close
 """
 
@@ -74,7 +74,7 @@ _LOADING_SECONDS = 0.1
 """The least time between two reports of how far a part of the start is."""
 
 _FAREWELL_SECONDS = 10.0
-"""How long an engine that fails waits for the server to have read why."""
+"""How long an engine that fails waits until the server has read the reason."""
 
 
 @attrs.frozen(kw_only=True)
@@ -136,7 +136,7 @@ class PreparationPool:
         (self._grammars if grammar else self._plain).submit(self._work, add.id)
 
     def drop(self, stream_id: str) -> bool:
-        """Do not begin with a command. Returns whether that was in time."""
+        """Drop a command that no thread has begun with; return whether that was in time."""
         return self._waiting.pop(stream_id, None) is not None
 
     def _work(self, stream_id: str) -> None:
@@ -177,7 +177,7 @@ class PreparationPool:
         )
 
     def _choices(self, add: Add, prompt: str | list[int], params: SamplingParams) -> list[Request]:
-        """The requests of a prompt."""
+        """Return the requests of a prompt."""
         if isinstance(prompt, str):
             self._texts.check(prompt)
         requests = self._llm.prepare(prompt, params, priority=add.priority)
@@ -190,7 +190,7 @@ class PreparationPool:
         return requests
 
     def _render(self, add: Add) -> list[int]:
-        """A chat as the prompt that the template makes of it."""
+        """Return the prompt that the template makes of a chat."""
         if self._llm.tokenizer is None:
             raise UsageError("the model has no tokenizer, so it cannot chat: use /v1/completions")
         if not self.has_chat_template:
@@ -222,7 +222,7 @@ class PreparationPool:
 
 
 class EngineLoop:
-    """Steps an engine and reports what that gave.
+    """Steps an engine and reports the results.
 
     Args:
         llm: the engine.
@@ -245,18 +245,18 @@ class EngineLoop:
         self._preparing: dict[str, bool] = {}
         """Streams at preparation; whether they are still wanted."""
         self._unfinished: dict[str, set[int]] = {}
-        """Of each stream, the requests that have not ended."""
+        """By stream, the requests that have not ended."""
         self._num_sent: dict[str, int] = {}
-        """Of each request, the tokens that were sent."""
+        """By request, the number of tokens that were sent."""
         self._ended = False
 
     @property
     def num_preparing(self) -> int:
-        """Streams at preparation, those included that nobody wants any more."""
+        """The number of streams at preparation, aborted ones included."""
         return len(self._preparing)
 
     def take(self, command: Any) -> None:
-        """Called by the receiver for each command."""
+        """Take a command from the receiver."""
         if isinstance(command, Add):
             self._preparing[command.id] = True  # before an abort of it can come
             self._preparation.take(command)
@@ -266,11 +266,11 @@ class EngineLoop:
             self._inbox.put(command)
 
     def fail(self, error: Exception) -> None:
-        """Called by the receiver when it cannot go on: nor can the loop."""
+        """End the loop, since the receiver cannot go on."""
         self._inbox.put(error)
 
     def run(self) -> None:
-        """Go on until told to end."""
+        """Run steps and commands until ``End`` comes."""
         while not self._ended:
             self._take_all()
             if self._llm.has_unfinished_requests or self._llm.has_peers:
@@ -279,7 +279,7 @@ class EngineLoop:
                 self._llm.check_pool()
 
     def _take_all(self) -> None:
-        """Do what the inbox asks for; where nothing runs, and nobody else may ask, wait."""
+        """Obey the inbox; wait for a command if no request runs and there is no other rank."""
         idle = not (self._llm.has_unfinished_requests or self._llm.has_peers)
         while idle or not self._inbox.empty():
             self._do(self._inbox.get())
@@ -328,7 +328,7 @@ class EngineLoop:
             self._send(Stepped(updates=updates))
 
     def _update_of(self, output: RequestOutput) -> Update | None:
-        """The update of a request that a step moved; None if its end was reported before."""
+        """Return the update of a request that a step moved; None if its end was reported before."""
         request_id = output.request_id
         stream_id, index = _parsed(request_id)
         if index not in self._unfinished.get(stream_id, ()):
@@ -396,7 +396,7 @@ def _receive(address: str, loop: EngineLoop) -> None:
         socket.bind(address)
         while True:
             loop.take(decode(socket.recv()))
-    except Exception as error:  # nobody would notice
+    except Exception as error:  # else no other thread would notice
         loop.fail(error)
 
 
@@ -424,7 +424,7 @@ class _LoadingReports:
 
 
 def _load(settings: dict[str, Any], reports: zmq.Socket[bytes]) -> LLM:
-    """The model; what is said on the way goes to the server."""
+    """Load the model; send progress and warnings to the server."""
     silence_libraries()
     with (
         warnings.catch_warnings(record=True) as told,

@@ -16,11 +16,11 @@ from specplug.serve.api_errors import APIError, unavailable
 
 _SPARE_FILES = 64
 _MOST_CONNECTIONS = 1 << 16
-"""Where files are unlimited."""
+"""The limit where the process may open any number of files."""
 
 _SMALL_BODY = 1 << 16
 _BODIES_AT_ONCE = 16
-"""Most that is held of incomplete bodies, in multiples of the largest body. Small bodies are taken
+"""The most bytes of incomplete bodies, in multiples of the largest body. Small bodies are taken
 beyond it, so that slow clients with large ones keep no other client out."""
 
 _OPEN_PATHS = frozenset({"/health"})
@@ -28,7 +28,7 @@ _OPEN_PATHS = frozenset({"/health"})
 
 
 def _most_connections() -> int:
-    """As many as the process may open files, less those that it needs itself."""
+    """Return the number of files that the process may open, less those that it needs itself."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS
@@ -114,7 +114,7 @@ class LimitsMiddleware:
             )
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body; None if the client goes away meanwhile."""
+        """Return the body; None if the client goes away meanwhile."""
         length = _header(scope, b"content-length") or b"0"
         if length.isdigit() and int(length[:20]) > self._limits.max_body_bytes:
             raise self._too_large()
@@ -140,7 +140,7 @@ class LimitsMiddleware:
             self._held -= len(body)
 
     def _check_size(self, size: int) -> None:
-        """Refuse a body of which so much has come."""
+        """Refuse a body of which ``size`` bytes have come, if that is too much."""
         most = self._limits.max_body_bytes
         if size > most:
             raise self._too_large()

@@ -1,4 +1,4 @@
-"""What the server and an engine process tell each other: JSON, one object a message."""
+"""The messages between the server and an engine process: JSON, one object a message."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Abort:
 
 @attrs.frozen(kw_only=True)
 class AskStats:
-    """To the engine: tell what has been done so far."""
+    """To the engine: report the statistics so far."""
 
 
 @attrs.frozen(kw_only=True)
 class End:
-    """To the engine: abort what runs and end."""
+    """To the engine: abort all requests and end."""
 
 
 @attrs.frozen(kw_only=True)
@@ -87,7 +87,7 @@ class Failed:
 
 @attrs.frozen(kw_only=True)
 class Warned:
-    """From the engine: something is off or other than asked for."""
+    """From the engine: a warning, such as of a setting that is off."""
 
     message: str
 
@@ -135,7 +135,7 @@ class TokenLogprobs:
 
 @attrs.frozen(kw_only=True)
 class Update:
-    """What a step gave a request.
+    """The result of a step for a request.
 
     Attributes:
         id: of its stream.
@@ -178,7 +178,7 @@ class Stepped:
 
 @attrs.frozen(kw_only=True)
 class Stats:
-    """From the engine: what it has done and holds.
+    """From the engine: its statistics, and what it holds.
 
     Attributes:
         totals: ``LLM.stats()``; a key may be missing, and others may come.
@@ -196,7 +196,7 @@ _KINDS = {kind.__name__: kind for kind in (*Command.__args__, *Report.__args__)}
 
 
 def encode(message: Command | Report) -> bytes:
-    """A message as it is sent."""
+    """Return the bytes of a message."""
     named = [type(message).__name__, message]
     return json.dumps(named, separators=(",", ":"), default=_fields).encode()
 
@@ -206,6 +206,6 @@ def _fields(part: Any) -> dict[str, Any]:
 
 
 def decode(data: bytes) -> Any:
-    """The message that ``encode`` made ``data`` of."""
+    """Return the message that ``encode`` made ``data`` of."""
     kind, fields = json.loads(data)
     return _KINDS[kind](**fields)

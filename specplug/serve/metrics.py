@@ -35,7 +35,7 @@ class Total:
     label: str | None = None
 
     def samples(self, totals: dict[str, Any]) -> Iterator[tuple[list[str], float]]:
-        """Label values and count of each counter."""
+        """Yield the label values and the count of each counter."""
         value = totals.get(self.key)
         if isinstance(value, dict):
             yield from (([str(key)], count) for key, count in value.items())
@@ -196,7 +196,7 @@ class Metrics:
         return Histogram(f"specplug_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
 
     def text(self) -> bytes:
-        """All of them, as Prometheus reads it."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
 

@@ -54,10 +54,10 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "best_of": 1,
     "modalities": ["text"],
 }
-"""Their values that ask for nothing; None does not either."""
+"""The values of these fields that ask for nothing, besides None."""
 
 _MOST_NESTED = 100
-"""Levels of a value; what reads it recurses."""
+"""The deepest nesting of a value; its readers recurse."""
 
 _MOST_PARTS = 1 << 17
 """Values within a value. All clients wait while a body is read; this many take 0.1 s."""
@@ -75,7 +75,7 @@ _TOKEN_NAME = "^[0-9]{1,9}$"
 
 
 def _integral(value: Any) -> Any:
-    """In JSON, 1.0 is an integer too."""
+    """Convert 1.0 to 1: in JSON it is an integer too."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -250,7 +250,7 @@ def _check_unicode(name: str, value: Any) -> None:
 
 
 class _Strict(BaseModel):
-    """No value is taken for another type's, and no field passed over."""
+    """Takes no value for one of another type, and ignores no field."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -271,7 +271,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream has beyond its text."""
+    """The options of a stream."""
 
     include_usage: bool | None = Field(None, description="End with a chunk that has the usage.")
 
@@ -286,19 +286,19 @@ class JsonSchema(_Strict):
 
 
 class TextFormat(_Strict):
-    """Any text."""
+    """The output may be any text."""
 
     type: Literal["text"]
 
 
 class JsonObjectFormat(_Strict):
-    """Any JSON object."""
+    """The output must be a JSON object."""
 
     type: Literal["json_object"]
 
 
 class JsonSchemaFormat(_Strict):
-    """What a JSON schema allows."""
+    """The output must match a JSON schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
@@ -333,13 +333,13 @@ def _sampling_fields() -> dict[str, Any]:
 
 
 _SERVED_HELP = {"temperature": "1 by default; 0 is greedy."}
-"""Where the server's words are others."""
+"""The help of fields whose meaning or default differs on the server."""
 
 _SamplingRequest = create_model("_SamplingRequest", __base__=_Strict, **_sampling_fields())
 
 
 class GenerationRequest(_SamplingRequest):  # type: ignore[misc, valid-type]
-    """What completions and chats have in common. None is a field's default.
+    """The fields of completions and chats alike. None is a field's default.
 
     Its fields are those below and ``_sampling_fields``.
     """
@@ -366,7 +366,7 @@ class GenerationRequest(_SamplingRequest):  # type: ignore[misc, valid-type]
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
-        """Pass over fields without effect; refuse those that are not supported, or no Unicode."""
+        """Ignore fields without effect; refuse those that are not supported, or no Unicode."""
         if not isinstance(data, dict):
             return data
         kept: dict[str, Any] = {}
@@ -439,7 +439,7 @@ class ChatMessage(BaseModel):
     content: Annotated[str | list[TextPart] | None, _one_by_one(_MOST_MESSAGES)] = None
 
     def for_template(self) -> dict[str, Any]:
-        """As templates expect it: the content is one text."""
+        """Return the message as templates expect it: the content is one text."""
         fields = self.model_dump()
         if isinstance(self.content, list):
             fields["content"] = "".join(part.text for part in self.content)
@@ -512,7 +512,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One completion, or what came of it."""
+    """One completion, or a chunk of it."""
 
     index: int
     text: str
@@ -554,7 +554,7 @@ class ChatLogprobs(BaseModel):
 
 
 class Answer(BaseModel):
-    """The message that a chat's choice is."""
+    """The message of a chat's choice."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -584,14 +584,14 @@ class ChatCompletion(BaseModel):
 
 
 class Delta(BaseModel):
-    """What a chunk adds to an answer."""
+    """The text that a chunk adds to an answer."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
 class ChatDeltaChoice(BaseModel):
-    """What came of one answer."""
+    """A chunk of one answer."""
 
     index: int
     delta: Delta

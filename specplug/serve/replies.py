@@ -134,7 +134,7 @@ class Reply(ABC):
 
 
 class CompletionReply(Reply):
-    """To ``/v1/completions``."""
+    """The response to a request of ``/v1/completions``."""
 
     prefix = "cmpl"
 
@@ -184,7 +184,7 @@ def _completion_logprobs(choice: Choice) -> CompletionLogprobs:
 
 
 class ChatReply(Reply):
-    """To ``/v1/chat/completions``."""
+    """The response to a request of ``/v1/chat/completions``."""
 
     prefix = "chatcmpl"
 

@@ -23,7 +23,7 @@ _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 def sampling_params(request: CompletionRequest | ChatRequest) -> SamplingParams:
-    """The settings that a request asks for.
+    """Return the settings that a request asks for.
 
     Raises:
         APIError: a value cannot be used.

@@ -20,11 +20,10 @@ from specplug.serve.connections import connections_within
 from specplug.serve.engine_client import EngineClient
 from specplug.serve.limits import Limits
 from specplug.serve.metrics import Metrics
-from specplug.serve.rank_settings import settings_of_ranks
-from specplug.serve.ranks import Ranks
+from specplug.serve.ranks import Ranks, settings_of_ranks
 
 _FLUSH_SECONDS = 5
-"""For responses to be read by their clients, after their requests have ended."""
+"""How long clients may take to read their responses after their requests have ended."""
 
 
 @attrs.frozen(kw_only=True)
@@ -201,7 +200,7 @@ class Server:
             draining.cancel()
 
     async def _drain(self, http: uvicorn.Server) -> None:
-        """Once it is to stop: take no more, let what runs finish or time out, and end."""
+        """Take no more requests, let those that run finish or time out, and end."""
         await self._stopping.wait()
         self._serving.draining = True
         ways = [asyncio.create_task(way) for way in (self._ranks.idle(), self._hurry.wait())]

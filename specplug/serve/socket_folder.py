@@ -1,7 +1,8 @@
 """The folder of the sockets between a server and an engine.
 
-A server that is killed cannot remove its folder. So each holds a lock on its own, which the system
-releases when its process ends, however that ends; and each removes the folders that nobody holds.
+A server that is killed cannot remove its folder. So each server holds a lock on its own folder,
+which the system releases when the process ends, however it ends. Each server also removes the
+folders that no process holds.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _make(place: str) -> tuple[Path, int]:
         # Until it is held, another process may take it for one that was left, and remove it.
         with suppress(FileNotFoundError):
             held = _open(folder)
-            with suppress(OSError):  # where there are no locks, nobody removes it either
+            with suppress(OSError):  # where there are no locks, no process removes it either
                 flock(held, LOCK_SH)
             if folder.exists():
                 return folder, held
@@ -71,7 +72,7 @@ def _open(folder: Path) -> int:
 
 
 def _remove(folder: Path, opened: int) -> None:
-    """Remove a folder and the sockets in it; with anything else in it, it stays."""
+    """Remove a folder and the sockets in it; keep a folder with anything else in it."""
     with suppress(OSError):
         for name in os.listdir(opened):
             if stat.S_ISSOCK(os.stat(name, dir_fd=opened, follow_symlinks=False).st_mode):

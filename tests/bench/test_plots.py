@@ -14,7 +14,7 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 from specplug.bench.plots import COLORS, DPI, PLOTS, STYLE, WIDTH, save
-from specplug.bench.tables import legend, tables
+from specplug.bench.summary import legend, tables
 
 SPEC = "A,B:steps=3,topk=2,tokens=9,B:draft=some/where/else,C"
 SECONDS = {

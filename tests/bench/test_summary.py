@@ -6,8 +6,19 @@ import json
 
 import pytest
 
-from specplug.bench.summary import PARTS, Difference, Spread, Summary, TimeSplit, summarize
-from specplug.bench.tables import caption, differences, legend, tables, undrafted
+from specplug.bench.summary import (
+    PARTS,
+    Difference,
+    Spread,
+    Summary,
+    TimeSplit,
+    caption,
+    differences,
+    legend,
+    summarize,
+    tables,
+    undrafted,
+)
 
 SECONDS = {"NONE": [4.0, 8.0, 4.0], "A": [2.0, 2.0, 4.0], "B": [1.0, 1.0, 1.0]}
 

@@ -221,7 +221,7 @@ def test_all(plugin_folder, monkeypatch):
     monkeypatch.setenv("SPECPLUG_DISABLE", off)
     done = bench("--json", *QUICK, "--batch-sizes", "1,2", "--num-prompts", "2")
     report = json.loads(done.stdout)
-    assert done.exit_code == 0, "nobody named them"
+    assert done.exit_code == 0, "the user did not name them"
     assert [r["variant"] for r in report["results"] if r["variant"] != "NONE"] == ["NGRAM"] * 2
     absent, crashing = done.stderr.splitlines()
     assert absent.startswith("warning: ABSENT: left out: algorithm ABSENT (specplug-absent 1.0, ")

@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
 
 
 def answered(model: Path) -> Result:
-    """Run the command with somebody who says yes to whatever is asked."""
+    """Run the command with "yes" as the answer to every question."""
     done = CliRunner().invoke(
         main, ["generate", "--max-new-tokens", "1", "--model", str(model), "x"], input="y\n" * 9
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specplug.cli.table import print_table
+from specplug.cli.standard_output import print_table
 
 
 def test_numbers_stand_to_the_right(capsys):

@@ -220,7 +220,7 @@ def test_nobody_claims_the_cores_own_name(plugin_folder):
         ),
         (
             b"[specplug.algorithm]\nLOST = specplug_lost:algorithm\n",
-            "broken: the entry point LOST stands in section [specplug.algorithm], which nobody",
+            "broken: the entry point LOST stands in section [specplug.algorithm], which nothing",
         ),
     ],
     ids=["latin-1", "utf-16", "no section", "byte order mark", "misspelt section"],

@@ -104,7 +104,7 @@ def test_head_that_is_too_large_is_refused() -> None:
 
 
 def test_body_that_nobody_wants_does_not_hold_it() -> None:
-    """The answer came before the body did, so nobody else waits for its end."""
+    """The answer came before the body did, so no other code waits for its end."""
 
     async def work() -> None:
         async with listening(hello, head_timeout=0.4) as house:

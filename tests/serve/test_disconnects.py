@@ -62,5 +62,5 @@ def test_a_client_that_does_not_read_holds_up_nobody(server: ServerProcess) -> N
         assert server.complete("def f(", max_tokens=8).status_code == 200
         wait_until(lambda: server.metric("running_requests") == 0)
         ended = server.metric("requests_total", finish_reason="length")
-        assert ended >= 8, "the engine does not wait for who reads"
+        assert ended >= 8, "the engine does not wait for a client that reads"
     wait_until(lambda: server.is_whole)

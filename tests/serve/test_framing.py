@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import h11
 
-from specplug.serve.framing import Framing
+from specplug.serve.connections import Framing
 
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 

@@ -13,7 +13,7 @@ from server_process import DEADLINE, ServerProcess, wait_until
 
 from specplug import LLM, SamplingParams, UsageError
 from specplug.config import EngineConfig
-from specplug.serve.rank_settings import settings_of_ranks
+from specplug.serve.ranks import settings_of_ranks
 
 PROMPTS = [f"def {name}(values):\n    " for name in ("mean", "total", "median", "mode", "spread")]
 SHARED = "--dp-size", "2", "--enable-dp-attention"

@@ -47,7 +47,7 @@ class CompiledDrafter:
 
     Args:
         compiled: as ``load_library`` returns it.
-        history: nobody else writes to it.
+        history: no other object writes to it.
         shape: limits of a tree.
     """
 
