@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 
 from specplug.settings import Choice, Setting, settings_of
-from specplug_sglang.host import TESTED
+from specplug_sglang.capabilities import TESTED
 from specplug_sglang.patches import PATCHES, Patch
 from specplug_sglang.settings import Only, SglangSettings
 

@@ -18,7 +18,7 @@ def register() -> None:
     Another version is refused in one line on the log, and SGLang then knows none of the names: an
     exception here would come out of every start of SGLang, speculation or not.
     """
-    from specplug_sglang.host import PLAIN, PREFIX, UntestedVersion, check_version
+    from specplug_sglang.capabilities import PLAIN, PREFIX, UntestedVersion, check_version
 
     try:
         check_version()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from torch import Tensor
 
-from specplug_sglang.host import TESTED
+from specplug_sglang.capabilities import TESTED
 from specplug_sglang.verify_pass import SpecplugVerifyInput, attend_nodes
 from specplug_sglang.versions import FIRST, installed
 

@@ -13,8 +13,8 @@ import specplug
 from specplug import AlgorithmInfo, HostCapabilities, SpecConfig, UsageError
 from specplug.settings import Anything, Choice, setting, settings_of
 from specplug.speculative.algorithm_start import StartedAlgorithm, start_algorithm
+from specplug_sglang.capabilities import MASKED, PLANNED, PREFIX, capabilities
 from specplug_sglang.fault_tolerant_hooks import FaultTolerantHooks
-from specplug_sglang.host import MASKED, PLANNED, PREFIX, capabilities
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

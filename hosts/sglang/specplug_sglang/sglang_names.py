@@ -13,7 +13,7 @@ from typing import Any
 
 from specplug import UsageError
 from specplug.settings import settings_of
-from specplug_sglang.host import UntestedVersion
+from specplug_sglang.capabilities import UntestedVersion
 from specplug_sglang.settings import SglangSettings
 from specplug_sglang.versions import FIRST, installed
 

@@ -17,7 +17,7 @@ from specplug.speculative.batch import ForwardMode
 from specplug.speculative.hook_order import Chunks, Drafted, Half, Scheduled, Verified
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import LentPlan, PagedPlan
-from specplug_sglang.host import MASKED
+from specplug_sglang.capabilities import MASKED
 from specplug_sglang.patches import apply_patches
 from specplug_sglang.request_views import KnownRequests
 from specplug_sglang.runtime import SglangRuntime

@@ -13,7 +13,7 @@ from engines import running
 
 import specplug_sglang
 from specplug import UsageError
-from specplug_sglang import host, sglang_names
+from specplug_sglang import capabilities, host, sglang_names
 from specplug_sglang.sglang_names import (
     FIELDS,
     FUNCTIONS,
@@ -32,7 +32,7 @@ def test_names_of_the_tested_version_are_as_listed():
 
 
 def test_other_version_is_refused_in_one_line(monkeypatch, caplog):
-    monkeypatch.setattr(host, "version", lambda name: "0.6.0")
+    monkeypatch.setattr(capabilities, "version", lambda name: "0.6.0")
     with pytest.raises(UsageError) as raised:
         host.host.describe()
     assert str(raised.value) == f"sglang 0.6.0; {TOLD}"

@@ -7,7 +7,7 @@ end of a step and the beginning of the next: the committed tokens go to the algo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,9 +65,11 @@ class VllmProposer:
         self._target = target
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """Raise. This is vLLM's method, not our hook: vLLM asks that it is there, and would give it
-        tokens alone. ``patches`` has the runner call ``step``. It goes when vLLM passes on the
-        hidden states that it has (docs/hosts.md)."""
+        """Raise: this is vLLM's method, not our hook, and ``patches`` has the runner call ``step``.
+
+        vLLM asks that it is there, and would give it tokens alone. It goes when vLLM passes on the
+        hidden states that it has (docs/hosts.md).
+        """
         raise RuntimeError("specplug_vllm: vLLM's model runner was not patched before its step")
 
     # What the patches call
@@ -159,7 +161,9 @@ class VllmProposer:
         # The token after each chunk is the next of the prompt, or the one that was sampled.
         after = self._tensor(step.tokens[chosen, ends])
         nodes = ranges(first_rows(step)[chosen], widths)
-        per_node = self._per_node(step, self._tensor(nodes))
+        per_node = self._runtime.per_node(
+            self._tensor(nodes), step.hidden_states, step.layer_inputs
+        )
         feed_chunks(self._order, self._runtime, chunks, after, per_node)
 
     def _decode(self, step: RunnerStep, chosen: Sequence[int]) -> None:
@@ -176,7 +180,7 @@ class VllmProposer:
         output = CommittedOutput(
             next_tokens=made[3],
             own_tokens=made[4],
-            per_node=self._per_node(step, made[5]),
+            per_node=self._runtime.per_node(made[5], step.hidden_states, step.layer_inputs),
             last_rows=made[6],
             accept_lens=made[7],
             bonus_tokens=made[8],
@@ -216,8 +220,3 @@ class VllmProposer:
     def _views(self, step: RunnerStep, chosen: Sequence[int]) -> list[Any]:
         views = self._rows.views
         return [views[step.states[index].req_id] for index in chosen]
-
-    def _per_node(self, step: RunnerStep, rows: Tensor) -> Mapping[str, Tensor]:
-        if not self._runtime.captures:
-            return {}
-        return self._runtime.per_node(rows, step.hidden_states, step.layer_inputs)
