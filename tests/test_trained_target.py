@@ -10,7 +10,6 @@ import pytest
 import recipes
 import torch
 from recipes import RECIPES, Recipe, run_recipes
-from train_target import measurements
 
 sys.path.insert(0, str(RECIPES))
 import target
@@ -60,12 +59,3 @@ def test_clock_after_compiling_begins_at_zero() -> None:
     assert target.clock(now - 50, now, 1.0) < 0.2  # 10 s are left
     assert target.clock(now - 55, now - 5, 1.0) == pytest.approx(0.5, abs=0.1)
     assert target.clock(now - 70, now - 20, 1.0) == 1.0
-
-
-@pytest.mark.parametrize(("gpus", "parts"), [(1, 3), (2, 3), (4, 4)])
-def test_measurements_have_each_batch_and_temperature_once(gpus: int, parts: int) -> None:
-    found = measurements((1, 8, 32), (0.0, 1.0), None, gpus)
-    points = [(each.batch, temperature) for each in found for temperature in each.temperatures]
-    assert sorted(points) == [(batch, t) for batch in (1, 8, 32) for t in (0.0, 1.0)]
-    assert len(found) == parts
-    assert {each.batch: each.prompts for each in found} == {1: 16, 8: 32, 32: 128}

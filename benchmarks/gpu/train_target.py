@@ -10,28 +10,25 @@ default model's tokenizer: a Llama of 24 layers and hidden size 768, its continu
 head and a DFlash draft. Then every algorithm completes held-out prompts in turn with plain
 decoding: tokens a second, accept lengths, and whether the tokens are the same.
 
-With ``--gpus`` all of them train the target, each half of them a draft, and the batch sizes are
-measured beside one another, one on each. ``--minutes`` is the wall time of all training, the start
-of its processes included; what is in the folder already is not trained again. Many Pythons come
-without the standard library's tests, which are two thirds of it: ``--encode`` writes the corpus of
-one that has them, and ``--data`` reads it on another machine.
+With ``--gpus`` all of them train the target, and each half of them a draft. ``--minutes`` is the
+wall time of all training, the start of its processes included; what is in the folder already is not
+trained again. Many Pythons come without the standard library's tests, which are two thirds of it:
+``--encode`` writes the corpus of one that has them, and ``--data`` reads it on another machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import attrs
 from engines import add_arguments, add_run, settings_of
-from gpus import environment_of, on_free_gpus
 from points import Results
 from recipes import train, write_corpus
 
@@ -142,91 +139,31 @@ class Race:
             engine.close()
 
 
-@attrs.frozen
-class Measurement:
-    """Races at one batch size.
-
-    Attributes:
-        prompts: how many, at least one group of ``batch``.
-    """
-
-    batch: int
-    temperatures: Sequence[float]
-    prompts: int
-
-
-def run_races(
-    few: Sequence[Measurement], folder: Path, settings: dict[str, Any], arguments: Any
-) -> None:
-    """Run races on the same engines, print a line for each contender, and keep the rows."""
-    results, start = Results(arguments.output), time.monotonic()
+def measure(arguments: argparse.Namespace, folder: Path) -> None:
+    """Race at each batch size and temperature on the same engines, and keep the rows."""
+    results = Results(arguments.output)
     add_run(results, arguments)
-    race = Race(folder, max(each.batch for each in few), settings)
-    started = time.monotonic()
+    race = Race(folder, max(arguments.batches), settings_of(arguments))
     texts = [prompt.content for prompt in read_prompts(HELD_OUT)]
-    for each in few:
-        for temperature in each.temperatures:
-            params = SamplingParams(
-                max_tokens=arguments.max_tokens, temperature=temperature, seed=1, ignore_eos=True
-            )
-            for row in race.run(texts[: each.prompts], each.batch, params):
-                print(f"{row['name']:22}{row['batch']:6}{row['temperature']:6}"
-                      f"{row['rate']:10.1f}{row['speedup']:8.2f}{row['accept_length']:8.2f}"
-                      f"  {row['same']} of {row['prompts']}", flush=True)  # fmt: skip
-                results.add("trained", **row)
+    print(f"{'':22}{'batch':>6}{'temp':>6}{'tokens/s':>10}{'x NONE':>8}{'accept':>8}  same")
+    for batch, temperature in product(arguments.batches, arguments.temperatures):
+        count = 2 if arguments.tiny else 16 if batch == 1 else 4 * batch
+        params = SamplingParams(
+            max_tokens=arguments.max_tokens, temperature=temperature, seed=1, ignore_eos=True
+        )
+        for row in race.run(texts[: max(arguments.prompts or count, batch)], batch, params):
+            print(f"{row['name']:22}{row['batch']:6}{row['temperature']:6}"
+                  f"{row['rate']:10.1f}{row['speedup']:8.2f}{row['accept_length']:8.2f}"
+                  f"  {row['same']} of {row['prompts']}", flush=True)  # fmt: skip
+            results.add("trained", **row)
     race.close()
-    batches = ", ".join(str(each.batch) for each in few)
-    print(f"== batches of {batches}: engines {started - start:.0f} s, "
-          f"races {time.monotonic() - started:.0f} s", flush=True)  # fmt: skip
-
-
-def measurements(
-    batches: Sequence[int], temperatures: Sequence[float], prompts: int | None, gpus: int
-) -> list[Measurement]:
-    """Return what is measured, the longest first; with more than three GPUs in a part for each.
-
-    Args:
-        prompts: of each; None: 16 one by one, and 4 groups of a larger batch.
-    """
-    found = []
-    for batch in batches:
-        count = max(prompts or (16 if batch == 1 else 4 * batch), batch)
-        parts = [[t] for t in temperatures] if gpus > 3 and batch == 1 else [temperatures]
-        found += [Measurement(batch, part, count) for part in parts]
-    return found
-
-
-def measure(arguments: argparse.Namespace, folder: Path, gpus: Sequence[str | None]) -> None:
-    """Measure all batch sizes: here, or in processes beside one another, one on each GPU."""
-    prompts = arguments.prompts or (2 if arguments.tiny else None)
-    few = measurements(arguments.batches, arguments.temperatures, prompts, len(gpus))
-    print(
-        f"{'':22}{'batch':>6}{'temp':>6}{'tokens/s':>10}{'x NONE':>8}{'accept':>8}  same",
-        flush=True,
-    )
-    if len(gpus) == 1:
-        run_races(few, folder, settings_of(arguments), arguments)
-        return
-
-    def run(each: Measurement, gpu: str | None) -> int:
-        command = [sys.executable, __file__, "--models", str(folder.parent), "--race"]
-        command += ["--batches", str(each.batch), "--prompts", str(each.prompts)]
-        command += ["--temperatures", *map(str, each.temperatures), "--max-tokens"]
-        command += [str(arguments.max_tokens)]
-        command += ["--set", *arguments.settings, *(["--tiny"] if arguments.tiny else [])]
-        if arguments.output is not None:
-            command += ["--output", str(arguments.output)]
-        return subprocess.run(command, env=environment_of(gpu)).returncode
-
-    if any(on_free_gpus(run, few, gpus)):
-        sys.exit("a measurement failed")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--minutes", type=float, default=9.0, help="of training altogether")
-    parser.add_argument("--gpus", help="train and measure on these, such as 0,1,2,3")
+    parser.add_argument("--gpus", help="train on these, such as 0,1,2,3")
     parser.add_argument("--data", type=Path, help="a corpus that --encode wrote")
     parser.add_argument("--encode", type=Path, metavar="FOLDER", help="write the corpus, and end")
     parser.add_argument("--prompts", type=int, help="of each batch size; default: 16, or 4 groups")
@@ -234,7 +171,6 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--train-only", action="store_true")
-    parser.add_argument("--race", action="store_true", help="measure on one GPU, and train nothing")
     arguments = parser.parse_args()
     if arguments.batches is None:
         arguments.batches = (1, 2) if arguments.tiny else BATCHES
@@ -247,17 +183,10 @@ def main() -> None:
     gpus: list[str | None] = [*arguments.gpus.split(",")] if arguments.gpus else [None]
     with tempfile.TemporaryDirectory() as scratch:
         folder = (arguments.models or Path(scratch)) / "trained"
-        if arguments.race:
-            few = [
-                Measurement(batch, arguments.temperatures, arguments.prompts or batch)
-                for batch in arguments.batches
-            ]
-            run_races(few, folder, settings_of(arguments), arguments)
-            return
         train(folder, arguments.minutes, gpus, arguments.data, tiny=arguments.tiny)
         print(f"== training: {time.monotonic() - start:.0f} s", flush=True)
         if not arguments.train_only:
-            measure(arguments, folder, gpus)
+            measure(arguments, folder)
         print(f"== all: {time.monotonic() - start:.0f} s", flush=True)
 
 

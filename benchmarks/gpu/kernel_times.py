@@ -1,0 +1,730 @@
+"""Microseconds of kernels on one GPU, beside torch: products, norms, experts, prompts, sampling.
+
+    python benchmarks/gpu/kernel_times.py layer --rows 1 64
+    python benchmarks/gpu/kernel_times.py tune --kernels linear gated_linear --rows 1 16 32 64
+    python benchmarks/gpu/kernel_times.py chain --rows 1 16 64
+    python benchmarks/gpu/kernel_times.py experts --output DIR
+    python benchmarks/gpu/kernel_times.py prompts --lengths 4096 --tiles 64,1,4,5 64,2,4,2,copied
+    python benchmarks/gpu/kernel_times.py sampling
+
+A call is recorded in a CUDA graph several times over copies of its weights, or of its rows, that
+together exceed the L2 cache, and the graph is replayed; the least of several replays counts. GB/s
+are the bytes that the kernel must move (specplug/kernels/README.md) over its time, the limit what
+the card's memory gives.
+
+layer     products, norms and rotations of a layer
+tune      all tiles of a list for the products, the best named, and each that has other bits
+chain     whole layers but their attention, launched one after the other and dependently, with the
+          rotation in the product and in a kernel of its own; whether a bit differs
+experts   a mixture of experts beside torch's grouped products as transformers calls them; whether a
+          row has the bits that it has alone
+prompts   attention of a prompt in one pass over a paged pool beside torch's of dense tensors, by
+          tile: ROWS,BLOCKS,WARPS,STAGES, and ``copied`` if keys and values are copied in their
+          order first, in the same time; whether some rows have the bits of steps of one row
+sampling  choosing tokens of logits that are peaked as a language model's, or nearly flat; exits
+          with 1 if a token differs (where top-p decides, one may: sums are rounded otherwise)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from engines import bandwidth, replay_us
+from points import Results, measured_commit
+from torch import Tensor
+
+L2_BYTES = 256 << 20
+"""More than any card's L2 cache holds."""
+DEVICE, DTYPE = "cuda", torch.bfloat16
+
+
+@attrs.frozen
+class Shape:
+    """A target's layer.
+
+    Attributes:
+        hidden, inner: H and I.
+        q_heads, kv_heads, head_dim: of the attention.
+        vocab: of the LM head.
+        head_norms: whether queries and keys are normed (Qwen 3).
+        num_layers: of the target.
+    """
+
+    hidden: int
+    inner: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    head_norms: bool
+    num_layers: int
+
+    @property
+    def qkv(self) -> int:
+        """Outputs of the joint product."""
+        return (self.q_heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int, bool]]:
+        """Outputs, inputs and whether a residual is added, by name."""
+        return {
+            "qkv": (self.qkv, self.hidden, False),
+            "o": (self.hidden, self.q_heads * self.head_dim, True),
+            "gate": (self.inner, self.hidden, False),
+            "down": (self.hidden, self.inner, True),
+            "lm_head": (self.vocab, self.hidden, False),
+        }
+
+
+LAYERS = {
+    "llama-8b": Shape(4096, 14336, 32, 8, 128, 128256, False, 32),
+    "qwen3-8b": Shape(4096, 12288, 32, 8, 128, 151936, True, 36),
+    "llama-1b": Shape(2048, 8192, 32, 8, 64, 128256, False, 16),
+    "tiny": Shape(64, 96, 4, 2, 16, 128, True, 2),
+}
+
+
+def time_us(call: Callable[..., Any], inputs: Sequence[Sequence[Any]], repeats: int = 5) -> float:
+    """Return the microseconds of a call: all inputs' calls, the least of several replays. By the
+    interpreter they say nothing."""
+    if DEVICE == "cpu":
+        began = time.perf_counter()
+        call(*inputs[0])
+        return (time.perf_counter() - began) * 1e6
+
+    def run() -> None:
+        for each in inputs:
+            call(*each)
+
+    return replay_us(run, len(inputs), repeats)
+
+
+def randn(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=DTYPE) * scale
+
+
+def copies_of(num_bytes: int) -> int:
+    """How many copies of so many bytes exceed the cache."""
+    return 2 if DEVICE == "cpu" else max(4, min(64, -(-L2_BYTES // max(1, num_bytes))))
+
+
+def weights_of(outputs: int, inputs: int) -> list[tuple[Tensor, ...]]:
+    """Copies of a weight that together exceed the cache."""
+    return [(randn(outputs, inputs, scale=0.02),) for _ in range(copies_of(2 * outputs * inputs))]
+
+
+@attrs.frozen
+class Row:
+    """A line of the table.
+
+    Attributes:
+        kernel, shape: what is measured.
+        rows: R.
+        ours, theirs: microseconds.
+        num_bytes: that must be moved; 0: that says nothing.
+        note: what else is to be said.
+    """
+
+    kernel: str
+    shape: str
+    rows: int
+    ours: float
+    theirs: float
+    num_bytes: float = 0
+    note: str = ""
+
+    def text(self, rate: float) -> str:
+        speed = self.num_bytes / self.ours / 1e3
+        shown = f"{speed:8.0f}{speed * 1e9 / rate:7.0%}" if self.num_bytes else " " * 15
+        return (
+            f"{self.kernel:18}{self.shape:24}{self.rows:6}{self.ours:11.2f}{self.theirs:11.2f}"
+            f"{self.theirs / self.ours:8.2f}{shown}  {self.note}"
+        ).rstrip()
+
+
+HEADER = (
+    f"{'kernel':18}{'shape':24}{'rows':>6}{'us':>11}{'torch us':>11}{'times':>8}{'GB/s':>8}"
+    f"{'limit':>7}"
+)
+
+
+# A layer
+
+
+def torch_linear(x: Tensor, residual: Tensor | None, weight: Tensor) -> Tensor:
+    """A product as modules compute it."""
+    found = F.linear(x, weight)
+    return found if residual is None else found + residual
+
+
+def linear_rows(shape: Shape, all_rows: Sequence[int], names: Iterable[str]) -> Iterator[Row]:
+    from specplug.kernels.linear import choose_tile, linear
+
+    for name in names:
+        outputs, inputs, adds = shape.linears[name]
+        weights = weights_of(outputs, inputs)
+        for rows in all_rows:
+            x, residual = randn(rows, inputs), randn(rows, outputs) if adds else None
+            ours = partial(linear, x, residual=residual)
+            theirs = partial(torch_linear, x, residual)
+            same = torch.equal(ours(*weights[0]), theirs(*weights[0]))
+            tile = choose_tile(outputs, inputs, rows)
+            moved = 2 * (outputs * inputs + rows * inputs + rows * outputs * (2 if adds else 1))
+            note = f"{attrs.astuple(tile)}" + ("" if same else ", other bits than torch's")
+            times = time_us(ours, weights), time_us(theirs, weights)
+            yield Row("linear", f"{name} {outputs}x{inputs}", rows, *times, moved, note)
+
+
+def torch_gated(x: Tensor, act: Callable[..., Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    """A gated product in three or more operations."""
+    return act(F.linear(x, gate), F.linear(x, up))
+
+
+def joint_gated(x: Tensor, act: Callable[..., Tensor], weight: Tensor) -> Tensor:
+    """A gated product with a joint weight."""
+    return act(*F.linear(x, weight).chunk(2, dim=1))
+
+
+def gated_rows(shape: Shape, all_rows: Sequence[int]) -> Iterator[Row]:
+    from specplug.kernels.linear import choose_gated_tile, gated_linear
+    from specplug.kernels.silu_mul import silu_mul, silu_mul_reference
+
+    inner, hidden = shape.inner, shape.hidden
+    joint = weights_of(2 * inner, hidden)
+    weights = [each.chunk(2) for (each,) in joint]
+    for rows in all_rows:
+        x = randn(rows, hidden)
+        ours = time_us(partial(gated_linear, x), weights)
+        theirs = time_us(partial(torch_gated, x, silu_mul_reference), weights)
+        three = time_us(partial(torch_gated, x, silu_mul), weights)
+        two = time_us(partial(joint_gated, x, silu_mul), joint)
+        tile = choose_gated_tile(inner, hidden, rows)
+        moved = 2 * (2 * inner * hidden + rows * (hidden + inner))
+        note = f"{attrs.astuple(tile)}, cuBLAS and silu_mul {three:.1f}, joint {two:.1f}"
+        yield Row("gated_linear", f"{inner}x{hidden}", rows, ours, theirs, moved, note)
+
+
+def silu_rows(shape: Shape, all_rows: Sequence[int]) -> Iterator[Row]:
+    from specplug.kernels.silu_mul import silu_mul, silu_mul_reference
+
+    for rows in all_rows:
+        moved = 6 * rows * shape.inner
+        inputs = [tuple(randn(2, rows, shape.inner)) for _ in range(copies_of(moved))]
+        times = time_us(silu_mul, inputs), time_us(silu_mul_reference, inputs)
+        yield Row("silu_mul", f"{shape.inner}", rows, *times, moved)
+
+
+def norm_rows(shape: Shape, all_rows: Sequence[int]) -> Iterator[Row]:
+    from specplug.kernels.rms_norm import layer_norm, rms_norm
+
+    size = shape.hidden
+    weight, bias = randn(size), randn(size)
+    torch_rms = partial(F.rms_norm, normalized_shape=(size,), weight=weight, eps=1e-5)
+    torch_layer = partial(F.layer_norm, normalized_shape=(size,), weight=weight, bias=bias)
+    for rows in all_rows:
+        moved = 4 * rows * size + 2 * size
+        inputs = [(randn(rows, size),) for _ in range(copies_of(moved))]
+        ours = time_us(partial(rms_norm, weight=weight, eps=1e-5), inputs)
+        yield Row("rms_norm", f"{size}", rows, ours, time_us(torch_rms, inputs), moved)
+        ours = time_us(partial(layer_norm, weight=weight, bias=bias, eps=1e-5), inputs)
+        theirs = time_us(torch_layer, inputs)
+        yield Row("layer_norm", f"{size}", rows, ours, theirs, moved + 2 * size)
+
+
+def rotary_rows(shape: Shape, all_rows: Sequence[int]) -> Iterator[Row]:
+    from specplug.kernels.rotary import rotate_and_write, rotate_and_write_reference
+
+    dim, kv_heads = shape.head_dim, shape.kv_heads
+    norms = (randn(dim), randn(dim), 1e-6) if shape.head_norms else None
+    for rows in all_rows:
+        moved = 4 * rows * shape.qkv + 4 * rows * dim
+        count = copies_of(moved)
+        keys, values = randn(2, rows * count + 1, kv_heads, dim)
+        cos, sin = randn(rows, dim), randn(rows, dim)
+        order = torch.arange(1, rows + 1, device=DEVICE)
+        inputs = [
+            (randn(rows, shape.qkv), cos, sin, order + i * rows, keys, values, norms)
+            for i in range(count)
+        ]
+        times = time_us(rotate_and_write, inputs), time_us(rotate_and_write_reference, inputs)
+        told = f"{shape.q_heads}+2x{kv_heads} of {dim}"
+        yield Row("rotate_and_write", told, rows, *times, moved)
+
+
+def linear_then_rotate(x: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor:
+    """What ``rotated_linear`` does, by the two kernels that it stands for."""
+    from specplug.kernels.linear import linear
+    from specplug.kernels.rotary import rotate_and_write
+
+    return rotate_and_write(linear(x, weight, bias), *more)
+
+
+def rotated_rows(shape: Shape, all_rows: Sequence[int]) -> Iterator[Row]:
+    from specplug.kernels.linear import choose_tile
+    from specplug.kernels.rotated_linear import rotated_linear, rotated_linear_reference
+
+    outputs, dim = shape.qkv, shape.head_dim
+    calls = rotated_linear, linear_then_rotate, rotated_linear_reference
+    weights = weights_of(outputs, shape.hidden)
+    for rows in all_rows:
+        x, (cos, sin) = randn(rows, shape.hidden), randn(2, rows, dim)
+        slots = torch.arange(rows, 0, -1, device=DEVICE)
+        pools = randn(2, rows + 1, shape.kv_heads, dim)
+        inputs = [(x, weight, None, cos, sin, slots, *pools) for (weight,) in weights]
+        bits = []
+        for call in calls[:2]:
+            pools.zero_()
+            q = call(*inputs[0])
+            bits.append(torch.cat((q.flatten(), pools.flatten())).view(torch.int16))
+        ours, two, theirs = (time_us(call, inputs) for call in calls)
+        moved = 2 * (outputs * shape.hidden + rows * (shape.hidden + outputs + 2 * dim))
+        note = f"{attrs.astuple(choose_tile(outputs, shape.hidden, rows))}, two kernels {two:.2f}"
+        note += ", of the same bits" if torch.equal(*bits) else ", OF OTHER BITS"
+        yield Row("rotated_linear", f"{outputs}x{shape.hidden}", rows, ours, theirs, moved, note)
+
+
+PARTS: dict[str, Callable[..., Iterator[Row]]] = {
+    "linear": linear_rows,
+    "gated_linear": gated_rows,
+    "silu_mul": silu_rows,
+    "norms": norm_rows,
+    "rotary": rotary_rows,
+    "rotated_linear": rotated_rows,
+}
+
+
+def layer_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure the kernels of a layer."""
+    for kind in options.kernels:
+        more = {"names": options.products} if kind == "linear" else {}
+        yield from PARTS[kind](LAYERS[options.shape], options.rows, **more)
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+
+
+# Whole layers
+
+
+class Chain:
+    """All layers of a target but their attention, one after the other.
+
+    Args:
+        shape: of a layer.
+        rows: R.
+        layers: the weights of each.
+
+    Attributes:
+        rotates_apart: whether a kernel of its own rotates, to compare.
+        result: the last layer's.
+        pool: keys and values.
+    """
+
+    def __init__(self, shape: Shape, rows: int, layers: Sequence[dict[str, Tensor]]) -> None:
+        dim = shape.head_dim
+        self._layers = layers
+        self._weight = randn(shape.hidden)
+        self._norms = (randn(dim), randn(dim), 1e-6) if shape.head_norms else None
+        self._x = randn(rows, shape.hidden)
+        self._rotary = randn(rows, dim), randn(rows, dim)
+        self._slots = torch.arange(rows, device=DEVICE)
+        self.pool = randn(2, rows, shape.kv_heads, dim)
+        self.result = self._x
+        self.rotates_apart = False
+
+    def __call__(self) -> None:
+        """Run all layers; the queries stand for what attention gives."""
+        from specplug.kernels.linear import gated_linear, linear
+        from specplug.kernels.rms_norm import rms_norm
+        from specplug.model.exact_linear import EXACT
+
+        first = linear_then_rotate if self.rotates_apart else EXACT.rotated_linear
+        hidden = self._x
+        for each in self._layers:
+            normed = rms_norm(hidden, self._weight, 1e-5)
+            places = *self._rotary, self._slots, *self.pool
+            q = first(normed, each["qkv"], None, *places, self._norms)
+            hidden = linear(q.flatten(1), each["o"], None, hidden)
+            normed = rms_norm(hidden, self._weight, 1e-5)
+            inner = gated_linear(normed, each["gate"], each["up"])
+            hidden = linear(inner, each["down"], None, hidden)
+        self.result = hidden
+
+
+def chain_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure whole layers by kind of launch; the first kind is told in torch's place."""
+    from specplug.kernels import dependent_launch
+
+    shape = LAYERS[options.shape]
+    sizes = {**shape.linears, "up": shape.linears["gate"]}
+    del sizes["lm_head"]
+    layers = [
+        {name: randn(outputs, inputs, scale=0.02) for name, (outputs, inputs, _) in sizes.items()}
+        for _ in range(min(shape.num_layers, 16))
+    ]
+    num_bytes = sum(each.nbytes for each in layers[0].values())
+    for rows in options.rows:
+        chain = Chain(shape, rows, layers)
+        times, bits = [], []
+        for enabled, chain.rotates_apart in ((False, False), (True, False), (True, True)):
+            dependent_launch.enabled = enabled
+            chain.pool.zero_()
+            times.append(time_us(chain, [()], repeats=20) / len(layers))
+            bits.append(torch.cat((chain.result.flatten(), chain.pool.flatten())))
+        for name, took, each in zip(
+            ("dependent", "rotated apart"), times[1:], bits[1:], strict=True
+        ):
+            note = "beside one launch after the other"
+            note += "" if torch.equal(each, bits[0]) else ", OF OTHER BITS: read before its wait"
+            yield Row("a layer", name, rows, took, times[0], num_bytes, note)
+
+
+# Tiles
+
+
+def tiles_for(rows: int, gated: bool) -> list[Any]:
+    """The tiles to try for so many rows; only those that fit a Hopper's shared memory."""
+    from specplug.kernels.linear import Tile, rows_bucket
+
+    bucket = rows_bucket(rows)
+    if bucket == 128:  # or tiles of 64, of which two run side by side
+        sizes = product((64, 128), (32, 64, 128), (64, 128), (4, 8), (3, 4, 5))
+    else:
+        columns_of = (16, 32) if gated else (16, 32, 64)
+        sizes = product((bucket,), columns_of, (128, 256), (4, 8), (3, 4, 5, 7))
+    tiles = [Tile(*each) for each in sizes][: 2 if DEVICE == "cpu" else None]
+    num_weights = 2 if gated else 1
+    return [t for t in tiles if t.stages * t.stage_bytes(num_weights) <= 227 << 10]
+
+
+def tune_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure the best tiles of each product; the tile that is chosen now is told in torch's
+    place."""
+    from specplug.kernels.linear import choose_gated_tile, choose_tile, gated_linear, linear
+
+    shape = LAYERS[options.shape]
+    cases = [(name, *shape.linears[name]) for name in options.products]
+    cases += [("gated", shape.inner, shape.hidden, False)] * ("gated_linear" in options.kernels)
+    for (name, outputs, inputs, adds), rows in product(cases, options.rows):
+        gated = name == "gated"
+        weights = weights_of((1 + gated) * outputs, inputs)
+        weights = [each.chunk(2) for (each,) in weights] if gated else weights
+        choose, call = (choose_gated_tile, gated_linear) if gated else (choose_tile, linear)
+        more = {"residual": randn(rows, outputs)} if adds else {}
+        call = partial(call, randn(rows, inputs), **more)
+        now = choose(outputs, inputs, rows)
+        bits = call(*weights[0], tile=now)
+        times: dict[Any, float] = {}
+        others = []
+        for tile in dict.fromkeys((now, *tiles_for(rows, gated))):
+            try:
+                same = torch.equal(call(*weights[0], tile=tile), bits)
+                times[tile] = time_us(partial(call, tile=tile), weights, repeats=3)
+            except Exception as error:
+                print(f"  {attrs.astuple(tile)}: {type(error).__name__}", flush=True)
+                continue
+            others += [] if same else [tile]
+        best = sorted(times, key=times.__getitem__)[:4]
+        note = ", ".join(f"{attrs.astuple(tile)} {times[tile]:.1f}" for tile in best)
+        note += f"; OF OTHER BITS: {[attrs.astuple(tile) for tile in others]}" if others else ""
+        shown = f"{name} {outputs}x{inputs}"
+        yield Row("tiles", shown, rows, times[best[0]], times[now], 0, note)
+
+
+# A mixture of experts
+
+
+class Mixture:
+    """Experts with random weights, and the choices of R rows, another for each call."""
+
+    calls = 16
+
+    def __init__(self, joint: Tensor, down: Tensor, rows: int, choices: int) -> None:
+        from specplug.kernels.experts import sort_pairs
+
+        self.joint, self.down = joint, down
+        self.x = randn(rows, joint.shape[2])
+        scores = torch.rand(self.calls, rows, len(joint), device=DEVICE).topk(choices)
+        self.experts, self.weights = scores.indices, scores.values.to(DTYPE)
+        self.pairs = [sort_pairs(each, len(joint)) for each in self.experts]
+        self.inner = self.gated(0)
+        self.result = self.second(0)
+
+    def sort(self, call: int) -> Any:
+        from specplug.kernels.experts import sort_pairs
+
+        return sort_pairs(self.experts[call], len(self.joint))
+
+    def gated(self, call: int) -> Tensor:
+        from specplug.kernels.experts import expert_gated_linear
+
+        return expert_gated_linear(self.x, *self.joint.chunk(2, dim=1), self.pairs[call])
+
+    def second(self, call: int) -> Tensor:
+        from specplug.kernels.experts import expert_linear
+
+        return expert_linear(self.inner, self.down, None, self.pairs[call])
+
+    def add(self, call: int) -> Tensor:
+        from specplug.kernels.experts import sum_choices
+
+        return sum_choices(self.result, self.weights[call], self.experts[call], len(self.joint))
+
+    def ours(self, call: int, rows: slice = slice(None)) -> Tensor:
+        from specplug.kernels import experts
+
+        chosen = self.experts[call][rows]
+        pairs = experts.sort_pairs(chosen, len(self.joint))
+        gate, up = self.joint.chunk(2, dim=1)
+        inner = experts.expert_gated_linear(self.x[rows], gate, up, pairs)
+        result = experts.expert_linear(inner, self.down, None, pairs)
+        return experts.sum_choices(result, self.weights[call][rows], chosen, len(self.joint))
+
+    def torchs(self, call: int) -> Tensor:
+        """As transformers' grouped_mm implementation."""
+        experts, weights = self.experts[call], self.weights[call]
+        sorted_experts, order = torch.sort(experts.flatten())
+        counts = torch.histc(sorted_experts.int(), len(self.joint), 0, len(self.joint) - 1)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        rows = self.x[order // experts.shape[1]]
+        gate, up = F.grouped_mm(rows, self.joint.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        result = F.grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
+        result = result * weights.flatten()[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=DEVICE)
+        return result[back].view(*experts.shape, -1).sum(1)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of the experts that a call's rows choose, in the mean."""
+        each = (self.joint[0].nbytes + self.down[0].nbytes) / self.calls
+        return sum(each * len(experts.unique()) for experts in self.experts)
+
+
+@torch.inference_mode()
+def expert_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure a mixture of experts; by default of Qwen3-30B-A3B's shape."""
+    count, choices, hidden, inner = options.experts
+    joint = randn(count, 2 * inner, hidden, scale=hidden**-0.5)
+    down = randn(count, hidden, inner, scale=inner**-0.5)
+    for rows in options.rows:
+        mixture = Mixture(joint, down, rows, choices)
+        calls = [(number,) for number in range(mixture.calls)]
+        parts = mixture.sort, mixture.gated, mixture.second, mixture.add
+        each = [f"{part.__name__} {time_us(part, calls, 10):.1f}" for part in parts]
+        equal = torch.equal(mixture.ours(0)[:1], mixture.ours(0, slice(0, 1)))
+        note = f"{', '.join(each)}, {'equal' if equal else 'OTHER'} bits alone"
+        ours = time_us(mixture.ours, calls, 10)
+        theirs = ours if DEVICE == "cpu" else time_us(mixture.torchs, calls, 10)
+        shown = f"{count} of {inner}x{hidden}, {choices}"
+        yield Row("experts", shown, rows, ours, theirs, mixture.weight_bytes, note)
+
+
+# Attention of prompts
+
+
+class Prompt:
+    """A prompt of one request: its queries, and a pool whose slots are in no order."""
+
+    def __init__(self, length: int, heads: int, kv_heads: int, dim: int) -> None:
+        self.length, self.dim = length, dim
+        self.q = randn(length, heads, dim)
+        self.pool = randn(2, length + 1, kv_heads, dim)
+        self.table = torch.zeros(2, length + 64, dtype=torch.int64, device=DEVICE)
+        self.table[1, :length] = torch.randperm(length, device=DEVICE) + 1
+
+    def attend(self, attention: Any, start: int, width: int) -> Tensor:
+        """Attend ``width`` rows from ``start`` on: [width, H * D]."""
+        from specplug.kernels.attention_form import AttentionForm
+        from specplug.kernels.paged_attention_kernels import PagedRows
+
+        starts = torch.tensor([start], device=DEVICE)
+        rows = PagedRows(
+            table=self.table, req_indices=torch.ones_like(starts), starts=starts,
+            positions=torch.arange(start, start + width, device=DEVICE), offset=0, width=width,
+            length=self.length,
+        )  # fmt: skip
+        q = self.q[start : start + width]
+        return attention(q, *self.pool.unbind(), rows, AttentionForm(self.dim**-0.5))
+
+    def is_of_steps(self, found: Tensor, attention: Any) -> bool:
+        """Return whether rows of a result have the bits of steps of one row each."""
+        last = self.length - 1
+        places = [0, 31, 32, 255, 256, last, *torch.randint(self.length, (16,)).tolist()]
+        return all(
+            torch.equal(self.attend(attention, place, 1)[0], found[place])
+            for place in sorted({min(each, last) for each in places})
+        )
+
+    def torch_call(self) -> Callable[[], Tensor]:
+        """Return torch's attention of the same prompt, of dense tensors."""
+        q = self.q.transpose(0, 1).unsqueeze(0).contiguous()
+        k, v = self.pool[:, self.table[1, : self.length]].transpose(1, 2).unsqueeze(1).contiguous()
+        return partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+
+
+TILES = ["64,1,4,5", "64,1,4,3,copied", "64,2,4,2,copied", "128,2,8,3,copied"]
+
+
+def prompt_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure the attention of prompts, with each tile."""
+    from specplug.kernels.paged_attention_kernels import PagedAttention
+    from specplug.kernels.prompt_attention_kernels import PromptTile
+
+    heads, kv_heads, dim = options.heads
+    for length in options.lengths:
+        prompt = Prompt(length, heads, kv_heads, dim)
+        call = prompt.torch_call()
+        theirs = time_us(call, [()], 10)
+        for text in options.tiles:
+            *numbers, copied = text.split(",") if "copied" in text else (*text.split(","), "")
+            tile = PromptTile(*map(int, numbers), copied == "copied")
+            attention = PagedAttention(prompt.q.device, prompt.pool.nbytes, tile)
+            result = prompt.attend(attention, 0, length)
+            expected = call()[0].transpose(0, 1).flatten(1)
+            torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
+            ours = time_us(partial(prompt.attend, attention, 0, length), [()], 10)
+            tflops = 2 * length * (length + 1) * heads * dim / ours / 1e6
+            same = "bits of steps" if prompt.is_of_steps(result, attention) else "OTHER BITS"
+            yield Row("prompt", text, length, ours, theirs, 0, f"{tflops:.0f} TFLOPS, {same}")
+
+
+# Sampling
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.8},
+    "sampled, penalties": {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+    "top-k 50": {"temperature": 0.8, "top_k": 50},
+    "top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
+    "top-k 50, top-p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+}
+SPREADS = {"peaked": 4.0, "flat": 0.05}
+
+
+def sampling_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure the choice of tokens, and count those that differ."""
+    calls = 10 if DEVICE == "cuda" else 1
+    for rows, (spread, scale) in product(options.rows, SPREADS.items()):
+        generator = torch.Generator(DEVICE).manual_seed(rows)
+        logits = torch.randn(calls, rows, options.vocab, generator=generator, device=DEVICE)
+        logits = logits.mul_(scale).bfloat16()
+        for kind, settings in KINDS.items():
+            fused, plain, differing = compare_samplers(logits, settings)
+            if differing > ("top_p" in settings):
+                options.failed = True
+            note = f"{differing} of {calls * rows} differ"
+            yield Row("sampling", f"{kind}, {spread}", rows, fused, plain, logits[0].nbytes, note)
+
+
+def compare_samplers(logits: Tensor, settings: dict[str, Any]) -> tuple[float, float, int]:
+    """Return the microseconds of the kernels and of torch, and how many tokens differ.
+
+    Args:
+        logits: [calls, T, V].
+    """
+    from specplug import SamplingParams
+    from specplug.kernels.kernel_table import kernels_used
+    from specplug.model.sampler import Sampler
+    from specplug.sampling_params import Needs
+
+    _, rows, vocab = logits.shape
+    requests = torch.arange(rows, device=DEVICE) % 32 + 1
+    positions = torch.arange(rows, device=DEVICE) + 100
+    took, chosen = [], []
+    for mode in ("triton", "torch"):
+        sampler = Sampler(33, vocab, torch.device(DEVICE))
+        params = SamplingParams(**settings)
+        for row in range(1, 33):
+            sampler.admit(row, params, row, range(50), range(20, 90))
+        random = sampler.is_random(requests) if params.needs & Needs.NOISE else None
+
+        def call(
+            each: Tensor,
+            sampler: Sampler = sampler,
+            params: SamplingParams = params,
+            random: Tensor | None = random,
+        ) -> Tensor:
+            return sampler.sample(each, params.needs, random, requests, positions, None)
+
+        with kernels_used(mode):
+            took.append(time_us(call, [(each,) for each in logits]))
+            chosen.append(torch.stack([call(each) for each in logits]))
+    return took[0], took[1], int((chosen[0] != chosen[1]).sum())
+
+
+WHAT: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
+    "layer": layer_rows,
+    "tune": tune_rows,
+    "chain": chain_rows,
+    "experts": expert_rows,
+    "prompts": prompt_rows,
+    "sampling": sampling_rows,
+}
+
+
+def be_tiny(options: argparse.Namespace) -> None:
+    """Have all run at a small shape, where there is no GPU: the times say nothing."""
+    global DEVICE, DTYPE
+    os.environ["TRITON_INTERPRET"] = "1"
+    DEVICE, DTYPE = "cpu", torch.float16  # the interpreter has no products of bfloat16
+    options.shape, options.rows, options.vocab = "tiny", [1, 17], 300
+    options.lengths, options.heads, options.tiles = [70], [2, 1, 16], TILES[:2]
+    options.experts = [4, 2, 64, 32]
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("what", choices=WHAT)
+    add("--shape", choices=LAYERS, default="llama-8b")
+    add("--rows", type=int, nargs="+", default=[1, 16, 64, 128, 512, 4096])
+    add("--kernels", choices=PARTS, nargs="+", default=list(PARTS), help="of a layer")
+    add("--products", nargs="+", default=["qkv", "o", "gate", "down", "lm_head"])
+    add("--plain-launch", action="store_true", help="no dependent launch")
+    add("--experts", type=int, nargs=4, default=[128, 8, 2048, 768],
+        metavar=("E", "CHOICES", "HIDDEN", "INNER"))  # fmt: skip
+    add("--lengths", type=int, nargs="+", default=[1 << n for n in range(10, 16)])
+    add("--heads", type=int, nargs=3, default=[32, 8, 128], metavar=("H", "HKV", "D"))
+    add("--tiles", nargs="+", default=TILES, help="of prompts")
+    add("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    add("--vocab", type=int, default=128_256)
+    add("--output", type=Path, help="a folder for results.jsonl")
+    add("--tiny", action="store_true", help="a small shape, by the interpreter")
+    options = parser.parse_args()
+    options.failed = False
+    if options.tiny:
+        be_tiny(options)
+    else:
+        global DTYPE
+        DTYPE = getattr(torch, options.dtype)
+    from specplug.bench.machine import describe_machine, versions
+    from specplug.kernels import dependent_launch
+
+    torch.manual_seed(0)
+    dependent_launch.enabled = not options.plain_launch
+    results, machine = Results(options.output), describe_machine(DEVICE)
+    rate = bandwidth(DEVICE)
+    found = versions(("specplug", "torch", "triton"))
+    results.begin(commit=measured_commit(), machine=machine, versions=found, bandwidth=rate)
+    card = machine["gpu"] or "interpreter"
+    print(f"{card}, torch {torch.__version__}, {DTYPE}, reads {rate / 1e12:.2f} TB/s\n{HEADER}")
+    for row in WHAT[options.what](options):
+        print(row.text(rate), flush=True)
+        results.add("kernel", what=options.what, **attrs.asdict(row))
+    sys.exit(int(options.failed))
+
+
+if __name__ == "__main__":
+    main()
