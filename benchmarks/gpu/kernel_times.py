@@ -40,8 +40,7 @@ from typing import Any
 import attrs
 import torch
 import torch.nn.functional as F
-from engines import bandwidth, replay_us
-from points import Results, measured_commit
+from points import Results, bandwidth, measured_commit, replay_us
 from torch import Tensor
 
 L2_BYTES = 256 << 20
@@ -450,35 +449,10 @@ class Mixture:
     calls = 16
 
     def __init__(self, joint: Tensor, down: Tensor, rows: int, choices: int) -> None:
-        from specplug.kernels.experts import sort_pairs
-
         self.joint, self.down = joint, down
         self.x = randn(rows, joint.shape[2])
         scores = torch.rand(self.calls, rows, len(joint), device=DEVICE).topk(choices)
         self.experts, self.weights = scores.indices, scores.values.to(DTYPE)
-        self.pairs = [sort_pairs(each, len(joint)) for each in self.experts]
-        self.inner = self.gated(0)
-        self.result = self.second(0)
-
-    def sort(self, call: int) -> Any:
-        from specplug.kernels.experts import sort_pairs
-
-        return sort_pairs(self.experts[call], len(self.joint))
-
-    def gated(self, call: int) -> Tensor:
-        from specplug.kernels.experts import expert_gated_linear
-
-        return expert_gated_linear(self.x, *self.joint.chunk(2, dim=1), self.pairs[call])
-
-    def second(self, call: int) -> Tensor:
-        from specplug.kernels.experts import expert_linear
-
-        return expert_linear(self.inner, self.down, None, self.pairs[call])
-
-    def add(self, call: int) -> Tensor:
-        from specplug.kernels.experts import sum_choices
-
-        return sum_choices(self.result, self.weights[call], self.experts[call], len(self.joint))
 
     def ours(self, call: int, rows: slice = slice(None)) -> Tensor:
         from specplug.kernels import experts
@@ -520,10 +494,8 @@ def expert_rows(options: argparse.Namespace) -> Iterator[Row]:
     for rows in options.rows:
         mixture = Mixture(joint, down, rows, choices)
         calls = [(number,) for number in range(mixture.calls)]
-        parts = mixture.sort, mixture.gated, mixture.second, mixture.add
-        each = [f"{part.__name__} {time_us(part, calls, 10):.1f}" for part in parts]
         equal = torch.equal(mixture.ours(0)[:1], mixture.ours(0, slice(0, 1)))
-        note = f"{', '.join(each)}, {'equal' if equal else 'OTHER'} bits alone"
+        note = f"{'equal' if equal else 'OTHER'} bits alone"
         ours = time_us(mixture.ours, calls, 10)
         theirs = ours if DEVICE == "cpu" else time_us(mixture.torchs, calls, 10)
         shown = f"{count} of {inner}x{hidden}, {choices}"

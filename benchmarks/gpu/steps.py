@@ -43,7 +43,6 @@ from engines import (
     Variant,
     add_arguments,
     add_run,
-    bandwidth,
     drafts_of,
     products_by_cublas,
     settings_of,
@@ -60,6 +59,7 @@ from points import (
     Generation,
     Point,
     Results,
+    bandwidth,
     time_steps,
 )
 from shapes import SHAPES, kv_bytes, write_shape
