@@ -1,16 +1,12 @@
-"""What a fresh process takes: ``specplug list``, a start, the loading of a checkpoint, ``close()``.
+"""What a fresh process takes: ``specplug list``, the loading of a checkpoint, ``close()``.
 
     python benchmarks/processes.py list [--plugins 50] [--rounds 30] [--limit-ms 200]
-    python benchmarks/processes.py start [--model FOLDER] [--algorithm EAGLE3] [--draft FOLDER]
     python benchmarks/processes.py load FOLDER [--dtype float32] [--device cuda]
     python benchmarks/processes.py close [--cycles 20] [--bound 50]
 
 list    milliseconds of processes with 50 plugins installed (real distributions: a package that
         would import torch, compiled; METADATA with a README; entry points), in turns with a bare
         ``python -c pass``. Exits with 1 if a median of the wall time is over the limit.
-start   seconds of the parts of a start, with Triton's cache empty and full, with a warm-up and
-        without, and for some requests after it how many kernels were compiled or read, and how many
-        passes recorded, meanwhile: 0 and 0 is what the warm-up is for
 load    what the host's memory grew by at most: of its own (``RssAnon``) and of mapped files
         (``RssFile``), and the device's peak. Linux only.
 close   resident memory after each of some cycles that make an LLM, generate, leave a stream in the
@@ -160,70 +156,6 @@ def measure_list(options: argparse.Namespace) -> int:
     return int(bool(slow))
 
 
-# start
-
-REQUESTS = {
-    "1 × 100": [100],
-    "again": [100],
-    "1 × 37": [37],
-    "1 × 700": [700],
-    "3 × 50": [50, 61, 40],
-    "8 × 200": [200] * 8,
-}
-"""Lengths of the prompts that come together."""
-
-
-def start_once(settings: dict[str, Any]) -> None:
-    """Start in this process, run the requests, and print what they took."""
-    from specplug import LLM, SamplingParams
-    from specplug.kernels.compilations import compilations_counted
-    from specplug.model.loading import choose_device, silence_libraries
-
-    silence_libraries()
-    began = time.perf_counter()
-    with compilations_counted(choose_device(None)) as counts, LLM(**settings) as llm:
-        seconds, runtime = time.perf_counter() - began, llm.engine.runtime
-        parts = ", ".join(f"{name} {took:.2f}" for name, took in llm.startup_seconds.items())
-        recorded, recording = runtime.recordings
-        print(f"  started in {seconds:.2f} s ({parts})")
-        print(
-            f"  {counts.compiled} kernels compiled in {counts.seconds:.2f} s, {counts.cached} "
-            f"read; {recorded} passes recorded in {recording:.2f} s"
-        )
-        for number, (name, lengths) in enumerate(REQUESTS.items()):
-            kernels, passes = counts.compiled + counts.cached, runtime.recordings[0]
-            prompts = [[5 + (number + i * 31) % 900 for i in range(n)] for n in lengths]
-            params = [
-                SamplingParams(max_tokens=32, ignore_eos=True, temperature=0.7 * (i % 2))
-                for i in range(len(prompts))
-            ]
-            began = time.perf_counter()
-            llm.generate(prompts, params)
-            took = time.perf_counter() - began
-            kernels = counts.compiled + counts.cached - kernels
-            passes = runtime.recordings[0] - passes
-            print(
-                f"  {name:8} {took * 1e3:8.0f} ms, {kernels} kernels, {passes} passes", flush=True
-            )
-
-
-def measure_start(options: argparse.Namespace) -> int:
-    """Start four times, each in a process of its own."""
-    common = {
-        "model": options.model,
-        "speculative_algorithm": options.algorithm,
-        "speculative_draft_model_path": options.draft,
-    }
-    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        for cache, warm_up, folder in (
-            *(("empty", "off", first), ("empty", "on", second)),
-            *(("full", "off", second), ("full", "on", second)),
-        ):
-            print(f"cache {cache}, warm-up {warm_up}", flush=True)
-            _in_process("start", common | {"warm_up": warm_up}, TRITON_CACHE_DIR=folder)
-    return 0
-
-
 # load
 
 
@@ -319,22 +251,16 @@ def measure_close(options: argparse.Namespace) -> int:
     """Measure each setting in a process of its own."""
     print(head("setting", "first", "median", "greatest", "last", "growth"), flush=True)
     given = {"cycles": options.cycles, "bound": options.bound}
-    return max(_in_process("close", given | {"setting": name}) for name in SETTINGS)
+    command = [sys.executable, __file__, "close", "--child"]
+    children = (json.dumps({**given, "setting": name}) for name in SETTINGS)
+    return max(subprocess.run([*command, child], check=False).returncode for child in children)
 
 
-CHILDREN = {"start": start_once, "close": close_often}
 MEASURES = {
     "list": measure_list,
-    "start": measure_start,
     "load": measure_load,
     "close": measure_close,
 }
-
-
-def _in_process(name: str, given: dict[str, Any], **variables: str) -> int:
-    """Run one of ``CHILDREN`` in a process of its own; its exit code."""
-    command = [sys.executable, __file__, name, "--child", json.dumps(given)]
-    return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
 
 
 def main() -> int:
@@ -345,9 +271,6 @@ def main() -> int:
     add("--plugins", type=int, default=50)
     add("--rounds", type=int, default=30)
     add("--limit-ms", type=float, default=200)
-    add("--model")
-    add("--algorithm", default="EAGLE3")
-    add("--draft")
     add("--dtype", default="auto", help="as EngineConfig's, auto on the CPU: the files'")
     add("--device", default="cpu")
     add("--cycles", type=int, default=20)
@@ -355,7 +278,7 @@ def main() -> int:
     add("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
-        CHILDREN[options.what](options.child)
+        close_often(options.child)
         return 0
     if options.what == "load" and options.folder is None:
         parser.error("load needs the folder of a checkpoint")

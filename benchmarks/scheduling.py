@@ -38,9 +38,7 @@ from typing import Any
 
 import attrs
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from measurement import head, line
 from torch import Tensor
 
 from specplug import SamplingParams
@@ -311,22 +309,20 @@ def _quartiles(nanoseconds: Sequence[int]) -> tuple[float, float, float]:
 
 
 def measure(
-    cases: Sequence[Case], rounds: int, block: int, tokenizer: Any | None, progress: Progress
+    cases: Sequence[Case], rounds: int, block: int, tokenizer: Any | None
 ) -> Iterator[Cost]:
     """The cases that differ in what waits by turns, the others one after another."""
     groups = defaultdict[Any, list[Case]](list)
     for case in cases:
         groups[case.scene, case.page_size, case.running].append(case)
-    task = progress.add_task("steps", total=len(groups) * rounds)
     for group in groups.values():
         benches = [Bench(case, rounds * block + 64, tokenizer) for case in group]
         gc.collect()
-        gc.disable()  # a collection belongs to nobody's step
+        gc.disable()  # a collection is no step's
         for _ in range(rounds):
             for bench in benches:
                 for _ in range(block):
                     bench.step()
-            progress.advance(task)
         yield from (bench.cost() for bench in benches)
         gc.enable()
 
@@ -350,32 +346,16 @@ def growth(costs: Sequence[Cost]) -> list[str]:
     return found
 
 
-def show(costs: Sequence[Cost], console: Console) -> None:
-    """Print a table for each scene and page size."""
-    tables: dict[tuple[str, int], Table] = {}
-    for cost in costs:
-        case = cost.case
-        key = case.scene, case.page_size
-        if key not in tables:
-            title = f"{case.scene}, pages of {case.page_size}: processor µs a step (middle half)"
-            columns = "running", "waiting", *PARTS, "together", "Python calls", "C calls"
-            tables[key] = Table(*columns, title=title, title_justify="left")
-            for column in tables[key].columns:
-                column.justify = "right"
-        times = [
-            f"{median:,.0f} ({low:,.0f}–{high:,.0f})"
-            for low, median, high in (cost.microseconds[part] for part in PARTS)
-        ]
-        tables[key].add_row(
-            f"{case.running:,}",
-            f"{case.waiting:,}",
-            *times,
-            f"{cost.median:,.0f}",
-            f"{sum(cost.calls.values()):,.0f}",
-            f"{sum(cost.c_calls.values()):,.0f}",
-        )
-    for table in tables.values():
-        console.print(table)
+def row(cost: Cost) -> str:
+    """Return a case's row of the table."""
+    case = cost.case
+    times = [
+        f"{median:,.0f} ({low:,.0f}–{high:,.0f})"
+        for low, median, high in (cost.microseconds[part] for part in PARTS)
+    ]
+    calls = (f"{sum(each.values()):,.0f}" for each in (cost.calls, cost.c_calls))
+    sizes = f"{case.running:,}", f"{case.waiting:,}"
+    return line([case.scene, case.page_size, *sizes, *times, f"{cost.median:,.0f}", *calls])
 
 
 def main() -> int:
@@ -400,10 +380,12 @@ def main() -> int:
         for waiting in arguments.waiting
     ]
     tokenizer = default_tokenizer() if arguments.text else None
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not sys.stderr.isatty()) as progress:
-        costs = list(measure(cases, arguments.rounds, arguments.block, tokenizer, progress))
-    show(costs, Console(width=None if sys.stdout.isatty() else 130))
+    columns = "scene", "page", "running", "waiting", *PARTS, "together", "Python calls", "C calls"
+    print(head(*columns), flush=True)
+    costs = []
+    for cost in measure(cases, arguments.rounds, arguments.block, tokenizer):
+        costs.append(cost)
+        print(row(cost), flush=True)
     print(f"Python {platform.python_version()}, torch {torch.__version__}")
     grown = growth(costs)
     print("\n".join(f"FAILED: {line}" for line in grown) or "flat in the number waiting")

@@ -1,35 +1,28 @@
-"""Microseconds of kernels on one GPU, beside torch: products, norms, experts, prompts, sampling.
+"""Microseconds of kernels on one GPU, beside torch: a layer's products, and attention of prompts.
 
     python benchmarks/gpu/kernel_times.py layer --rows 1 64
     python benchmarks/gpu/kernel_times.py tune --kernels linear gated_linear --rows 1 16 32 64
     python benchmarks/gpu/kernel_times.py chain --rows 1 16 64
-    python benchmarks/gpu/kernel_times.py experts --output DIR
     python benchmarks/gpu/kernel_times.py prompts --lengths 4096 --tiles 64,1,4,5 64,2,4,2,copied
-    python benchmarks/gpu/kernel_times.py sampling
 
 A call is recorded in a CUDA graph several times over copies of its weights, or of its rows, that
 together exceed the L2 cache, and the graph is replayed; the least of several replays counts. GB/s
 are the bytes that the kernel must move (specplug/kernels/README.md) over its time, the limit what
 the card's memory gives.
 
-layer     products, norms and rotations of a layer
+layer     products of a layer, the gated one and the one with rotation among them
 tune      all tiles of a list for the products, the best named, and each that has other bits
 chain     whole layers but their attention, launched one after the other and dependently, with the
           rotation in the product and in a kernel of its own; whether a bit differs
-experts   a mixture of experts beside torch's grouped products as transformers calls them; whether a
-          row has the bits that it has alone
 prompts   attention of a prompt in one pass over a paged pool beside torch's of dense tensors, by
           tile: ROWS,BLOCKS,WARPS,STAGES, and ``copied`` if keys and values are copied in their
           order first, in the same time; whether some rows have the bits of steps of one row
-sampling  choosing tokens of logits that are peaked as a language model's, or nearly flat; exits
-          with 1 if a token differs (where top-p decides, one may: sums are rounded otherwise)
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -214,53 +207,6 @@ def gated_rows(shape: Shape, all_rows: Sequence[int]) -> Iterator[Row]:
         yield Row("gated_linear", f"{inner}x{hidden}", rows, ours, theirs, moved, note)
 
 
-def silu_rows(shape: Shape, all_rows: Sequence[int]) -> Iterator[Row]:
-    from specplug.kernels.silu_mul import silu_mul, silu_mul_reference
-
-    for rows in all_rows:
-        moved = 6 * rows * shape.inner
-        inputs = [tuple(randn(2, rows, shape.inner)) for _ in range(copies_of(moved))]
-        times = time_us(silu_mul, inputs), time_us(silu_mul_reference, inputs)
-        yield Row("silu_mul", f"{shape.inner}", rows, *times, moved)
-
-
-def norm_rows(shape: Shape, all_rows: Sequence[int]) -> Iterator[Row]:
-    from specplug.kernels.rms_norm import layer_norm, rms_norm
-
-    size = shape.hidden
-    weight, bias = randn(size), randn(size)
-    torch_rms = partial(F.rms_norm, normalized_shape=(size,), weight=weight, eps=1e-5)
-    torch_layer = partial(F.layer_norm, normalized_shape=(size,), weight=weight, bias=bias)
-    for rows in all_rows:
-        moved = 4 * rows * size + 2 * size
-        inputs = [(randn(rows, size),) for _ in range(copies_of(moved))]
-        ours = time_us(partial(rms_norm, weight=weight, eps=1e-5), inputs)
-        yield Row("rms_norm", f"{size}", rows, ours, time_us(torch_rms, inputs), moved)
-        ours = time_us(partial(layer_norm, weight=weight, bias=bias, eps=1e-5), inputs)
-        theirs = time_us(torch_layer, inputs)
-        yield Row("layer_norm", f"{size}", rows, ours, theirs, moved + 2 * size)
-
-
-def rotary_rows(shape: Shape, all_rows: Sequence[int]) -> Iterator[Row]:
-    from specplug.kernels.rotary import rotate_and_write, rotate_and_write_reference
-
-    dim, kv_heads = shape.head_dim, shape.kv_heads
-    norms = (randn(dim), randn(dim), 1e-6) if shape.head_norms else None
-    for rows in all_rows:
-        moved = 4 * rows * shape.qkv + 4 * rows * dim
-        count = copies_of(moved)
-        keys, values = randn(2, rows * count + 1, kv_heads, dim)
-        cos, sin = randn(rows, dim), randn(rows, dim)
-        order = torch.arange(1, rows + 1, device=DEVICE)
-        inputs = [
-            (randn(rows, shape.qkv), cos, sin, order + i * rows, keys, values, norms)
-            for i in range(count)
-        ]
-        times = time_us(rotate_and_write, inputs), time_us(rotate_and_write_reference, inputs)
-        told = f"{shape.q_heads}+2x{kv_heads} of {dim}"
-        yield Row("rotate_and_write", told, rows, *times, moved)
-
-
 def linear_then_rotate(x: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor:
     """What ``rotated_linear`` does, by the two kernels that it stands for."""
     from specplug.kernels.linear import linear
@@ -296,9 +242,6 @@ def rotated_rows(shape: Shape, all_rows: Sequence[int]) -> Iterator[Row]:
 PARTS: dict[str, Callable[..., Iterator[Row]]] = {
     "linear": linear_rows,
     "gated_linear": gated_rows,
-    "silu_mul": silu_rows,
-    "norms": norm_rows,
-    "rotary": rotary_rows,
     "rotated_linear": rotated_rows,
 }
 
@@ -440,68 +383,6 @@ def tune_rows(options: argparse.Namespace) -> Iterator[Row]:
         yield Row("tiles", shown, rows, times[best[0]], times[now], 0, note)
 
 
-# A mixture of experts
-
-
-class Mixture:
-    """Experts with random weights, and the choices of R rows, another for each call."""
-
-    calls = 16
-
-    def __init__(self, joint: Tensor, down: Tensor, rows: int, choices: int) -> None:
-        self.joint, self.down = joint, down
-        self.x = randn(rows, joint.shape[2])
-        scores = torch.rand(self.calls, rows, len(joint), device=DEVICE).topk(choices)
-        self.experts, self.weights = scores.indices, scores.values.to(DTYPE)
-
-    def ours(self, call: int, rows: slice = slice(None)) -> Tensor:
-        from specplug.kernels import experts
-
-        chosen = self.experts[call][rows]
-        pairs = experts.sort_pairs(chosen, len(self.joint))
-        gate, up = self.joint.chunk(2, dim=1)
-        inner = experts.expert_gated_linear(self.x[rows], gate, up, pairs)
-        result = experts.expert_linear(inner, self.down, None, pairs)
-        return experts.sum_choices(result, self.weights[call][rows], chosen, len(self.joint))
-
-    def torchs(self, call: int) -> Tensor:
-        """As transformers' grouped_mm implementation."""
-        experts, weights = self.experts[call], self.weights[call]
-        sorted_experts, order = torch.sort(experts.flatten())
-        counts = torch.histc(sorted_experts.int(), len(self.joint), 0, len(self.joint) - 1)
-        ends = counts.cumsum(0, dtype=torch.int32)
-        rows = self.x[order // experts.shape[1]]
-        gate, up = F.grouped_mm(rows, self.joint.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        result = F.grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
-        result = result * weights.flatten()[order].unsqueeze(-1)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=DEVICE)
-        return result[back].view(*experts.shape, -1).sum(1)
-
-    @property
-    def weight_bytes(self) -> float:
-        """Of the experts that a call's rows choose, in the mean."""
-        each = (self.joint[0].nbytes + self.down[0].nbytes) / self.calls
-        return sum(each * len(experts.unique()) for experts in self.experts)
-
-
-@torch.inference_mode()
-def expert_rows(options: argparse.Namespace) -> Iterator[Row]:
-    """Measure a mixture of experts; by default of Qwen3-30B-A3B's shape."""
-    count, choices, hidden, inner = options.experts
-    joint = randn(count, 2 * inner, hidden, scale=hidden**-0.5)
-    down = randn(count, hidden, inner, scale=inner**-0.5)
-    for rows in options.rows:
-        mixture = Mixture(joint, down, rows, choices)
-        calls = [(number,) for number in range(mixture.calls)]
-        equal = torch.equal(mixture.ours(0)[:1], mixture.ours(0, slice(0, 1)))
-        note = f"{'equal' if equal else 'OTHER'} bits alone"
-        ours = time_us(mixture.ours, calls, 10)
-        theirs = ours if DEVICE == "cpu" else time_us(mixture.torchs, calls, 10)
-        shown = f"{count} of {inner}x{hidden}, {choices}"
-        yield Row("experts", shown, rows, ours, theirs, mixture.weight_bytes, note)
-
-
 # Attention of prompts
 
 
@@ -571,77 +452,11 @@ def prompt_rows(options: argparse.Namespace) -> Iterator[Row]:
             yield Row("prompt", text, length, ours, theirs, 0, f"{tflops:.0f} TFLOPS, {same}")
 
 
-# Sampling
-
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"temperature": 0.8},
-    "sampled, penalties": {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.1},
-    "top-k 50": {"temperature": 0.8, "top_k": 50},
-    "top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
-    "top-k 50, top-p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
-}
-SPREADS = {"peaked": 4.0, "flat": 0.05}
-
-
-def sampling_rows(options: argparse.Namespace) -> Iterator[Row]:
-    """Measure the choice of tokens, and count those that differ."""
-    calls = 10 if DEVICE == "cuda" else 1
-    for rows, (spread, scale) in product(options.rows, SPREADS.items()):
-        generator = torch.Generator(DEVICE).manual_seed(rows)
-        logits = torch.randn(calls, rows, options.vocab, generator=generator, device=DEVICE)
-        logits = logits.mul_(scale).bfloat16()
-        for kind, settings in KINDS.items():
-            fused, plain, differing = compare_samplers(logits, settings)
-            if differing > ("top_p" in settings):
-                options.failed = True
-            note = f"{differing} of {calls * rows} differ"
-            yield Row("sampling", f"{kind}, {spread}", rows, fused, plain, logits[0].nbytes, note)
-
-
-def compare_samplers(logits: Tensor, settings: dict[str, Any]) -> tuple[float, float, int]:
-    """Return the microseconds of the kernels and of torch, and how many tokens differ.
-
-    Args:
-        logits: [calls, T, V].
-    """
-    from specplug import SamplingParams
-    from specplug.kernels.kernel_table import kernels_used
-    from specplug.model.sampler import Sampler
-    from specplug.sampling_params import Needs
-
-    _, rows, vocab = logits.shape
-    requests = torch.arange(rows, device=DEVICE) % 32 + 1
-    positions = torch.arange(rows, device=DEVICE) + 100
-    took, chosen = [], []
-    for mode in ("triton", "torch"):
-        sampler = Sampler(33, vocab, torch.device(DEVICE))
-        params = SamplingParams(**settings)
-        for row in range(1, 33):
-            sampler.admit(row, params, row, range(50), range(20, 90))
-        random = sampler.is_random(requests) if params.needs & Needs.NOISE else None
-
-        def call(
-            each: Tensor,
-            sampler: Sampler = sampler,
-            params: SamplingParams = params,
-            random: Tensor | None = random,
-        ) -> Tensor:
-            return sampler.sample(each, params.needs, random, requests, positions, None)
-
-        with kernels_used(mode):
-            took.append(time_us(call, [(each,) for each in logits]))
-            chosen.append(torch.stack([call(each) for each in logits]))
-    return took[0], took[1], int((chosen[0] != chosen[1]).sum())
-
-
 WHAT: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
     "layer": layer_rows,
     "tune": tune_rows,
     "chain": chain_rows,
-    "experts": expert_rows,
     "prompts": prompt_rows,
-    "sampling": sampling_rows,
 }
 
 
@@ -650,9 +465,8 @@ def be_tiny(options: argparse.Namespace) -> None:
     global DEVICE, DTYPE
     os.environ["TRITON_INTERPRET"] = "1"
     DEVICE, DTYPE = "cpu", torch.float16  # the interpreter has no products of bfloat16
-    options.shape, options.rows, options.vocab = "tiny", [1, 17], 300
+    options.shape, options.rows = "tiny", [1, 17]
     options.lengths, options.heads, options.tiles = [70], [2, 1, 16], TILES[:2]
-    options.experts = [4, 2, 64, 32]
 
 
 def main() -> None:
@@ -665,17 +479,13 @@ def main() -> None:
     add("--kernels", choices=PARTS, nargs="+", default=list(PARTS), help="of a layer")
     add("--products", nargs="+", default=["qkv", "o", "gate", "down", "lm_head"])
     add("--plain-launch", action="store_true", help="no dependent launch")
-    add("--experts", type=int, nargs=4, default=[128, 8, 2048, 768],
-        metavar=("E", "CHOICES", "HIDDEN", "INNER"))  # fmt: skip
     add("--lengths", type=int, nargs="+", default=[1 << n for n in range(10, 16)])
     add("--heads", type=int, nargs=3, default=[32, 8, 128], metavar=("H", "HKV", "D"))
     add("--tiles", nargs="+", default=TILES, help="of prompts")
     add("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
-    add("--vocab", type=int, default=128_256)
     add("--output", type=Path, help="a folder for results.jsonl")
     add("--tiny", action="store_true", help="a small shape, by the interpreter")
     options = parser.parse_args()
-    options.failed = False
     if options.tiny:
         be_tiny(options)
     else:
@@ -695,7 +505,6 @@ def main() -> None:
     for row in WHAT[options.what](options):
         print(row.text(rate), flush=True)
         results.add("kernel", what=options.what, **attrs.asdict(row))
-    sys.exit(int(options.failed))
 
 
 if __name__ == "__main__":
