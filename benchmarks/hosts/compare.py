@@ -251,6 +251,10 @@ class Engines:
     def _of_vllm(self, case: Case, arithmetic: str, count: int) -> Any:
         options, target = self._options, self._target
         draft = self._drafted(case)
+        if case.looks_up and not target.trained:
+            draft["num_speculative_tokens"] = NUM_STEPS
+            if "method" in draft:
+                draft |= {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
         ours = "specplug" in draft.get("model", "")
         width = 1 + draft.get("num_speculative_tokens", 0)
         if draft and options.taken is not None:
@@ -459,8 +463,12 @@ def _time_point(
     def generate(name: str, tokens: int) -> Generation:
         return running[name].generate(next(prompts[name]), {"max_tokens": tokens})
 
-    for name in running:
-        generate(name, long + 8)
+    for name in list(running):
+        try:
+            generate(name, long + 8)
+        except RuntimeError as error:
+            print(f"{name}: left out, {error}", file=sys.stderr, flush=True)
+            del running[name]
     calls = {
         name: lambda name=name: (generate(name, SHORT), generate(name, long)) for name in running
     }
@@ -592,7 +600,7 @@ def parse() -> argparse.Namespace:
     if options.arithmetic is None:
         options.arithmetic = ["bfloat16"] if options.gpu else ["float32"]
     if options.part == "speed" and options.shape is None:
-        options.shape = "llama-8b" if options.gpu else "llama-tiny"
+        options.shape = "llama-8b" if options.gpu else "llama-small"
     if not options.gpu:
         options.runner = int(os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")) + 1
     return options
