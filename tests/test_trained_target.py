@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-import recipes
 import torch
-from recipes import RECIPES, Recipe, run_recipes
+import train_target
+from train_target import RECIPES, Recipe, run_recipes
 
 sys.path.insert(0, str(RECIPES))
 import target
@@ -36,7 +36,7 @@ def test_two_ranks_average_to_the_gradient_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "learn.py").write_text(LEARN)
-    monkeypatch.setattr(recipes, "RECIPES", tmp_path)
+    monkeypatch.setattr(train_target, "RECIPES", tmp_path)
     files = [tmp_path / "one.pt", tmp_path / "two.pt"]
     for file, gpus in zip(files, ((None,), ("0", "1")), strict=True):
         run_recipes([Recipe("learn", [file], gpus)], 1.0)
@@ -47,7 +47,7 @@ def test_two_ranks_average_to_the_gradient_of_one(
 def test_recipe_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
     (tmp_path / "waits.py").write_text("import time; time.sleep(600)")
-    monkeypatch.setattr(recipes, "RECIPES", tmp_path)
+    monkeypatch.setattr(train_target, "RECIPES", tmp_path)
     start = time.monotonic()
     with pytest.raises(SystemExit, match="fails failed with exit code 3"):
         run_recipes([Recipe("waits", [], ("0", "1")), Recipe("fails", [])], 1.0)
