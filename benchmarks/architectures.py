@@ -118,7 +118,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                 "long_factor": [2.0, 2.5, 3.0, 4.0],
                 "factor": 4.0,
                 "original_max_position_embeddings": 64,
-            },
+            }
         },
     ),
     "gemma2, soft caps": (

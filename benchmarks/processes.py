@@ -256,11 +256,7 @@ def measure_close(options: argparse.Namespace) -> int:
     return max(subprocess.run([*command, child], check=False).returncode for child in children)
 
 
-MEASURES = {
-    "list": measure_list,
-    "load": measure_load,
-    "close": measure_close,
-}
+MEASURES = {"list": measure_list, "load": measure_load, "close": measure_close}
 
 
 def main() -> int:
