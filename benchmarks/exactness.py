@@ -25,8 +25,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -154,23 +155,27 @@ def run(
     from specplug import LLM, SamplingParams
 
     torch.set_num_threads(1)
-    if device == "cuda":
-        forbid_waiting()
     start = time.perf_counter()
-    with LLM(
-        dtype="float32",
-        device=device,
-        **(target or {"speculative_algorithm": setting.algorithm}),
-        speculative_eagle_topk=setting.topk,
-        speculative_num_steps=setting.num_steps,
-        max_running_requests=setting.batch,
-        page_size=setting.page_size,
-        disable_overlap_schedule=not setting.overlap,
-        chunked_prefill_size=setting.chunk,
-        enable_mixed_chunk=setting.pressed,
-        disable_radix_cache=not setting.pressed,
-        max_total_tokens=2 * (longest(tuple(prompts)) + max_tokens) if setting.pressed else None,
-    ) as llm:
+    on_gpu = device == "cuda"
+    with (
+        waiting_forbidden(setting.algorithm) if on_gpu else nullcontext(),
+        LLM(
+            dtype="float32",
+            device=device,
+            **(target or {"speculative_algorithm": setting.algorithm}),
+            speculative_eagle_topk=setting.topk,
+            speculative_num_steps=setting.num_steps,
+            max_running_requests=setting.batch,
+            page_size=setting.page_size,
+            disable_overlap_schedule=not setting.overlap,
+            chunked_prefill_size=setting.chunk,
+            enable_mixed_chunk=setting.pressed,
+            disable_radix_cache=not setting.pressed,
+            max_total_tokens=2 * (longest(tuple(prompts)) + max_tokens)
+            if setting.pressed
+            else None,
+        ) as llm,
+    ):
         params = [
             SamplingParams(
                 max_tokens=max_tokens, temperature=SAMPLINGS[setting.sampling], seed=index
@@ -189,8 +194,8 @@ def run(
         )
 
 
-@functools.cache
-def forbid_waiting() -> None:
+@contextmanager
+def waiting_forbidden(algorithm: str) -> Iterator[None]:
     """Make every step raise where the host would wait for the device, but NGRAM's, which drafts on
     the host: its future map waits, by design, in resolve."""
     import torch
@@ -200,14 +205,17 @@ def forbid_waiting() -> None:
     launch = StepRunner.run
 
     def run(self: StepRunner, scheduled: Any) -> Any:
-        strict = self._runtime.config.algorithm != "NGRAM"
-        torch.cuda.set_sync_debug_mode("error" if strict else "default")
+        torch.cuda.set_sync_debug_mode("default" if algorithm == "NGRAM" else "error")
         try:
             return launch(self, scheduled)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
     StepRunner.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        StepRunner.run = launch  # type: ignore[method-assign]
 
 
 class Judge:
