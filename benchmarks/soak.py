@@ -381,7 +381,7 @@ def losses(llm: LLM, others: Container[Request] = ()) -> list[str]:
     """Pages, rows and requests that did not come back, now that nothing runs.
 
     Args:
-        others: requests that are somebody else's.
+        others: requests of other engines.
     """
     scheduler, found = llm.engine.scheduler, []
     pool, cache, table = scheduler.cache.pool, scheduler.cache, scheduler.table

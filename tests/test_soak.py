@@ -50,7 +50,7 @@ def windows() -> list[object]:
         ({"objects": 1100}, "objects"),
         ({"memory": 517.0}, "memory"),
         ({"cpu_seconds": 1.2}, "tokens a processor second"),
-        ({"seconds": 9.0}, None),  # somebody else had the processor
+        ({"seconds": 9.0}, None),  # other work had the processor
     ],
 )
 def test_growth_is_told(windows: list[object], change: dict[str, float], complaint: str) -> None:

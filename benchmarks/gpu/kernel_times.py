@@ -34,6 +34,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 from points import Results, bandwidth, measured_commit, replay_us
+from shapes import SHAPES
 from torch import Tensor
 
 L2_BYTES = 256 << 20
@@ -41,50 +42,32 @@ L2_BYTES = 256 << 20
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
-@attrs.frozen
 class Shape:
-    """A target's layer.
+    """The sizes of a target's layer, of a ``config.json`` of ``shapes.py``.
 
     Attributes:
         hidden, inner: H and I.
         q_heads, kv_heads, head_dim: of the attention.
-        vocab: of the LM head.
         head_norms: whether queries and keys are normed (Qwen 3).
         num_layers: of the target.
+        qkv: outputs of the joint product.
+        linears: outputs, inputs and whether a residual is added, by name.
     """
 
-    hidden: int
-    inner: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    head_norms: bool
-    num_layers: int
-
-    @property
-    def qkv(self) -> int:
-        """Outputs of the joint product."""
-        return (self.q_heads + 2 * self.kv_heads) * self.head_dim
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int, bool]]:
-        """Outputs, inputs and whether a residual is added, by name."""
-        return {
-            "qkv": (self.qkv, self.hidden, False),
-            "o": (self.hidden, self.q_heads * self.head_dim, True),
-            "gate": (self.inner, self.hidden, False),
-            "down": (self.hidden, self.inner, True),
-            "lm_head": (self.vocab, self.hidden, False),
+    def __init__(self, name: str) -> None:
+        config = SHAPES[name]
+        self.hidden, self.inner = hidden, inner = config["hidden_size"], config["intermediate_size"]
+        self.q_heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.head_dim, self.num_layers = config["head_dim"], config["num_hidden_layers"]
+        self.head_norms = config["model_type"] == "qwen3"
+        self.qkv = (self.q_heads + 2 * self.kv_heads) * self.head_dim
+        self.linears: dict[str, tuple[int, int, bool]] = {
+            "qkv": (self.qkv, hidden, False),
+            "o": (hidden, self.q_heads * self.head_dim, True),
+            "gate": (inner, hidden, False),
+            "down": (hidden, inner, True),
+            "lm_head": (config["vocab_size"], hidden, False),
         }
-
-
-LAYERS = {
-    "llama-8b": Shape(4096, 14336, 32, 8, 128, 128256, False, 32),
-    "qwen3-8b": Shape(4096, 12288, 32, 8, 128, 151936, True, 36),
-    "llama-1b": Shape(2048, 8192, 32, 8, 64, 128256, False, 16),
-    "tiny": Shape(64, 96, 4, 2, 16, 128, True, 2),
-}
 
 
 def time_us(call: Callable[..., Any], inputs: Sequence[Sequence[Any]], repeats: int = 5) -> float:
@@ -250,7 +233,7 @@ def layer_rows(options: argparse.Namespace) -> Iterator[Row]:
     """Measure the kernels of a layer."""
     for kind in options.kernels:
         more = {"names": options.products} if kind == "linear" else {}
-        yield from PARTS[kind](LAYERS[options.shape], options.rows, **more)
+        yield from PARTS[kind](Shape(options.shape), options.rows, **more)
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
 
@@ -307,7 +290,7 @@ def chain_rows(options: argparse.Namespace) -> Iterator[Row]:
     """Measure whole layers by kind of launch; the first kind is told in torch's place."""
     from specplug.kernels import dependent_launch
 
-    shape = LAYERS[options.shape]
+    shape = Shape(options.shape)
     sizes = {**shape.linears, "up": shape.linears["gate"]}
     del sizes["lm_head"]
     layers = [
@@ -354,7 +337,7 @@ def tune_rows(options: argparse.Namespace) -> Iterator[Row]:
     place."""
     from specplug.kernels.linear import choose_gated_tile, choose_tile, gated_linear, linear
 
-    shape = LAYERS[options.shape]
+    shape = Shape(options.shape)
     cases = [(name, *shape.linears[name]) for name in options.products]
     cases += [("gated", shape.inner, shape.hidden, False)] * ("gated_linear" in options.kernels)
     for (name, outputs, inputs, adds), rows in product(cases, options.rows):
@@ -465,7 +448,7 @@ def be_tiny(options: argparse.Namespace) -> None:
     global DEVICE, DTYPE
     os.environ["TRITON_INTERPRET"] = "1"
     DEVICE, DTYPE = "cpu", torch.float16  # the interpreter has no products of bfloat16
-    options.shape, options.rows = "tiny", [1, 17]
+    options.shape, options.rows = "qwen3-tiny", [1, 17]
     options.lengths, options.heads, options.tiles = [70], [2, 1, 16], TILES[:2]
 
 
@@ -474,7 +457,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("what", choices=WHAT)
-    add("--shape", choices=LAYERS, default="llama-8b")
+    add("--shape", choices=SHAPES, default="llama-8b")
     add("--rows", type=int, nargs="+", default=[1, 16, 64, 128, 512, 4096])
     add("--kernels", choices=PARTS, nargs="+", default=list(PARTS), help="of a layer")
     add("--products", nargs="+", default=["qkv", "o", "gate", "down", "lm_head"])

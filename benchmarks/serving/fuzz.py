@@ -1,6 +1,6 @@
 """Thousands of generated requests to a real server: does any take it down, or a page with it?
 
-    python benchmarks/serving/fuzz.py [--requests N] [--workers N] [--seed N] [--json FILE]
+    python benchmarks/serving/fuzz.py [--requests N] [--workers N] [--seed N]
 
 schemathesis reads the server's own schema and generates requests from it, as many valid as invalid
 ones, for every endpoint; most for the two that complete. It holds each response against the
@@ -9,7 +9,7 @@ runs NGRAM with a small context, a small queue and a small KV pool, and checks i
 is idle (``SPECPLUG_DEBUG=1``). Printed is how often each endpoint gave each status. Exits with 1 if
 
 - a response has a status of 5xx, or is not what the schema says;
-- afterwards a request is open, or a KV page neither free nor cached for nobody;
+- afterwards a request is open, or a KV page is neither free nor cached;
 - a completion then is not what it was before;
 - the server has written to standard error (but for xgrammar's warnings about a regular expression),
   or does not end with 0 on SIGTERM.
@@ -18,7 +18,6 @@ is idle (``SPECPLUG_DEBUG=1``). Printed is how often each endpoint gave each sta
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
@@ -30,7 +29,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -234,15 +232,10 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     result = fuzz(arguments.requests, arguments.workers, arguments.seed)
     show(result)
-    if arguments.json:
-        rows = [[*key, count] for key, count in sorted(result.statuses.items())]
-        figures = {"statuses": rows, "seconds": result.seconds, "failures": result.failures}
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 1 if result.failures else 0
 
 

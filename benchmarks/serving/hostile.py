@@ -1,6 +1,6 @@
 """Requests that are made to hurt: how long does another client wait for its next token?
 
-    python benchmarks/serving/hostile.py [--only WORD] [--rounds N] [--json FILE]
+    python benchmarks/serving/hostile.py [--only WORD] [--rounds N]
 
 A client streams completions one after another, all the time. Meanwhile another sends one bad
 request after another, each as large as the server takes or as slow as it bears, and all of them
@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import attrs
 import requests
 from server_process import ServerProcess, head, line, start_server
 
@@ -219,42 +218,23 @@ def slow_readers(server: ServerProcess) -> str:
         return send(server, "/v1/models/x", {})
 
 
-@attrs.frozen
-class Row:
-    """What came of an attack.
+def measured(server: ServerProcess, only: str, rounds: int) -> Iterator[tuple[list[object], float]]:
+    """Make the attacks whose name has ``only`` in it, so many times all of them.
 
-    Attributes:
-        round: from 1.
-        name: of the attack.
-        status: of the answer, or what else became of the request.
-        seconds: until then.
-        wait: the streaming client's longest, in seconds.
-        server, engine: MiB of resident memory.
+    Returns:
+        For each a row of the table, and the streaming client's longest wait in seconds.
     """
 
-    round: int
-    name: str
-    status: str
-    seconds: float
-    wait: float
-    server: float
-    engine: float
+    def told(*cells: object) -> tuple[list[object], float]:
+        wait, sizes = reader.longest(), memory(server)
+        return [*cells, f"{wait:.2f}", *(f"{size:.0f}" for size in sizes)], wait
 
-    def cells(self) -> list[str]:
-        """The row as texts."""
-        times, sizes = (self.seconds, self.wait), (self.server, self.engine)
-        texts = [*(f"{each:.2f}" for each in times), *(f"{each:.0f}" for each in sizes)]
-        return [str(self.round), self.name, self.status, *texts]
-
-
-def measured(server: ServerProcess, only: str, rounds: int) -> Iterator[Row]:
-    """Make the attacks whose name has ``only`` in it, so many times all of them."""
     reader = Reader(server)
     reader.start()
     time.sleep(2)
     reader.longest()
     time.sleep(3)
-    yield Row(1, "none", "", 3.0, reader.longest(), *memory(server))
+    yield told(1, "none", "", "3.00")
     kinds: dict[str, Callable[[], str]] = {
         name: partial(send_made, server, path, make)
         for path, bodies in ((COMPLETIONS, COMPLETION_BODIES), (CHAT, CHAT_BODIES))
@@ -269,7 +249,7 @@ def measured(server: ServerProcess, only: str, rounds: int) -> Iterator[Row]:
         status = kinds[name]()
         seconds = time.monotonic() - began
         time.sleep(0.5)
-        yield Row(number, name, status, seconds, reader.longest(), *memory(server))
+        yield told(number, name, status, f"{seconds:.2f}")
 
 
 def main() -> int:
@@ -277,24 +257,21 @@ def main() -> int:
     parser.add_argument("--only", default="", help="attacks whose name has this in it")
     parser.add_argument("--rounds", type=int, default=1, help="how often all are made")
     parser.add_argument("--most", type=float, default=5.0, help="seconds that the client may wait")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     template = Path(__file__).with_name("chat.jinja")
     template.write_text(TEMPLATE)
     server = start_server("--chat-template", str(template))
     template.unlink()
     print(head("round", "attack", "status", "seconds", "wait, s", "server, MiB", "engine, MiB"))
-    rows = []
+    waits = []
     try:
-        for row in measured(server, arguments.only, arguments.rounds):
-            print(line(row.cells()), flush=True)
-            rows.append(row)
+        for cells, wait in measured(server, arguments.only, arguments.rounds):
+            print(line(cells), flush=True)
+            waits.append(wait)
     finally:
         server.kill()
     print("".join(server.errors), end="", file=sys.stderr)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([*map(attrs.asdict, rows)], indent=1) + "\n")
-    return 1 if server.errors or max(row.wait for row in rows) > arguments.most else 0
+    return 1 if server.errors or max(waits) > arguments.most else 0
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class ServerProcess:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing runs or waits, and every KV page is free or cached for nobody."""
+        """Whether nothing runs or waits, and every KV page is free or in the cache alone."""
         busy = self.metric("running_requests") + self.metric("waiting_requests")
         pages = {state: self.metric("kv_pages", state=state) for state in ("total", "available")}
         assert pages["total"] > 0
@@ -145,7 +145,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A port that nobody uses now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

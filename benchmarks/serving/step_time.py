@@ -1,6 +1,6 @@
 """Does HTTP hold up the engine's steps? Their time with no other stream open, and with 200.
 
-    python benchmarks/serving/step_time.py [--streams N] [--rounds N] [--seconds S] [--json FILE]
+    python benchmarks/serving/step_time.py [--streams N] [--rounds N] [--seconds S]
 
 A real server (``specplug serve``) runs a batch of 8 requests that generate all the time; their
 streams are read. A step's time is what passes in the engine process from the end of one decode
@@ -8,7 +8,7 @@ step of all eight to the end of the next, told by the ``on_step`` hook of a smal
 installed for the purpose. It is measured for some seconds, beginning ``SETTLE`` after the eight
 have been sent, under two conditions, which take turns:
 
-alone   nobody else is connected
+alone   no other client is connected
 open    200 more streams are open, whose requests wait for the eight; the client hangs up on one
         of them, and opens another, ten times a second, so that requests are parsed, tokenized and
         aborted all the time; and ten times a second /metrics is asked for
@@ -39,8 +39,6 @@ from urllib.parse import urlsplit
 
 import attrs
 from server_process import ServerProcess, head, line, start_server
-
-from specplug.bench.machine import describe_machine, versions
 
 BATCH = 8
 SETTLE = 3.0
@@ -217,19 +215,11 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     with observed_server(options.streams) as (server, file):
         asked = compare(server, file, options.streams, options.rounds, options.seconds)
         found = asyncio.run(asked)
     show(found)
-    if options.json:
-        figures = {
-            "machine": describe_machine("cpu"),
-            "versions": versions(("specplug", "torch", "fastapi", "uvicorn", "pyzmq")),
-            "seconds": found,
-        }
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 
 
