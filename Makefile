@@ -31,9 +31,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/list_startup.py
+	$(BIN)/python benchmarks/processes.py list
 	$(BIN)/specplug bench --output build/bench
-	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/hosts/compare.py prompts embedded --batch 1 --prompts 1 --rounds 40 --max-tokens 128
 
 clean:
 	rm -rf $(VENV) $(VENV)-*

@@ -50,72 +50,39 @@ VOCAB_SIZE = 96
 TOLERANCE = 1e-3
 _DEPTH, _NODES = 4, 9
 _RIGHT = 0.67
+_VALUES: dict[Any, str] = {
+    VOCAB_SIZE: "vocab_size vocab_size_per_layer_input",
+    32: "hidden_size n_embd d_model",
+    48: "intermediate_size decoder_ffn_dim encoder_ffn_dim ffn_dim",
+    3: "num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers",
+    4: (
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
+        "encoder_attention_heads num_experts num_local_experts n_routed_experts "
+        "moe_num_experts qk_rope_head_dim rotary_dim index_topk"
+    ),
+    2: (
+        "num_key_value_heads num_experts_per_tok n_group eos_token_id moe_k moe_topk "
+        "index_n_heads attn_layer_period"
+    ),
+    8: (
+        "head_dim qk_nope_head_dim index_head_dim mamba_n_heads mamba_d_head "
+        "hidden_size_per_layer_input"
+    ),
+    128: "max_position_embeddings n_positions max_seq_len",
+    6: "sliding_window v_head_dim keep_window_size",
+    1: (
+        "max_window_layers n_shared_experts num_shared_experts topk_group "
+        "first_k_dense_replace bos_token_id attn_layer_offset depth"
+    ),
+    16: "moe_intermediate_size shared_expert_intermediate_size",
+    12: "q_lora_rank qk_head_dim",
+    10: "kv_lora_rank",
+    0: "pad_token_id num_kv_shared_layers",
+}
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "n_embd": 32,
-    "d_model": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_layers": 3,
-    "n_layer": 3,
-    "n_layers": 3,
-    "decoder_layers": 3,
-    "encoder_layers": 3,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "decoder_ffn_dim": 48,
-    "encoder_ffn_dim": 48,
-    "ffn_dim": 48,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "n_positions": 128,
-    "max_seq_len": 128,
-    "sliding_window": 6,
+    **{name: value for value, names in _VALUES.items() for name in names.split()},
     "use_sliding_window": True,
-    "max_window_layers": 1,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "qk_head_dim": 12,
-    "v_head_dim": 6,
-    "first_k_dense_replace": 1,
-    "rotary_dim": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
     "attention_dropout": 0.0,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "index_topk": 4,
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "keep_window_size": 6,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCAB_SIZE,
-    "num_kv_shared_layers": 0,
-    "depth": 1,
 }
 """What a configuration gets of these, if its class has it."""
 _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -151,7 +118,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                 "long_factor": [2.0, 2.5, 3.0, 4.0],
                 "factor": 4.0,
                 "original_max_position_embeddings": 64,
-            },
+            }
         },
     ),
     "gemma2, soft caps": (

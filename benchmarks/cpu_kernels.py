@@ -55,10 +55,7 @@ class Shape:
     head_dim: int
 
 
-SHAPES = (
-    Shape("default", 160, 416, 5, 5, 32),
-    Shape("0.5B", 896, 4864, 14, 2, 64),
-)
+SHAPES = (Shape("default", 160, 416, 5, 5, 32), Shape("0.5B", 896, 4864, 14, 2, 64))
 DECODES = ((1, 1, 300), (1, 6, 300), (12, 1, 300), (12, 6, 300), (1, 1, 1500), (12, 1, 1500))
 """Requests, rows of each, committed tokens of each."""
 PROMPTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2040)
@@ -97,11 +94,7 @@ class Pool:
 
     def plan(self, rows: int, start: int, kernels: CPUKernels | None) -> PagedPlan:
         """Return a plan of as many rows for each request."""
-        slots = RequestSlots(
-            slots=self.table,
-            last_position=CONTEXT - 1,
-            cpu_kernels=kernels,
-        )
+        slots = RequestSlots(slots=self.table, last_position=CONTEXT - 1, cpu_kernels=kernels)
         return PagedPlan(
             requests=slots,
             req_indices=torch.arange(1, self.bs + 1),

@@ -2,6 +2,7 @@
 
     python benchmarks/exactness.py --jobs 2            # the whole matrix
     python benchmarks/exactness.py --quick             # settings that hold every pair of values
+    python benchmarks/exactness.py --quick --device cuda --jobs 4
 
 Each algorithm runs greedily and at temperature 0.8 with seeds, at batch 1 and 7, page sizes 1 and
 16, overlap on and off, prefill unchunked and in chunks of 8, with 1 and 4 drafting steps and, where
@@ -11,7 +12,8 @@ pool holds two requests at most, so that drafts shrink, pages are evicted and re
 retracted. The reference is NONE at batch 1, unchunked, without overlap. Where a token differs, the
 position is computed again in float64, and the row says how far apart the two best tokens were: a
 forward over N rows rounds otherwise than one over a single row, so a gap of the size of float32's
-rounding is a tie. Exits non-zero if anything else differs, or if a page of the KV pool is lost.
+rounding is a tie. On "cuda" no step may make the host wait for the device. Exits non-zero if
+anything else differs, or if a page of the KV pool is lost.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -93,38 +97,18 @@ def matrix(registry: Registry, algorithms: Sequence[str]) -> list[Setting]:
     settings = []
     for algorithm in algorithms:
         info = registry.select(algorithm).info
-        settings += [
-            Setting(
-                algorithm=algorithm,
-                sampling=sampling,
-                batch=batch,
-                page_size=page_size,
-                overlap=overlap,
-                chunk=chunk,
-                topk=topk,
-                num_steps=num_steps,
-                pressed=pressed,
-            )
-            for (
-                sampling,
-                batch,
-                page_size,
-                overlap,
-                chunk,
-                topk,
-                num_steps,
-                pressed,
-            ) in itertools.product(
-                SAMPLINGS,
-                (1, 7),
-                (1, 16),
-                (True, False),
-                (None, 8),
-                (1, 4) if info.capabilities.branching else (1,),
-                (1, 4) if info.defaults.num_draft_tokens != 1 else (1,),
-                (False, True),
-            )
-        ]
+        axes = {
+            "sampling": tuple(SAMPLINGS),
+            "batch": (1, 7),
+            "page_size": (1, 16),
+            "overlap": (True, False),
+            "chunk": (None, 8),
+            "topk": (1, 4) if info.capabilities.branching else (1,),
+            "num_steps": (1, 4) if info.defaults.num_draft_tokens != 1 else (1,),
+            "pressed": (False, True),
+        }
+        for values in itertools.product(*axes.values()):
+            settings.append(Setting(algorithm=algorithm, **dict(zip(axes, values, strict=True))))
     return settings
 
 
@@ -158,10 +142,12 @@ def run(
     prompts: Sequence[str],
     max_tokens: int,
     target: Mapping[str, Any] | None = None,
+    device: str = "cpu",
 ) -> Run:
     """Complete all prompts under a setting.
 
     Args:
+        device: on "cuda" a step that makes the host wait for the device raises.
         target: arguments of ``LLM`` for another target than the default model, with its tokenizer.
     """
     import torch
@@ -170,20 +156,26 @@ def run(
 
     torch.set_num_threads(1)
     start = time.perf_counter()
-    with LLM(
-        dtype="float32",
-        device="cpu",
-        **(target or {"speculative_algorithm": setting.algorithm}),
-        speculative_eagle_topk=setting.topk,
-        speculative_num_steps=setting.num_steps,
-        max_running_requests=setting.batch,
-        page_size=setting.page_size,
-        disable_overlap_schedule=not setting.overlap,
-        chunked_prefill_size=setting.chunk,
-        enable_mixed_chunk=setting.pressed,
-        disable_radix_cache=not setting.pressed,
-        max_total_tokens=2 * (longest(tuple(prompts)) + max_tokens) if setting.pressed else None,
-    ) as llm:
+    on_gpu = device == "cuda"
+    with (
+        waiting_forbidden(setting.algorithm) if on_gpu else nullcontext(),
+        LLM(
+            dtype="float32",
+            device=device,
+            **(target or {"speculative_algorithm": setting.algorithm}),
+            speculative_eagle_topk=setting.topk,
+            speculative_num_steps=setting.num_steps,
+            max_running_requests=setting.batch,
+            page_size=setting.page_size,
+            disable_overlap_schedule=not setting.overlap,
+            chunked_prefill_size=setting.chunk,
+            enable_mixed_chunk=setting.pressed,
+            disable_radix_cache=not setting.pressed,
+            max_total_tokens=2 * (longest(tuple(prompts)) + max_tokens)
+            if setting.pressed
+            else None,
+        ) as llm,
+    ):
         params = [
             SamplingParams(
                 max_tokens=max_tokens, temperature=SAMPLINGS[setting.sampling], seed=index
@@ -200,6 +192,30 @@ def run(
             seconds=time.perf_counter() - start,
             pool_whole=True,
         )
+
+
+@contextmanager
+def waiting_forbidden(algorithm: str) -> Iterator[None]:
+    """Make every step raise where the host would wait for the device, but NGRAM's, which drafts on
+    the host: its future map waits, by design, in resolve."""
+    import torch
+
+    from specplug.engine.step import StepRunner
+
+    launch = StepRunner.run
+
+    def run(self: StepRunner, scheduled: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default" if algorithm == "NGRAM" else "error")
+        try:
+            return launch(self, scheduled)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    StepRunner.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        StepRunner.run = launch  # type: ignore[method-assign]
 
 
 class Judge:
@@ -256,6 +272,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a covering part of the matrix")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--algorithms", nargs="*", help="default: all that are installed")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", type=Path, help="write every row here")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -270,9 +287,9 @@ def main() -> int:
         settings = [s for a in algorithms for s in covering(matrix(registry, [a]))]
     settings.sort(key=lambda setting: setting.batch)  # the slow ones first
     rows, failed = [], False
-    with ProcessPoolExecutor(arguments.jobs) as pool:
+    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
         futures = [
-            pool.submit(run, setting, prompts, arguments.max_tokens)
+            pool.submit(run, setting, prompts, arguments.max_tokens, device=arguments.device)
             for setting in (*references, *settings)
         ]
         expected = {future.result().setting.sampling: future.result() for future in futures[:2]}

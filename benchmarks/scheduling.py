@@ -1,6 +1,6 @@
 """What a step costs on the host, by requests that run and requests that wait.
 
-    python benchmarks/scheduling.py [--json FILE]
+    python benchmarks/scheduling.py
 
 The real engine, scheduler, prefix cache and request table under NONE, with overlap, mixed prefill
 and decode, and the prefix cache on; but the step runner has its results ready before it is asked.
@@ -8,7 +8,7 @@ What is left is the host's own work in a step, in four parts: looking for aborte
 (``Engine._process_aborts``), ``Scheduler.schedule``, ``RequestTable.flush``, and
 ``Engine._process`` with its report and the statistics. Three scenes:
 
-steady      as many run as have a row, and all go on; nobody is admitted
+steady      as many run as have a row, and all go on; none is admitted
 turnover    requests of 16 to 48 tokens end, others are admitted, cached pages are evicted
 aborts      as steady; before each step one of the waiting is aborted and another comes
 
@@ -23,24 +23,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import platform
 import random
-import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import attrs
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from measurement import head, line, quartiles
 from torch import Tensor
 
 from specplug import SamplingParams
@@ -93,14 +88,14 @@ class Cost:
 
     Attributes:
         microseconds: of each part, the first quartile, median and third quartile.
-        calls: of each part, functions of Python called a step; a generator's resumption is one.
-        c_calls: of each part, functions of C.
+        calls, c_calls: functions of Python and of C called a step, of all parts; a generator's
+            resumption is one.
     """
 
     case: Case
     microseconds: dict[str, tuple[float, float, float]]
-    calls: dict[str, float]
-    c_calls: dict[str, float]
+    calls: float
+    c_calls: float
 
     @property
     def median(self) -> float:
@@ -110,7 +105,7 @@ class Cost:
     @property
     def all_calls(self) -> float:
         """Of Python and C, in all parts."""
-        return sum(self.calls.values()) + sum(self.c_calls.values())
+        return self.calls + self.c_calls
 
 
 class ReadySteps(StepRunner):
@@ -159,7 +154,7 @@ class Probe:
 
     def __init__(self, engine: Engine, table: RequestTable) -> None:
         self.nanoseconds: defaultdict[str, list[int]] = defaultdict(list)
-        self.calls: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.calls: Counter[str] = Counter()
         self.counting = False
         self._wrap(engine, "_process_aborts", "aborts")
         self._wrap(engine.scheduler, "schedule", "schedule")
@@ -171,7 +166,7 @@ class Probe:
 
         def outer(*arguments: Any) -> Any:
             if self.counting:
-                sys.setprofile(self._counter(part))
+                sys.setprofile(self._count)
                 try:
                     return inner(*arguments)
                 finally:
@@ -183,13 +178,8 @@ class Probe:
 
         setattr(owner, name, outer)
 
-    def _counter(self, part: str) -> Callable[[FrameType, str, Any], None]:
-        calls = self.calls[part]
-
-        def count(frame: FrameType, event: str, argument: Any) -> None:
-            calls[event] += 1
-
-        return count
+    def _count(self, frame: FrameType, event: str, argument: Any) -> None:
+        self.calls[event] += 1
 
     def forget(self) -> None:
         """Drop what was measured."""
@@ -283,50 +273,39 @@ class Bench:
             if waiting.get(request.request_id) is not None:  # the heap keeps some that have ended
                 return request.request_id
 
-    def cost(self) -> Cost:
-        """What was measured."""
-        probe, counted = self.probe, self._count()
-        return Cost(
-            case=self.case,
-            microseconds={part: _quartiles(probe.nanoseconds[part]) for part in PARTS},
-            calls={part: counted[part]["call"] for part in PARTS},
-            c_calls={part: counted[part]["c_call"] for part in PARTS},
-        )
-
-    def _count(self, steps: int = 32) -> dict[str, dict[str, float]]:
-        """Calls a step by part and kind."""
-        self.probe.counting = True
+    def cost(self, steps: int = 32) -> Cost:
+        """What was measured, and the calls of some steps more."""
+        probe = self.probe
+        probe.counting = True
         for _ in range(steps):
             self.step()
-        self.probe.counting = False
-        calls = self.probe.calls
-        return {
-            part: {kind: calls[part][kind] / steps for kind in ("call", "c_call")} for part in PARTS
-        }
-
-
-def _quartiles(nanoseconds: Sequence[int]) -> tuple[float, float, float]:
-    low, median, high = statistics.quantiles(nanoseconds, n=4, method="inclusive")
-    return low / 1e3, median / 1e3, high / 1e3
+        probe.counting = False
+        return Cost(
+            case=self.case,
+            microseconds={
+                part: tuple(each / 1e3 for each in quartiles(probe.nanoseconds[part]))
+                for part in PARTS
+            },
+            calls=probe.calls["call"] / steps,
+            c_calls=probe.calls["c_call"] / steps,
+        )
 
 
 def measure(
-    cases: Sequence[Case], rounds: int, block: int, tokenizer: Any | None, progress: Progress
+    cases: Sequence[Case], rounds: int, block: int, tokenizer: Any | None
 ) -> Iterator[Cost]:
     """The cases that differ in what waits by turns, the others one after another."""
     groups = defaultdict[Any, list[Case]](list)
     for case in cases:
         groups[case.scene, case.page_size, case.running].append(case)
-    task = progress.add_task("steps", total=len(groups) * rounds)
     for group in groups.values():
         benches = [Bench(case, rounds * block + 64, tokenizer) for case in group]
         gc.collect()
-        gc.disable()  # a collection belongs to nobody's step
+        gc.disable()  # a collection is no step's
         for _ in range(rounds):
             for bench in benches:
                 for _ in range(block):
                     bench.step()
-            progress.advance(task)
         yield from (bench.cost() for bench in benches)
         gc.enable()
 
@@ -350,32 +329,16 @@ def growth(costs: Sequence[Cost]) -> list[str]:
     return found
 
 
-def show(costs: Sequence[Cost], console: Console) -> None:
-    """Print a table for each scene and page size."""
-    tables: dict[tuple[str, int], Table] = {}
-    for cost in costs:
-        case = cost.case
-        key = case.scene, case.page_size
-        if key not in tables:
-            title = f"{case.scene}, pages of {case.page_size}: processor µs a step (middle half)"
-            columns = "running", "waiting", *PARTS, "together", "Python calls", "C calls"
-            tables[key] = Table(*columns, title=title, title_justify="left")
-            for column in tables[key].columns:
-                column.justify = "right"
-        times = [
-            f"{median:,.0f} ({low:,.0f}–{high:,.0f})"
-            for low, median, high in (cost.microseconds[part] for part in PARTS)
-        ]
-        tables[key].add_row(
-            f"{case.running:,}",
-            f"{case.waiting:,}",
-            *times,
-            f"{cost.median:,.0f}",
-            f"{sum(cost.calls.values()):,.0f}",
-            f"{sum(cost.c_calls.values()):,.0f}",
-        )
-    for table in tables.values():
-        console.print(table)
+def row(cost: Cost) -> str:
+    """Return a case's row of the table."""
+    case = cost.case
+    times = [
+        f"{median:,.0f} ({low:,.0f}–{high:,.0f})"
+        for low, median, high in (cost.microseconds[part] for part in PARTS)
+    ]
+    calls = f"{cost.calls:,.0f}", f"{cost.c_calls:,.0f}"
+    sizes = f"{case.running:,}", f"{case.waiting:,}"
+    return line([case.scene, case.page_size, *sizes, *times, f"{cost.median:,.0f}", *calls])
 
 
 def main() -> int:
@@ -388,7 +351,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=30, help="turns of each case")
     parser.add_argument("--block", type=int, default=10, help="steps a turn")
     parser.add_argument("--text", action="store_true", help="turn tokens into text, as users do")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -400,21 +362,15 @@ def main() -> int:
         for waiting in arguments.waiting
     ]
     tokenizer = default_tokenizer() if arguments.text else None
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not sys.stderr.isatty()) as progress:
-        costs = list(measure(cases, arguments.rounds, arguments.block, tokenizer, progress))
-    show(costs, Console(width=None if sys.stdout.isatty() else 130))
+    columns = "scene", "page", "running", "waiting", *PARTS, "together", "Python calls", "C calls"
+    print(head(*columns), flush=True)
+    costs = []
+    for cost in measure(cases, arguments.rounds, arguments.block, tokenizer):
+        costs.append(cost)
+        print(row(cost), flush=True)
     print(f"Python {platform.python_version()}, torch {torch.__version__}")
     grown = growth(costs)
     print("\n".join(f"FAILED: {line}" for line in grown) or "flat in the number waiting")
-    if arguments.json:
-        figures = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "costs": [attrs.asdict(cost) for cost in costs],
-            "grown": grown,
-        }
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 1 if grown else 0
 
 

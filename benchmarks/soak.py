@@ -1,6 +1,6 @@
 """Thousands of short requests through one engine: does it leak, grow, slow down or err?
 
-    python benchmarks/soak.py [--requests N] [--json FILE] [--plot FILE]
+    python benchmarks/soak.py [--requests N] [--json FILE]
 
 Held-out prompts cut to random lengths, so that many begin alike; random lengths of output,
 temperatures and priorities. Requests come in bursts that bring the number in the system to a level
@@ -42,9 +42,7 @@ from typing import Any
 from weakref import WeakSet
 
 import attrs
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-from rich.table import Table
+from measurement import head, line
 
 from specplug import LLM, RequestOutput, SamplingParams
 from specplug.bench.dataset import HELD_OUT, read_prompts
@@ -121,10 +119,12 @@ class Window:
     retractions: int
     evicted_pages: int
 
-    @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds
+    def cells(self) -> list[str]:
+        """The window as a row of the table."""
+        texts = [f"{self.ended:,}", f"{self.tokens / self.seconds:.1f}", f"{self.cpu_rate:.1f}"]
+        texts += [f"{self.memory:.1f}", f"{self.objects:,}", f"{self.accept_length:.2f}"]
+        texts += [f"{self.cached:.1%}", f"{self.recomputed:.1%}"]
+        return [*texts, f"{self.retractions:,}", f"{self.evicted_pages:,}"]
 
     @property
     def cpu_rate(self) -> float:
@@ -132,23 +132,8 @@ class Window:
         return self.tokens / self.cpu_seconds
 
 
-@attrs.frozen(kw_only=True)
-class Sample:
-    """A request whose tokens are to be compared.
-
-    Attributes:
-        request_id: of the request.
-        prompt: its token ids.
-        params: its settings, the seed among them.
-        tokens: what it gave.
-        finish_reason: how it ended.
-    """
-
-    request_id: str
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    tokens: tuple[int, ...]
-    finish_reason: str
+Sample = tuple[RequestOutput, SamplingParams]
+"""A request whose tokens are to be compared, and its settings, the seed among them."""
 
 
 @attrs.frozen(kw_only=True)
@@ -219,13 +204,9 @@ class Load:
         there = [request for request in live if request.status.value == place]
         return draw.choice(there) if there else None
 
-    def chunk(self) -> int | None:
-        """A chunk size."""
-        return self._draw.choice(CHUNKS)
-
-    def steps(self) -> int:
-        """For how many steps a chunk size stays."""
-        return self._draw.randint(1, 40)
+    def chunk(self) -> tuple[int | None, int]:
+        """A chunk size, and for how many steps it stays."""
+        return self._draw.choice(CHUNKS), self._draw.randint(1, 40)
 
 
 class Meter:
@@ -248,7 +229,7 @@ class Meter:
         seconds = time.perf_counter() - self._wall
         cpu_seconds = time.process_time() - self._cpu
         now = self._llm.stats()
-        new = {name: now[name] - before for name, before in self._before.items() if _is_sum(before)}
+        new = {name: now[name] - old for name, old in self._before.items() if isinstance(old, int)}
         gc.collect()
         window = Window(
             ended=ended,
@@ -267,18 +248,10 @@ class Meter:
         return window
 
 
-def _is_sum(value: Any) -> bool:
-    return isinstance(value, int)
-
-
 def resident() -> int:
     """Bytes of the process that are in memory."""
-    try:
-        import psutil
-    except ImportError:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    return int(psutil.Process().memory_info().rss)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Soak:
@@ -302,19 +275,18 @@ class Soak:
         self._steps = 0
         self._next_chunk = 0
 
-    def run(self, progress: Progress) -> list[Window]:
+    def run(self) -> list[Window]:
         """All requests, window by window."""
         settings, windows, meter = self.settings, list[Window](), Meter(self._llm)
-        task = progress.add_task(settings.algorithm, total=settings.requests)
         ended = 0
         while ended < settings.requests:
             self._arrive()
             self._change_chunk()
             self._abort()
             ended += self._step()
-            progress.update(task, completed=ended)
             if ended >= min(settings.window * (len(windows) + 1), settings.requests):
                 windows.append(meter.window(ended))
+                print(line(windows[-1].cells()), flush=True)
         while self._llm.has_unfinished_requests:  # a step launched before the last end was known
             self._llm.step()
         return windows
@@ -340,11 +312,9 @@ class Soak:
         """Another chunk size. The config is frozen and read anew by each ``schedule()``, so that it
         may be replaced between two steps; no user can do this."""
         if self._steps == self._next_chunk:
-            scheduler = self._llm.engine.scheduler
-            scheduler.config = attrs.evolve(
-                scheduler.config, chunked_prefill_size=self._load.chunk()
-            )
-            self._next_chunk += self._load.steps()
+            scheduler, (chunk, steps) = self._llm.engine.scheduler, self._load.chunk()
+            scheduler.config = attrs.evolve(scheduler.config, chunked_prefill_size=chunk)
+            self._next_chunk += steps
 
     def _abort(self) -> None:
         request = self._load.victim(self._llm.engine.scheduler)
@@ -359,21 +329,11 @@ class Soak:
         self._num_live -= len(ended)
         for output in ended:
             if output.request_id in self._params:
-                self.samples.append(_sample(output, self._params.pop(output.request_id)))
+                self.samples.append((output, self._params.pop(output.request_id)))
         return len(ended)
 
 
-def _sample(output: RequestOutput, params: SamplingParams) -> Sample:
-    return Sample(
-        request_id=output.request_id,
-        prompt=output.prompt_token_ids,
-        params=params,
-        tokens=output.token_ids,
-        finish_reason=output.finish_reason or "",
-    )
-
-
-def soak(settings: Settings, progress: Progress) -> Result:
+def soak(settings: Settings) -> Result:
     """Run, and judge what came."""
     others = WeakSet(requests_alive())
     llm = LLM(
@@ -386,7 +346,7 @@ def soak(settings: Settings, progress: Progress) -> Result:
         enable_mixed_chunk=True,
     )
     runner = Soak(settings, llm, Load(settings, held_out(llm.tokenizer)))
-    windows = runner.run(progress)
+    windows = runner.run()
     failures = losses(llm, others)
     later = windows[WARM_UP:]
     judged = len(later) >= 6
@@ -394,7 +354,7 @@ def soak(settings: Settings, progress: Progress) -> Result:
     samples, aborted = runner.samples, dict(runner.aborted)
     llm.close()
     del llm, runner
-    failures += differences(samples, progress)
+    failures += differences(samples)
     return Result(
         settings=settings,
         windows=windows,
@@ -421,7 +381,7 @@ def losses(llm: LLM, others: Container[Request] = ()) -> list[str]:
     """Pages, rows and requests that did not come back, now that nothing runs.
 
     Args:
-        others: requests that are somebody else's.
+        others: requests of other engines.
     """
     scheduler, found = llm.engine.scheduler, []
     pool, cache, table = scheduler.cache.pool, scheduler.cache, scheduler.table
@@ -463,7 +423,7 @@ def growth(windows: Sequence[Window], objects_bound: int, memory_bound: float) -
     return found
 
 
-def differences(samples: Sequence[Sample], progress: Progress) -> list[str]:
+def differences(samples: Sequence[Sample]) -> list[str]:
     """Samples whose tokens are not those of NONE, each on its own."""
     found = []
     with LLM(
@@ -474,143 +434,59 @@ def differences(samples: Sequence[Sample], progress: Progress) -> list[str]:
         disable_overlap_schedule=True,
         disable_radix_cache=True,
     ) as llm:
-        for sample in progress.track(samples, description="NONE on its own"):
-            expected = llm.generate([sample.prompt], sample.params)[0].token_ids
-            if sample.finish_reason == "abort":
-                expected = expected[: len(sample.tokens)]
-            if sample.tokens != expected:
+        for output, params in samples:
+            prompt, tokens = output.prompt_token_ids, output.token_ids
+            expected = llm.generate([prompt], params)[0].token_ids
+            if output.finish_reason == "abort":
+                expected = expected[: len(tokens)]
+            if tokens != expected:
                 found.append(
-                    f"request {sample.request_id} ({sample.params}) gave {list(sample.tokens)}, "
-                    f"NONE gives {list(expected)} after {list(sample.prompt)}"
+                    f"request {output.request_id} ({params}) gave {list(tokens)}, "
+                    f"NONE gives {list(expected)} after {list(prompt)}"
                 )
     return found
 
 
-def show(result: Result, console: Console) -> None:
-    """Print the table and the verdict."""
-    table = Table(
-        "ended", "tokens/s", "tokens/cpu s", "MiB", "objects", "accept", "cached", "again",
-        "retracted", "evicted",
-    )  # fmt: skip
-    for column in table.columns:
-        column.justify = "right"
-    for w in result.windows:
-        table.add_row(
-            f"{w.ended:,}",
-            f"{w.rate:.1f}",
-            f"{w.cpu_rate:.1f}",
-            f"{w.memory:.1f}",
-            f"{w.objects:,}",
-            f"{w.accept_length:.3f}",
-            f"{w.cached:.1%}",
-            f"{w.recomputed:.1%}",
-            f"{w.retractions:,}",
-            f"{w.evicted_pages:,}",
-        )
-    console.print(table)
+COLUMNS = (
+    *("ended", "tokens/s", "tokens a processor second", "MiB", "objects", "accept length"),
+    *("cached", "again", "retracted", "evicted pages"),
+)
+
+
+def show(result: Result) -> None:
+    """Print the verdict."""
     ended = ", ".join(f"{count:,} {reason}" for reason, count in result.finish_reasons.items())
     aborted = ", ".join(f"{count:,} {where}" for where, count in sorted(result.aborted.items()))
     print(f"ended: {ended}; when their abort was asked for: {aborted or 'none'}")
     print(f"{result.samples} requests compared with NONE on its own")
     if not result.judged:
         print("too few windows to judge growth and speed")
-    print("\n".join(f"FAILED: {line}" for line in result.failures) or "nothing lost, all identical")
-
-
-def plot(result: Result, path: Path) -> None:
-    """Draw throughput and memory over the requests."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    from specplug.bench.plots import COLORS, DPI, FAINT, STYLE, WIDTH
-
-    windows = result.windows
-    ended = [w.ended for w in windows]
-    with rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 7), layout="constrained")
-        panels = figure.subplots(3, 1, sharex=True)
-        rates, memory, objects = panels
-        rates.plot(ended, [w.rate for w in windows], "o-", color=COLORS[0], label="wall time")
-        rates.plot(
-            ended, [w.cpu_rate for w in windows], "s-", color=COLORS[1], label="processor time"
-        )
-        rates.legend(loc="lower right", ncols=2)
-        memory.plot(ended, [w.memory for w in windows], "o-", color=COLORS[2])
-        objects.plot(ended, [w.objects / 1000 for w in windows], "o-", color=COLORS[3])
-        for axes, title in (
-            (rates, "Tokens a second, by window"),
-            (memory, "Resident memory, MiB"),
-            (objects, "Python objects, thousands"),
-        ):
-            axes.set_title(title)
-            axes.set_ylim(bottom=0, top=1.15 * max(axes.get_ylim()[1], 1))
-            axes.axvspan(0, ended[min(WARM_UP, len(ended)) - 1], color="#F2F2F2", zorder=0)
-            axes.grid()
-        panels[-1].set_xlabel("requests ended (grey: warm-up)")
-        settings = result.settings
-        figure.suptitle(
-            f"{settings.requests:,} requests under {settings.algorithm}", x=0.012, ha="left",
-            size=14, weight="bold",
-        )  # fmt: skip
-        figure.supxlabel(
-            f"{settings.running} rows, {settings.pool} KV slots in pages of {settings.page_size}, "
-            f"about {settings.in_system} requests in the system",
-            x=0.012, ha="left", size=7.5, color=FAINT,
-        )  # fmt: skip
-        figure.savefig(path, dpi=DPI)
+    print("\n".join(f"FAILED: {each}" for each in result.failures) or "nothing lost, all identical")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--speculative-algorithm", default=Settings().algorithm)
-    for name, what in (
-        ("requests", "how many"),
-        ("window", "ended requests a window"),
-        ("in_system", "about how many wait and run at a time"),
-        ("running", "most that run"),
-        ("pool", "slots of the KV pool"),
-        ("page_size", "tokens a page"),
-        ("longest", "most tokens of a prompt"),
-        ("sample", "one of so many is compared with NONE"),
-        ("seed", "of all that is random"),
-    ):
-        default = getattr(Settings(), name)
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=int, default=default, help=f"{what}; default {default:,}")
-    aborts = Settings().aborts
-    parser.add_argument(
-        "--aborts",
-        type=float,
-        default=aborts,
-        help=f"how likely a step is to abort one; default {aborts}",
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add, usual = parser.add_argument, Settings()
+    for field in attrs.fields(Settings):
+        default = getattr(usual, field.name)
+        flag, kind = f"--{field.name.replace('_', '-')}", type(default)
+        add(flag, type=kind, default=default, help=f"see Settings; default {default}")
+    add("--objects-bound", type=int, default=2_000, help="most new Python objects")
+    add(
+        "--memory-bound", type=float, default=16, help="most MiB of growth; a history may need more"
     )
-    parser.add_argument(
-        "--objects-bound", type=int, default=2_000, help="most new Python objects; default 2,000"
-    )
-    parser.add_argument(
-        "--memory-bound",
-        type=float,
-        default=16,
-        help="most MiB of growth; default 16 (an algorithm may keep a history by design)",
-    )
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--plot", type=Path, help="draw throughput and memory here")
-    arguments = vars(parser.parse_args())
-    known = {name: value for name, value in arguments.items() if hasattr(Settings(), name)}
-    settings = Settings(algorithm=arguments["speculative_algorithm"], **known)
-
-    columns = *Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
-        result = soak(settings, progress)
+    add("--json", type=Path, help="write the figures here")
+    given = vars(parser.parse_args())
+    settings = Settings(**{name: given[name] for name in attrs.asdict(usual)})
+    print(head(*COLUMNS), flush=True)
+    result = soak(settings)
     if result.judged:
-        bounds = arguments["objects_bound"], arguments["memory_bound"]
-        result.failures.extend(growth(result.windows, *bounds))
-    show(result, Console(width=None if sys.stdout.isatty() else 110))
-    if arguments["json"]:
-        arguments["json"].write_text(json.dumps(attrs.asdict(result), indent=1) + "\n")
-    if arguments["plot"]:
-        plot(result, arguments["plot"])
+        result.failures.extend(
+            growth(result.windows, given["objects_bound"], given["memory_bound"])
+        )
+    show(result)
+    if given["json"]:
+        given["json"].write_text(json.dumps(attrs.asdict(result), indent=1) + "\n")
     return 1 if result.failures else 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import scheduling
-from rich.progress import Progress
 
 from specplug.engine import engine
 
@@ -19,8 +18,7 @@ def test_a_step_costs_the_same_whatever_waits(
         scheduling.Case(scene=scene, page_size=page_size, running=8, waiting=waiting)
         for waiting in (10, 400)
     ]
-    with Progress(disable=True) as progress:
-        costs = list(scheduling.measure(cases, 2, 5, None, progress))
+    costs = list(scheduling.measure(cases, 2, 5, None))
     assert [cost.case for cost in costs] == cases
     assert all(cost.median > 0 and cost.all_calls > 100 for cost in costs)
     assert scheduling.growth(costs) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import attrs
 import pytest
 import soak
-from rich.progress import Progress
 
 from specplug import LLM
 
@@ -16,8 +15,7 @@ def test_a_short_soak_loses_nothing_and_is_exact(monkeypatch: pytest.MonkeyPatch
     settings = soak.Settings(
         algorithm="NGRAM", requests=60, window=20, in_system=24, running=8, pool=112, sample=10
     )
-    with Progress(disable=True) as progress:
-        result = soak.soak(settings, progress)
+    result = soak.soak(settings)
     assert result.failures == []
     assert sum(result.finish_reasons.values()) == 60
     assert 4 <= result.samples <= 6, "one that is aborted while it waits is none"
@@ -52,7 +50,7 @@ def windows() -> list[object]:
         ({"objects": 1100}, "objects"),
         ({"memory": 517.0}, "memory"),
         ({"cpu_seconds": 1.2}, "tokens a processor second"),
-        ({"seconds": 9.0}, None),  # somebody else had the processor
+        ({"seconds": 9.0}, None),  # other work had the processor
     ],
 )
 def test_growth_is_told(windows: list[object], change: dict[str, float], complaint: str) -> None:

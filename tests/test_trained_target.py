@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-import recipes
 import torch
-from recipes import RECIPES, Recipe, run_recipes
-from train_target import measurements
+import train_target
+from train_target import RECIPES, Recipe, run_recipes
 
 sys.path.insert(0, str(RECIPES))
 import target
@@ -37,7 +36,7 @@ def test_two_ranks_average_to_the_gradient_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "learn.py").write_text(LEARN)
-    monkeypatch.setattr(recipes, "RECIPES", tmp_path)
+    monkeypatch.setattr(train_target, "RECIPES", tmp_path)
     files = [tmp_path / "one.pt", tmp_path / "two.pt"]
     for file, gpus in zip(files, ((None,), ("0", "1")), strict=True):
         run_recipes([Recipe("learn", [file], gpus)], 1.0)
@@ -48,7 +47,7 @@ def test_two_ranks_average_to_the_gradient_of_one(
 def test_recipe_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
     (tmp_path / "waits.py").write_text("import time; time.sleep(600)")
-    monkeypatch.setattr(recipes, "RECIPES", tmp_path)
+    monkeypatch.setattr(train_target, "RECIPES", tmp_path)
     start = time.monotonic()
     with pytest.raises(SystemExit, match="fails failed with exit code 3"):
         run_recipes([Recipe("waits", [], ("0", "1")), Recipe("fails", [])], 1.0)
@@ -60,12 +59,3 @@ def test_clock_after_compiling_begins_at_zero() -> None:
     assert target.clock(now - 50, now, 1.0) < 0.2  # 10 s are left
     assert target.clock(now - 55, now - 5, 1.0) == pytest.approx(0.5, abs=0.1)
     assert target.clock(now - 70, now - 20, 1.0) == 1.0
-
-
-@pytest.mark.parametrize(("gpus", "parts"), [(1, 3), (2, 3), (4, 4)])
-def test_measurements_have_each_batch_and_temperature_once(gpus: int, parts: int) -> None:
-    found = measurements((1, 8, 32), (0.0, 1.0), None, gpus)
-    points = [(each.batch, temperature) for each in found for temperature in each.temperatures]
-    assert sorted(points) == [(batch, t) for batch in (1, 8, 32) for t in (0.0, 1.0)]
-    assert len(found) == parts
-    assert {each.batch: each.prompts for each in found} == {1: 16, 8: 32, 32: 128}

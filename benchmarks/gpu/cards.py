@@ -50,7 +50,7 @@ KINDS = ("window", 256), ("softcap", 256), ("sinks", 64)
 
 @attrs.frozen
 class Target:
-    """A card that is compiled for: who makes it, Triton's name of it, what it has."""
+    """A card that is compiled for: its backend, Triton's name of it, what it has."""
 
     backend: str
     arch: int | str

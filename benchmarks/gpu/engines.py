@@ -13,9 +13,8 @@ from typing import Any
 
 import attrs
 import torch
-from known_drafts import KnownDrafts
+from known_drafts import KnownDrafts, RefusedNgram
 from points import Generation, Results, measured_commit
-from refused_ngram import RefusedNgram
 from shapes import MTP_LAYERS, SHAPES, kv_bytes, weight_bytes
 
 from specplug import LLM, SamplingParams
@@ -67,12 +66,7 @@ VARIANTS: Mapping[str, Variant] = {
         algorithm="EAGLE3", draft="eagle3", settings=_shape(5, 8, 32), passes=5, bar=1.5
     ),
     "dflash-16": Variant(
-        algorithm="DFLASH",
-        draft="dflash",
-        settings=_shape(15, 1, 16),
-        passes=1,
-        heads=1,
-        bar=1.25,
+        algorithm="DFLASH", draft="dflash", settings=_shape(15, 1, 16), passes=1, heads=1, bar=1.25
     ),
     "eagle-chain-5": Variant(
         algorithm="EAGLE", draft="eagle", settings=_shape(5, 1, 6), passes=5, heads=5

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -234,29 +234,6 @@ def differences(truth: Tokens, found: Tokens) -> list[tuple[int, int, int]]:
     return result
 
 
-@attrs.define
-class Tally:
-    """Totals of an algorithm."""
-
-    scenarios: int = 0
-    tokens: int = 0
-    requests: int = 0
-    different_requests: int = 0
-    different_tokens: int = 0
-    counted: Counter[str] = attrs.field(factory=Counter)
-
-    def line(self, name: str) -> str:
-        """The totals as a row of the table."""
-        steps = self.counted["verifications"]
-        length = self.counted["accepted"] / steps if steps else 0.0
-        return (
-            f"{name:18}{self.scenarios:10}{self.requests:10}{self.tokens:10}"
-            f"{self.different_requests:10}{self.different_tokens:10}{length:8.2f}"
-            f"{self.counted['retractions']:8}{self.counted['evicted_pages']:8}"
-            f"{self.counted['cached_tokens']:9}"
-        )
-
-
 COUNTED = ("verifications", "accepted", "retractions", "evicted_pages", "cached_tokens")
 
 
@@ -291,7 +268,7 @@ def main() -> int:
     registry, results = Registry(), Results(arguments.output)
     installed = registry.names()
     add_run(results, arguments, cublas=arguments.cublas)
-    tallies: defaultdict[str, Tally] = defaultdict(Tally)
+    tally: Counter[str] = Counter()
     if arguments.cublas:
         settings |= BY_CUBLAS
     with (
@@ -304,10 +281,11 @@ def main() -> int:
         while number < arguments.first + arguments.count:
             if time.monotonic() - began > arguments.seconds:
                 break
-            run(number, targets, truths, settings, registry, tallies, results, wide=arguments.wide)
+            run(number, targets, truths, settings, registry, tally, results, wide=arguments.wide)
             number += 1
-    _print(tallies, number)
-    return DIFFERENT if any(tally.different_requests for tally in tallies.values()) else 0
+    print(", ".join(f"{count:,} {name}" for name, count in tally.items()))
+    print(f"the next scenario is --first {number}")
+    return DIFFERENT if tally["requests that differ"] else 0
 
 
 def run(
@@ -316,7 +294,7 @@ def run(
     truths: dict[tuple[str, str], Tokens],
     settings: dict[str, Any],
     registry: Registry,
-    tallies: dict[str, Tally],
+    tally: Counter[str],
     results: Results,
     *,
     wide: bool,
@@ -338,19 +316,22 @@ def run(
     scenario = draw(number // len(targets), workload, algorithms, registry, wide=wide)
     start = time.monotonic()
     times, stats = complete(workload, scenario, truth, settings)
-    found = [differences(truth, tokens) for tokens in times]
-    tally = tallies[scenario.algorithm]
-    tally.scenarios += 1
-    tally.requests += sum(map(len, times))
-    tally.tokens += sum(len(tokens) for outputs in times for tokens in outputs)
-    tally.different_requests += sum(map(len, found))
-    tally.different_tokens += sum(wrong for each in found for _, _, wrong in each)
-    tally.counted.update({name: stats[name] for name in COUNTED})
+    found = [differences(truth, outputs) for outputs in times]
+    requests = sum(map(len, times))
+    tokens = sum(len(each) for outputs in times for each in outputs)
+    tally.update(
+        {
+            "scenarios": 1,
+            "requests": requests,
+            "tokens": tokens,
+            "requests that differ": sum(map(len, found)),
+            "tokens that differ": sum(wrong for each in found for _, _, wrong in each),
+        }
+    )
     verdict = "same" if not any(found) else f"DIFFERENT (request, first, tokens) {found}"
     print(f"{number} {workload.name} {dtype} {_text(scenario)}: {verdict}", flush=True)
     results.add("exactness", target=workload.name, dtype=dtype, **attrs.asdict(scenario),
-                tokens=sum(len(tokens) for outputs in times for tokens in outputs),
-                requests=sum(map(len, times)), differences=found,
+                tokens=tokens, requests=requests, differences=found,
                 accept_length=stats["mean_accept_length"], seconds=time.monotonic() - start,
                 **{name: stats[name] for name in COUNTED})  # fmt: skip
 
@@ -374,21 +355,6 @@ def _can_draft(name: str, workload: Workload, registry: Registry) -> bool:
     if name == "KNOWN" or not registry.select(name).info.capabilities.draft_model:
         return True
     return name in workload.drafts
-
-
-def _print(tallies: dict[str, Tally], next_number: int) -> None:
-    print(
-        f"\n{'':18}{'scenarios':>10}{'requests':>10}{'tokens':>10}{'different':>10}"
-        f"{'tokens':>10}{'accept':>8}{'retract':>8}{'evict':>8}{'cached':>9}"
-    )
-    whole = Tally()
-    for name, tally in sorted(tallies.items()):
-        print(tally.line(name))
-        for field in ("scenarios", "tokens", "requests", "different_requests", "different_tokens"):
-            setattr(whole, field, getattr(whole, field) + getattr(tally, field))
-        whole.counted.update(tally.counted)
-    print(whole.line("all"))
-    print(f"the next scenario is --first {next_number}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A drafter that knows how each prompt goes on, and is right as often as it is told to be.
+"""Drafters that are right as often as they are told to be: for a share of known texts, and never.
 
-It costs next to nothing: one look-up a step. So what a verification costs and what acceptance is
-worth can be measured apart from any draft model. It is a plugin object as a third party would write
-one, given to ``LLM(speculative_algorithm=KnownDrafts(…))``.
+They are plugin objects as a third party would write them, given to
+``LLM(speculative_algorithm=KnownDrafts(…))``. ``KnownDrafts`` costs one look-up a step. So what a
+verification costs and what acceptance is worth can be measured apart from any draft model.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from specplug import (
     Runtime,
     hookimpl,
 )
+from specplug_ngram import Ngram
 
 Continuations = Mapping[tuple[int, ...], Sequence[int]]
 """Prompt -> what the target writes after it."""
@@ -162,6 +163,22 @@ class KnownDrafts:
         on_path = 1 + (worker.steps[:-1] - 1) * topk + branch[:, :-1]
         parents = torch.cat((first, on_path), dim=1).repeat_interleave(topk, dim=1)
         return Draft.tree(tokens, torch.cat((first - 1, parents), dim=1), steps)
+
+
+class RefusedNgram(Ngram):
+    """NGRAM whose drafted tokens are replaced by others, after it has chosen them: every step is of
+    full width and makes one token, as with the drafts of random weights.
+
+    Random prompts say nothing of what follows, but from the second generation of the same prompts
+    on NGRAM drafts what it has read. Prompts that teach it wrong tokens would not do: it learns
+    that they are refused. The vocabulary's size must be even.
+    """
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        draft = super().propose(runtime, batch, draft_input)
+        draft.tokens[:, 1:].bitwise_xor_(1)
+        return draft
 
 
 def accept_length(share: float, num_steps: int) -> float:

@@ -1,20 +1,44 @@
-"""What is timed: batches of prompts, and the time of a decode step from two generations of them.
-
-No torch here: the process of another engine reads this module too.
-"""
+"""What is timed: batches of prompts, a decode step from two generations of them, recorded calls."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import statistics
-import subprocess
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attrs
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from engine_process import EngineProcess
+from measurement import Results, Row, in_turns, measured_commit, read_results, table
+
+__all__ = [
+    "DRAFTED",
+    "LONG",
+    "PLAIN",
+    "SHORT",
+    "TINY",
+    "EngineProcess",
+    "Generate",
+    "Generation",
+    "Point",
+    "Results",
+    "Row",
+    "StepTime",
+    "bandwidth",
+    "in_turns",
+    "measured_commit",
+    "read_results",
+    "replay_us",
+    "table",
+    "time_steps",
+]
 
 SHORT, LONG = 16, 96
 """Tokens of the two generations whose difference is timed."""
@@ -75,7 +99,7 @@ class StepTime:
 
 
 def time_steps(
-    engines: Sequence[tuple[str, Generate]],
+    engines: Mapping[str, Generate],
     prompts: list[list[int]],
     *,
     rounds: int = 3,
@@ -88,13 +112,15 @@ def time_steps(
     falls out. Each engine generates twice before: a little more, which records its graphs and fills
     its cache, and from that cache, which records the prefill that the rounds have.
     """
-    for _, generate in engines:
+    for generate in engines.values():
         generate(prompts, long + AHEAD)
         generate(prompts, short)
-    found: dict[str, list[tuple[Generation, Generation]]] = {name: [] for name, _ in engines}
-    for _ in range(rounds):
-        for name, generate in engines:
-            found[name].append((generate(prompts, short), generate(prompts, long)))
+
+    def both(generate: Generate) -> tuple[Generation, Generation]:
+        return generate(prompts, short), generate(prompts, long)
+
+    calls = {name: partial(both, generate) for name, generate in engines.items()}
+    found = in_turns(calls, rounds, warm_ups=0)
     return {name: _step_time(pairs, len(prompts)) for name, pairs in found.items()}
 
 
@@ -113,68 +139,47 @@ def _difference(short: Generation, long: Generation) -> float:
     return (long[0] - short[0]) / (long[1] - short[1]) * 1e3
 
 
-class Results:
-    """Appends rows to a file of JSON lines. Each row carries the commit, the card and the versions
-    that it was measured with.
+def replay_us(run: Callable[[], object], calls: int, repeats: int) -> float:
+    """Return the microseconds of a call, recorded in a CUDA graph: the least of several replays.
 
     Args:
-        folder: where ``results.jsonl`` is; None: nothing is kept.
+        run: makes so many ``calls``, of which each should find its data out of the cache.
     """
-
-    def __init__(self, folder: Path | None) -> None:
-        self._file = None
-        self._about: dict[str, Any] | None = None
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = folder / "results.jsonl"
-
-    def begin(
-        self, *, commit: str, machine: dict[str, Any], versions: dict[str, str], **more: Any
-    ) -> None:
-        """Write the row of a run, which the rows after it belong to.
-
-        Args:
-            commit: of the code that is measured.
-            machine: what ``describe_machine`` returned.
-            versions: of the packages, by distribution.
-            more: what else the run says of itself.
-        """
-        card = machine.get("gpu") or machine.get("cpu") or "unknown card"
-        self._about = {"commit": commit, "card": card, "versions": versions}
-        self._write({"kind": "run", "machine": machine, **self._about, **more})
-
-    def add(self, kind: str, **values: Any) -> None:
-        """Write a row of a kind. The run must have begun."""
-        assert self._about is not None, "a row before Results.begin has no commit"
-        self._write({"kind": kind, **self._about, **values})
-
-    def _write(self, row: dict[str, Any]) -> None:
-        if self._file is not None:
-            with self._file.open("a") as lines:
-                lines.write(json.dumps(row) + "\n")
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / calls)
+    return min(times)
 
 
-def measured_commit() -> str:
-    """Return the commit that is measured: ``SPECPLUG_COMMIT``, or that of the checkout.
-
-    A checkout with changes of its own is told by ``-dirty``. Where the files were copied without
-    their history, the environment must name the commit.
-    """
-    given = os.environ.get("SPECPLUG_COMMIT")
-    if given:
-        return given
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
-    found = subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    if found.returncode:
-        raise SystemExit(
-            "the commit of what is measured is unknown: this is no git checkout; "
-            "set SPECPLUG_COMMIT to it"
-        )
-    return found.stdout.strip()
-
-
-def read_results(file: Path) -> list[dict[str, Any]]:
-    """Read what ``Results`` wrote."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
+def bandwidth(device: str) -> float:
+    """Measure what the memory gives to a kernel that only reads, in bytes a second: the median of
+    20 sums of 2 GiB (on the CPU of 64 MiB)."""
+    numbers = torch.ones(1 << (29 if device == "cuda" else 24), device=device)
+    seconds = []
+    for _ in range(25):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        if device == "cuda":
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            numbers.sum()
+            after.record()
+            torch.cuda.synchronize()
+            seconds.append(before.elapsed_time(after) / 1e3)
+        else:
+            numbers.sum()
+            seconds.append(time.perf_counter() - start)
+    return numbers.numel() * numbers.element_size() / sorted(seconds[5:])[10]

@@ -1,264 +1,236 @@
-"""Real acceptance and speed-up in bf16: a target of 173 million parameters, trained here.
+"""Train a target of 173 million parameters and its drafts, for real acceptance in bf16.
 
-    python benchmarks/gpu/train_target.py --models FOLDER --output DIR
-    python benchmarks/gpu/train_target.py --models FOLDER --output DIR --gpus 0,1,2,3
-    python benchmarks/gpu/train_target.py --encode FOLDER
-    python benchmarks/gpu/train_target.py --models FOLDER --output DIR --data FOLDER
+    python benchmarks/gpu/train_target.py --models FOLDER [--gpus 0,1,2,3]
+    python benchmarks/gpu/train_target.py --encode CORPUS
+    python benchmarks/gpu/train_target.py --models FOLDER --data CORPUS
 
 The recipes of ``examples/train_tiny_code`` on the running Python's own standard library, with the
 default model's tokenizer: a Llama of 24 layers and hidden size 768, its continuations, an EAGLE-3
-head and a DFlash draft. Then every algorithm completes held-out prompts in turn with plain
-decoding: tokens a second, accept lengths, and whether the tokens are the same.
+head and a DFlash draft, in ``FOLDER/trained``. At the end it prints the ``specplug bench`` that
+measures them on held-out prompts.
 
-With ``--gpus`` all of them train the target, each half of them a draft, and the batch sizes are
-measured beside one another, one on each. ``--minutes`` is the wall time of all training, the start
-of its processes included; what is in the folder already is not trained again. Many Pythons come
-without the standard library's tests, which are two thirds of it: ``--encode`` writes the corpus of
-one that has them, and ``--data`` reads it on another machine.
+Each recipe is a process of its own, or one for each GPU; all of ``--gpus`` train the target, and
+each half of them a draft. ``--minutes`` is the wall time of all, the start of processes included.
+What is in the folder already is not trained again. Many Pythons come without the standard library's
+tests, which are two thirds of it: ``--encode`` writes the corpus of one that has them.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import os
+import shutil
+import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
-from engines import add_arguments, add_run, settings_of
-from gpus import environment_of, on_free_gpus
-from points import Results
-from recipes import train, write_corpus
 
-from specplug import LLM, SamplingParams
-from specplug.bench.dataset import HELD_OUT, read_prompts
+from specplug.algorithm import ASSETS
 
-BATCHES = 1, 8, 32
-TEMPERATURES = 0.0, 1.0
-
-
-@attrs.frozen(kw_only=True)
-class Contender:
-    """A way to decode the target: an algorithm, its draft's folder and its shape."""
-
-    name: str
-    algorithm: str = "NONE"
-    draft: str | None = None
-    settings: dict[str, int] = attrs.field(factory=dict)
-
-
-CONTENDERS = (
-    Contender(name="NONE"),
-    Contender(name="EAGLE3, chain of 5", algorithm="EAGLE3", draft="eagle3"),
-    Contender(
-        name="EAGLE3, tree of 32",
-        algorithm="EAGLE3",
-        draft="eagle3",
-        settings={
-            "speculative_num_steps": 5,
-            "speculative_eagle_topk": 8,
-            "speculative_num_draft_tokens": 32,
-        },
-    ),
-    Contender(name="DFLASH, 8 nodes", algorithm="DFLASH", draft="dflash"),
-    Contender(name="NGRAM", algorithm="NGRAM"),
-)
-
-
-class Race:
-    """The contenders, which complete the same prompts in turns.
-
-    Args:
-        folder: with the target and its drafts.
-        batch: requests at a time, at most.
-        settings: of every engine.
-    """
-
-    def __init__(self, folder: Path, batch: int, settings: dict[str, Any]) -> None:
-        self.engines = {
-            contender.name: LLM(
-                folder / "target",
-                speculative_algorithm=contender.algorithm,
-                speculative_draft_model_path=contender.draft and folder / contender.draft,
-                max_running_requests=batch,
-                max_total_tokens=batch * 1024,
-                **contender.settings,
-                **settings,
-            )
-            for contender in CONTENDERS
-        }
-
-    def run(
-        self, prompts: Sequence[str], batch: int, params: SamplingParams
-    ) -> list[dict[str, Any]]:
-        """Complete all prompts, ``batch`` at a time. The first group comes twice more before: a
-        form of a pass, of which requests that end at different steps make many, is recorded when
-        it comes again.
-
-        Returns:
-            A row for each contender, its speed-up the median over the groups.
-        """
-        groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
-        rates: dict[str, list[float]] = {name: [] for name in self.engines}
-        tokens: dict[str, list[tuple[int, ...]]] = {name: [] for name in self.engines}
-        for engine in self.engines.values():
-            for _ in range(2):
-                engine.generate(list(groups[0]), params)
-                engine.flush_cache()
-            engine.reset_stats()
-        for group in groups:
-            for name, engine in self.engines.items():
-                start = time.perf_counter()
-                outputs = engine.generate(list(group), params)
-                seconds = time.perf_counter() - start
-                tokens[name] += [tuple(output.token_ids) for output in outputs]
-                rates[name].append(sum(len(o.token_ids) for o in outputs) / seconds)
-        rows = []
-        for name, engine in self.engines.items():
-            pairs = zip(rates[name], rates["NONE"], strict=True)
-            speedups = [ours / plain for ours, plain in pairs]
-            same = sum(a == b for a, b in zip(tokens[name], tokens["NONE"], strict=True))
-            rows.append({
-                "name": name,
-                "batch": batch,
-                "temperature": params.temperature,
-                "rate": statistics.median(rates[name]),
-                "speedup": statistics.median(speedups),
-                "quartiles": statistics.quantiles(speedups, n=4) if len(speedups) > 1 else speedups,
-                "accept_length": engine.stats()["mean_accept_length"],
-                "same": same,
-                "prompts": len(prompts),
-            })  # fmt: skip
-        return rows
-
-    def close(self) -> None:
-        """Close all engines."""
-        for engine in self.engines.values():
-            engine.close()
+RECIPES = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_code"
+CORPUS = "train.npy", "train_starts.npy", "held_out.npy", "held_out_starts.npy"
+TARGET = [
+    "--layers", 24, "--hidden", 768, "--intermediate", 2048, "--heads", 12,
+    "--epochs", 10, "--patience", 2, "--rate", 1e-3,
+]  # fmt: skip
+GENERATIONS = ["--batch", 1024]
+DRAFTS: dict[str, list[object]] = {
+    "eagle3": ["--intermediate", 2048, "--batch", 32, "--rate", 1e-3],
+    "dflash": ["--intermediate", 2048, "--batch", 32, "--rate", 1e-3],
+}
+TINY_TARGET = [
+    "--layers", 8, "--hidden", 64, "--intermediate", 128, "--heads", 2,
+    "--no-compile", "--steps", 3, "--batch", 4, "--length", 128,
+]  # fmt: skip
+TINY_GENERATIONS = ["--tokens", 500, "--batch", 4, "--length", 160]
+TINY_DRAFT: list[object] = ["--intermediate", 128, "--no-compile", "--max-steps", 2, "--batch", 4]
+SHARES = {"target": 0.42, "generations": 0.1, "eagle3": 0.24, "dflash": 0.24}
+"""Of the training's minutes, where one process follows the other."""
+START = 20.0
+"""Seconds that a recipe takes before and after what its ``--minutes`` count."""
 
 
 @attrs.frozen
-class Measurement:
-    """Races at one batch size.
+class Recipe:
+    """A script of the recipes and what it is told, but for its minutes.
 
     Attributes:
-        prompts: how many, at least one group of ``batch``.
+        gpus: of its ranks, one each; (None,): one process, on the GPU that it finds.
+        result: the file that it writes last; None: it is not asked for.
     """
 
-    batch: int
-    temperatures: Sequence[float]
-    prompts: int
+    name: str
+    arguments: Sequence[object]
+    gpus: Sequence[str | None] = (None,)
+    result: Path | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its result is there already."""
+        return self.result is not None and self.result.exists()
+
+    def start(self, minutes: float) -> list[subprocess.Popen[bytes]]:
+        """Start a process for each GPU: the device's memory is free when they have ended."""
+        command = [sys.executable, str(RECIPES / f"{self.name}.py"), *map(str, self.arguments)]
+        command += ["--minutes", f"{minutes:.3f}"]
+        print(f"== {' '.join(command[1:])}", flush=True)
+        if self.gpus[0] is None:
+            return [subprocess.Popen(command)]
+        shared = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus)),
+            "WORLD_SIZE": str(len(self.gpus)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+        }
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(self.gpus))]
+        return [subprocess.Popen(command, env={**shared, **rank}) for rank in ranks]
 
 
-def run_races(
-    few: Sequence[Measurement], folder: Path, settings: dict[str, Any], arguments: Any
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+def run_recipes(recipes: Sequence[Recipe], minutes: float) -> None:
+    """Run recipes beside one another. If one of their processes fails, the others are ended.
+
+    Raises:
+        SystemExit: one has failed.
+    """
+    start = time.monotonic()
+    running = {process: recipe for recipe in recipes for process in recipe.start(minutes)}
+    left = set(running)
+    try:
+        while left:
+            time.sleep(0.1)
+            for process in [process for process in left if process.poll() is not None]:
+                left.remove(process)
+                name = running[process].name
+                if process.returncode:
+                    sys.exit(f"{name} failed with exit code {process.returncode}")
+                if not any(running[other].name == name for other in left):
+                    print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
+    finally:
+        for process in left:
+            process.kill()
+
+
+def write_corpus(data: Path, *, tiny: bool) -> None:
+    """Write the encoded corpus of the running Python's standard library."""
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    sys.path.insert(0, str(RECIPES))
+    from corpus import encode, split
+
+    start = time.monotonic()
+    data.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer.from_file(str(ASSETS / "tiny_code" / "tokenizer.json"))
+    train, held_out = split()
+    for name, documents in (("held_out", held_out), ("train", train)):
+        chosen = documents[:30] if tiny else documents
+        tokens, starts = encode(chosen, tokenizer, 400 if name == "train" else 0)
+        np.save(data / f"{name}_starts.npy", starts)
+        np.save(data / f"{name}.npy", tokens)
+        print(f"{name}: {len(chosen)} files, {len(tokens):,} tokens")
+    print(f"== corpus: {time.monotonic() - start:.0f} s", flush=True)
+
+
+def prepare(folder: Path, encoded: Path | None, *, tiny: bool) -> None:
+    """Put the corpus and the default model's tokenizer where the recipes look for them."""
+    data, model = folder / "data", folder / "target"
+    model.mkdir(parents=True, exist_ok=True)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ASSETS / "tiny_code" / file, model / file)
+    if (data / "train.npy").exists():
+        return
+    if encoded is None:
+        write_corpus(data, tiny=tiny)
+    else:
+        data.mkdir(parents=True, exist_ok=True)
+        for file in CORPUS:
+            shutil.copy(encoded / file, data / file)
+
+
+def train(
+    folder: Path, minutes: float, gpus: Sequence[str | None], encoded: Path | None, *, tiny: bool
 ) -> None:
-    """Run races on the same engines, print a line for each contender, and keep the rows."""
-    results, start = Results(arguments.output), time.monotonic()
-    add_run(results, arguments)
-    race = Race(folder, max(each.batch for each in few), settings)
-    started = time.monotonic()
-    texts = [prompt.content for prompt in read_prompts(HELD_OUT)]
-    for each in few:
-        for temperature in each.temperatures:
-            params = SamplingParams(
-                max_tokens=arguments.max_tokens, temperature=temperature, seed=1, ignore_eos=True
-            )
-            for row in race.run(texts[: each.prompts], each.batch, params):
-                print(f"{row['name']:22}{row['batch']:6}{row['temperature']:6}"
-                      f"{row['rate']:10.1f}{row['speedup']:8.2f}{row['accept_length']:8.2f}"
-                      f"  {row['same']} of {row['prompts']}", flush=True)  # fmt: skip
-                results.add("trained", **row)
-    race.close()
-    batches = ", ".join(str(each.batch) for each in few)
-    print(f"== batches of {batches}: engines {started - start:.0f} s, "
-          f"races {time.monotonic() - started:.0f} s", flush=True)  # fmt: skip
+    """Train what is not there: the target, its continuations, and the drafts.
 
-
-def measurements(
-    batches: Sequence[int], temperatures: Sequence[float], prompts: int | None, gpus: int
-) -> list[Measurement]:
-    """Return what is measured, the longest first; with more than three GPUs in a part for each.
+    The time that one leaves, the target by ending when it overfits, is the next ones'.
 
     Args:
-        prompts: of each; None: 16 one by one, and 4 groups of a larger batch.
+        minutes: of all.
+        gpus: with several the drafts are trained beside one another, each on half of them.
+        encoded: a folder with the corpus; None: that of the running Python is written.
     """
-    found = []
-    for batch in batches:
-        count = max(prompts or (16 if batch == 1 else 4 * batch), batch)
-        parts = [[t] for t in temperatures] if gpus > 3 and batch == 1 else [temperatures]
-        found += [Measurement(batch, part, count) for part in parts]
-    return found
+    end = time.monotonic() + 60 * minutes
+    prepare(folder, encoded, tiny=tiny)
+    stages = _stages(folder, gpus, tiny=tiny)
+    missing = [[recipe for recipe in stage if not recipe.is_done] for stage in stages]
+    left = [stage for stage in missing if stage]
+    while left:
+        shares = [SHARES[stage[0].name] for stage in left]
+        seconds = (end - time.monotonic()) * shares[0] / sum(shares) - START
+        run_recipes(left.pop(0), max(seconds, 1.0) / 60)
 
 
-def measure(arguments: argparse.Namespace, folder: Path, gpus: Sequence[str | None]) -> None:
-    """Measure all batch sizes: here, or in processes beside one another, one on each GPU."""
-    prompts = arguments.prompts or (2 if arguments.tiny else None)
-    few = measurements(arguments.batches, arguments.temperatures, prompts, len(gpus))
-    print(
-        f"{'':22}{'batch':>6}{'temp':>6}{'tokens/s':>10}{'x NONE':>8}{'accept':>8}  same",
-        flush=True,
+def _stages(folder: Path, gpus: Sequence[str | None], *, tiny: bool) -> list[list[Recipe]]:
+    """Return what runs one after the other: recipes that run beside one another."""
+    data, model, weights = folder / "data", folder / "target", "model.safetensors"
+    both = ["--data", data, "--device", "cpu" if tiny else "cuda"]
+    target = [*both, "--out", model, *(TINY_TARGET if tiny else TARGET)]
+    written = [*both, "--model", model, *(TINY_GENERATIONS if tiny else GENERATIONS)]
+    half = -(-len(gpus) // 2)
+    places = [gpus, gpus] if len(gpus) == 1 else [gpus[:half], gpus[half:]]
+    drafts = []
+    for (name, options), place in zip(DRAFTS.items(), places, strict=True):
+        given = [*both, "--model", model, "--out", folder / name]
+        given += TINY_DRAFT if tiny else options
+        drafts.append(Recipe(name, given, place, folder / name / weights))
+    return [
+        [Recipe("target", target, gpus, model / weights)],
+        [Recipe("generations", written, gpus, data / "generations.npy")],
+        *([[draft] for draft in drafts] if len(gpus) == 1 else [drafts]),
+    ]
+
+
+def bench_command(folder: Path) -> str:
+    """Return the command that measures what was trained."""
+    eagle3, dflash = (f"draft={folder / name}" for name in DRAFTS)
+    algorithms = f"EAGLE3:{eagle3},EAGLE3:steps=5,topk=8,tokens=32,{eagle3},DFLASH:{dflash},NGRAM"
+    return (
+        f"specplug bench --model {folder / 'target'} --dtype bfloat16 --batch-sizes 1,8,32 "
+        f"--ignore-eos --speculative-algorithms {algorithms}"
     )
-    if len(gpus) == 1:
-        run_races(few, folder, settings_of(arguments), arguments)
-        return
-
-    def run(each: Measurement, gpu: str | None) -> int:
-        command = [sys.executable, __file__, "--models", str(folder.parent), "--race"]
-        command += ["--batches", str(each.batch), "--prompts", str(each.prompts)]
-        command += ["--temperatures", *map(str, each.temperatures), "--max-tokens"]
-        command += [str(arguments.max_tokens)]
-        command += ["--set", *arguments.settings, *(["--tiny"] if arguments.tiny else [])]
-        if arguments.output is not None:
-            command += ["--output", str(arguments.output)]
-        return subprocess.run(command, env=environment_of(gpu)).returncode
-
-    if any(on_free_gpus(run, few, gpus)):
-        sys.exit("a measurement failed")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser)
-    parser.add_argument("--minutes", type=float, default=9.0, help="of training altogether")
-    parser.add_argument("--gpus", help="train and measure on these, such as 0,1,2,3")
-    parser.add_argument("--data", type=Path, help="a corpus that --encode wrote")
-    parser.add_argument("--encode", type=Path, metavar="FOLDER", help="write the corpus, and end")
-    parser.add_argument("--prompts", type=int, help="of each batch size; default: 16, or 4 groups")
-    parser.add_argument("--batches", type=int, nargs="+")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--train-only", action="store_true")
-    parser.add_argument("--race", action="store_true", help="measure on one GPU, and train nothing")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--models", type=Path, help="where the folder `trained` is to be")
+    add("--minutes", type=float, default=9.0, help="of training altogether")
+    add("--gpus", help="train on these, such as 0,1,2,3")
+    add("--data", type=Path, help="a corpus that --encode wrote")
+    add("--encode", type=Path, metavar="FOLDER", help="write the corpus, and end")
+    add("--tiny", action="store_true", help="try it out: small models, on the CPU")
     arguments = parser.parse_args()
-    if arguments.batches is None:
-        arguments.batches = (1, 2) if arguments.tiny else BATCHES
-    if arguments.tiny:
-        arguments.max_tokens = 8
-    start = time.monotonic()
     if arguments.encode is not None:
         write_corpus(arguments.encode, tiny=arguments.tiny)
         return
+    if arguments.models is None:
+        parser.error("--models is missing: a folder for the target and its drafts")
     gpus: list[str | None] = [*arguments.gpus.split(",")] if arguments.gpus else [None]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = (arguments.models or Path(scratch)) / "trained"
-        if arguments.race:
-            few = [
-                Measurement(batch, arguments.temperatures, arguments.prompts or batch)
-                for batch in arguments.batches
-            ]
-            run_races(few, folder, settings_of(arguments), arguments)
-            return
-        train(folder, arguments.minutes, gpus, arguments.data, tiny=arguments.tiny)
-        print(f"== training: {time.monotonic() - start:.0f} s", flush=True)
-        if not arguments.train_only:
-            measure(arguments, folder, gpus)
-        print(f"== all: {time.monotonic() - start:.0f} s", flush=True)
+    folder: Path = arguments.models / "trained"
+    train(folder, arguments.minutes, gpus, arguments.data, tiny=arguments.tiny)
+    print(bench_command(folder))
 
 
 if __name__ == "__main__":

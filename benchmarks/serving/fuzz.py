@@ -1,6 +1,6 @@
 """Thousands of generated requests to a real server: does any take it down, or a page with it?
 
-    python benchmarks/serving/fuzz.py [--requests N] [--workers N] [--seed N] [--json FILE]
+    python benchmarks/serving/fuzz.py [--requests N] [--workers N] [--seed N]
 
 schemathesis reads the server's own schema and generates requests from it, as many valid as invalid
 ones, for every endpoint; most for the two that complete. It holds each response against the
@@ -9,7 +9,7 @@ runs NGRAM with a small context, a small queue and a small KV pool, and checks i
 is idle (``SPECPLUG_DEBUG=1``). Printed is how often each endpoint gave each status. Exits with 1 if
 
 - a response has a status of 5xx, or is not what the schema says;
-- afterwards a request is open, or a KV page neither free nor cached for nobody;
+- afterwards a request is open, or a KV page is neither free nor cached;
 - a completion then is not what it was before;
 - the server has written to standard error (but for xgrammar's warnings about a regular expression),
   or does not end with 0 on SIGTERM.
@@ -18,7 +18,6 @@ is idle (``SPECPLUG_DEBUG=1``). Printed is how often each endpoint gave each sta
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
@@ -30,16 +29,12 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import attrs
 import hypothesis
 import schemathesis
 from hypothesis import HealthCheck, Phase
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from rich.table import Table
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -48,7 +43,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from server_process import DEADLINE, ServerProcess, start_server, wait_until
+from server_process import DEADLINE, ServerProcess, head, line, start_server, wait_until
 
 CHECKS = (
     not_a_server_error,
@@ -109,17 +104,16 @@ class Fuzzer:
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         self.operations = [found.ok() for found in schema.get_all_operations()]
 
-    def run(self, workers: int, progress: Progress) -> Result:
+    def run(self, workers: int) -> Result:
         """Send all requests."""
-        task = progress.add_task("requests", total=self._left)
         started = time.perf_counter()
         with ThreadPoolExecutor(workers) as pool:
-            for future in [pool.submit(self._work, n, progress, task) for n in range(workers)]:
+            for future in [pool.submit(self._work, n) for n in range(workers)]:
                 future.result()
         self.result.seconds = time.perf_counter() - started
         return self.result
 
-    def _work(self, number: int, progress: Progress, task: Any) -> None:
+    def _work(self, number: int) -> None:
         chance = random.Random(f"{self._seed} {number}")
         completing = [operation for operation in self.operations if operation.method == "post"]
         others = [operation for operation in self.operations if operation.method != "post"]
@@ -131,7 +125,6 @@ class Fuzzer:
                 sent = self._send(operation, mode, size, chance.getrandbits(32))
             except hypothesis.errors.Unsatisfiable:  # what has no parameter cannot be invalid
                 sent = 0
-            progress.advance(task, sent)
             self._take(sent - size)
 
     def _take(self, size: int) -> int:
@@ -197,12 +190,12 @@ def fuzzed_server() -> Iterator[ServerProcess]:
         server.kill()
 
 
-def fuzz(requests: int, workers: int, seed: int, progress: Progress) -> Result:
+def fuzz(requests: int, workers: int, seed: int) -> Result:
     """Start a server, fuzz it, and see that nothing is lost."""
     prompt = {"prompt": "def mean(values):", "seed": 1, "max_tokens": 24}
     with fuzzed_server() as server:
         before = server.complete(**prompt).json()["choices"]
-        result = Fuzzer(server, requests, seed).run(workers, progress)
+        result = Fuzzer(server, requests, seed).run(workers)
         wait_until(lambda: server.metric("open_requests") == 0)
         if not server.is_whole:
             result.failures.append(f"the pool is not whole: {server.get('/metrics').text}")
@@ -217,17 +210,13 @@ def fuzz(requests: int, workers: int, seed: int, progress: Progress) -> Result:
     return result
 
 
-def show(result: Result, console: Console) -> None:
+def show(result: Result) -> None:
     """Print the table and the verdict."""
     statuses = sorted({status for _, _, status in result.statuses})
-    table = Table("endpoint", "generated as", *map(str, statuses), "all")
-    for column in table.columns[2:]:
-        column.justify = "right"
+    print(head("endpoint", "generated as", *map(str, statuses)))
     for endpoint, mode in sorted({key[:2] for key in result.statuses}):
         counts = [result.statuses[endpoint, mode, status] for status in statuses]
-        cells = [f"{count:,}" if count else "" for count in counts]
-        table.add_row(endpoint, mode, *cells, f"{sum(counts):,}")
-    console.print(table)
+        print(line([endpoint, mode, *(f"{count:,}" if count else "" for count in counts)]))
     print(f"{result.sent:,} requests in {result.seconds:.0f} s")
     for failure in result.failures[:MOST_TOLD]:
         print(f"FAILED: {failure}")
@@ -243,18 +232,10 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    columns = *Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeElapsedColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
-        result = fuzz(arguments.requests, arguments.workers, arguments.seed, progress)
-    show(result, Console(width=None if sys.stdout.isatty() else 110))
-    if arguments.json:
-        rows = [[*key, count] for key, count in sorted(result.statuses.items())]
-        figures = {"statuses": rows, "seconds": result.seconds, "failures": result.failures}
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    result = fuzz(arguments.requests, arguments.workers, arguments.seed)
+    show(result)
     return 1 if result.failures else 0
 
 

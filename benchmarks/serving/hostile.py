@@ -1,12 +1,12 @@
 """Requests that are made to hurt: how long does another client wait for its next token?
 
-    python benchmarks/serving/hostile.py [--only WORD] [--rounds N] [--json FILE]
+    python benchmarks/serving/hostile.py [--only WORD] [--rounds N]
 
 A client streams completions one after another, all the time. Meanwhile another sends one bad
 request after another, each as large as the server takes or as slow as it bears, and all of them
 again in each further round. Printed are, for each, the status, how long the answer took, the
 longest time in which the streaming client got nothing, and the resident memory then of the server
-and of its engine. "nobody" is the streaming client alone. Exits with 1 if anybody waited for more
+and of its engine. "none" is the streaming client alone. Exits with 1 if that client waited for more
 than ``--most`` seconds, or the server has written to standard error.
 """
 
@@ -20,16 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import attrs
 import requests
-from rich.console import Console
-from rich.table import Table
-from server_process import ServerProcess, start_server
+from server_process import ServerProcess, head, line, start_server
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -41,184 +39,89 @@ SECONDS = 60.0
 """For one answer."""
 
 Body = dict[str, Any] | bytes
-ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {}
 
 
-def attack(function: Callable[[], Body]) -> Callable[[], Body]:
-    """Register what a completion is asked with, under the function's name."""
-    ATTACKS[function.__name__.replace("_", " ")] = lambda: (COMPLETIONS, function())
-    return function
-
-
-def chat(function: Callable[[], Body]) -> Callable[[], Body]:
-    """Likewise for a chat."""
-    ATTACKS[function.__name__.replace("_", " ")] = lambda: (CHAT, function())
-    return function
-
-
-def nested(levels: int) -> Any:
-    """Lists in one another, a few times that deep."""
+def nested(levels: int) -> bytes:
+    """Lists in one another."""
     return b"[" * levels + b"]" * levels
 
 
-@attack
-def wrong_token_ids() -> Body:
-    return {"prompt": [[-1]] * (MIB // 6)}
-
-
-@attack
-def many_token_ids() -> Body:
-    return {"prompt": [1] * (BODY // 3 - 100)}
-
-
-@attack
-def many_prompts() -> Body:
-    return {"prompt": ["a"] * (BODY // 5 - 100)}
-
-
-@attack
-def mixed_prompts() -> Body:
-    return {"prompt": [*["a"] * (BODY // 5 - 100), 1]}
-
-
-@attack
-def a_long_prompt() -> Body:
-    return {"prompt": "x y" * (BODY // 3 - 100)}
-
-
-@attack
-def a_long_word() -> Body:
-    return {"prompt": "a" * (BODY - 100)}
-
-
-@attack
-def unknown_fields() -> Body:
-    return {"prompt": "x", **{f"f{i}": 1 for i in range(20_000)}}
-
-
-@attack
-def unknown_nested_fields() -> Body:
-    return {"prompt": "x", "stream_options": {f"f{i}": 1 for i in range(20_000)}}
-
-
-@attack
-def many_stop_strings() -> Body:
-    stop = [f"{'a' * 590}{i:010d}" for i in range(5_000)]
-    return {"prompt": "x", "max_tokens": 500, "stop": stop, "logit_bias": {"66": 100}}
-
-
-@attack
-def the_most_stop_strings() -> Body:
-    stop = [f"{'a' * 246}{i:010d}" for i in range(64)]
-    return {"prompt": "x", "max_tokens": 500, "n": 8, "stop": stop, "logit_bias": {"66": 100}}
-
-
-@attack
-def wrong_stop_strings() -> Body:
-    return {"prompt": "x", "stop": [""] * (BODY // 4 - 100)}
-
-
-@attack
-def many_biases() -> Body:
-    return {"prompt": "x", "n": 64, "logit_bias": {str(i): 1 for i in range(4096)}}
-
-
-@attack
-def wrong_biases() -> Body:
-    return {"prompt": "x", "logit_bias": {f"a{i}": 1 for i in range(300_000)}}
-
-
-@attack
-def many_stop_tokens() -> Body:
-    return {"prompt": "x", "n": 128, "stop_token_ids": [i % 4096 for i in range(600_000)]}
-
-
-@attack
-def wrong_stop_tokens() -> Body:
-    return {"prompt": "x", "stop_token_ids": [-1] * (BODY // 4 - 100)}
-
-
-@attack
-def deep_brackets() -> Body:
-    return nested(BODY // 2)
-
-
-@attack
-def a_deep_value() -> Body:
-    return b'{"prompt": "x", "json_schema": {"a": ' + nested(900) + b"}}"
-
-
-@attack
-def a_wide_value() -> Body:
-    return {"prompt": "x", "metadata": {"a": [[]] * (BODY // 4 - 100)}}
-
-
-@attack
-def a_large_schema() -> Body:
-    return {"prompt": "x", "json_schema": {"enum": [str(i) for i in range(350_000)]}}
-
-
-@attack
-def a_schema_of_many_options() -> Body:
-    fields = {f"f{i}": {"type": "string"} for i in range(1500)}
-    return {"prompt": "x", "max_tokens": 4, "json_schema": {"type": "object", "properties": fields}}
-
-
-@attack
-def a_slow_regex() -> Body:
-    return {"prompt": "x", "max_tokens": 4, "regex": "a?" * 1000}
-
-
-@attack
-def a_regex_of_slow_tokens() -> Body:
-    return {"prompt": "x", "max_tokens": 4, "regex": "((((a{0,100}){0,100}){0,100}){0,100})"}
-
-
-@attack
-def a_long_regex() -> Body:
-    return {"prompt": "x", "regex": "a" * (BODY - 100)}
-
-
-@attack
-def many_choices() -> Body:
-    return {"prompt": [1] * 2000, "n": 128, "max_tokens": 10**9}
-
-
-@attack
-def a_long_model_name() -> Body:
-    return {"prompt": "x", "model": "m" * (BODY - 100)}
-
-
-@chat
-def many_messages() -> Body:
-    return {"messages": [{"role": "u", "content": "x"}] * (BODY // 32)}
-
-
-@chat
-def wrong_messages() -> Body:
-    return {"messages": [{}] * (BODY // 4 - 100)}
-
-
-@chat
-def many_parts() -> Body:
-    parts = [{"type": "text", "text": ""}] * (BODY // 32)
-    return {"messages": [{"role": "user", "content": parts}]}
-
-
-@chat
-def wrong_parts() -> Body:
-    return {"messages": [{"role": "user", "content": [{"type": 1}] * (BODY // 16)}]}
-
-
-@chat
-def a_long_message() -> Body:
-    return {"messages": [{"role": "user", "content": "x y" * (BODY // 3 - 100)}]}
-
-
-@chat
-def a_message_of_many_fields() -> Body:
-    more = {f"f{i}": {} for i in range(250_000)}
-    return {"messages": [{"role": "user", "content": "x", **more}]}
+COMPLETION_BODIES: dict[str, Callable[[], Body]] = {
+    "wrong token ids": lambda: {"prompt": [[-1]] * (MIB // 6)},
+    "many token ids": lambda: {"prompt": [1] * (BODY // 3 - 100)},
+    "many prompts": lambda: {"prompt": ["a"] * (BODY // 5 - 100)},
+    "mixed prompts": lambda: {"prompt": [*["a"] * (BODY // 5 - 100), 1]},
+    "a long prompt": lambda: {"prompt": "x y" * (BODY // 3 - 100)},
+    "a long word": lambda: {"prompt": "a" * (BODY - 100)},
+    "unknown fields": lambda: {"prompt": "x", **{f"f{i}": 1 for i in range(20_000)}},
+    "unknown nested fields": lambda: {
+        "prompt": "x",
+        "stream_options": {f"f{i}": 1 for i in range(20_000)},
+    },
+    "many stop strings": lambda: {
+        "prompt": "x",
+        "max_tokens": 500,
+        "stop": [f"{'a' * 590}{i:010d}" for i in range(5_000)],
+        "logit_bias": {"66": 100},
+    },
+    "the most stop strings": lambda: {
+        "prompt": "x",
+        "max_tokens": 500,
+        "n": 8,
+        "stop": [f"{'a' * 246}{i:010d}" for i in range(64)],
+        "logit_bias": {"66": 100},
+    },
+    "wrong stop strings": lambda: {"prompt": "x", "stop": [""] * (BODY // 4 - 100)},
+    "many biases": lambda: {"prompt": "x", "n": 64, "logit_bias": {str(i): 1 for i in range(4096)}},
+    "wrong biases": lambda: {"prompt": "x", "logit_bias": {f"a{i}": 1 for i in range(300_000)}},
+    "many stop tokens": lambda: {
+        "prompt": "x",
+        "n": 128,
+        "stop_token_ids": [i % 4096 for i in range(600_000)],
+    },
+    "wrong stop tokens": lambda: {"prompt": "x", "stop_token_ids": [-1] * (BODY // 4 - 100)},
+    "deep brackets": lambda: nested(BODY // 2),
+    "a deep value": lambda: b'{"prompt": "x", "json_schema": {"a": ' + nested(900) + b"}}",
+    "a wide value": lambda: {"prompt": "x", "metadata": {"a": [[]] * (BODY // 4 - 100)}},
+    "a large schema": lambda: {
+        "prompt": "x",
+        "json_schema": {"enum": [str(i) for i in range(350_000)]},
+    },
+    "a schema of many options": lambda: {
+        "prompt": "x",
+        "max_tokens": 4,
+        "json_schema": {
+            "type": "object",
+            "properties": {f"f{i}": {"type": "string"} for i in range(1500)},
+        },
+    },
+    "a slow regex": lambda: {"prompt": "x", "max_tokens": 4, "regex": "a?" * 1000},
+    "a regex of slow tokens": lambda: {
+        "prompt": "x",
+        "max_tokens": 4,
+        "regex": "((((a{0,100}){0,100}){0,100}){0,100})",
+    },
+    "a long regex": lambda: {"prompt": "x", "regex": "a" * (BODY - 100)},
+    "many choices": lambda: {"prompt": [1] * 2000, "n": 128, "max_tokens": 10**9},
+    "a long model name": lambda: {"prompt": "x", "model": "m" * (BODY - 100)},
+}
+CHAT_BODIES: dict[str, Callable[[], Body]] = {
+    "many messages": lambda: {"messages": [{"role": "u", "content": "x"}] * (BODY // 32)},
+    "wrong messages": lambda: {"messages": [{}] * (BODY // 4 - 100)},
+    "many parts": lambda: {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * (BODY // 32)}]
+    },
+    "wrong parts": lambda: {
+        "messages": [{"role": "user", "content": [{"type": 1}] * (BODY // 16)}]
+    },
+    "a long message": lambda: {
+        "messages": [{"role": "user", "content": "x y" * (BODY // 3 - 100)}]
+    },
+    "a message of many fields": lambda: {
+        "messages": [{"role": "user", "content": "x", **{f"f{i}": {} for i in range(250_000)}}]
+    },
+}
+"""What is asked, by the name of the attack."""
 
 
 class Reader(threading.Thread):
@@ -281,6 +184,11 @@ def send(server: ServerProcess, path: str, body: Body) -> str:
     return str(response.status_code)
 
 
+def send_made(server: ServerProcess, path: str, make: Callable[[], Body]) -> str:
+    """Send a body that is made only now."""
+    return send(server, path, make())
+
+
 def slow_bodies(server: ServerProcess) -> str:
     """Many clients that send most of a large body, and the rest never."""
     place = urlsplit(server.url)
@@ -310,45 +218,27 @@ def slow_readers(server: ServerProcess) -> str:
         return send(server, "/v1/models/x", {})
 
 
-@attrs.frozen
-class Row:
-    """What came of an attack.
+def measured(server: ServerProcess, only: str, rounds: int) -> Iterator[tuple[list[object], float]]:
+    """Make the attacks whose name has ``only`` in it, so many times all of them.
 
-    Attributes:
-        round: from 1.
-        name: of the attack.
-        status: of the answer, or what else became of the request.
-        seconds: until then.
-        wait: the streaming client's longest, in seconds.
-        server, engine: MiB of resident memory.
+    Returns:
+        For each a row of the table, and the streaming client's longest wait in seconds.
     """
 
-    round: int
-    name: str
-    status: str
-    seconds: float
-    wait: float
-    server: float
-    engine: float
+    def told(*cells: object) -> tuple[list[object], float]:
+        wait, sizes = reader.longest(), memory(server)
+        return [*cells, f"{wait:.2f}", *(f"{size:.0f}" for size in sizes)], wait
 
-    def cells(self) -> list[str]:
-        """The row as texts."""
-        times, sizes = (self.seconds, self.wait), (self.server, self.engine)
-        texts = [*(f"{each:.2f}" for each in times), *(f"{each:.0f}" for each in sizes)]
-        return [str(self.round), self.name, self.status, *texts]
-
-
-def measured(server: ServerProcess, only: str, rounds: int) -> Iterator[Row]:
-    """Make the attacks whose name has ``only`` in it, so many times all of them."""
     reader = Reader(server)
     reader.start()
     time.sleep(2)
     reader.longest()
     time.sleep(3)
-    yield Row(1, "nobody", "", 3.0, reader.longest(), *memory(server))
+    yield told(1, "none", "", "3.00")
     kinds: dict[str, Callable[[], str]] = {
-        name: (lambda made=make: send(server, *made()))  # type: ignore[misc]
-        for name, make in ATTACKS.items()
+        name: partial(send_made, server, path, make)
+        for path, bodies in ((COMPLETIONS, COMPLETION_BODIES), (CHAT, CHAT_BODIES))
+        for name, make in bodies.items()
     }
     kinds["slow bodies"] = lambda: slow_bodies(server)
     kinds["slow readers"] = lambda: slow_readers(server)
@@ -359,35 +249,29 @@ def measured(server: ServerProcess, only: str, rounds: int) -> Iterator[Row]:
         status = kinds[name]()
         seconds = time.monotonic() - began
         time.sleep(0.5)
-        yield Row(number, name, status, seconds, reader.longest(), *memory(server))
+        yield told(number, name, status, f"{seconds:.2f}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="attacks whose name has this in it")
     parser.add_argument("--rounds", type=int, default=1, help="how often all are made")
-    parser.add_argument("--most", type=float, default=5.0, help="seconds that anybody may wait")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--most", type=float, default=5.0, help="seconds that the client may wait")
     arguments = parser.parse_args()
     template = Path(__file__).with_name("chat.jinja")
     template.write_text(TEMPLATE)
     server = start_server("--chat-template", str(template))
     template.unlink()
-    heads = ("round", "attack", "status", "seconds", "wait, s", "server, MiB", "engine, MiB")
-    table = Table(*heads)
-    rows = []
+    print(head("round", "attack", "status", "seconds", "wait, s", "server, MiB", "engine, MiB"))
+    waits = []
     try:
-        for row in measured(server, arguments.only, arguments.rounds):
-            print(", ".join(row.cells()), flush=True)
-            table.add_row(*row.cells())
-            rows.append(row)
+        for cells, wait in measured(server, arguments.only, arguments.rounds):
+            print(line(cells), flush=True)
+            waits.append(wait)
     finally:
         server.kill()
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
     print("".join(server.errors), end="", file=sys.stderr)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([*map(attrs.asdict, rows)], indent=1) + "\n")
-    return 1 if server.errors or max(row.wait for row in rows) > arguments.most else 0
+    return 1 if server.errors or max(waits) > arguments.most else 0
 
 
 if __name__ == "__main__":

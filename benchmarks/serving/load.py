@@ -33,16 +33,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import attrs
 from openai import AsyncOpenAI
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from rich.table import Table
-from server_process import ServerProcess, free_port, start_server
+from server_process import ServerProcess, free_port, head, line, start_server
 from torch import cuda
 
 from specplug.bench.dataset import HELD_OUT, read_prompts
@@ -222,22 +219,17 @@ def rows_of(cells: Mapping[tuple[str, str, float], Cell]) -> list[Row]:
     ]
 
 
-def table(rows: Sequence[Row], title: str) -> Table:
-    """Figures of all deployments."""
-    found = Table(title=title)
-    columns = "algorithm", "mode", "requests/s", "TTFT p50", "p99", "ITL p50", "p99", "gap p99"
-    for column in (*columns, "tokens/s"):
-        found.add_column(column, justify="left" if column in columns[:2] else "right")
+def show(rows: Sequence[Row]) -> None:
+    """Print the figures of all deployments, times in milliseconds."""
+    times = (f"{name} p50 / p99" for name in ("TTFT", "ITL", "gap"))
+    print(head("requests/s", "algorithm", "mode", *times, "tokens/s"))
     for row in rows:
-        times = "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "gap_p99"
-        found.add_row(
-            row["algorithm"],
-            row["mode"],
-            f"{row['rate']:g}",
-            *(f"{1000 * row[name]:.1f} ms" for name in times),
-            f"{row['tokens_per_second']:.0f}",
+        times = (
+            f"{1000 * row[f'{name}_p50']:.1f} / {1000 * row[f'{name}_p99']:.1f}"
+            for name in ("ttft", "itl", "gap")
         )
-    return found
+        cells = f"{row['rate']:g}", f"`{row['algorithm']}`", row["mode"]
+        print(line([*cells, *times, f"{row['tokens_per_second']:.0f}"]))
 
 
 def draw(rows: Sequence[Row], title: str, file: Path) -> None:
@@ -283,7 +275,12 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
         figure.savefig(file, dpi=DPI)
 
 
-def run(args: argparse.Namespace, console: Console) -> tuple[dict[Any, Cell], list[str]]:
+def tell(text: str) -> None:
+    """Say how far it is."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run(args: argparse.Namespace) -> tuple[dict[Any, Cell], list[str]]:
     """Load all deployments in turns; the figures, and which texts differ."""
     prompts = [p.content for p in read_prompts(HELD_OUT) if isinstance(p.content, str)]
     texts: dict[str, dict[str, str]] = {}
@@ -292,32 +289,23 @@ def run(args: argparse.Namespace, console: Console) -> tuple[dict[Any, Cell], li
         pairs = [(a, m) for a in args.algorithms for m in args.modes]
         starting = [starters.submit(deploy, a, m, args.options) for a, m in pairs]
         deployments = [each.result() for each in starting]
-        console.print(f"{len(deployments)} deployments serve")
+        tell(f"{len(deployments)} deployments serve")
         for deployment in deployments:
             ends.callback(deployment.stop)
-        columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
-        total = args.rounds * len(args.rates) * len(deployments)
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("loading", total=total)
-            for turn in range(args.rounds):
-                for number, rate in enumerate(args.rates):
-                    start = (turn * len(args.rates) + number) * args.requests
-                    chosen = [prompts[(start + i) % len(prompts)] for i in range(args.requests)]
-                    moments = arrivals(rate, args.requests, seed=start)
-                    # Each begins a turn once, so that none is always the first.
-                    shift = turn % len(deployments)
-                    for deployment in deployments[shift:] + deployments[:shift]:
-                        samples, seconds = asyncio.run(load(deployment, chosen, moments, args))
-                        key = deployment.algorithm, deployment.mode, rate
-                        cell = cells.setdefault(key, Cell())
-                        cell.samples += samples
-                        cell.tokens_per_second.append(sum(s.tokens for s in samples) / seconds)
-                        for prompt, sample in zip(chosen, samples, strict=True):
-                            texts.setdefault(prompt, {})[deployment.name] = sample.text
-                        progress.advance(task)
-                        if not console.is_terminal:  # a bar would not be seen
-                            took = f"{seconds:.1f} s"
-                            console.print(f"{turn + 1}: {deployment.name} {rate:g}/s, {took}")
+        for turn, (number, rate) in product(range(args.rounds), enumerate(args.rates)):
+            start = (turn * len(args.rates) + number) * args.requests
+            chosen = [prompts[(start + i) % len(prompts)] for i in range(args.requests)]
+            moments = arrivals(rate, args.requests, seed=start)
+            # Each begins a turn once, so that none is always the first.
+            shift = turn % len(deployments)
+            for deployment in deployments[shift:] + deployments[:shift]:
+                samples, seconds = asyncio.run(load(deployment, chosen, moments, args))
+                cell = cells.setdefault((deployment.algorithm, deployment.mode, rate), Cell())
+                cell.samples += samples
+                cell.tokens_per_second.append(sum(s.tokens for s in samples) / seconds)
+                for prompt, sample in zip(chosen, samples, strict=True):
+                    texts.setdefault(prompt, {})[deployment.name] = sample.text
+                tell(f"{turn + 1}: {deployment.name} {rate:g}/s, {seconds:.1f} s")
     return cells, list(differences(texts))
 
 
@@ -354,11 +342,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; 1 if a text differs."""
-    args, console = parse(arguments), Console(stderr=True)
-    cells, different = run(args, console)
+    args = parse(arguments)
+    cells, different = run(args)
     rows = rows_of(cells)
     title = f"{args.rounds} rounds of {args.requests} requests"
-    Console(width=120).print(table(rows, title))
+    show(rows)
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
         device = "cuda" if cuda.is_available() and "cpu" not in args.options else "cpu"
@@ -372,9 +360,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (args.output / "load.json").write_text(json.dumps(report, indent=2) + "\n")
         where = machine["gpu"] or machine["cpu"]
         draw(rows, f"{title}, {where}", args.output / "load.png")
-    for line in different:
-        console.print(line)
-    console.print("all texts identical" if not different else f"{len(different)} texts differ")
+    for each in different:
+        tell(each)
+    tell("all texts identical" if not different else f"{len(different)} texts differ")
     return 1 if different else 0
 
 

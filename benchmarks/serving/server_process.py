@@ -19,6 +19,12 @@ import attrs
 import openai
 import requests
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from measurement import head, line
+
+__all__ = ["head", "line"]
+
 DEADLINE = 60.0
 """Seconds in which what must come has come, on a busy machine."""
 
@@ -99,8 +105,8 @@ class ServerProcess:
     def metric(self, name: str, **labels: str) -> float:
         """The sum of all samples of a metric that have these labels."""
         found = 0.0
-        for line in self.get("/metrics").text.splitlines():
-            sample = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
+        for told in self.get("/metrics").text.splitlines():
+            sample = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", told)
             if sample is None or sample[1] != f"specplug_{name}":
                 continue
             own = dict(re.findall(r'(\w+)="([^"]*)"', sample[2] or ""))
@@ -110,7 +116,7 @@ class ServerProcess:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing runs or waits, and every KV page is free or cached for nobody."""
+        """Whether nothing runs or waits, and every KV page is free or in the cache alone."""
         busy = self.metric("running_requests") + self.metric("waiting_requests")
         pages = {state: self.metric("kv_pages", state=state) for state in ("total", "available")}
         assert pages["total"] > 0
@@ -139,7 +145,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A port that nobody uses now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -175,7 +181,7 @@ def when_listening(process: Process, stdout: TextIO, stderr: TextIO) -> ServerPr
     """The server that a process is, once it listens."""
     errors: list[str] = []
     threading.Thread(target=errors.extend, args=(stderr,), daemon=True).start()
-    line = stdout.readline()
-    found = re.fullmatch(r"listening on (http://\S+)\n", line)
-    assert found, (line, process.wait(DEADLINE), errors)
+    told = stdout.readline()
+    found = re.fullmatch(r"listening on (http://\S+)\n", told)
+    assert found, (told, process.wait(DEADLINE), errors)
     return ServerProcess(process, found[1], errors)

@@ -1,7 +1,6 @@
 """Does HTTP hold up the engine's steps? Their time with no other stream open, and with 200.
 
     python benchmarks/serving/step_time.py [--streams N] [--rounds N] [--seconds S]
-        [--json FILE] [--plot FILE]
 
 A real server (``specplug serve``) runs a batch of 8 requests that generate all the time; their
 streams are read. A step's time is what passes in the engine process from the end of one decode
@@ -9,7 +8,7 @@ step of all eight to the end of the next, told by the ``on_step`` hook of a smal
 installed for the purpose. It is measured for some seconds, beginning ``SETTLE`` after the eight
 have been sent, under two conditions, which take turns:
 
-alone   nobody else is connected
+alone   no other client is connected
 open    200 more streams are open, whose requests wait for the eight; the client hangs up on one
         of them, and opens another, ten times a second, so that requests are parsed, tokenized and
         aborted all the time; and ten times a second /metrics is asked for
@@ -31,7 +30,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -39,12 +38,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import attrs
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from rich.table import Table
-from server_process import ServerProcess, start_server
-
-from specplug.bench.machine import describe_machine, versions
+from server_process import ServerProcess, head, line, start_server
 
 BATCH = 8
 SETTLE = 3.0
@@ -74,31 +68,6 @@ class StepTimes:
 
 extension = StepTimes()
 """
-
-
-@attrs.frozen
-class Times:
-    """Seconds of steps under one condition.
-
-    Attributes:
-        condition: "alone" or "open".
-        seconds: of each step.
-        rounds: the median of each round.
-    """
-
-    condition: str
-    seconds: Sequence[float]
-    rounds: Sequence[float]
-
-    @property
-    def median(self) -> float:
-        """Of all steps."""
-        return statistics.median(self.seconds)
-
-    @property
-    def p99(self) -> float:
-        """The 99th percentile of all steps."""
-        return statistics.quantiles(self.seconds, n=100)[98]
 
 
 @attrs.define
@@ -218,94 +187,39 @@ async def churn(client: Client) -> None:
 
 
 async def compare(
-    server: ServerProcess, file: Path, streams: int, rounds: int, seconds: float, progress: Progress
-) -> list[Times]:
-    """Both conditions, in turn."""
+    server: ServerProcess, file: Path, streams: int, rounds: int, seconds: float
+) -> dict[int, list[list[float]]]:
+    """Measure with no other stream and with so many, in turn; seconds of steps, by round."""
     client = Client(server)
-    found: dict[str, list[list[float]]] = {"alone": [], "open": []}
+    found: dict[int, list[list[float]]] = {0: [], streams: []}
     await measure(client, file, 0, 1.0)  # to warm up
-    task = progress.add_task("measurements", total=2 * rounds)
     for number in range(rounds):
-        for condition in sorted(found, reverse=number % 2 == 1):
-            others = streams if condition == "open" else 0
-            found[condition].append(await measure(client, file, others, seconds))
-            progress.advance(task)
-    return [
-        Times(name, [s for steps in each for s in steps], [statistics.median(s) for s in each])
-        for name, each in found.items()
-    ]
+        for others in sorted(found, reverse=number % 2 == 1):
+            found[others].append(await measure(client, file, others, seconds))
+    return found
 
 
-def show(times: Sequence[Times], streams: int, console: Console) -> None:
+def show(found: dict[int, list[list[float]]]) -> None:
     """Print the table."""
-    table = Table("other streams", "steps", "median ms", "p99 ms", "medians of the rounds, ms")
-    for column in table.columns[:4]:
-        column.justify = "right"
-    for of_one in times:
-        table.add_row(
-            str(streams if of_one.condition == "open" else 0),
-            f"{len(of_one.seconds):,}",
-            f"{of_one.median * 1000:.2f}",
-            f"{of_one.p99 * 1000:.2f}",
-            " ".join(f"{median * 1000:.2f}" for median in of_one.rounds),
-        )
-    console.print(table)
-    alone, opened = times
-    print(f"median with the streams open / alone: {opened.median / alone.median:.3f}")
-
-
-def plot(times: Sequence[Times], streams: int, path: Path) -> None:
-    """Draw what part of the steps took how long."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    from specplug.bench.plots import COLORS, DPI, STYLE, WIDTH
-
-    with rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 4), layout="constrained")
-        axes = figure.subplots()
-        for of_one, color in zip(times, COLORS, strict=False):
-            others = streams if of_one.condition == "open" else 0
-            ordered = [s * 1000 for s in sorted(of_one.seconds)]
-            parts = [n / len(ordered) for n in range(1, len(ordered) + 1)]
-            axes.step(ordered, parts, color=color, label=f"{others} other streams open")
-        axes.set_xlim(left=0, right=max(t.p99 for t in times) * 1500)
-        axes.set_xlabel("time of a step, ms")
-        axes.set_ylabel("part of all steps")
-        axes.set_title(f"Steps of {BATCH} requests")
-        axes.grid()
-        axes.legend(loc="lower right")
-        figure.savefig(path, dpi=DPI)
+    print(head("other streams open", "steps", "median, ms", "99th percentile, ms", "rounds, ms"))
+    for others, rounds in found.items():
+        steps = [1000 * step for each in rounds for step in each]
+        medians = " ".join(f"{1000 * statistics.median(each):.2f}" for each in rounds)
+        last = statistics.quantiles(steps, n=100)[98]
+        cells = others, f"{len(steps):,}", f"{statistics.median(steps):.2f}", f"{last:.2f}", medians
+        print(line(cells))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--plot", type=Path, help="draw the distributions here")
-    arguments = parser.parse_args()
-    columns = *Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeElapsedColumn()
-    console = Console(stderr=True)
-    with (
-        observed_server(arguments.streams) as (server, file),
-        Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress,
-    ):
-        times = asyncio.run(
-            compare(server, file, arguments.streams, arguments.rounds, arguments.seconds, progress)
-        )
-    show(times, arguments.streams, Console(width=None if sys.stdout.isatty() else 110))
-    if arguments.json:
-        figures = {
-            "machine": describe_machine("cpu"),
-            "versions": versions(("specplug", "torch", "fastapi", "uvicorn", "pyzmq")),
-            "streams": arguments.streams,
-            "times": [attrs.asdict(of_one) for of_one in times],
-        }
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
-    if arguments.plot:
-        plot(times, arguments.streams, arguments.plot)
+    options = parser.parse_args()
+    with observed_server(options.streams) as (server, file):
+        asked = compare(server, file, options.streams, options.rounds, options.seconds)
+        found = asyncio.run(asked)
+    show(found)
     return 0
 
 

@@ -1,14 +1,11 @@
 """The DFlash draft model of the target: block diffusion (arXiv 2602.06036).
 
 `python dflash.py --data DATA --model MODEL --out WEIGHTS` trains `specplug_dflash`'s own network
-on `generations.py`'s rows and on the corpus. With `--prompts FILE` it then prints how many tokens
-a step the draft brings on held-out prompts, as `accept_length.py` does; with `--max-steps 0` it
-only evaluates what `--out` holds.
+on `generations.py`'s rows and on the corpus.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -23,12 +20,12 @@ from draft_training import (
     train,
     training_rows,
 )
-from safetensors.torch import load_file, save_file
-from target import forward, load
+from safetensors.torch import save_file
+from target import forward
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specplug_dflash.config import DFlashConfig, read_config
+from specplug_dflash.config import DFlashConfig
 from specplug_dflash.network import DFlashNetwork
 
 
@@ -250,85 +247,8 @@ def save(network: DFlashNetwork, out: Path) -> None:
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_draft(folder: Path, num_positions: int, device: str) -> DFlashNetwork:
-    """What `save` wrote, in float32."""
-    network = DFlashNetwork(read_config(folder), num_positions)
-    network.load_state_dict(load_file(folder / "model.safetensors"))
-    return network.float().to(device).eval()
-
-
-@torch.no_grad()
-def drafted(
-    model: LlamaForCausalLM,
-    network: DFlashNetwork,
-    tokens: Tensor,
-    first: int,
-    steps: int,
-    noises: Tensor | None,
-) -> Tensor:
-    """[n, L]: how many tokens of a chain after token p + 1 are the row's own, at most `steps`.
-
-    Only from p + 1 = `first` on; tokens [n, L]. noises [n, L, vocab]: the drafter samples with
-    them; None: it takes its top token.
-    """
-    result = torch.zeros_like(tokens)
-    offsets = torch.arange(1, steps + 1, device=tokens.device)
-    *aux, _ = forward(model, tokens, network.config.feature_layers)
-    features, row = torch.cat(aux, -1), torch.arange(len(tokens), device=tokens.device)[:, None]
-    for roots in torch.arange(first, tokens.shape[1] - steps, device=tokens.device).split(64):
-        anchors = roots.expand(len(tokens), -1)
-        lengths = torch.full_like(anchors, steps + 1)
-        embedding = model.model.embed_tokens.weight
-        hidden = draft(network, embedding, tokens, features, anchors, lengths, steps + 1)
-        scores, places = model.lm_head(hidden), anchors.unsqueeze(2) + offsets
-        if noises is not None:
-            scores += noises[row.unsqueeze(2), places]
-        right = scores.argmax(-1) == tokens[row.unsqueeze(2), places]
-        result[row, anchors - 1] = right.long().cumprod(2).sum(2)
-    return result
-
-
-def evaluate(arguments: argparse.Namespace) -> None:
-    """Prints tokens a step, bonus token included, for chains of several lengths."""
-    from accept_length import accept_length, continuations, noise
-    from tokenizers import Tokenizer
-
-    device: str = arguments.device
-    model = load(arguments.model, device)
-    network = load_draft(arguments.out, model.config.max_position_embeddings, device)
-    tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    texts = [json.loads(line)["prompt"] for line in arguments.prompts.read_text().splitlines()]
-    prompts = [tokenizer.encode(text).ids for text in texts[: arguments.count]]
-    sizes, new = [len(p) for p in prompts], arguments.new
-    chains = [n for n in (3, 4, 5, 6, 7, 9, 11, 13, 15) if n < network.config.block_size]
-    print(f"{len(prompts)} prompts, {new} new tokens; num_steps {chains}")
-    noises = noise(len(prompts), max(sizes) + new, model.config.vocab_size, device)
-    greedy = continuations(model, prompts, new, None)
-    sampled = continuations(model, prompts, new, noises)
-    for name, tokens, draft_noises in (
-        ("greedy", greedy, None),
-        ("temperature 1, the drafter's top token", sampled, None),
-        ("temperature 1, the drafter samples with the same noise", sampled, noises),
-    ):
-        means = []
-        for steps in chains:
-            parts = [
-                drafted(
-                    model,
-                    network,
-                    tokens[at : at + 16],
-                    min(sizes),
-                    steps,
-                    None if draft_noises is None else draft_noises[at : at + 16],
-                )
-                for at in range(0, len(tokens), 16)
-            ]
-            means.append(accept_length(tokens, torch.cat(parts), sizes, new, steps))
-        print(f"{name}: " + " ".join(f"{mean:.3f}" for mean in means), flush=True)
-
-
 def main() -> None:
-    """Trains for some epochs over generations and corpus; evaluates."""
+    """Trains for some epochs over generations and corpus, and saves with every line printed."""
     parser = arguments_of(__doc__, epochs=24, batch=128, rate=6e-3)
     parser.add_argument("--blocks", type=int, default=32, help="blocks a row")
     parser.add_argument(
@@ -340,18 +260,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--intermediate", type=int, default=416)
     parser.add_argument("--features", type=int, default=5, help="target layers that are fused")
-    parser.add_argument("--prompts", type=Path, help="evaluates on them in the end")
-    parser.add_argument("--count", type=int, default=256, help="prompts")
-    parser.add_argument("--new", type=int, default=128, help="tokens after each prompt")
     arguments = parse(parser)
-    if arguments.max_steps:
-        train_draft(arguments)
-    if arguments.prompts is not None:
-        evaluate(arguments)
-
-
-def train_draft(arguments: argparse.Namespace) -> None:
-    """Trains, and saves what it has with every line printed."""
     data = training_rows(arguments.data, arguments.device)
     target = load_target(arguments)
     config = configuration(

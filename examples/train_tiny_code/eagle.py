@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from draft_training import arguments_of, load_target, parse, train, training_rows
 from eagle3 import unroll
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from target import forward
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -95,16 +95,6 @@ def save(network: EagleNetwork, out: Path) -> None:
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     state = {n: v.to(torch.bfloat16).cpu().contiguous() for n, v in network.state_dict().items()}
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-
-
-def load_head(folder: Path, device: str) -> EagleNetwork:
-    """What `save` wrote, in float32."""
-    values = json.loads((folder / "config.json").read_text())
-    names = {field.name for field in attrs.fields(EagleConfig)} & values.keys()
-    config = EagleConfig(**{n: values[n] for n in names}, rope=values, fc_bias=values["bias"])
-    network = EagleNetwork(config)
-    network.load_state_dict(load_file(folder / "model.safetensors"))
-    return network.float().to(device).eval()
 
 
 def main() -> None:

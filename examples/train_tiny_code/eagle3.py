@@ -22,7 +22,7 @@ from draft_training import (
     train,
     training_rows,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from target import forward
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -252,17 +252,6 @@ def save(network: Eagle3Network, out: Path) -> None:
         for name, value in network.state_dict().items()
     }
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-
-
-def load_head(folder: Path, device: str) -> Eagle3Network:
-    """What `save` wrote, in float32."""
-    values = json.loads((folder / "config.json").read_text())
-    aux = tuple(layer + 1 for layer in values["eagle_aux_hidden_state_layer_ids"])
-    names = {field.name for field in attrs.fields(Eagle3Config)} & values.keys()
-    sizes = {name: values[name] for name in names}
-    network = Eagle3Network(Eagle3Config(**sizes, rope=values, aux_layer_ids=aux))
-    network.load_state_dict(load_file(folder / "model.safetensors"))
-    return network.float().to(device).eval()
 
 
 def main() -> None:

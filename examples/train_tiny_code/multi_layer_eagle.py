@@ -2,9 +2,7 @@
 
 `python multi_layer_eagle.py --data DATA --model MODEL --out WEIGHTS` trains
 `specplug_multi_layer_eagle`'s own network on `generations.py`'s rows and on the corpus. The target
-is frozen and runs along; its embedding and LM head are shared. With `--prompts FILE` the layers
-are then asked how many tokens a step they bring, as `accept_length.py` asks the EAGLE-3 head;
-`--max-steps 0 --prompts FILE` asks the ones that are in WEIGHTS already.
+is frozen and runs along; its embedding and LM head are shared.
 """
 
 from __future__ import annotations
@@ -15,11 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from accept_length import accept_length, continuations, noise
 from draft_training import arguments_of, load_target, parse, train, training_rows
-from safetensors.torch import load_file, save_file
-from target import forward, load
-from tokenizers import Tokenizer
+from safetensors.torch import save_file
+from target import forward
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -137,89 +133,27 @@ def save(network: MTPNetwork, target: LlamaConfig, out: Path) -> None:
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_layers(folder: Path, target: LlamaForCausalLM) -> MTPNetwork:
-    """What `save` wrote, in float32."""
-    keys = json.loads((folder / "config.json").read_text())
-    layers, width = keys["num_nextn_predict_layers"], keys["intermediate_size"]
-    network = MTPNetwork(configuration(target.config, layers, width))
-    tensors = load_file(folder / "model.safetensors")
-    first = target.config.num_hidden_layers
-    state = {name: tensors[name_in_file(name, first)] for name in network.state_dict()}
-    network.load_state_dict(state)
-    return network.float().to(target.device).eval()
-
-
-@torch.no_grad()
-def drafted(
-    model: LlamaForCausalLM, network: MTPNetwork, tokens: Tensor, noises: Tensor | None
-) -> Tensor:
-    """[n, L]: how many tokens of the chain after token p + 1 are the row's own.
-
-    noises [n, L, vocab]: the layers sample with them; None: they take their top token.
-    """
-    (hidden,) = forward(model, tokens)
-    embeds = model.model.embed_tokens(tokens)
-    going = torch.ones_like(tokens, dtype=torch.bool)
-    result = torch.zeros_like(tokens)
-    for index, scores in enumerate(unroll(network, embeds, hidden, model.lm_head.weight)):
-        if noises is not None:
-            scores[:, : -2 - index] += noises[:, 2 + index :]
-        going &= scores.argmax(-1) == F.pad(tokens[:, 2 + index :], (0, 2 + index), value=-1)
-        result += going
-    return result
-
-
-def evaluate(model: LlamaForCausalLM, network: MTPNetwork, folder: Path, texts: list[str]) -> None:
-    """Prints tokens a step for chains of each depth, 128 new tokens after each prompt."""
-    new, depths = 128, range(1, network.config.num_layers + 1)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    prompts = [tokenizer.encode(text).ids for text in texts]
-    sizes = [len(p) for p in prompts]
-    print(f"{len(prompts)} prompts, {new} new tokens; num_steps {[*depths]}")
-    noises = noise(len(prompts), max(sizes) + new, model.config.vocab_size, str(model.device))
-    for name, target_noises, draft_noises in (
-        ("greedy", None, None),
-        ("temperature 1, the layers' top token", noises, None),
-        ("temperature 1, the layers sample with the same noise", noises, noises),
-    ):
-        tokens = continuations(model, prompts, new, target_noises)
-        found = drafted(model, network, tokens, draft_noises)
-        means = [accept_length(tokens, found, sizes, new, depth) for depth in depths]
-        print(f"{name}: " + " ".join(f"{mean:.3f}" for mean in means), flush=True)
-
-
 def main() -> None:
-    """Trains, then evaluates if there are prompts."""
+    """Trains for some epochs over generations and corpus."""
     parser = arguments_of(__doc__, epochs=9, batch=128, rate=8e-3)
     parser.add_argument("--layers", type=int, default=6, help="the greatest draft depth")
     parser.add_argument("--intermediate", type=int, default=640)
-    parser.add_argument("--prompts", type=Path, help="held-out prompts to evaluate on")
-    parser.add_argument("--count", type=int, default=256, help="of the prompts")
     arguments = parse(parser)
     target = load_target(arguments)
     head = target.lm_head.weight
+    data = training_rows(arguments.data, arguments.device)
+    config = configuration(target.config, arguments.layers, arguments.intermediate)
+    network = build(config, target).to(arguments.device)
+    loss_of_hidden = draft_loss if arguments.no_compile else torch.compile(draft_loss)
 
-    if arguments.max_steps:
-        data = training_rows(arguments.data, arguments.device)
-        config = configuration(target.config, arguments.layers, arguments.intermediate)
-        network = build(config, target).to(arguments.device)
-        loss_of_hidden = draft_loss if arguments.no_compile else torch.compile(draft_loss)
+    def loss_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            (hidden,) = forward(target, tokens)
+            wanted = F.linear(hidden, head).float().softmax(-1)
+            embeds = target.model.embed_tokens(tokens)
+        return loss_of_hidden(network, embeds, hidden, head, wanted)
 
-        def loss_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                (hidden,) = forward(target, tokens)
-                wanted = F.linear(hidden, head).float().softmax(-1)
-                embeds = target.model.embed_tokens(tokens)
-            return loss_of_hidden(network, embeds, hidden, head, wanted)
-
-        train(
-            arguments, network, data, loss_of, lambda: save(network, target.config, arguments.out)
-        )
-    if arguments.prompts:
-        model = load(arguments.model, arguments.device)
-        lines = arguments.prompts.read_text().splitlines()[: arguments.count]
-        texts = [json.loads(line)["prompt"] for line in lines]
-        evaluate(model, load_layers(arguments.out, model), arguments.model, texts)
+    train(arguments, network, data, loss_of, lambda: save(network, target.config, arguments.out))
 
 
 if __name__ == "__main__":

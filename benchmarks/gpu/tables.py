@@ -1,16 +1,26 @@
-"""The rows of several runs, and the tables of the README that are made of them."""
+"""Put the rows of several runs together: one file for each card, and the tables of the README.
+
+    python benchmarks/gpu/tables.py DIR … --readme
+
+reads every ``results.jsonl`` under these folders (or a file that it wrote before), and writes for
+each card ``results/<date>-<card>.json`` beside this file. ``--readme`` writes the tables between
+the marks of the README, a section for each card; otherwise they are printed. Of a point that was
+measured twice the later one counts.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from points import read_results
+from points import Row, read_results, table
 
-Row = dict[str, Any]
+HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- measured: tables.py writes from here -->", "<!-- measured: to here -->"
 
 DATA_SHEETS = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12}
 """Bytes a second of a card's memory, as its data sheet has them."""
@@ -20,7 +30,7 @@ _OF_STARTS = "warm_up="
 
 
 def collect(places: Iterable[Path]) -> list[Row]:
-    """Read all rows in these folders, or of files that ``plots.py`` wrote.
+    """Read all rows in these folders, or of files that ``tables.py`` wrote.
 
     Each gets what its run says of itself: ``card``, ``shape``, ``settings_given``, and the
     ``bandwidth`` that the run has read.
@@ -76,15 +86,6 @@ def latest(rows: Sequence[Row], kind: str, *keys: str) -> list[Row]:
         if row["kind"] == kind
     }
     return list(found.values())
-
-
-def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """A table in Markdown; empty without a line."""
-    cells = [[str(cell) for cell in line] for line in lines]
-    if not cells:
-        return ""
-    texts = [head, ["---"] * len(head), *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in texts) + "\n"
 
 
 def _given(row: Row) -> str:
@@ -236,6 +237,29 @@ def trace_table(rows: Sequence[Row]) -> str:
     return _titled("Gaps between kernels in 20 traced steps", head, lines)
 
 
+def map_tables(rows: Sequence[Row]) -> str:
+    """For each shape, a step of each algorithm in plain ones: the accept length from which it pays.
+    A star: fewer than 95 % of the requests' steps drafted."""
+    text = ""
+    found = latest(rows, "map", "shape", "variant", "batch", "context")
+    for shape in dict.fromkeys(row["shape"] for row in found):
+        steps = {(r["variant"], r["batch"], r["context"]): r for r in found if r["shape"] == shape}
+        plain = {point: r["ms"] for (variant, *point_), r in steps.items()
+                 if variant == "plain" for point in [tuple(point_)]}  # fmt: skip
+        variants = [v for v in dict.fromkeys(v for v, _, _ in steps) if v != "plain"]
+        lines = []
+        for batch, context in sorted(plain):
+            line: list[object] = [batch, f"{context:,}", f"{plain[batch, context]:.2f}"]
+            for variant in variants:
+                row = steps.get((variant, batch, context))
+                star = "*" if row and row.get("drafting", 1.0) < 0.95 else ""
+                line.append(f"{row['ms'] / plain[batch, context]:.2f}{star}" if row else "")
+            lines.append(line)
+        title = f"{shape}: the accept length from which each algorithm pays (a step in plain steps)"
+        text += _titled(title, ["batch", "context", "plain, ms", *variants], lines)
+    return text
+
+
 def trained_table(rows: Sequence[Row]) -> str:
     """The contenders on the trained target."""
     lines = [
@@ -252,44 +276,37 @@ def _titled(title: str, head: Sequence[str], lines: Sequence[Sequence[object]]) 
     return f"\n{title}:\n\n{table(head, lines)}" if lines else ""
 
 
-def bars_table(rows: Sequence[Row]) -> str:
-    """Each bar, what was measured, and by how much it is missed."""
-    lines: list[list[object]] = []
-
-    def add(what: str, found: float, most: float, text: str) -> None:
-        by = f"missed by {found / most - 1:.1%}" if most else f"missed by {found:,.0f}"
-        lines.append([what, text, "held" if found <= most else by])
-
-    steps = latest(rows, "step", "shape", "engine", "variant", "batch", "context")
-    for row in (row for row in steps if not row["settings_given"]):
-        point = f"batch {row['batch']}, {row['context']:,}"
-        what = f"{row['shape']}, {row['variant']}, {point}"
+def missed_line(rows: Sequence[Row]) -> str:
+    """Which bars are missed, and by how much."""
+    found: list[tuple[str, float]] = []
+    for row in latest(rows, "step", "shape", "engine", "variant", "batch", "context"):
+        if row["settings_given"]:
+            continue
+        what = f"{row['shape']}, {row['variant']}, batch {row['batch']}, {row['context']:,}"
         if row["engine"] == "vllm":
-            add(f"{what}: ours over vLLM's", row["ratio"], 1.0, f"{row['ratio']:.3f} of 1")
-        elif row["variant"] == "plain":
+            found.append((f"{what}: {row['ratio']:.3f} of vLLM's time", row["ratio"]))
+        elif row["variant"] == "plain" and row["bar"]:
+            share = row["limit"] / row["ms"]
+            text = f"{what}: {share:.1%} of the limit, wanted {row['bar']:.0%}"
+            found.append((text, row["bar"] / share))
+        elif row["variant"] != "plain":
             if row["bar"]:
-                share = row["limit"] / row["ms"]
-                text = f"{share:.1%} of the limit, at least {row['bar']:.0%}"
-                add(what, row["bar"] / share, 1.0, text)
-        else:
-            text = f"{row['ratio']:.3f} x plain, at most {row['bar']}"
-            if row["bar"]:
-                add(what, row["ratio"], row["bar"], text)
-            add(
-                f"{what}: neither target nor draft", row["other"], 0.04, f"{row['other']:.1%} of 4%"
-            )
+                text = f"{what}: {row['ratio']:.3f} x plain, at most {row['bar']}"
+                found.append((text, row["ratio"] / row["bar"]))
+            text = f"{what}: {row['other']:.1%} neither target nor draft, at most 4%"
+            found.append((text, row["other"] / 0.04))
     for row in latest(rows, "price", "shape", "what"):
-        add(f"exactness, {row['what']}", row["ratio"], row["bar"], f"{row['ratio']:.3f}")
-    exact = [r for r in latest(rows, "exactness", "target", "number") if not r["settings_given"]]
-    if exact:
-        wrong = sum(len(each) for row in exact for each in row["differences"])
-        tokens = sum(row["tokens"] for row in exact)
-        add("requests that differ in bf16", wrong, 0, f"{wrong:,} in {tokens:,} tokens")
-        add("tokens that were compared", 50_000 / max(tokens, 1), 1.0, f"{tokens:,} of 50,000")
+        text = f"exactness, {row['what']}: {row['ratio']:.3f}, at most {row['bar']}"
+        found.append((text, row["ratio"] / row["bar"]))
     for row in latest(rows, "trace", "variant", "batch"):
-        what = f"longest gap, {row['variant']}, batch {row['batch']}"
-        add(what, row["longest_gap_us"][0], 50, f"{row['longest_gap_us'][0]:.0f} of 50 us")
-    return _titled("The bars", ["", "measured", ""], lines)
+        gap = row["longest_gap_us"][0]
+        text = f"longest gap, {row['variant']}, batch {row['batch']}: {gap:.0f} us, at most 50"
+        found.append((text, gap / 50))
+    if not found:
+        return ""
+    missed = [f"{text} (by {over - 1:.1%})" for text, over in found if over > 1]
+    told = "".join(f"\n- {each}" for each in missed)
+    return f"\nOf {len(found)} bars {len(missed)} are missed{':' if missed else '.'}\n{told}\n"
 
 
 def commits_line(rows: Sequence[Row]) -> str:
@@ -304,12 +321,49 @@ def commits_line(rows: Sequence[Row]) -> str:
 
 TABLES: Sequence[Callable[[Sequence[Row]], str]] = [
     commits_line,
-    bars_table,
+    missed_line,
     step_tables,
     exactness_table,
     price_tables,
     known_table,
+    map_tables,
     trace_table,
     trained_table,
 ]
 """Of a card's section, in their order."""
+
+
+def name_of(rows: Sequence[Row]) -> str:
+    """The last date of these rows, and their card."""
+    card = re.sub(r"[^a-z0-9]+", "-", rows[0]["card"].lower()).strip("-")
+    return f"{max(row['date'] for row in rows if row['kind'] == 'run')}-{card}"
+
+
+def section(rows: Sequence[Row], output: Path) -> str:
+    """Write the results of a card, and return its section of the README."""
+    output.mkdir(parents=True, exist_ok=True)
+    text = "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
+    (output / f"{name_of(rows)}.json").write_text(text)
+    title = f"### {rows[0]['card']}, {date_of(rows)}\n"
+    return title + "".join(each(rows) for each in TABLES)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--output", type=Path, default=HERE / "results")
+    parser.add_argument("--readme", action="store_true", help="write the tables to the README")
+    arguments = parser.parse_args()
+    cards = by_card(collect(arguments.folders)).values()
+    text = "\n".join(section(rows, arguments.output) for rows in cards)
+    if not arguments.readme:
+        print(text)
+        return
+    file = HERE / "README.md"
+    before, _, rest = file.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    file.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

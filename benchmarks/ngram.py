@@ -1,0 +1,201 @@
+"""What NGRAM takes of the host: of a decode step, while the device waits, and as its history grows.
+
+    python benchmarks/ngram.py step [--topk 4] [--plain]
+    python benchmarks/ngram.py growth
+
+step    microseconds a step by batch size. Each request has read a file of the standard library, in
+        which one token of ten is another, and writes the file: its drafts are accepted as far as
+        the file goes on like them. ``observe`` is the new tokens' way into the history once they
+        have reached the host; ``propose`` is the drafting. The policy's costs are a GPU's.
+growth  one request reads a million tokens, in which half of the passages repeat earlier ones. At
+        each length the next tokens are added one by one, and before each a tree is drafted (by the
+        reference in Python); both are timed singly. A history that keeps all, and one that forgets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import sysconfig
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import attrs
+import torch
+from measurement import head, line
+from tokenizers import Tokenizer
+
+from specplug import Batch, Draft, DraftInput
+from specplug.algorithm import ASSETS
+from specplug.speculative.batch import ForwardMode
+from specplug_ngram.compiled_drafter import load_library
+from specplug_ngram.draft_tree import Shape, draft_tree
+from specplug_ngram.future_map import HostFutureMap
+from specplug_ngram.history import History, Stream
+from specplug_ngram.policy import GPU_COSTS, Novelty, StepCost
+from specplug_ngram.worker import CAPACITY, NgramWorker
+
+# step
+
+STEPS = 200
+LENGTH = STEPS * 9
+
+
+@attrs.define
+class Request:
+    """One that writes a text.
+
+    Attributes:
+        prompt_token_ids: nearly the same text.
+        written: tokens that it has written.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    text: list[int]
+    written: int = 0
+
+
+def requests_of(count: int) -> list[Request]:
+    """Return requests that write the standard library's first long files."""
+    tokenizer = Tokenizer.from_file(str(ASSETS / "tiny_code" / "tokenizer.json"))
+    found: list[Request] = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text = tokenizer.encode(path.read_text(errors="replace")).ids[:LENGTH]
+        if len(text) == LENGTH and len(found) < count:
+            draw = random.Random(len(set(text)))
+            read = [draw.randrange(4096) if draw.random() < 0.1 else token for token in text]
+            found.append(Request(str(len(found)), read, text))
+    return found
+
+
+def measure_step(bs: int, shape: Shape, plain: bool) -> tuple[float, float, float]:
+    """Return the median microseconds of ``observe`` and of ``propose``, and the mean length."""
+    worker = NgramWorker(shape, compiled=None if plain else load_library(), costs=GPU_COSTS)
+    future_map = HostFutureMap(bs + 1, torch.device("cpu"), worker.observe)
+    requests, rows = requests_of(bs), torch.arange(1, bs + 1)
+    batch = Batch(
+        mode=ForwardMode.DECODE,
+        requests=tuple(requests),
+        req_indices=rows,
+        seq_lens=rows,
+        max_draft_nodes=(shape.num_draft_tokens,) * bs,
+    )
+    worker.read_prompts(requests, [LENGTH] * bs)
+    observing, proposing, accepted = [], [], 0
+    counts, tokens = torch.ones(bs, dtype=torch.int64), torch.zeros(bs, 1, dtype=torch.int64)
+    for row, request in enumerate(requests):
+        tokens[row] = request.text[request.written]
+        request.written += 1
+    for step in range(STEPS):
+        start = time.perf_counter_ns()
+        future_map.relay(batch, tokens, counts)
+        future_map._arrive(keep=0)
+        observed = time.perf_counter_ns()
+        draft = worker.propose(batch, DraftInput(bonus_tokens=tokens[:, 0]))
+        proposed = time.perf_counter_ns()
+        if step >= STEPS // 10:
+            observing.append(observed - start)
+            proposing.append(proposed - observed)
+        tokens = torch.zeros(bs, draft.depth + 1, dtype=torch.int64)
+        for row, request in enumerate(requests):
+            came = request.text[request.written :][: draft.depth + 1]
+            counts[row] = length = accept_len(draft, row, came)
+            tokens[row, :length] = torch.tensor(came[:length])
+            request.written += length
+            accepted += length
+    medians = (statistics.median(times) / 1e3 for times in (observing, proposing))
+    return *medians, accepted / (STEPS * bs)
+
+
+def accept_len(draft: Draft, row: int, came: list[int]) -> int:
+    """Return how many of the tokens that ``came`` a step commits, the bonus token included."""
+    drafted = draft.tokens[row].tolist()
+    parents = range(-1, len(drafted) - 1) if draft.parents is None else draft.parents[row].tolist()
+    width = len(drafted) if draft.widths is None else draft.widths[row]
+    node, length = 0, 1
+    while length < len(came):
+        children = [n for n in range(1, width) if parents[n] == node]
+        node = next((n for n in children if drafted[n] == came[length - 1]), 0)
+        if not node:
+            break
+        length += 1
+    return length
+
+
+# growth
+
+LENGTHS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
+SMALL = 1 << 16
+PASSAGE, WORDS = 50, 30_000
+
+
+def text(seed: int) -> Iterator[int]:
+    """Passages of words whose frequency falls as in language, every other one from before, but
+    from no farther back than the smaller history reaches."""
+    draw, reach = random.Random(seed), SMALL // (2 * PASSAGE)
+    passages: list[list[int]] = []
+    while True:
+        passage = [int(WORDS ** draw.random()) for _ in range(PASSAGE)]
+        passages.append(passage)
+        yield from passage
+        yield from passages[-draw.randint(1, min(reach, len(passages)))]
+
+
+def measure_growth(capacity: int, samples: int, lengths: tuple[int, ...]) -> None:
+    """Grow one history, and print a row for each length."""
+    history, stream, novelty = History(capacity), Stream(), Novelty()
+    tokens, least, shape = text(seed=0), StepCost(1).least, Shape(4, 7, 8)
+    for length in lengths:
+        while history.end < length:
+            history.extend(stream, list(islice(tokens, min(1_000, length - history.end))))
+        adding, drafting, nodes = [], [], 0
+        for token in islice(tokens, samples):
+            start = time.perf_counter_ns()
+            tree = draft_tree(history, stream, novelty, shape, least)
+            drafting.append(time.perf_counter_ns() - start)
+            tree.learn(novelty, [token])
+            start = time.perf_counter_ns()
+            history.extend(stream, [token])
+            adding.append(time.perf_counter_ns() - start)
+            nodes += len(tree.nodes)
+        cells = [f"{capacity:,}", f"{length:,}"]
+        for times in (adding, drafting):
+            ordered = sorted(times)
+            cells += [f"{ordered[int(q * (samples - 1))] / 1e3:.1f}" for q in (0.5, 0.99)]
+        print(
+            line([*cells, f"{nodes / samples:.1f}", f"{history.num_bytes / 1e6:.1f}"]), flush=True
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("what", choices=["step", "growth"])
+    add("--topk", type=int, default=1)
+    add("--batches", type=int, nargs="+", default=(1, 8, 32, 64))
+    add("--plain", action="store_true", help="step: draft in Python")
+    add("--samples", type=int, default=4_000, help="growth: tokens timed at each length")
+    add("--longest", type=int, default=LENGTHS[-1], help="growth: the last length")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    gc.disable()  # a collection is no token's
+    if arguments.what == "growth":
+        print(head("kept at most", "history", "add µs", "p99", "draft µs", "p99", "nodes", "MB"))
+        for capacity in (SMALL, CAPACITY):
+            lengths = tuple(each for each in LENGTHS if each <= arguments.longest)
+            measure_growth(capacity, arguments.samples, lengths)
+        return
+    print(head("batch", "observe µs", "propose µs", "step µs", "accept length"))
+    for bs in arguments.batches:
+        observe, propose, length = measure_step(bs, Shape(arguments.topk, 7, 8), arguments.plain)
+        numbers = (observe, propose, observe + propose)
+        print(line([bs, *(f"{each:.0f}" for each in numbers), f"{length:.2f}"]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
