@@ -150,10 +150,10 @@ class GraphRunner(PassRunner):
         """Run the pass, replayed if it is recorded, and return its result."""
         self._last = None
         given = None if self.recorder.failure is not None else self.pad(*arguments)
-        if given is None or not self.takes(given.bucket):
-            return self._forward(*arguments)
-        known = self._known.get(given.bucket)
+        known = None if given is None else self._known.get(given.bucket)
         is_first = known is None
+        if given is None or (is_first and not self.takes(given.bucket)):
+            return self._forward(*arguments)
         if known is None:
             known = self._known[given.bucket] = _Bucket(given.inputs())
         known.inputs.fill(given)
