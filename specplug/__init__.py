@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.rotation import chunk_tails, rotate_chunks
     from specplug.speculative.runtime import AttentionPlan, KVCache, Runtime
-    from specplug.speculative.tree import select_tree
     from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput, verify_tree
 
 __version__ = "0.1.0"
@@ -97,7 +96,6 @@ _LAZY = {
     "rotate_chunks": "specplug.speculative.rotation",
     "CommittedOutput": "specplug.speculative.verify",
     "TargetOutput": "specplug.speculative.verify",
-    "select_tree": "specplug.speculative.tree",
     "VerifyOutput": "specplug.speculative.verify",
     "argmax_rows": "specplug.kernels.argmax",
     "load_compiled": "specplug.kernels.cpu_compiler",
@@ -158,7 +156,6 @@ __all__ = [
     "load_compiled",
     "received_state",
     "rotate_chunks",
-    "select_tree",
     "settings",
     "verify_tree",
 ]

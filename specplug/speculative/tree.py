@@ -9,24 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specplug.speculative.draft import Draft
-
-
-def select_tree(
-    roots: Tensor,
-    scores: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    num_draft_tokens: int,
-    depth: int,
-) -> Draft:
-    """Return what ``select_nodes`` does as a draft.
-
-    Args:
-        depth: the candidates' greatest depth, S.
-    """
-    return Draft.tree(*select_nodes(roots, scores, tokens, parents, num_draft_tokens), depth)
-
 
 def select_nodes(
     roots: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, num_draft_tokens: int

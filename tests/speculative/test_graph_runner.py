@@ -36,7 +36,7 @@ def doubled(given: Tensor) -> Tensor:
     return given * 2
 
 
-def test_passes_of_more_buckets_than_are_kept_run_as_they_are() -> None:
+def test_passes_of_too_many_buckets_run_as_they_are() -> None:
     runner = GraphRunner(doubled, BatchPadding(), Counted(), most_buckets=2)
     for _ in range(2):
         for length in (1, 2, 3, 4):
@@ -58,7 +58,7 @@ def test_a_failed_recording_ends_those_of_other_buckets() -> None:
     assert recorder.counts["recorded"] == 2, "the third is not tried"
 
 
-def test_the_second_pass_of_a_bucket_is_recorded_without_warming_up() -> None:
+def test_without_warm_up_the_second_pass_is_recorded() -> None:
     calls: list[int] = []
 
     def counted(given: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def test_the_second_pass_of_a_bucket_is_recorded_without_warming_up() -> None:
     assert found == [(1, 0), (2, 1), (2, 1)]
 
 
-def test_no_epilogue_follows_a_pass_that_was_not_replayed() -> None:
+def test_no_epilogue_follows_an_unrecorded_pass() -> None:
     runner = GraphRunner(doubled, BatchPadding(), Counted(), most_buckets=1, has_epilogue=True)
     runner(torch.ones(2))
     assert runner.run_epilogue("sum", lambda given, output: given + output) is not None
@@ -81,7 +81,7 @@ def test_no_epilogue_follows_a_pass_that_was_not_replayed() -> None:
     assert runner.run_epilogue("sum", lambda given, output: given + output) is None
 
 
-def test_a_closed_runner_frees_its_recordings_and_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_runner_frees_what_it_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     freed = []
     monkeypatch.setattr(Operations, "reset", lambda recording: freed.append(recording))
     runner = GraphRunner(doubled, BatchPadding(), Counted(), has_epilogue=True)

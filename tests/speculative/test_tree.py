@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specplug import select_tree
+from specplug import Draft
+from specplug.speculative.tree import select_nodes
 
 
 @attrs.frozen
@@ -47,19 +48,19 @@ def batches(draw: Callable[..., Any]) -> tuple[list[Candidates], int]:
 
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
 @given(batch=batches())
-def test_select_tree_puts_the_best_nodes_first(
+def test_selection_puts_the_best_nodes_first(
     batch: tuple[list[Candidates], int],
 ) -> None:
     requests, num_draft_tokens = batch
     depth = max(c.depth(i) for c in requests for i in range(len(c.scores)))
-    draft = select_tree(
+    tokens, parents = select_nodes(
         torch.arange(len(requests)),
         torch.tensor([c.scores for c in requests]),
         torch.tensor([c.tokens for c in requests]),
         torch.tensor([c.parents for c in requests]),
         num_draft_tokens,
-        depth,
     )
+    draft = Draft.tree(tokens, parents, depth)
     assert draft.parents is not None
     assert draft.tokens.shape == (len(requests), num_draft_tokens)
     for b, candidates in enumerate(requests):
@@ -74,28 +75,25 @@ def test_select_tree_puts_the_best_nodes_first(
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2])
 def test_a_root_alone_and_a_root_with_one_child(num_draft_tokens: int) -> None:
-    draft = select_tree(
+    tokens, _ = select_nodes(
         torch.tensor([7]),
         torch.tensor([[-2.0, -1.0]]),
         torch.tensor([[8, 9]]),
         torch.tensor([[-1, -1]]),
         num_draft_tokens,
-        1,
     )
-    assert draft.tokens.tolist() == [[7, 9][:num_draft_tokens]]
+    assert tokens.tolist() == [[7, 9][:num_draft_tokens]]
 
 
-def test_select_tree_with_nan_scores_stays_a_tree() -> None:
+def test_selection_with_nan_scores_stays_a_tree() -> None:
     """A draft model that has overflowed proposes nonsense, but a child never before its parent."""
     nan = float("nan")
-    draft = select_tree(
+    tokens, parents = select_nodes(
         torch.tensor([7]),
         torch.tensor([[-1.0, -2.0, nan, nan]]),
         torch.tensor([[1, 2, 3, 4]]),
         torch.tensor([[-1, -1, 1, 2]]),
         5,
-        3,
     )
-    assert draft.parents is not None
-    assert draft.tokens.tolist() == [[7, 1, 2, 3, 4]]
-    assert draft.parents.tolist() == [[-1, 0, 0, 2, 3]]
+    assert tokens.tolist() == [[7, 1, 2, 3, 4]]
+    assert parents.tolist() == [[-1, 0, 0, 2, 3]]
