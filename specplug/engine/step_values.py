@@ -101,7 +101,7 @@ class SchedulerOutput:
         evicted_pages: pages that the prefix cache has just lost.
         num_running, num_waiting: requests.
         free_pages, cached_pages: of the KV pool.
-        is_warm_up: whether it serves nobody; see ``WarmUp``.
+        is_warm_up: whether it is a step of ``WarmUp``, before the first request.
     """
 
     prefill: Prefill | None

@@ -96,8 +96,8 @@ class ModelRunner:
         like: PagedPlan,
         points: tuple[Point, ...] = (),
     ) -> Sequence[PassOutput | None]:
-        """Run a pass over chunks, over the nodes of drafts, or over both; with neither over one row
-        of nobody, because other ranks run theirs. It waits for these.
+        """Run a pass over chunks, over the nodes of drafts, or over both; with neither over one
+        padding row, because other ranks run theirs. It waits for these.
 
         Args:
             prefill, decode: the parts of the pass, if they are there.

@@ -193,7 +193,7 @@ class _PartInputs:
         self._width = 0  # of the mask
 
     def fill(self, part: PassPart | None) -> None:
-        """Copy a part's tensors; what follows is nobody's: request row 0, token 0."""
+        """Copy a part's tensors; what follows is padding: request row 0, token 0."""
         given: tuple[Tensor, ...] = ()
         self.widths, self.num_logits = (), 0
         if part is not None:

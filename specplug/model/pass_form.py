@@ -67,8 +67,8 @@ class PassSize:
 class PartForm:
     """What a part is padded to: B requests, R rows, at most Q of a request.
 
-    Rows that are nobody's stand at places of their own, of requests after the real ones that have
-    row 0 of the request table. There are as many of these as that takes.
+    Padding rows stand at places of their own, of requests after the real ones that have row 0 of
+    the request table. There are as many of these as that takes.
     """
 
     bs: int

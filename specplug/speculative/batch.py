@@ -73,7 +73,7 @@ class Batch:
         greedy: whether every request takes the most likely token, or drafts are to, so that no
             noise is needed.
         is_warm_up: whether the engine runs the step before its first request, so that what the
-            hooks launch is compiled and recorded. Its requests are nobody's: keep nothing of them
+            hooks launch is compiled and recorded. Its requests are made up: keep nothing of them
             and learn nothing from their tokens. Draft as widely as ``max_draft_nodes`` allows.
         drafts_follow: in ``build_draft_input`` of a decode step, whether ``propose`` is called for
             what it leaves. A host that has stopped drafting for a while says no: then only what

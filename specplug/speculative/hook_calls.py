@@ -72,7 +72,7 @@ class HookCalls:
 
     @property
     def core_verifies(self) -> bool:
-        """Whether nobody but the core implements ``verify``."""
+        """Whether the core alone implements ``verify``."""
         return "verify" in self._plugins.core_alone
 
     @property

@@ -16,7 +16,7 @@ _FEW_BYTES = 16 << 10
 
 _WRITTEN: deque[Tensor] = deque(maxlen=64)
 """What kernels were told to write to, more than the steps in flight have: torch's allocator does
-not know of them, and would give a block that nobody holds any more to others."""
+not know of them, and would give a block that is freed meanwhile to others."""
 
 
 def upload(

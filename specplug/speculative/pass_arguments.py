@@ -161,7 +161,7 @@ def shapes_of(tensors: Sequence[Tensor], batched: Sequence[bool], bs: int | None
 @attrs.define(eq=False, kw_only=True)
 class BatchPadding:
     """Pads a pass to one of a few batch sizes with requests of row 0 of the request table, which is
-    nobody's. So a pass is recorded for few buckets, and none depends on the length of a context:
+    padding. So a pass is recorded for few buckets, and none depends on the length of a context:
     the kernels read lengths on the device. Where torch attends, lengths are part of the bucket.
 
     If a plan or a batch is among the arguments of the pass, the tensors whose leading size is a
@@ -285,7 +285,7 @@ class KeptTensors:
         """Copy a batch's tensors to the first rows of these, mostly in one launch.
 
         Args:
-            clear: fill what follows with requests that are nobody's: row 0 of the request table,
+            clear: fill what follows with padding requests: row 0 of the request table,
                 token 0, and a mask that shows all.
         """
         lens = tuple(tensor.shape[0] for tensor in given)
