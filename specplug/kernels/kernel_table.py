@@ -90,7 +90,7 @@ class Kernels:
 
 TABLE = {
     Operation.ATTENTION: Kernels(triton=HALF, c=(torch.float32,), multiplies=True),
-    Operation.LAYERS: Kernels(triton=HALF, c=(torch.float32,), multiplies=True),
+    Operation.LAYERS: Kernels(triton=HALF, multiplies=True),
     Operation.ROTARY_ROWS: Kernels(),
     Operation.CAPTURED_ROWS: Kernels(),
     Operation.SAMPLING: Kernels(triton=_SINGLE),

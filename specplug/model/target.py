@@ -229,7 +229,7 @@ class Target:
         """Return the kernels of the CPU, or why there are none."""
         if self.device.type != "cpu":
             return f"they are not for {self.device.type}"
-        choice = choose(Operation.LAYERS, self.device, self.dtype)
+        choice = choose(Operation.ATTENTION, self.device, self.dtype)
         if choice.implementation is not Implementation.C:
             return choice.why
         if torch.get_num_threads() > 1:
@@ -246,7 +246,7 @@ class Target:
             if self.kernels is not None:
                 self._use_kernels(row_invariant)
             elif self.device.type == "cpu":
-                self._fused_layers = fuse_cpu_layers(self.model, layers, self.cpu_kernels)
+                self._fused_layers = fuse_cpu_layers(self.model, layers)
                 if self.row_invariance == "on":
                     pair_rows(self.model)
             shorten_calls(self.model, keep=self.capture.hooked)
