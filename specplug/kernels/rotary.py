@@ -153,24 +153,10 @@ def rotate(
     if not rows:
         return out
     _rotate[rows, triton.cdiv(heads, _HEADS)](
-        x,
-        x if norm is None else norm,
-        cos,
-        sin,
-        out,
-        x.stride(0),
-        x.stride(1),
-        cos.stride(0),
-        sin.stride(0),
-        eps,
-        ALL_HEADS=heads,
-        HALF=dim // 2,
-        BLOCK=triton.next_power_of_2(dim // 2),
-        HEADS=_HEADS,
-        HAS_NORM=norm is not None,
-        num_warps=2,
-        **launch_options(x),
-    )
+        x, x if norm is None else norm, cos, sin, out, x.stride(0), x.stride(1), cos.stride(0),
+        sin.stride(0), eps, ALL_HEADS=heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2),
+        HEADS=_HEADS, HAS_NORM=norm is not None, num_warps=2, **launch_options(x),
+    )  # fmt: skip
     return out
 
 
@@ -206,32 +192,13 @@ def rotate_and_write(
         return out
     q_weight, k_weight, eps = (cos, cos, 0.0) if norms is None else norms
     _rotate_and_write[rows, triton.cdiv(q_heads + 2 * kv_heads, _HEADS)](
-        qkv,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
-        slots,
-        out,
-        keys,
-        values,
-        qkv.stride(0) if rows > 1 else qkv.shape[1],
-        cos.stride(0) if rows > 1 else dim,
-        sin.stride(0) if rows > 1 else dim,
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        eps,
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        HALF=dim // 2,
-        BLOCK=triton.next_power_of_2(dim // 2),
-        HEADS=_HEADS,
-        HAS_NORMS=norms is not None,
-        num_warps=2,
-        **launch_options(qkv),
-    )
+        qkv, q_weight, k_weight, cos, sin, slots, out, keys, values,
+        qkv.stride(0) if rows > 1 else qkv.shape[1], cos.stride(0) if rows > 1 else dim,
+        sin.stride(0) if rows > 1 else dim, keys.stride(0), keys.stride(1), values.stride(0),
+        values.stride(1), eps, Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=dim // 2,
+        BLOCK=triton.next_power_of_2(dim // 2), HEADS=_HEADS, HAS_NORMS=norms is not None,
+        num_warps=2, **launch_options(qkv),
+    )  # fmt: skip
     return out
 
 

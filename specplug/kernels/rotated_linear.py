@@ -138,32 +138,12 @@ def rotated_linear(
     tile = _tile_of_halves(tile or choose_tile(outputs, inputs, rows), half)
     parts = (q_heads + 2 * kv_heads) * triton.cdiv(half, tile.columns)
     _rotated_linear[(triton.cdiv(rows, tile.rows) * parts,)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        cos,
-        sin,
-        slots,
-        out,
-        keys,
-        values,
-        rows,
-        inputs,
-        row_stride(x),
-        weight.stride(0),
-        row_stride(cos),
-        row_stride(sin),
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        HALF=half,
-        HAS_BIAS=bias is not None,
-        **compile_options(tile, half, inputs, 2, card_of(x.device)),
-        **launch_options(x),
-    )
+        x, weight, weight if bias is None else bias, cos, sin, slots, out, keys, values, rows,
+        inputs, row_stride(x), weight.stride(0), row_stride(cos), row_stride(sin), keys.stride(0),
+        keys.stride(1), values.stride(0), values.stride(1), Q_HEADS=q_heads, KV_HEADS=kv_heads,
+        HALF=half, HAS_BIAS=bias is not None,
+        **compile_options(tile, half, inputs, 2, card_of(x.device)), **launch_options(x),
+    )  # fmt: skip
     return out
 
 
