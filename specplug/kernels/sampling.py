@@ -37,7 +37,9 @@ _BINS = 1 << _DIGIT_BITS
 _EXACT: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 # A kernel is not compiled anew for what changes from step to step: these values, and where
-# tensors of a number a row begin.
+# tensors of a number a row begin. Triton heeds these two lists for arguments alone and compiles
+# anew for each value in a tuple. So what is the same all through a run is passed in tuples
+# (``_Table``, ``_Requests``, ``_Cuts``), and what is not stays an argument of its own.
 _kernel = triton.jit(
     do_not_specialize=[
         "parts", "rows", "num_enders", "path_width", "path_depth", "before", "shift", "by_mass",
@@ -46,7 +48,6 @@ _kernel = triton.jit(
     do_not_specialize_on_alignment=[
         "best", "best_at", "cut", "req_indices", "positions", "random", "seeds", "masks",
         "path_tokens", "path_parents", "path_index", "chosen", "maxima", "most", "prefix", "target",
-        "log_min_p", "top_k", "top_p",
     ],
 )  # fmt: skip
 
@@ -73,7 +74,8 @@ class Adjustments:
     """What changes the logits before temperature and noise; None for what no row needs.
 
     Attributes:
-        masks: [T, words] int32, the tokens that grammars allow, a bit each.
+        masks: [T, words] int32, the tokens that grammars allow, a bit each: V / 32 words, rounded
+            up.
         enders: [requests, E] int64, tokens that a request must not choose before ``may_end_at``.
         may_end_at: [requests] int64 positions.
         bias: [requests, V] float32.
@@ -176,12 +178,10 @@ def _best(
     if not count:
         return chosen
     parts, span = _split(count, vocab_size, logits.device)
+    table = _Table(logits, logits.stride(0), vocab_size, _index_bits(vocab_size), span)
     best = torch.empty(count, parts, dtype=torch.float64, device=logits.device)
     best_at = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
-    _best_of_parts[(parts, count)](
-        logits, logits.stride(0), vocab_size, span, best, best_at, cut, _index_bits(vocab_size),
-        requests, *rows, TILE=_TILE, **_EXACT,
-    )  # fmt: skip
+    _best_of_parts[(parts, count)](table, best, best_at, cut, requests, *rows, TILE=_TILE, **_EXACT)
     _best_of_rows[(count,)](
         best, best_at, ids, chosen, parts, vocab_size, PARTS=_most_parts(vocab_size), num_warps=1
     )
@@ -224,10 +224,29 @@ def gumbel_noise(seeds: Tensor, random: Tensor, positions: Tensor, token_ids: Te
     return noise
 
 
+class _Table(NamedTuple):
+    """Scores [T, V], how far apart their rows stand, the bits of a token's index, and the tokens of
+    a part: a multiple of ``_TILE``."""
+
+    scores: Tensor
+    stride: int
+    vocab_size: int
+    index_bits: int
+    span: int
+
+
+class _Cuts(NamedTuple):
+    """What truncates, by request row: two columns that are ``stride`` apart, and one of its own."""
+
+    top_k: Tensor
+    top_p: Tensor
+    stride: int
+    log_min_p: Tensor
+    min_p_stride: int
+
+
 class _Requests(NamedTuple):
-    """What the kernels read by request row: tensors that stay the same all through a run. What
-    changes from step to step is no part of it, as Triton compiles anew for any other number in a
-    tuple."""
+    """What changes scores, by request row; None for what no row of the step needs."""
 
     seeds: Tensor | None = None
     temperature: Tensor | None = None
@@ -260,14 +279,13 @@ def _rows(
 ) -> tuple[Any, ...]:
     """Return what the kernels read of each row, in their order, from ``req_indices`` on."""
     a, path = adjustments, adjustments.path
-    words = 0 if a.masks is None else a.masks.stride(0)
     num_enders = 0 if a.enders is None else a.enders.shape[1]
     nodes: tuple[Any, ...] = (None, None, None, 0, 0)
     if path is not None and a.counts is not None:
         tokens, parents = path.tokens.contiguous(), _dense(path.parents)
         nodes = tokens, parents, path.flat_index, tokens.shape[1], path.depth
     samples = None if random is None else random.view(torch.uint8)
-    return _dense(req_indices), _dense(positions), samples, a.masks, words, num_enders, *nodes
+    return _dense(req_indices), _dense(positions), samples, _dense(a.masks), num_enders, *nodes
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
@@ -317,7 +335,7 @@ def truncate_rows(
     requests = _Requests.of(settings, adjustments, tempered=True)
     of_rows = _rows(req_indices, positions, random, adjustments)
     parts, span = _split(rows, vocab_size, device)
-    index_bits = _index_bits(vocab_size)
+    table = _Table(logits, logits.stride(0), vocab_size, _index_bits(vocab_size), span)
     scores = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
     maxima = torch.empty(rows, parts, dtype=torch.float32, device=device)
     most = torch.empty(rows, dtype=torch.float32, device=device)
@@ -326,28 +344,27 @@ def truncate_rows(
     # Of top-k and of top-p: the digits found so far, -1 where there is nothing to find; and what
     # the tokens up to the last one are to sum to, of those that have these digits.
     prefix, target = torch.empty(2, 2, rows, dtype=torch.int64, device=device)
-    grid = parts, rows
+    s, grid = settings, (parts, rows)
+    cuts = _Cuts(s.top_k, s.top_p, s.top_p.stride(0), s.log_min_p, s.log_min_p.stride(0))
     _adjusted_scores[grid](
-        logits, logits.stride(0), vocab_size, span, scores, maxima, bins,
-        requests, *of_rows, TILE=_TILE, BINS=_BINS, **_EXACT,
-    )  # fmt: skip
+        table, scores, maxima, bins, requests, *of_rows, TILE=_TILE, BINS=_BINS, **_EXACT
+    )
+    table = table._replace(scores=scores, stride=vocab_size)
     _first_cut[(rows,)](
-        maxima, parts, of_rows[0], of_rows[2], settings.log_min_p, settings.top_k,
-        settings.top_p, settings.top_p.stride(0), settings.log_min_p.stride(0), most, cut,
-        prefix, target, rows, index_bits, PARTS=_most_parts(vocab_size), num_warps=1,
+        maxima, parts, of_rows[0], of_rows[2], cuts, most, cut, prefix, target, rows,
+        table.index_bits, PARTS=_most_parts(vocab_size), num_warps=1,
     )  # fmt: skip
-    total_bits = 32 + index_bits
+    total_bits = 32 + table.index_bits
     shifts = [total_bits, *range(total_bits - _DIGIT_BITS, 0, -_DIGIT_BITS), 0]
     for by_mass in (0, 1):
         for level, (before, shift) in enumerate(pairwise(shifts)):
             _histogram[grid](
-                scores, vocab_size, span, most, cut, prefix[by_mass], bins, before, shift,
-                index_bits, by_mass, TILE=_TILE, BINS=_BINS, num_warps=4,
+                table, most, cut, prefix[by_mass], bins, before, shift, by_mass,
+                TILE=_TILE, BINS=_BINS, num_warps=4,
             )  # fmt: skip
             _digit[(rows,)](
-                bins, prefix[by_mass], target[by_mass], cut, of_rows[0], settings.top_p,
-                settings.top_p.stride(0), before - shift, int(level == 0) * by_mass,
-                int(shift == 0), BINS=_BINS, num_warps=4,
+                bins, prefix[by_mass], target[by_mass], cut, of_rows[0], cuts, before - shift,
+                int(level == 0) * by_mass, int(shift == 0), BINS=_BINS, num_warps=4,
             )  # fmt: skip
     return scores, cut
 
@@ -403,16 +420,14 @@ def _order(score, index, index_bits):
 
 
 @triton.jit
-def _scores(
-    logits, row_stride, vocab_size, row, request, tokens, requests,
-    positions, masks, words, num_enders,
-    path_tokens, path_parents, path_index, path_width, path_depth,
-):  # fmt: skip
+def _scores(table, row, request, tokens, requests, positions, masks, num_enders, path):
     """Return the scores of some tokens of a row, float32, -inf after the vocabulary's end."""
-    inside = tokens < vocab_size
-    scores = tl.load(logits + row * row_stride + tokens, mask=inside, other=float("-inf"))
-    scores = scores.to(tl.float32)
+    path_tokens, path_parents, path_index, path_width, path_depth = path
+    inside = tokens < table.vocab_size
+    places = table.scores + row * table.stride + tokens
+    scores = tl.load(places, mask=inside, other=float("-inf")).to(tl.float32)
     if masks is not None:
+        words = (table.vocab_size + 31) // 32
         word = tl.load(masks + row * words + (tokens >> 5), mask=inside, other=0)
         scores = tl.where((word >> (tokens & 31)) & 1 == 1, scores, float("-inf"))
     if requests.enders is not None:
@@ -421,9 +436,10 @@ def _scores(
             ender = tl.load(requests.enders + request * num_enders + i)
             scores = tl.where((tokens == ender) & is_early, float("-inf"), scores)
     if requests.bias is not None:
-        scores += tl.load(requests.bias + request * vocab_size + tokens, mask=inside, other=0.0)
+        of_request = requests.bias + request * table.vocab_size
+        scores += tl.load(of_request + tokens, mask=inside, other=0.0)
     if requests.counts is not None:
-        of_request = request * vocab_size + tokens
+        of_request = request * table.vocab_size + tokens
         count = tl.load(requests.counts + of_request, mask=inside, other=0)
         if path_tokens is not None:
             at = row
@@ -455,10 +471,8 @@ def _scores(
 
 @_kernel
 def _best_of_parts(
-    logits, row_stride, vocab_size, span, best, best_at, cut, index_bits,
-    requests, req_indices, positions, random, masks, words, num_enders,
-    path_tokens, path_parents, path_index, path_width, path_depth,
-    TILE: tl.constexpr,
+    table, best, best_at, cut, requests, req_indices, positions, random, masks, num_enders,
+    path_tokens, path_parents, path_index, path_width, path_depth, TILE: tl.constexpr,
 ):  # fmt: skip
     """Find the greatest of score + noise in each part of each row, and the first place of it.
 
@@ -466,26 +480,25 @@ def _best_of_parts(
     all but the first, so that there are few logarithms.
     """
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, vocab_size = part * table.span, table.vocab_size
+    path = path_tokens, path_parents, path_index, path_width, path_depth
     request = row
     if req_indices is not None:
         request = tl.load(req_indices + row)
     greatest = tl.full((), float("-inf"), tl.float64)
-    at = tl.minimum(part * span, vocab_size - 1)
+    at = tl.minimum(first, vocab_size - 1)
     samples = False
     if random is not None:
         samples = tl.load(random + row) != 0
         key = _key(tl.load(requests.seeds + request), tl.load(positions + row))
     if cut is not None:
         last = tl.load(cut + row)
-    for start in range(part * span, tl.minimum(part * span + span, vocab_size), TILE):
+    for start in range(first, tl.minimum(first + table.span, vocab_size), TILE):
         tokens = start + tl.arange(0, TILE)
-        scores = _scores(
-            logits, row_stride, vocab_size, row, request, tokens, requests,
-            positions, masks, words, num_enders,
-            path_tokens, path_parents, path_index, path_width, path_depth,
-        )  # fmt: skip
+        scores = _scores(table, row, request, tokens, requests, positions, masks, num_enders, path)
         if cut is not None:
-            scores = tl.where(_order(scores, tokens, index_bits) <= last, scores, float("-inf"))
+            place = _order(scores, tokens, table.index_bits)
+            scores = tl.where(place <= last, scores, float("-inf"))
         scores = tl.where(scores == scores, scores, float("inf"))  # torch.argmax finds NaN too
         inside = tokens < vocab_size
         scores = tl.where(inside, scores, float("-inf"))
@@ -526,22 +539,19 @@ def _best_of_rows(best, best_at, ids, chosen, parts, vocab_size, PARTS: tl.const
 
 @_kernel
 def _adjusted_scores(
-    logits, row_stride, vocab_size, span, out, maxima, bins,
-    requests, req_indices, positions, random, masks, words, num_enders,
+    table, out, maxima, bins, requests, req_indices, positions, random, masks, num_enders,
     path_tokens, path_parents, path_index, path_width, path_depth,
     TILE: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Write the scores and the greatest of each part, and clear the histograms."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, vocab_size = part * table.span, table.vocab_size
+    path = path_tokens, path_parents, path_index, path_width, path_depth
     request = tl.load(req_indices + row)
     greatest = tl.full((TILE,), float("-inf"), tl.float32)
-    for start in range(part * span, tl.minimum(part * span + span, vocab_size), TILE):
+    for start in range(first, tl.minimum(first + table.span, vocab_size), TILE):
         tokens = start + tl.arange(0, TILE)
-        scores = _scores(
-            logits, row_stride, vocab_size, row, request, tokens, requests,
-            positions, masks, words, num_enders,
-            path_tokens, path_parents, path_index, path_width, path_depth,
-        )  # fmt: skip
+        scores = _scores(table, row, request, tokens, requests, positions, masks, num_enders, path)
         tl.store(out + row * vocab_size + tokens, scores, mask=tokens < vocab_size)
         greatest = tl.maximum(greatest, scores)
     tl.store(maxima + row * tl.num_programs(0) + part, tl.max(greatest))
@@ -551,8 +561,8 @@ def _adjusted_scores(
 
 @_kernel
 def _first_cut(
-    maxima, parts, req_indices, random, log_min_p, top_k, top_p, settings_stride, min_p_stride,
-    most, cut, prefix, target, rows, index_bits, PARTS: tl.constexpr,
+    maxima, parts, req_indices, random, cuts, most, cut, prefix, target, rows, index_bits,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Cut each row by min-p, and write what top-k and top-p are to find."""
     row = tl.program_id(0).to(tl.int64)
@@ -562,20 +572,20 @@ def _first_cut(
     greatest = tl.max(tl.load(maxima + row * parts + part, mask=known, other=float("-inf")))
     tl.store(most + row, greatest)
     samples = tl.load(random + row) != 0  # no cut changes the greatest score
-    below = tl.load(log_min_p + request * min_p_stride)
+    below = tl.load(cuts.log_min_p + request * cuts.min_p_stride)
     floor = tl.where(below == float("-inf"), below, greatest + below)
     none = (tl.full((), 1, tl.int64) << index_bits) - 1
     tl.store(cut + row, _order(floor, none, index_bits))
-    k = tl.load(top_k + request * settings_stride).to(tl.int64)
+    k = tl.load(cuts.top_k + request * cuts.stride).to(tl.int64)
     tl.store(prefix + row, tl.where(samples & (k > 0), 0, -1).to(tl.int64))
     tl.store(target + row, k)
-    p = tl.load(top_p + request * settings_stride)
+    p = tl.load(cuts.top_p + request * cuts.stride)
     tl.store(prefix + rows + row, tl.where(samples & (p < 1.0), 0, -1).to(tl.int64))
 
 
 @_kernel
 def _histogram(
-    scores, vocab_size, span, most, cut, prefix, bins, before, shift, index_bits, by_mass,
+    table, most, cut, prefix, bins, before, shift, by_mass,
     TILE: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Count the tokens that have the digits found so far, or sum their probabilities, by the next
@@ -584,11 +594,13 @@ def _histogram(
     digits = tl.load(prefix + row)
     if digits >= 0:
         last, greatest = tl.load(cut + row), tl.load(most + row)
-        for start in range(part * span, tl.minimum(part * span + span, vocab_size), TILE):
+        first, vocab_size = part * table.span, table.vocab_size
+        for start in range(first, tl.minimum(first + table.span, vocab_size), TILE):
             tokens = start + tl.arange(0, TILE)
             inside = tokens < vocab_size
-            score = tl.load(scores + row * vocab_size + tokens, mask=inside, other=float("-inf"))
-            order = _order(score, tokens, index_bits)
+            places = table.scores + row * table.stride + tokens
+            score = tl.load(places, mask=inside, other=float("-inf"))
+            order = _order(score, tokens, table.index_bits)
             held = inside & (order <= last) & ((order >> before) == digits)
             if tl.max(held.to(tl.int32)) > 0:  # few tiles, once the first digit is known
                 weight = tl.full((TILE,), 1, tl.int64)
@@ -602,8 +614,7 @@ def _histogram(
 
 @_kernel
 def _digit(
-    bins, prefix, target, cut, req_indices, top_p, settings_stride, width, is_share, is_last,
-    BINS: tl.constexpr,
+    bins, prefix, target, cut, req_indices, cuts, width, is_share, is_last, BINS: tl.constexpr
 ):  # fmt: skip
     """Find the digit at which the sum reaches its target, and clear the histogram for the next.
 
@@ -619,7 +630,7 @@ def _digit(
         tl.store(bins + row * BINS + digit, tl.zeros((BINS,), tl.int64))
         wanted = tl.load(target + row)
         if is_share != 0:
-            p = tl.load(top_p + tl.load(req_indices + row) * settings_stride)
+            p = tl.load(cuts.top_p + tl.load(req_indices + row) * cuts.stride)
             share = p.to(tl.float64) * tl.sum(weights).to(tl.float64)
             # The first token always stays.
             wanted = tl.maximum(tl.ceil(share).to(tl.int64), 1)
