@@ -1,12 +1,16 @@
-"""Call a model's modules without PyTorch's attribute search and hook machinery."""
+"""Subclasses that a model's modules get: called without PyTorch's hooks, or under a mode of ours.
+
+There is one for all models: a class refers to itself, so only the garbage collector frees it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
 
 from torch import nn
-
-_DIRECT: dict[type[nn.Module], type[nn.Module]] = {}
+from torch.overrides import TorchFunctionMode
 
 
 def shorten_calls(model: nn.Module, keep: Iterable[nn.Module]) -> None:
@@ -27,11 +31,19 @@ def shorten_calls(model: nn.Module, keep: Iterable[nn.Module]) -> None:
             module.__class__ = _direct(type(module))
 
 
+@cache
 def _direct(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass whose call is its ``forward``.
+    """Return the subclass whose call is its ``forward``."""
+    return type(cls.__name__, (cls,), {"__call__": cls.forward})
 
-    There is one for all models: a class refers to itself, so only the garbage collector frees it.
-    """
-    if cls not in _DIRECT:
-        _DIRECT[cls] = type(cls.__name__, (cls,), {"__call__": cls.forward})
-    return _DIRECT[cls]
+
+@cache
+def running_under(mode: TorchFunctionMode, cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass whose forward runs under a mode of torch's functions."""
+    own: Callable[..., Any] = cls.forward
+
+    def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
+        with mode:
+            return own(self, *args, **named)
+
+    return type(cls.__name__, (cls,), {"forward": forward})
