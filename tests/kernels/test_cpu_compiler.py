@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from server_process import is_alive, wait_until
 
-from specplug.kernels import cpu_compiler
+from specplug.kernels import cpu_compiler, cpu_library
 from specplug.kernels.cpu_compiler import find_compiler, load_compiled
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
 from specplug.kernels.kernel_table import kernels_used
@@ -265,8 +265,8 @@ def test_interrupted_compilation_leaves_nothing(cache: Path, compiler: Compiler)
     name = compiler("kill -INT $PPID; sleep 60")
     script = (
         "from pathlib import Path\n"
-        "from specplug.kernels.cpu_compiler import compiled\n"
-        f"compiled(Path({name!r}), {name!r}, Path.exists)"
+        "from specplug.kernels.cpu_compiler import load_or_reason\n"
+        f"load_or_reason(Path({name!r}), Path({name!r}), Path.exists)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "KeyboardInterrupt" in done.stderr
@@ -278,7 +278,7 @@ def test_trial_is_quick_and_imports_no_torch(right: Path) -> None:
     script = (
         "import runpy, sys\n"
         f"sys.argv[1:] = [{str(library)!r}]\n"
-        f"runpy.run_path({cpu_compiler.cpu_library.__file__!r}, run_name='__main__')\n"
+        f"runpy.run_path({cpu_library.__file__!r}, run_name='__main__')\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-I", "-S", "-c", script], check=True)
