@@ -16,7 +16,7 @@ from specplug.kv.tensors import KVShape
 from specplug.speculative.output_kind import TensorSpec
 
 OUTPUT, STATE = "output.", "state."
-"""How the names of tensors begin that are per-token outputs, and draft state."""
+"""Prefixes of the names of tensors: per-token outputs, and draft state."""
 
 
 @attrs.frozen(kw_only=True)

@@ -50,7 +50,7 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _WHY = "the key differs, or only one of the two has one"
 _KEY_FIX = "start both sides with the same disaggregation_key (--disaggregation-key @FILE)"
 _NAME = b"specplug"
-"""Of the user and the domain, of which the mechanism wants one each."""
+"""Name of the user and of the domain; the mechanism needs one of each."""
 
 ROUTER_SIDE = "decode instance"
 """The name that a connected side has for its only peer."""

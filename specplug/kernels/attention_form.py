@@ -10,7 +10,7 @@ from torch import Tensor
 
 @attrs.frozen(eq=False)
 class AttentionForm:
-    """How a layer attends.
+    """The parameters of a layer's attention.
 
     Attributes:
         scale: of the scores.

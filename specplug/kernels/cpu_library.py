@@ -15,7 +15,7 @@ _ATTENTION = [
     _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT, _INT, _INT, _INT, _INT, _INT, _FLOAT,
     _POINTER,
 ]  # fmt: skip
-"""What ``paged_attention`` takes."""
+"""The arguments of ``paged_attention``."""
 
 
 def open_library(path: str) -> ctypes.CDLL:

@@ -46,7 +46,7 @@ _CPU = torch.device("cpu")
 
 
 class Implementation(StrEnum):
-    """What computes an operation."""
+    """The implementation of an operation."""
 
     TRITON = "triton"
     C = "C"
@@ -108,7 +108,7 @@ TABLE = {
 
 @attrs.frozen
 class Choice:
-    """What computes an operation on a device in a dtype, and why."""
+    """The implementation of an operation on a device in a dtype, and the reason."""
 
     implementation: Implementation
     why: str

@@ -26,7 +26,7 @@ _FEWEST_PROGRAMS = 100
 
 @attrs.frozen
 class Tile:
-    """How a product is cut up.
+    """The tile of a product that a program computes.
 
     Attributes:
         rows: of x in a tile: 16, 64 or 128.

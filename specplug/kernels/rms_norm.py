@@ -11,7 +11,7 @@ from torch import Tensor
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 
 _ELEMENTS = 1024
-"""Of a program with short rows."""
+"""Elements of a program with short rows."""
 
 
 @triton.jit

@@ -71,7 +71,7 @@ class Path:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Adjustments:
-    """What changes the logits before temperature and noise; None for what no row needs.
+    """Changes of the logits before temperature and noise; None for those that no row needs.
 
     Attributes:
         masks: [T, words] int32, the tokens that grammars allow, a bit each: V / 32 words, rounded
@@ -236,7 +236,7 @@ class _Table(NamedTuple):
 
 
 class _Cuts(NamedTuple):
-    """What truncates, by request row: two columns that are ``stride`` apart, and one of its own."""
+    """The settings of truncation by request row; top-k and top-p are columns of one table."""
 
     top_k: Tensor
     top_p: Tensor
@@ -246,7 +246,7 @@ class _Cuts(NamedTuple):
 
 
 class _Requests(NamedTuple):
-    """What changes scores, by request row; None for what no row of the step needs."""
+    """The settings that change scores, by request row; None for those that no row needs."""
 
     seeds: Tensor | None = None
     temperature: Tensor | None = None

@@ -31,10 +31,10 @@ from specplug.model.exact_linear import EXACT, ExactConv1D, ExactLinear, modules
 EXPERTS = "specplug"
 """The name of our experts in transformers."""
 _TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3}
-"""Of a result, relative to its size. A wrong operation is off by far more."""
+"""Tolerance of a result, relative to its size. A wrong operation is off by far more."""
 _PROVED_ROWS = 3
 _CHOICES = 2
-"""Of a row, where experts are tried out."""
+"""Experts of a row in the trials."""
 _PAIRS_OF_EXPERT = 16, 64, 128
 """With so many, tiles have more rows than those of a row alone: the trials of row invariance."""
 

@@ -19,7 +19,7 @@ _SAME = 0.9
 
 @attrs.frozen(eq=False)
 class RMSNormKind:
-    """How an RMS norm module computes.
+    """The computation of an RMS norm module.
 
     Attributes:
         weight: [H].

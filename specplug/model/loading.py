@@ -1,4 +1,4 @@
-"""What a run's settings name: the device, the model's folder, its config, its tokenizer."""
+"""Load the device, the config, the model and the tokenizer that a run's settings name."""
 
 from __future__ import annotations
 

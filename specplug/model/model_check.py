@@ -32,7 +32,7 @@ _HALF_TOLERANCE = 0.2
 _SHARE_OF_ROWS = 0.25
 """Rows that may differ in half precision: where two experts tie, a row may be routed otherwise."""
 _ATTENTION_TOLERANCE = 1e-3
-"""For a single attention call, which is compared in float32 or better."""
+"""Tolerance of a single attention call, which is compared in float32 or better."""
 _CHECK: ContextVar[ModelCheck] = ContextVar("model_check")
 
 

@@ -31,7 +31,7 @@ _CHUNK = 70
 _SHORT = 20
 """Rows of a short sequence."""
 KEYS = 650
-"""Of the long context: two whole parts of 256 keys, which are summed apart, and the rest."""
+"""Keys of the long context: two whole parts of 256, which are summed apart, and the rest."""
 _TILED = 140
 """Rows of a chunk of it that is read in tiles."""
 

@@ -106,7 +106,7 @@ class Sampler:
 
     @property
     def form(self) -> Hashable:
-        """What a recorded ``sample`` is good for, besides its arguments: the tensors of the run's
+        """The key of a recorded ``sample``, besides its arguments: the tensors of the run's
         settings are the same as long as this is."""
         return self._enders.shape[1]
 

@@ -1,4 +1,4 @@
-"""What a target's passes are tried out with when it is loaded: requests, tokens, their states."""
+"""Requests and tokens with which a target's passes are tried out when it is loaded."""
 
 from __future__ import annotations
 
