@@ -207,6 +207,7 @@ def _is_right(kernels: CPUKernels) -> bool:
         count=length,
     )
     found = kernels.attend(q, keys, values, rows, AttentionForm(size**-0.5))
-    by_head = (each.transpose(0, 1) for each in (q, keys, values))
-    own = F.scaled_dot_product_attention(*by_head, is_causal=True).transpose(0, 1).flatten(1)
+    by_head = [each.transpose(0, 1) for each in (q, keys, values)]
+    own = F.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], is_causal=True)
+    own = own.transpose(0, 1).flatten(1)
     return found is not None and bool((found - own).abs().max() < 1e-4)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_ATTENTION = [
+_ATTENTION: list[Any] = [
     _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER,
     _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT, _INT, _INT, _INT, _INT, _INT, _FLOAT,
     _POINTER,

@@ -6,11 +6,12 @@ There is one for all models: a class refers to itself, so only the garbage colle
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+_SUBCLASSES: dict[tuple[type[nn.Module], object], type[nn.Module]] = {}
 
 
 def shorten_calls(model: nn.Module, keep: Iterable[nn.Module]) -> None:
@@ -31,13 +32,6 @@ def shorten_calls(model: nn.Module, keep: Iterable[nn.Module]) -> None:
             module.__class__ = _direct(type(module))
 
 
-@cache
-def _direct(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass whose call is its ``forward``."""
-    return type(cls.__name__, (cls,), {"__call__": cls.forward})
-
-
-@cache
 def running_under(mode: TorchFunctionMode, cls: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass whose forward runs under a mode of torch's functions."""
     own: Callable[..., Any] = cls.forward
@@ -46,4 +40,16 @@ def running_under(mode: TorchFunctionMode, cls: type[nn.Module]) -> type[nn.Modu
         with mode:
             return own(self, *args, **named)
 
-    return type(cls.__name__, (cls,), {"forward": forward})
+    return _subclass(cls, mode, "forward", forward)
+
+
+def _direct(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass whose call is its ``forward``."""
+    return _subclass(cls, None, "__call__", cls.forward)
+
+
+def _subclass(cls: type[nn.Module], why: object, name: str, method: Any) -> type[nn.Module]:
+    """Return the subclass with a method, the same one for the same class and reason."""
+    if (cls, why) not in _SUBCLASSES:
+        _SUBCLASSES[cls, why] = type(cls.__name__, (cls,), {name: method})
+    return _SUBCLASSES[cls, why]
