@@ -66,6 +66,11 @@ def warn_fallback(message: str) -> None:
     warnings.warn(message, FallbackWarning, stacklevel=level)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; its type's name if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def shown(value: object, most: int = 80) -> str:
     """Format a value for an error: its repr, in at most ``most`` characters."""
     try:

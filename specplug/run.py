@@ -27,7 +27,6 @@ from specplug.engine.warm_up import WarmUp
 from specplug.errors import RankError, warn_fallback
 from specplug.kernels.compilations import Compilations, cache_folder
 from specplug.kernels.cpu_compiler import compiling_declined
-from specplug.kernels.cpu_kernels import cpu_kernels_of_draft
 from specplug.kernels.kernel_table import compiles_triton, kernels_mode, table_lines
 from specplug.model.device_memory import in_mib
 from specplug.model.loading import (
@@ -39,7 +38,6 @@ from specplug.model.loading import (
 )
 from specplug.model.model_runner import ModelRunner
 from specplug.model.sampler import Sampler
-from specplug.model.target import Target
 from specplug.speculative.algorithm_start import StartedAlgorithm, start_algorithm
 from specplug.speculative.draft_state import state_spec
 from specplug.speculative.hook_calls import HookCalls
@@ -164,7 +162,9 @@ def start_run(config: EngineConfig, device: torch.device, startup: Startup) -> R
             outputs=outputs,
         )
         opened.callback(runtime.close)
-        _create_worker(config, algorithm, runtime, target, startup)
+        declined = compiling_declined(config.disable_cpu_kernels)
+        with startup.part("loading the draft"), declined:
+            algorithm.create_worker(runtime)
         with startup.part("allocating the KV pool"):
             cache = kv.allocate(
                 config.max_total_tokens, spec.draft_lookahead, prefix_cache=caches_prefixes
@@ -255,21 +255,6 @@ def _start_algorithm(
         disable_extensions=config.disable_extensions,
         calls=HookCalls,
     )
-
-
-def _create_worker(
-    config: EngineConfig,
-    algorithm: StartedAlgorithm[HookCalls],
-    runtime: EngineRuntime,
-    target: Target,
-    startup: Startup,
-) -> None:
-    with (
-        startup.part("loading the draft"),
-        cpu_kernels_of_draft(target.cpu_kernels),
-        compiling_declined(config.disable_cpu_kernels),
-    ):
-        algorithm.create_worker(runtime)
 
 
 def features_of(config: EngineConfig, algorithm: AlgorithmInfo) -> dict[str, str]:

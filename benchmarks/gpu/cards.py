@@ -358,23 +358,21 @@ def layer_cases(*, extremes: bool) -> Iterator[Case]:
 
 
 def choose(vocab: int, dtype: torch.dtype, *, truncated: bool) -> None:
-    from specplug.kernels.sampling import Adjustments, Path, Settings, choose_tokens
+    from specplug.kernels.sampling import Cuts, Path, Settings, choose_tokens
 
     some = partial(empty, 8, dtype=F32)
     settings = Settings(
         seeds=ints(8), temperature=some(), repetition=some(), presence=some(), frequency=some(),
-        top_k=some(), top_p=some(), log_min_p=some(),
+        stride=1, enders=ints(8, 2), may_end_at=ints(8), bias=empty(8, vocab, dtype=F32),
+        counts=empty(8, vocab, dtype=torch.int32), in_prompt=empty(8, vocab, dtype=torch.uint8),
     )  # fmt: skip
-    path = Path(tokens=ints(4, 6), parents=ints(4, 6), flat_index=None, depth=5)
-    adjustments = Adjustments(
-        masks=empty(24, (vocab + 31) // 32, dtype=torch.int32), enders=ints(8, 2),
-        may_end_at=ints(8), bias=empty(8, vocab, dtype=F32),
-        counts=empty(8, vocab, dtype=torch.int32), in_prompt=empty(8, vocab, dtype=torch.bool),
-        path=path,
+    cuts = Cuts(some(), some(), 1, some(), 1)
+    choose_tokens(
+        empty(24, vocab, dtype=dtype), ints(24), ints(24), settings,
+        random=empty(24, dtype=torch.bool), cuts=cuts if truncated else None,
+        masks=empty(24, (vocab + 31) // 32, dtype=torch.int32),
+        path=Path(tokens=ints(4, 6), parents=ints(4, 6), flat_index=None, depth=5),
     )  # fmt: skip
-    random = empty(24, dtype=torch.bool)
-    logits = empty(24, vocab, dtype=dtype)
-    choose_tokens(logits, ints(24), ints(24), settings, adjustments, random, truncated=truncated)
 
 
 def choose_greatest() -> None:

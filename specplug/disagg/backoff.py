@@ -1,4 +1,4 @@
-"""Delays between tries."""
+"""Growing delays between attempts to connect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 
 @attrs.define
 class Backoff:
-    """Delays that grow, with jitter, so that peers who lost the same instance return one by one.
+    """Delays that grow, with jitter, so that peers that lost the same instance return one by one.
 
     Attributes:
         first, greatest: seconds.

@@ -16,12 +16,12 @@ from specplug.kv.tensors import KVShape
 from specplug.speculative.output_kind import TensorSpec
 
 OUTPUT, STATE = "output.", "state."
-"""How the names of tensors begin that are per-token outputs, and draft state."""
+"""Prefixes of the names of tensors: per-token outputs, and draft state."""
 
 
 @attrs.frozen(kw_only=True)
 class KVFormat:
-    """The form that a prefill's tensors must have.
+    """The shapes and dtype that a prefill's tensors must have.
 
     Attributes:
         shapes: of the target's cache, then of the draft models', whose number of layers may differ.
@@ -35,7 +35,7 @@ class KVFormat:
 
     @property
     def target_alone(self) -> KVFormat:
-        """The form without draft caches."""
+        """The format without draft caches."""
         return attrs.evolve(self, shapes=self.shapes[:1])
 
 

@@ -1,4 +1,4 @@
-"""Makes the prefill or the decode instance of an engine."""
+"""Make the prefill or the decode instance of an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULT_ADDRESS = "tcp://127.0.0.1:30100"
 def make_decode_instance(
     config: EngineConfig, spec: SpecConfig, target: Target, kv: KVPool, cache: PrefixCache
 ) -> DecodeInstance | None:
-    """The decode instance of a run, bound at its address; None if its settings ask for none.
+    """Make the decode instance of a run, bound at its address; None if its settings ask for none.
 
     Raises:
         UsageError: it cannot be bound, or pyzmq is missing.
@@ -65,8 +65,8 @@ def make_prefill_instance(
     submit: Callable[[Request], None],
     abort: Callable[[str], None],
 ) -> PrefillInstance:
-    """The prefill instance of an engine, for the decode instances at ``address``, or at several
-    with commas between them, which expect ``key``.
+    """Make the prefill instance of an engine, for the decode instances at ``address`` (several with
+    commas between them), which expect ``key``.
 
     Raises:
         UsageError: an address cannot be one, or pyzmq is missing.
@@ -83,7 +83,7 @@ def make_prefill_instance(
 
 
 def identity_of(target: Target, config: SpecConfig, page_size: int) -> Identity:
-    """What an instance says of itself."""
+    """Return the identity of an instance with this target and these settings."""
     assert target.fingerprint is not None, "the target was not to be identified"
     shape = target.kv_shape
     return Identity(
@@ -96,7 +96,7 @@ def identity_of(target: Target, config: SpecConfig, page_size: int) -> Identity:
 
 
 def _is_local(address: str) -> bool:
-    """Whether an address can be reached from this machine alone."""
+    """Return whether only this machine can reach an address."""
     return address.startswith(("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:"))
 
 

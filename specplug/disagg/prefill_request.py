@@ -1,4 +1,4 @@
-"""What a decode instance asks of a prefill instance."""
+"""The request that a decode instance sends to a prefill instance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PrefillRequest:
 
 
 def prefill_message(name: str, request: Request, start: int, draft: bool) -> WireMessage:
-    """The message by which a decode instance asks for a request's prefill."""
+    """Return the message by which a decode instance asks for a request's prefill."""
     fields = {
         "job": name,
         "start": start,
@@ -48,10 +48,10 @@ def prefill_message(name: str, request: Request, start: int, draft: bool) -> Wir
 
 
 def read_prefill_request(message: WireMessage) -> PrefillRequest:
-    """The job that a message asks for.
+    """Return the job that a message asks for.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none; UsageError is a ValueError.
+        KeyError, TypeError, ValueError: the message is not a job; UsageError is a ValueError.
     """
     fields: Mapping[str, Any] = message.fields
     token_ids = tuple(message.tensors["tokens"].tolist())

@@ -93,8 +93,8 @@ def decode(frames: Sequence[bytes | memoryview]) -> WireMessage:
     rest = iter(frames[1:])
     try:
         header = json.loads(b"".join(_header_frames(rest)))
-        kind, fields, forms = header["kind"], header["fields"], header["tensors"]
-        named = [(str(name), _DTYPES[dtype], _shape(shape)) for name, dtype, shape in forms]
+        kind, fields, tensors = header["kind"], header["fields"], header["tensors"]
+        named = [(str(name), _DTYPES[dtype], _shape(shape)) for name, dtype, shape in tensors]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise WireError(f"a message's header cannot be read: {error!r}") from error
     if not isinstance(kind, str) or not isinstance(fields, dict):
@@ -106,8 +106,8 @@ def decode(frames: Sequence[bytes | memoryview]) -> WireMessage:
             f"a {kind!r} message has {len(found)} frames of tensors; its header says {sum(counts)}",
             fields,
         )
-    tensors = {}
     parts = iter(found)
+    read: dict[str, Tensor] = {}
     for (name, dtype, shape), size, count in zip(named, sizes, counts, strict=True):
         data = bytearray().join(islice(parts, count))
         if len(data) != size:
@@ -118,10 +118,10 @@ def decode(frames: Sequence[bytes | memoryview]) -> WireMessage:
             )
         flat = torch.frombuffer(data, dtype=dtype) if size else torch.empty(0, dtype=dtype)
         try:
-            tensors[name] = flat.view(shape)
+            read[name] = flat.view(shape)
         except RuntimeError as error:  # an empty one whose strides are too large
             raise WireError(f"tensor {name!r} has the shape {shape}: {error}", fields) from error
-    return WireMessage(kind, fields, tensors)
+    return WireMessage(kind, fields, read)
 
 
 def _num_frames(size: int) -> int:

@@ -50,7 +50,7 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _WHY = "the key differs, or only one of the two has one"
 _KEY_FIX = "start both sides with the same disaggregation_key (--disaggregation-key @FILE)"
 _NAME = b"specplug"
-"""Of the user and the domain, of which the mechanism wants one each."""
+"""Name of the user and of the domain; the mechanism needs one of each."""
 
 ROUTER_SIDE = "decode instance"
 """The name that a connected side has for its only peer."""
@@ -122,8 +122,8 @@ class ZmqTransport:
         """
         # A context asks one gate about all of its connections.
         socket = _socket(zmq.Context(), zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to who is gone says so
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who comes back takes its old name over
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a lost peer fails
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that returns gets its old name
         socket.setsockopt(zmq.PLAIN_SERVER, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, _NAME)
         transport = cls(socket, pulse, _digest(key))
@@ -245,7 +245,7 @@ class ZmqTransport:
             self._hang_up()
 
     def _tell_refusal(self, event: Any) -> None:
-        """Tell of a peer that expects another key, or none."""
+        """Queue ``Refused`` if the peer expects another key, or none."""
         if event["event"] == _REFUSED:
             self._events.put(Refused(ROUTER_SIDE, f"{_WHY}; expected the same: {_KEY_FIX}"))
 

@@ -1,4 +1,4 @@
-"""The channel between the rank processes of a run: which steps, which has ended, and why."""
+"""The channel between a run's rank processes: which steps they enter, and which has failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
@@ -39,7 +39,7 @@ class _Kind(enum.IntEnum):
     STEP: (number, rows) and a wish, the sender enters this step with so many rows.
     DONE: (count, 0) the sender has nothing left to do, for the count-th time.
     CLOSED: the sender leaves.
-    FAILED: (rank, 0) and what happened to that rank; no rank can go on.
+    FAILED: (rank, 0) and the reason why that rank failed; no rank can go on.
     """
 
     HELLO = 0
@@ -86,9 +86,9 @@ class RankChannel:
     process that was killed closes its connections; one that is stopped or cut off falls silent.
     All ranks are equal, but rank 0 has the store in which the others find each other.
 
-    A living rank may take any time before it calls ``agree``. So the ranks cannot agree on steps by
-    a collective of ``torch.distributed``: a waiting collective cannot be cancelled, and its time
-    limit would limit every rank's work between two steps.
+    ``torch.distributed`` cannot carry this. A waiting collective (``monitored_barrier``) cannot be
+    cancelled, and its time limit would limit a living rank's work between two steps; a wait on its
+    store goes on to its limit, too, when the process that it waits for is killed.
 
     Args:
         rank, size: of this process, and how many there are.
@@ -309,10 +309,7 @@ class RankChannel:
 
     def _hear(self, peer: _Peer) -> None:
         """Read what a peer has sent."""
-        try:
-            data = peer.connection.recv(65536)
-        except OSError:
-            data = b""
+        data = _received(peer.connection, 65536)
         if not data:
             self._selector.unregister(peer.connection)
             if not peer.closed:
@@ -429,69 +426,46 @@ def _family(address: str) -> socket.AddressFamily:
 def accept_peers(
     server: socket.socket, token: bytes, count: int, join_timeout: float
 ) -> list[_Peer]:
-    """Accept ``count`` ranks. Strangers may connect too, and delay no rank."""
+    """Accept ``count`` ranks. Strangers may connect too, and delay none of them.
+
+    No more than a HELLO is read from a connection: what follows is for the listening thread.
+    """
     peers: list[_Peer] = []
-    ends = time.monotonic() + join_timeout
+    size, ends = _HEADER.size + len(token), time.monotonic() + join_timeout
     server.setblocking(False)
-    with _Handshakes(server, len(token)) as handshakes:
-        while len(peers) < count:
-            left = ends - time.monotonic()
-            if left <= 0:
-                raise RankError("not all ranks came in time: start all ranks")
-            for connection, hello in handshakes.wait(left):
-                if hello[_HEADER.size :] == token:
-                    peers.append(_Peer(_HEADER.unpack_from(hello)[1], connection))
-                else:
-                    connection.close()
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        try:
+            while len(peers) < count:
+                left = ends - time.monotonic()
+                if left <= 0:
+                    raise RankError("not all ranks came in time: start all ranks")
+                for key, _ in selector.select(left):
+                    connection, hello = cast(socket.socket, key.fileobj), key.data
+                    if connection is server:
+                        with suppress(OSError):  # it has hung up
+                            accepted, _ = server.accept()
+                            selector.register(accepted, selectors.EVENT_READ, bytearray())
+                        continue
+                    data = _received(connection, size - len(hello))
+                    hello += data
+                    if data and len(hello) < size:
+                        continue
+                    selector.unregister(connection)
+                    if hello[_HEADER.size :] == token:
+                        peers.append(_Peer(_HEADER.unpack_from(hello)[1], connection))
+                    else:
+                        connection.close()
+        finally:
+            for key in list(selector.get_map().values()):
+                if key.fileobj is not server:
+                    cast(socket.socket, key.fileobj).close()
     return peers
 
 
-class _Handshakes:
-    """Connections whose HELLO is not complete yet. ``with`` closes those that are left.
-
-    Args:
-        server: the listening socket.
-        token_size: bytes of the token in a HELLO.
-    """
-
-    def __init__(self, server: socket.socket, token_size: int) -> None:
-        self._server = server
-        self._size = _HEADER.size + token_size
-        self._hellos: dict[socket.socket, bytes] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(server, selectors.EVENT_READ)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._selector.close()
-        for connection in self._hellos:
-            connection.close()
-
-    def wait(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
-        """Return the connections whose HELLO is complete, or that closed, each with its bytes."""
-        done = []
-        for key, _ in self._selector.select(seconds):
-            connection = key.fileobj
-            assert isinstance(connection, socket.socket)
-            if connection is self._server:
-                self._accept()
-            elif self._has_all(connection):
-                self._selector.unregister(connection)
-                done.append((connection, self._hellos.pop(connection)))
-        return done
-
-    def _accept(self) -> None:
-        with suppress(OSError):  # it has hung up
-            connection, _ = self._server.accept()
-            self._hellos[connection] = b""
-            self._selector.register(connection, selectors.EVENT_READ)
-
-    def _has_all(self, connection: socket.socket) -> bool:
-        """Read no further than a HELLO goes: what follows is for the listening thread."""
-        data = b""
-        with suppress(OSError):
-            data = connection.recv(self._size - len(self._hellos[connection]))
-        self._hellos[connection] += data
-        return not data or len(self._hellos[connection]) == self._size
+def _received(connection: socket.socket, most: int) -> bytes:
+    """Return what a connection has brought, at most so many bytes; nothing: it has ended."""
+    try:
+        return connection.recv(most)
+    except OSError:
+        return b""

@@ -44,7 +44,7 @@ _LONGEST_SECONDS = 60.0
 """The longest compilation, with time in which the process was idle."""
 
 _SLICE_SECONDS = 0.1
-"""How often that is checked. Any pause of the process counts as one such slice."""
+"""Interval of that check. Any pause of the process counts as one such slice."""
 
 _EXIT_SECONDS = 10.0
 """The longest that the end of the process waits for compilations."""
@@ -55,7 +55,7 @@ _TRIAL_SECONDS = 1.0
 seconds per token; 50 µs are usual."""
 
 _BAN_SECONDS = 600.0
-"""How long a grammar that took too long is refused at once. The machine may have been the cause."""
+"""Time for which a grammar that took too long is refused at once; the machine may be the cause."""
 
 _MOST_BANS = 256
 

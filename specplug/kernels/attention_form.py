@@ -1,4 +1,4 @@
-"""How queries attend to the keys that they see, in one value for all that compute attention."""
+"""Scale, window, softcap and sinks of attention as one value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @attrs.frozen(eq=False)
 class AttentionForm:
-    """How a layer attends.
+    """The parameters of a layer's attention.
 
     Attributes:
         scale: of the scores.
@@ -27,4 +27,4 @@ class AttentionForm:
 
 
 kept_form = lru_cache(64)(AttentionForm)
-"""As ``AttentionForm``, the same one for the same arguments: no sinks, whose values may change."""
+"""``AttentionForm`` without sinks, one object for equal arguments."""

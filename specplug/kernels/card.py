@@ -1,4 +1,4 @@
-"""What a card has that kernels are fitted to: the one place that asks. Imports no Triton."""
+"""The limits of a card that kernels are fitted to. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @attrs.frozen
 class Card:
-    """What a launcher must know of a device.
+    """The limits of a device.
 
     Attributes:
         shared_bytes: the shared memory that a program may have.
@@ -49,11 +49,11 @@ class Card:
 
 
 assumed: Card | None = None
-"""In place of every device's. Set by what compiles for cards that are not there, alone."""
+"""The card that all devices count as. Only compilation ahead of time sets it."""
 
 
 def card_of(device: torch.device) -> Card:
-    """Return what a device has. A CPU, on which Triton's interpreter runs, has room for all."""
+    """Return the limits of a device; a CPU, where Triton's interpreter runs, has none."""
     return assumed or _card_of(device)
 
 

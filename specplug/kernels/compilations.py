@@ -48,7 +48,7 @@ def compilations_counted(device: torch.device) -> Iterator[Compilations]:
 
 @contextmanager
 def _listening(counts: Compilations) -> Iterator[None]:
-    """Have Triton tell ``counts``, and whom it told before."""
+    """Have Triton report compilations to ``counts``, and to the listener it had before."""
     from triton import knobs
 
     before: Any = knobs.compilation.listener

@@ -1,7 +1,7 @@
 """Compiles a source in C by the machine's own compiler, and keeps the library in the user's cache.
 
-What a compiler makes is not trusted: it is called in another process first, where it may crash or
-hang. What is kept is loaded only if it is what was kept, and nobody else could have written it.
+A fresh library is not trusted: another process calls it first, and may crash or hang. A kept one is
+loaded only if its content is unchanged and no other user could have written it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specplug.kernels import cpu_library
 from specplug.kernels.kernel_table import Implementation, Operation, choose
 
 _log = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 _TUNED = ("-march=native",), ("-mcpu=native",), ()
 """The first of these that the compiler takes."""
-_TRIAL = Path(cpu_library.__file__)
 _COMPILE_SECONDS, _TRIAL_SECONDS = 60, 30
 _BUILD = "build-"
 """Begins the name of a folder in the cache that a compiler works in."""
 _ABANDONED_SECONDS = 3600
-"""Age of such a folder at which nobody works there: its process was killed."""
+"""Age of such a folder at which it counts as abandoned: its process was killed."""
 _LONGEST_LINE = 300
 _MOST_TOLD = 65536
 """Bytes of a compiler's errors that are read."""
@@ -45,11 +43,11 @@ Opened = TypeVar("Opened")
 
 
 class CompilerError(Exception):
-    """Why a library cannot be had."""
+    """A library cannot be compiled or loaded; the message is the reason."""
 
 
 class _TooSlowError(CompilerError):
-    """What has to end has not."""
+    """A process took too long."""
 
 
 def find_compiler() -> str | None:
@@ -102,7 +100,12 @@ def load_compiled(source: Path, trial: Path, opened: Callable[[Path], Opened]) -
 
 
 def load_or_reason(source: Path, trial: Path, opened: Callable[[Path], Opened]) -> Opened | str:
-    """Return a library as ``load_compiled`` does, but always anew; or why there is none."""
+    """Return a library as ``load_compiled`` does, but always anew; or why there is none.
+
+    Args:
+        source, trial: as there.
+        opened: as there; it may test the library, too, and raise a ``CompilerError``.
+    """
     compiler = find_compiler()
     if compiler is None:
         return "there is no C compiler; install one, or set CC to one"
@@ -114,29 +117,12 @@ def load_or_reason(source: Path, trial: Path, opened: Callable[[Path], Opened]) 
             raise CompilerError(f"what was compiled cannot be loaded: {error}") from error
 
     try:
-        return compiled(source, compiler, tested, trial)
-    except CompilerError as error:
-        return f"{error}; set CC to a C compiler that makes libraries for this machine"
-
-
-def compiled(
-    source: Path, compiler: str, opened: Callable[[Path], Opened], trial: Path = _TRIAL
-) -> Opened:
-    """Compile a library unless it is kept, and open it.
-
-    Args:
-        source: in C.
-        compiler: the command.
-        opened: opens and tests a library; raises a ``CompilerError`` if it cannot be used.
-        trial: the script that calls what was compiled, in a process of its own.
-
-    Raises:
-        CompilerError: it cannot be had.
-    """
-    try:
-        return _kept_or_made(source, compiler, opened, trial)
+        return _kept_or_made(source, compiler, tested, trial)
     except OSError as error:
-        raise CompilerError(f"{compiler} could not be run: {error}") from error
+        told = f"{compiler} could not be run: {error}"
+    except CompilerError as error:
+        told = str(error)
+    return f"{told}; set CC to a C compiler that makes libraries for this machine"
 
 
 def _kept_or_made(
@@ -196,18 +182,18 @@ def _cache_folder() -> Path | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether nobody else may write there."""
+    """Return whether no other user may write there."""
     state = path.stat()
     return state.st_uid == os.getuid() and not state.st_mode & 0o022
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a library is what was kept: to load what was cut off ends the process."""
+    """Return whether a library is complete: loading a truncated one ends the process."""
     return _is_ours(path) and path.stem.endswith(f"-{_digest(path.read_bytes())}")
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what killed processes have left."""
+    """Remove the folders of killed processes."""
     for path in folder.glob(f"{_BUILD}*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
@@ -234,7 +220,7 @@ def _made(
         _try(compiler, library, trial)
         found = opened(library)
         if folder is not None:
-            # At once, whoever else does so.
+            # Atomic: other processes may do the same.
             library.replace(folder / f"{name}-{_digest(library.read_bytes())}.so")
         return found
 
@@ -253,7 +239,7 @@ def _compile(source: Path, compiler: str, to: Path) -> None:
 
 
 def _try(compiler: str, library: Path, trial: Path) -> None:
-    """Call what was compiled in another process."""
+    """Call the library's functions in another process."""
     command = [sys.executable, "-I", "-S", str(trial), str(library)]
     failure = _failure(f"what {compiler} compiled runs", command, _TRIAL_SECONDS)
     if failure is not None:
@@ -264,7 +250,7 @@ def _failure(what: str, command: list[str], seconds: float) -> str | None:
     """Run a command; with whatever it has started, it is ended if it takes too long.
 
     Returns:
-        What it says of its failure; None if it ends well.
+        The reason of its failure, from its output or signal; None if it succeeds.
 
     Raises:
         OSError: it cannot be started.

@@ -1,16 +1,12 @@
-"""Kernels in C for the CPU, compiled at first use by the machine's own compiler.
+"""Attention in C for the CPU, compiled at first use by the machine's own compiler.
 
-torch attends to paged keys in copies, and calls an operation for each small thing that a layer
-does. ``cpu_kernels.c`` reads the pages where they stand and does each of them in one call. It is
+torch attends to copies of paged keys; ``cpu_kernels.c`` reads the pages where they stand. It is
 compiled once per processor and kept in the user's cache folder. Where there is no C compiler, or
-the result fails its test, torch computes as before.
+the result fails its test, torch attends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 
@@ -96,22 +92,18 @@ def _is_whole(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
 
 
 class CPUKernels:
-    """The compiled kernels: of float32 on the CPU.
+    """The compiled attention of float32 on the CPU.
 
-    A row's bits depend on nothing but the row. The kernels run on the calling thread alone. A
-    plugin may hand over any tensor: each method looks at what C would read, and computes nothing if
-    it is not made for that. Then torch computes, or refuses. C looks at the indices.
+    A row's bits depend on nothing but the row. The kernel runs on the calling thread alone. A
+    plugin may hand over any tensor: type, device, dtype, layout and sizes are checked here, and
+    torch computes, or refuses, what C is not made for. C checks the indices.
 
     Args:
         path: of the shared library.
     """
 
     def __init__(self, path: Path) -> None:
-        library = open_library(str(path))
-        self._attend = library.paged_attention
-        self._norm = library.rms_norm
-        self._rotate = library.rotate_and_write
-        self._silu = library.silu_and_mul
+        self._attend = open_library(str(path)).paged_attention
 
     def attend(
         self,
@@ -159,32 +151,16 @@ class CPUKernels:
             return None
         out = torch.empty(count, heads * size, dtype=torch.float32, device=_CPU)
         table = rows.table
+        masked = (None, 0, 0, 0)
+        if mask is not None:
+            batch_stride = 0 if len(mask) == 1 else mask.stride(0)
+            masked = mask.data_ptr(), batch_stride, *mask.shape[1:]
         failed = self._attend(
-            q.data_ptr(),
-            q.stride(0),
-            keys.data_ptr(),
-            values.data_ptr(),
-            num_slots,
-            table.data_ptr(),
-            table.shape[0],
-            table.shape[1],
-            rows.req_indices.data_ptr(),
-            rows.starts.data_ptr(),
-            rows.first_rows.data_ptr(),
-            len(rows.starts),
-            count,
-            rows.offset,
-            window or 0,
-            None if mask is None else mask.data_ptr(),
-            0 if mask is None or len(mask) == 1 else mask.stride(0),
-            0 if mask is None else mask.shape[1],
-            0 if mask is None else mask.shape[2],
-            heads,
-            kv_heads,
-            size,
-            form.scale,
-            out.data_ptr(),
-        )
+            q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(), num_slots,
+            table.data_ptr(), *table.shape, rows.req_indices.data_ptr(), rows.starts.data_ptr(),
+            rows.first_rows.data_ptr(), len(rows.starts), count, rows.offset, window or 0, *masked,
+            heads, kv_heads, size, form.scale, out.data_ptr(),
+        )  # fmt: skip
         if failed == _NO_MEMORY:
             raise MemoryError("no memory for the scores of an attention")
         if failed:
@@ -194,135 +170,16 @@ class CPUKernels:
             )
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """Compute ``x / sqrt(mean(x * x) + eps) * weight``, [R, size] to [R, size].
-
-        Returns:
-            None if the kernel is not made for these: not float32 on the CPU, other axes or sizes.
-        """
-        if not (
-            _is_floats(x)
-            and _is_whole(weight)
-            and x.dim() == 2
-            and weight.shape == x.shape[1:]
-            and x.stride(1) == 1
-        ):
-            return None
-        rows, size = x.shape
-        out = torch.empty(rows, size, dtype=torch.float32, device=_CPU)
-        self._norm(
-            x.data_ptr(), x.stride(0), weight.data_ptr(), eps, rows, size, out.data_ptr(), size
-        )
-        return out
-
-    def rotate_and_write(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norm: tuple[Tensor, Tensor] | None,
-        slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
-    ) -> bool:
-        """Norm the heads of queries and keys if there is a norm, turn them, both in place, and
-        write keys and values to their slots.
-
-        Args:
-            qkv: [R, H + 2 Hkv, D], contiguous.
-            cos, sin: [R, 1, D] each; the sines of the first half are negative.
-            norm: weight [H + Hkv, D] and eps [H + Hkv, 1]; None: there is none.
-            slots: [R] int64.
-            keys, values: of the layer, [slots, Hkv, D].
-
-        Returns:
-            Whether the kernel is made for these; if not, nothing was done.
-
-        Raises:
-            IndexError: a slot stands outside of keys and values; nothing was written.
-        """
-        whole = (
-            (qkv, cos, sin, keys, values) if norm is None else (qkv, cos, sin, keys, values, *norm)
-        )
-        if not all(map(_is_whole, whole)) or not _is_whole(slots, torch.int64):
-            return False
-        if not qkv.dim() == keys.dim() == 3:
-            return False
-        rows, heads, size = qkv.shape
-        num_slots, kv_heads, _ = keys.shape
-        turned = heads - kv_heads
-        if not (
-            turned >= kv_heads
-            and size % 2 == 0
-            and cos.shape == sin.shape == (rows, 1, size)
-            and slots.shape == (rows,)
-            and keys.shape == values.shape == (num_slots, kv_heads, size)
-            and (norm is None or (norm[0].shape, norm[1].shape) == ((turned, size), (turned, 1)))
-        ):
-            return False
-        weight, eps = (None, None) if norm is None else (norm[0].data_ptr(), norm[1].data_ptr())
-        failed = self._rotate(
-            qkv.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            weight,
-            eps,
-            slots.data_ptr(),
-            rows,
-            turned - kv_heads,
-            kv_heads,
-            size,
-            keys.data_ptr(),
-            values.data_ptr(),
-            num_slots,
-        )
-        if failed:
-            raise IndexError(f"slots of a pass: one stands outside of the {num_slots} of the cache")
-        return True
-
-    def silu_and_mul(self, both: Tensor) -> Tensor | None:
-        """Compute ``silu(gate) * up`` of rows that hold both, [R, 2 * size] to [R, size].
-
-        Returns:
-            None if the kernel is not made for these: not float32 on the CPU, other axes.
-        """
-        if not _is_whole(both) or both.dim() != 2 or both.shape[1] % 2:
-            return None
-        rows, size = both.shape[0], both.shape[1] // 2
-        out = torch.empty(rows, size, dtype=torch.float32, device=_CPU)
-        self._silu(both.data_ptr(), rows, size, out.data_ptr())
-        return out
-
-
-_of_draft: ContextVar[CPUKernels | None] = ContextVar("cpu_kernels_of_draft", default=None)
-
-
-@contextmanager
-def cpu_kernels_of_draft(kernels: CPUKernels | None) -> Iterator[None]:
-    """Have the drafts that this thread loads meanwhile compute with ``kernels``, as the target of
-    their run does; None: with torch."""
-    before = _of_draft.set(kernels)
-    try:
-        yield
-    finally:
-        _of_draft.reset(before)
-
-
-def cpu_kernels_for(weight: Tensor) -> CPUKernels | None:
-    """Return what a draft's layers with such a weight compute with, while it is loaded."""
-    choice = choose(Operation.LAYERS, weight.device, weight.dtype)
-    return _of_draft.get() if choice.implementation is Implementation.C else None
-
 
 def find_cpu_kernels(device: torch.device) -> CPUKernels | str:
-    """Return the kernels, if any dtype has them on a device; or why there are none."""
-    choice = choose(Operation.LAYERS, device, torch.float32)
+    """Return the kernel, if any dtype has it on a device; or why there is none."""
+    choice = choose(Operation.ATTENTION, device, torch.float32)
     return load_cpu_kernels() if choice.implementation is Implementation.C else choice.why
 
 
 @cache
 def load_cpu_kernels() -> CPUKernels | str:
-    """Return the kernels, compiled if they are not yet; or why there are none.
+    """Return the kernel, compiled if it is not yet; or why there is none.
 
     A fresh compilation takes about a second.
     """
@@ -338,14 +195,12 @@ def _opened(path: Path) -> CPUKernels:
 
 @torch.inference_mode()
 def _is_right(kernels: CPUKernels) -> bool:
-    """Return whether each kernel gives torch's results."""
+    """Return whether the attention of a causal sequence is torch's."""
     generator = torch.Generator().manual_seed(0)
     length, size = 37, 32
-    qkv = torch.randn(length, 6, size, generator=generator)
-    q, keys, values = (part.contiguous() for part in qkv.split(2, 1))
-    slots = torch.arange(length)
+    q, keys, values = torch.randn(3, length, 2, size, generator=generator)
     rows = CPURows(
-        table=slots.unsqueeze(0),
+        table=torch.arange(length).unsqueeze(0),
         req_indices=torch.tensor([0]),
         starts=torch.tensor([0]),
         first_rows=torch.tensor([0, length]),
@@ -354,21 +209,5 @@ def _is_right(kernels: CPUKernels) -> bool:
     found = kernels.attend(q, keys, values, rows, AttentionForm(size**-0.5))
     by_head = [each.transpose(0, 1) for each in (q, keys, values)]
     own = F.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], is_causal=True)
-    gated = kernels.silu_and_mul(q.flatten(1))
-    weight, eps = torch.rand(4, size, generator=generator), torch.full((4, 1), 1e-5)
-    normed = kernels.rms_norm(qkv[:, 0], weight[0], 1e-5)
-    cos, sin = torch.rand(2, length, 1, size, generator=generator)
-    own_normed = F.rms_norm(qkv[:, :4], (size,), eps=1e-5) * weight
-    turned = own_normed * cos + own_normed.roll(size // 2, -1) * sin
-    new_keys, new_values = torch.empty(2, length, 2, size)
-    if not kernels.rotate_and_write(qkv, cos, sin, (weight, eps), slots, new_keys, new_values):
-        return False
-    pairs = (
-        (found, own.transpose(0, 1).flatten(1)),
-        (gated, F.silu(q[:, 0]) * q[:, 1]),
-        (normed, own_normed[:, 0]),
-        (qkv[:, :4], turned),
-        (new_keys, turned[:, 2:]),
-        (new_values, values),
-    )
-    return all(a is not None and bool((a - b).abs().max() < 1e-4) for a, b in pairs)
+    own = own.transpose(0, 1).flatten(1)
+    return found is not None and bool((found - own).abs().max() < 1e-4)

@@ -1,6 +1,6 @@
-"""The library of the CPU's kernels: its functions, and a trial of them in a process of its own.
+"""The library of the CPU's kernel: its function, and a trial of it in a process of its own.
 
-``python cpu_library.py PATH`` calls each function once. What was compiled for another processor, or
+``python cpu_library.py PATH`` calls the function once. What was compiled for another processor, or
 wrongly, ends that process and no other. torch is not imported here, so that a trial is quick.
 """
 
@@ -8,38 +8,31 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES = {
-    "paged_attention": [
-        _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER,
-        _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT, _INT, _INT, _INT, _INT, _INT, _FLOAT,
-        _POINTER,
-    ],
-    "rms_norm": [_POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER, _INT],
-    "rotate_and_write": [
-        _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT,
-        _POINTER, _POINTER, _INT,
-    ],
-    "silu_and_mul": [_POINTER, _INT, _INT, _POINTER],
-}  # fmt: skip
+_ATTENTION: list[Any] = [
+    _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER,
+    _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT, _INT, _INT, _INT, _INT, _INT, _FLOAT,
+    _POINTER,
+]  # fmt: skip
+"""The arguments of ``paged_attention``."""
 
 
 def open_library(path: str) -> ctypes.CDLL:
-    """Open a shared library and say what its functions take.
+    """Open a shared library and declare what its function takes.
 
     Raises:
         OSError: it cannot be loaded.
-        AttributeError: it lacks a function.
+        AttributeError: it lacks the function.
     """
     library = ctypes.CDLL(path)
-    for name, types in _SIGNATURES.items():
-        getattr(library, name).argtypes = types
+    library.paged_attention.argtypes = _ATTENTION
     return library
 
 
-def _try_all(library: ctypes.CDLL) -> None:
-    """Call each function, over more rows than share a reading and more floats than a vector."""
+def _try_out(library: ctypes.CDLL) -> None:
+    """Attend, over more rows than share a reading and more floats than a vector."""
     length, heads, size = 37, 2, 32
 
     def floats(count: int) -> ctypes.Array[ctypes.c_float]:
@@ -55,14 +48,7 @@ def _try_all(library: ctypes.CDLL) -> None:
         *(floats(length * width), width, keys, values, length, slots, 1, length, ints(0), ints(0)),
         *(ints(0, length), 1, length, 0, 0, None, 0, 0, 0, heads, heads, size, 0.1, out),
     )
-    library.rms_norm(keys, width, floats(width), 1e-5, length, width, out, width)
-    library.rotate_and_write(
-        *(floats(length * 3 * width), floats(length * size), floats(length * size)),
-        *(floats(2 * width), floats(2 * heads), slots, length, heads, heads, size, keys, values),
-        length,
-    )
-    library.silu_and_mul(floats(length * width), length, width // 2, out)
 
 
 if __name__ == "__main__":
-    _try_all(open_library(sys.argv[1]))
+    _try_out(open_library(sys.argv[1]))

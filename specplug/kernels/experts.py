@@ -186,20 +186,10 @@ def sort_pairs(experts: Tensor, num_experts: int, rows: int | None = None) -> So
     )
     if num_pairs:
         _sort_pairs[(num_experts + 1,)](
-            experts,
-            order,
-            tile_experts,
-            tile_starts,
-            tile_ends,
-            num_pairs,
-            num_tiles,
-            E=num_experts,
-            BINS=max(32, triton.next_power_of_2(num_experts + 1)),
-            ROWS=rows,
-            BLOCK=128 if num_pairs <= 128 else _BLOCK,
-            num_warps=4,
-            **launch_options(experts),
-        )
+            experts, order, tile_experts, tile_starts, tile_ends, num_pairs, num_tiles,
+            E=num_experts, BINS=max(32, triton.next_power_of_2(num_experts + 1)), ROWS=rows,
+            BLOCK=128 if num_pairs <= 128 else _BLOCK, num_warps=4, **launch_options(experts),
+        )  # fmt: skip
     return SortedPairs(order, tile_experts, tile_starts, tile_ends, rows)
 
 
@@ -269,27 +259,13 @@ def _product(
     tile = tile or choose_tile(pairs.rows, is_gated=is_gated)
     num_tiles = len(pairs.tile_experts)
     _expert_product[(num_tiles * triton.cdiv(outputs, tile.columns),)](
-        x,
-        weight,
-        weight if up_weight is None else up_weight,
-        weight if bias is None else bias,
-        out,
-        pairs.order,
-        pairs.tile_experts,
-        pairs.tile_starts,
-        pairs.tile_ends,
-        num_tiles,
-        outputs,
-        inputs,
-        inputs,
-        *weight.stride(),
-        0 if bias is None else bias.stride(0),
-        SHARED=num_pairs // len(x),
-        IS_GATED=is_gated,
-        HAS_BIAS=bias is not None,
+        x, weight, weight if up_weight is None else up_weight, weight if bias is None else bias,
+        out, pairs.order, pairs.tile_experts, pairs.tile_starts, pairs.tile_ends, num_tiles,
+        outputs, inputs, inputs, *weight.stride(), 0 if bias is None else bias.stride(0),
+        SHARED=num_pairs // len(x), IS_GATED=is_gated, HAS_BIAS=bias is not None,
         **compile_options(tile, outputs, inputs, 1 + is_gated, card_of(x.device)),
         **launch_options(x),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -314,17 +290,9 @@ def sum_choices(x: Tensor, weights: Tensor, experts: Tensor, num_experts: int) -
     if rows:
         block = min(_BLOCK, triton.next_power_of_2(size))
         _sum_choices[rows, triton.cdiv(size, block)](
-            x,
-            weights,
-            experts,
-            out,
-            num_experts,
-            size,
-            K=choices,
-            BLOCK=block,
-            num_warps=4,
+            x, weights, experts, out, num_experts, size, K=choices, BLOCK=block, num_warps=4,
             **launch_options(x),
-        )
+        )  # fmt: skip
     return out
 
 

@@ -60,20 +60,9 @@ def float_linear(x: Tensor, weight: Tensor) -> Tensor:
     out = x.new_empty(rows, outputs)
     if rows:
         _float_linear[triton.cdiv(rows, _ROWS), triton.cdiv(outputs, _COLUMNS)](
-            x,
-            weight,
-            out,
-            rows,
-            outputs,
-            inputs,
-            inputs,
-            inputs,
-            BM=_ROWS,
-            BN=_COLUMNS,
-            BK=_DEPTH,
-            num_warps=4,
-            **launch_options(x),
-        )
+            x, weight, out, rows, outputs, inputs, inputs, inputs, BM=_ROWS, BN=_COLUMNS,
+            BK=_DEPTH, num_warps=4, **launch_options(x),
+        )  # fmt: skip
     return out
 
 

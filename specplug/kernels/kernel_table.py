@@ -46,7 +46,7 @@ _CPU = torch.device("cpu")
 
 
 class Implementation(StrEnum):
-    """What computes an operation."""
+    """The implementation of an operation."""
 
     TRITON = "triton"
     C = "C"
@@ -54,7 +54,7 @@ class Implementation(StrEnum):
 
 
 class Operation(StrEnum):
-    """What is computed by a kernel somewhere and by torch elsewhere."""
+    """An operation that a kernel computes on some devices, and torch on the others."""
 
     ATTENTION = "attention"
     LAYERS = "layers"
@@ -73,13 +73,13 @@ class Operation(StrEnum):
 
 @attrs.frozen
 class Kernels:
-    """What computes an operation in the place of torch: a row of the table.
+    """The kernels of an operation: a row of the table.
 
     Attributes:
-        triton: dtypes of its Triton kernel; None: the dtype does not matter; (): there is none.
+        triton: dtypes of its Triton kernel; None: any dtype; (): it has no Triton kernel.
         c: dtypes of its kernel in C, on a CPU; None and () as above.
         multiplies: whether the Triton kernel needs tensor cores, those of compute capability 8.0.
-        gpu_only: whether there is nothing to do for it on a CPU.
+        gpu_only: whether a CPU has no use for the operation.
     """
 
     triton: tuple[torch.dtype, ...] | None = None
@@ -90,7 +90,7 @@ class Kernels:
 
 TABLE = {
     Operation.ATTENTION: Kernels(triton=HALF, c=(torch.float32,), multiplies=True),
-    Operation.LAYERS: Kernels(triton=HALF, c=(torch.float32,), multiplies=True),
+    Operation.LAYERS: Kernels(triton=HALF, multiplies=True),
     Operation.ROTARY_ROWS: Kernels(),
     Operation.CAPTURED_ROWS: Kernels(),
     Operation.SAMPLING: Kernels(triton=_SINGLE),
@@ -108,7 +108,7 @@ TABLE = {
 
 @attrs.frozen
 class Choice:
-    """What computes an operation on a device in a dtype, and why."""
+    """The implementation of an operation on a device in a dtype, and the reason."""
 
     implementation: Implementation
     why: str
@@ -163,7 +163,7 @@ def runs_tree_kernels(nodes: Tensor) -> bool:
 
 
 def attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttention | None:
-    """Return what attends over pages by Triton; None: torch or C does. A run asks it first.
+    """Return Triton's attention over pages; None: torch or C attends. Runs call it first.
 
     Raises:
         UsageError: ``SPECPLUG_KERNELS=triton``, and Triton's kernels cannot run on this device.
@@ -174,7 +174,7 @@ def attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttentio
             if missing is not None:
                 raise UsageError(
                     f"{VARIABLE}=triton on {device}: {operation} has no kernel, as {missing}; "
-                    f"expected what Triton needs: mend that, or unset {VARIABLE}"
+                    f"expected what Triton needs: fix that, or unset {VARIABLE}"
                 )
     if not runs_triton(Operation.ATTENTION, device, dtype):
         return None
@@ -184,7 +184,7 @@ def attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttentio
 
 
 def compiles_triton(device: torch.device) -> bool:
-    """Return whether kernels for a device are compiled by Triton before their first launch."""
+    """Return whether Triton compiles kernels for a device before their first launch."""
     return device.type == "cuda" and runs_triton(Operation.PUBLISH, device)
 
 
@@ -202,8 +202,8 @@ def kernels_mode() -> str:
 
 @contextmanager
 def kernels_used(mode: str) -> Iterator[None]:
-    """Have the whole process use the table so in the block, as ``SPECPLUG_KERNELS`` would: for
-    tests and measurements. What was made before keeps what it has chosen."""
+    """Switch the table of the whole process within the block, as ``SPECPLUG_KERNELS`` would: for
+    tests and measurements. Objects that were made before keep their kernels."""
     global _used
     before, _used = _used, _checked(mode)
     _forget()
@@ -285,7 +285,7 @@ def _has_triton() -> bool:
 
 
 def table_rows(device: torch.device) -> list[tuple[str, str, str, str]]:
-    """Return the table for a device: operations, dtypes, implementation, why."""
+    """Return the table for a device, each row with its operations, dtypes, implementation, why."""
     found: dict[tuple[str, Choice], list[str]] = {}
     for operation, kernels in TABLE.items():
         by_choice: dict[Choice, list[str]] = {}
@@ -301,8 +301,7 @@ def table_rows(device: torch.device) -> list[tuple[str, str, str, str]]:
 
 
 def table_lines(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """Yield what computes on a device in a dtype, in lines for a log: one an implementation and
-    reason."""
+    """Yield a line for a log for each implementation and reason, of a device and a dtype."""
     by_choice: dict[Choice, list[str]] = {}
     for operation in TABLE:
         by_choice.setdefault(choose(operation, device, dtype), []).append(operation)

@@ -50,20 +50,7 @@ def kv_write(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) 
     size = heads * dim
     block = min(triton.next_power_of_2(size), _MOST)
     _kv_write[(rows, triton.cdiv(size, block))](
-        k,
-        v,
-        slots,
-        keys,
-        values,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        keys.stride(0),
-        HEAD_STRIDE=keys.stride(1),
-        DIM=dim,
-        SIZE=size,
-        BLOCK=block,
-        num_warps=4,
+        k, v, slots, keys, values, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        keys.stride(0), HEAD_STRIDE=keys.stride(1), DIM=dim, SIZE=size, BLOCK=block, num_warps=4,
         **launch_options(k),
-    )
+    )  # fmt: skip

@@ -26,7 +26,7 @@ _FEWEST_PROGRAMS = 100
 
 @attrs.frozen
 class Tile:
-    """How a product is cut up.
+    """The tile of a product that a program computes.
 
     Attributes:
         rows: of x in a tile: 16, 64 or 128.
@@ -249,22 +249,12 @@ def linear(
         return out
     tile = tile or choose_tile(outputs, inputs, rows)
     _linear[_grid(tile, rows, outputs)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        x if residual is None else residual,
-        out,
-        rows,
-        outputs,
-        inputs,
-        row_stride(x),
-        weight.stride(0),
-        0 if residual is None else row_stride(residual),
-        HAS_BIAS=bias is not None,
+        x, weight, weight if bias is None else bias, x if residual is None else residual, out,
+        rows, outputs, inputs, row_stride(x), weight.stride(0),
+        0 if residual is None else row_stride(residual), HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
-        **compile_options(tile, outputs, inputs, 1, card_of(x.device)),
-        **launch_options(x),
-    )
+        **compile_options(tile, outputs, inputs, 1, card_of(x.device)), **launch_options(x),
+    )  # fmt: skip
     return out
 
 
@@ -288,19 +278,10 @@ def gated_linear(
         return out
     tile = tile or choose_gated_tile(outputs, inputs, rows)
     _gated_linear[_grid(tile, rows, outputs)](
-        x,
-        gate_weight,
-        up_weight,
-        out,
-        rows,
-        outputs,
-        inputs,
-        row_stride(x),
-        gate_weight.stride(0),
-        up_weight.stride(0),
-        **compile_options(tile, outputs, inputs, 2, card_of(x.device)),
-        **launch_options(x),
-    )
+        x, gate_weight, up_weight, out, rows, outputs, inputs, row_stride(x),
+        gate_weight.stride(0), up_weight.stride(0),
+        **compile_options(tile, outputs, inputs, 2, card_of(x.device)), **launch_options(x),
+    )  # fmt: skip
     return out
 
 

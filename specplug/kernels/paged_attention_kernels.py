@@ -45,10 +45,10 @@ from specplug.kernels.prompt_attention_kernels import (
 )
 
 WORKSPACE_BYTES = 16 << 20
-"""For the sums of parts, before ``reserve``. Requests whose parts do not fit are read by each of
-their rows."""
+"""Workspace for the sums of parts, before ``reserve``. Keys of requests whose parts do not fit are
+read by each of their rows."""
 COPIED_BYTES = 128 << 20
-"""For copies of the keys and values of prompts, at most. What does not fit is gathered."""
+"""Most bytes of copied keys and values of prompts. Passes with more gather them."""
 
 _PROGRAMS = 8  # of ``_committed_parts``, for each of the card's processors
 _PARTS = {
@@ -551,12 +551,12 @@ class _Call:
 
     @property
     def card(self) -> Card:
-        """What the launches are fitted to."""
+        """The card of the device."""
         return card_of(self.q.device)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of queries, of the pool and of the request table."""
+        """Strides of queries, of the pool and of the request table."""
         q, keys = self.q, self.keys
         return q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), self.rows.table.stride(0)
 
@@ -568,7 +568,7 @@ class _Call:
 
     @property
     def common(self) -> dict[str, Any]:
-        """What all kernels are compiled for."""
+        """The compile-time arguments of all kernels."""
         return {
             "GROUP": self.group, "D": self.dim, "DIM": _padded_dim(self.dim),
             "RAGGED": self.rows.flat_index is not None, "HAS_WINDOW": self.form.window is not None,

@@ -28,7 +28,7 @@ from specplug.kernels.dependent_launch import let_next_start, wait_for_last
 
 @attrs.frozen
 class PromptTile:
-    """How ``causal_tiles`` cuts a prompt up. No part of it changes a bit.
+    """The tile of ``causal_tiles``. No part of it changes a bit.
 
     Attributes:
         rows: of a tile, at most; fewer where the card lacks room.

@@ -1,4 +1,4 @@
-"""Say how far requests are, for the next step and for the host, in one launch.
+"""Publish the lengths of requests to the next step and to the host, in one launch.
 
 The torch reference is ``FutureMap`` where no kernel runs. All values are integers and are equal.
 """
@@ -43,8 +43,8 @@ def _publish(
 
 
 def publish(known: Tensor, req_indices: Tensor, seq_lens: Tensor, bonus_tokens: Tensor) -> None:
-    """Write the lengths and bonus tokens of requests to their rows. Of requests with the same row,
-    which is nobody's, any one is kept.
+    """Write the lengths and bonus tokens of requests to their rows. Only padding shares a row; any
+    one of its entries is kept.
 
     Args:
         known: [2, rows] int64, contiguous: lengths, and bonus tokens.

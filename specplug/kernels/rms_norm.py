@@ -11,7 +11,7 @@ from torch import Tensor
 from specplug.kernels.dependent_launch import launch_options, let_next_start, wait_for_last
 
 _ELEMENTS = 1024
-"""Of a program with short rows."""
+"""Elements of a program with short rows."""
 
 
 @triton.jit
@@ -104,18 +104,10 @@ def rms_norm(
     if rows:
         shape = _shape_options(size)
         _rms_norm[(triton.cdiv(rows, shape["ROWS"]),)](
-            x,
-            weight,
-            out,
-            rows,
-            x.stride(0) if rows > 1 else size,
-            out.stride(0) if rows > 1 else size,
-            eps,
-            ADDS_ONE=adds_one,
-            ROUNDS_ONCE=rounds_once,
-            **shape,
-            **launch_options(x),
-        )
+            x, weight, out, rows, x.stride(0) if rows > 1 else size,
+            out.stride(0) if rows > 1 else size, eps, ADDS_ONE=adds_one, ROUNDS_ONCE=rounds_once,
+            **shape, **launch_options(x),
+        )  # fmt: skip
     return out
 
 
@@ -135,18 +127,10 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if rows:
         shape = _shape_options(size)
         _layer_norm[(triton.cdiv(rows, shape["ROWS"]),)](
-            x,
-            x if weight is None else weight,
-            x if bias is None else bias,
-            out,
-            rows,
-            x.stride(0) if rows > 1 else size,
-            eps,
-            HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None,
-            **shape,
-            **launch_options(x),
-        )
+            x, x if weight is None else weight, x if bias is None else bias, out, rows,
+            x.stride(0) if rows > 1 else size, eps, HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None, **shape, **launch_options(x),
+        )  # fmt: skip
     return out
 
 

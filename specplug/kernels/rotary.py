@@ -30,6 +30,19 @@ def _scaled(x, root, weight):
 
 
 @triton.jit
+def load_halves(places, mask, HALF: tl.constexpr):
+    """Load what stands at the places, low halves of heads, and in the high halves."""
+    return tl.load(places, mask=mask, other=0.0), tl.load(places + HALF, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_halves(places, low, high, mask, HALF: tl.constexpr):
+    """Store low halves of heads at the places, and the high halves after them."""
+    tl.store(places, low, mask=mask)
+    tl.store(places + HALF, high, mask=mask)
+
+
+@triton.jit
 def _root_of_heads(low, high, eps, HALF: tl.constexpr):
     """One over the root mean square of heads, [heads], from their halves."""
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
@@ -69,32 +82,24 @@ def _rotate_and_write(
         high_weight = _weights_of_heads(q_weight, k_weight, is_q, HALF + column, is_column)
     wait_for_last(PDL)
     slot = tl.load(slots + row)
-    low_cos = tl.load(cos + row * cos_stride + column, mask=is_column, other=0.0)
-    high_cos = tl.load(cos + row * cos_stride + HALF + column, mask=is_column, other=0.0)
-    low_sin = tl.load(sin + row * sin_stride + column, mask=is_column, other=0.0)
-    high_sin = tl.load(sin + row * sin_stride + HALF + column, mask=is_column, other=0.0)
+    low_cos, high_cos = load_halves(cos + row * cos_stride + column, is_column, HALF)
+    low_sin, high_sin = load_halves(sin + row * sin_stride + column, is_column, HALF)
     source = qkv + row * qkv_stride + (head * (2 * HALF))[:, None] + column[None, :]
-    given_low = tl.load(source, mask=inside, other=0.0)
-    given_high = tl.load(source + HALF, mask=inside, other=0.0)
+    given_low, given_high = load_halves(source, inside, HALF)
     low, high = given_low, given_high
     if HAS_NORMS:
         root = _root_of_heads(low, high, eps, HALF)
         low, high = _scaled(low, root, low_weight), _scaled(high, root, high_weight)
-    new_low, new_high = (
-        rotated(low, -high, low_cos[None, :], low_sin[None, :]),
-        rotated(high, low, high_cos[None, :], high_sin[None, :]),
-    )
+    new_low = rotated(low, -high, low_cos[None, :], low_sin[None, :])
+    new_high = rotated(high, low, high_cos[None, :], high_sin[None, :])
     place = q_out + (row * Q_HEADS + head)[:, None] * (2 * HALF) + column[None, :]
-    tl.store(place, new_low, mask=inside & is_q[:, None])
-    tl.store(place + HALF, new_high, mask=inside & is_q[:, None])
+    store_halves(place, new_low, new_high, inside & is_q[:, None], HALF)
     key_head = (slot * key_slot_stride + (head - Q_HEADS) * key_head_stride)[:, None]
     place = keys + key_head + column[None, :]
-    tl.store(place, new_low, mask=inside & is_key[:, None])
-    tl.store(place + HALF, new_high, mask=inside & is_key[:, None])
+    store_halves(place, new_low, new_high, inside & is_key[:, None], HALF)
     value_head = slot * value_slot_stride + (head - Q_HEADS - KV_HEADS) * value_head_stride
     place = values + value_head[:, None] + column[None, :]
-    tl.store(place, given_low, mask=inside & is_value[:, None])
-    tl.store(place + HALF, given_high, mask=inside & is_value[:, None])
+    store_halves(place, given_low, given_high, inside & is_value[:, None], HALF)
 
 
 @triton.jit
@@ -112,24 +117,20 @@ def _rotate(
     inside = (head < ALL_HEADS)[:, None] & is_column[None, :]
     if HAS_NORM:
         scale = weight + (head * (2 * HALF))[:, None] + column[None, :]
-        low_weight = tl.load(scale, mask=inside, other=0.0).to(tl.float32)
-        high_weight = tl.load(scale + HALF, mask=inside, other=0.0).to(tl.float32)
+        low_scale, high_scale = load_halves(scale, inside, HALF)
+        low_weight, high_weight = low_scale.to(tl.float32), high_scale.to(tl.float32)
     wait_for_last(PDL)
-    low_cos = tl.load(cos + row * cos_stride + column, mask=is_column, other=0.0)
-    high_cos = tl.load(cos + row * cos_stride + HALF + column, mask=is_column, other=0.0)
-    low_sin = tl.load(sin + row * sin_stride + column, mask=is_column, other=0.0)
-    high_sin = tl.load(sin + row * sin_stride + HALF + column, mask=is_column, other=0.0)
+    low_cos, high_cos = load_halves(cos + row * cos_stride + column, is_column, HALF)
+    low_sin, high_sin = load_halves(sin + row * sin_stride + column, is_column, HALF)
     source = x + row * x_stride + (head * head_stride)[:, None] + column[None, :]
-    low = tl.load(source, mask=inside, other=0.0)
-    high = tl.load(source + HALF, mask=inside, other=0.0)
+    low, high = load_halves(source, inside, HALF)
     if HAS_NORM:
         root = _root_of_heads(low, high, eps, HALF)
         low, high = _scaled(low, root, low_weight), _scaled(high, root, high_weight)
     place = out + (row * ALL_HEADS + head)[:, None] * (2 * HALF) + column[None, :]
     new_low = rotated(low, high, low_cos[None, :], low_sin[None, :])
     new_high = rotated(high, low, high_cos[None, :], high_sin[None, :])
-    tl.store(place, new_low, mask=inside)
-    tl.store(place + HALF, new_high, mask=inside)
+    store_halves(place, new_low, new_high, inside, HALF)
 
 
 def rotate(
@@ -153,24 +154,10 @@ def rotate(
     if not rows:
         return out
     _rotate[rows, triton.cdiv(heads, _HEADS)](
-        x,
-        x if norm is None else norm,
-        cos,
-        sin,
-        out,
-        x.stride(0),
-        x.stride(1),
-        cos.stride(0),
-        sin.stride(0),
-        eps,
-        ALL_HEADS=heads,
-        HALF=dim // 2,
-        BLOCK=triton.next_power_of_2(dim // 2),
-        HEADS=_HEADS,
-        HAS_NORM=norm is not None,
-        num_warps=2,
-        **launch_options(x),
-    )
+        x, x if norm is None else norm, cos, sin, out, x.stride(0), x.stride(1), cos.stride(0),
+        sin.stride(0), eps, ALL_HEADS=heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2),
+        HEADS=_HEADS, HAS_NORM=norm is not None, num_warps=2, **launch_options(x),
+    )  # fmt: skip
     return out
 
 
@@ -206,32 +193,13 @@ def rotate_and_write(
         return out
     q_weight, k_weight, eps = (cos, cos, 0.0) if norms is None else norms
     _rotate_and_write[rows, triton.cdiv(q_heads + 2 * kv_heads, _HEADS)](
-        qkv,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
-        slots,
-        out,
-        keys,
-        values,
-        qkv.stride(0) if rows > 1 else qkv.shape[1],
-        cos.stride(0) if rows > 1 else dim,
-        sin.stride(0) if rows > 1 else dim,
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        eps,
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        HALF=dim // 2,
-        BLOCK=triton.next_power_of_2(dim // 2),
-        HEADS=_HEADS,
-        HAS_NORMS=norms is not None,
-        num_warps=2,
-        **launch_options(qkv),
-    )
+        qkv, q_weight, k_weight, cos, sin, slots, out, keys, values,
+        qkv.stride(0) if rows > 1 else qkv.shape[1], cos.stride(0) if rows > 1 else dim,
+        sin.stride(0) if rows > 1 else dim, keys.stride(0), keys.stride(1), values.stride(0),
+        values.stride(1), eps, Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=dim // 2,
+        BLOCK=triton.next_power_of_2(dim // 2), HEADS=_HEADS, HAS_NORMS=norms is not None,
+        num_warps=2, **launch_options(qkv),
+    )  # fmt: skip
     return out
 
 

@@ -30,7 +30,7 @@ from specplug.kernels.linear import (
     row_stride,
     tile_of_program,
 )
-from specplug.kernels.rotary import rotate_and_write_reference, rotated
+from specplug.kernels.rotary import load_halves, rotate_and_write_reference, rotated, store_halves
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -56,17 +56,14 @@ def _rotated_linear(
     output = (head * (2 * HALF) + column).to(tl.int64)
     is_rotated = head < Q_HEADS + KV_HEADS
     if HAS_BIAS:
-        low_bias = tl.load(bias + output, mask=is_column, other=0.0)
-        high_bias = tl.load(bias + HALF + output, mask=is_column, other=0.0)
+        low_bias, high_bias = load_halves(bias + output, is_column, HALF)
     wait_for_last(PDL)
     # What the end needs is read first, so that it comes while the weights do.
     slot = tl.load(slots + row, mask=is_row, other=0)
     cos_places = cos + wide_row[:, None] * cos_stride + column[None, :]
     sin_places = sin + wide_row[:, None] * sin_stride + column[None, :]
-    low_cos = tl.load(cos_places, mask=inside & is_rotated, other=0.0)
-    high_cos = tl.load(cos_places + HALF, mask=inside & is_rotated, other=0.0)
-    low_sin = tl.load(sin_places, mask=inside & is_rotated, other=0.0)
-    high_sin = tl.load(sin_places + HALF, mask=inside & is_rotated, other=0.0)
+    low_cos, high_cos = load_halves(cos_places, inside & is_rotated, HALF)
+    low_sin, high_sin = load_halves(sin_places, inside & is_rotated, HALF)
     x_places = x + wide_row[:, None] * x_stride + k[None, :]
     low_places = weight + output[None, :] * weight_stride + k[:, None]
     low_sum, high_sum = products(
@@ -84,18 +81,15 @@ def _rotated_linear(
         high = rotated(high, given, high_cos, high_sin)
     if head < Q_HEADS:
         places = q_out + ((wide_row * Q_HEADS + head) * (2 * HALF))[:, None] + column[None, :]
-        tl.store(places, low, mask=inside)
-        tl.store(places + HALF, high, mask=inside)
+        store_halves(places, low, high, inside, HALF)
     elif is_rotated:
         place = slot * key_slot_stride + (head - Q_HEADS) * key_head_stride
         places = keys + place[:, None] + column[None, :]
-        tl.store(places, low, mask=inside)
-        tl.store(places + HALF, high, mask=inside)
+        store_halves(places, low, high, inside, HALF)
     else:
         place = slot * value_slot_stride + (head - Q_HEADS - KV_HEADS) * value_head_stride
         places = values + place[:, None] + column[None, :]
-        tl.store(places, low, mask=inside)
-        tl.store(places + HALF, high, mask=inside)
+        store_halves(places, low, high, inside, HALF)
 
 
 def rotated_linear(
@@ -138,32 +132,12 @@ def rotated_linear(
     tile = _tile_of_halves(tile or choose_tile(outputs, inputs, rows), half)
     parts = (q_heads + 2 * kv_heads) * triton.cdiv(half, tile.columns)
     _rotated_linear[(triton.cdiv(rows, tile.rows) * parts,)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        cos,
-        sin,
-        slots,
-        out,
-        keys,
-        values,
-        rows,
-        inputs,
-        row_stride(x),
-        weight.stride(0),
-        row_stride(cos),
-        row_stride(sin),
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        HALF=half,
-        HAS_BIAS=bias is not None,
-        **compile_options(tile, half, inputs, 2, card_of(x.device)),
-        **launch_options(x),
-    )
+        x, weight, weight if bias is None else bias, cos, sin, slots, out, keys, values, rows,
+        inputs, row_stride(x), weight.stride(0), row_stride(cos), row_stride(sin), keys.stride(0),
+        keys.stride(1), values.stride(0), values.stride(1), Q_HEADS=q_heads, KV_HEADS=kv_heads,
+        HALF=half, HAS_BIAS=bias is not None,
+        **compile_options(tile, half, inputs, 2, card_of(x.device)), **launch_options(x),
+    )  # fmt: skip
     return out
 
 

@@ -54,19 +54,10 @@ def gather_rows(table: Tensor, index: Tensor) -> Tensor:
     planes, plane_stride = (len(table), table.stride(0)) if table.dim() == 3 else (1, 0)
     block = min(triton.next_power_of_2(size), _MOST)
     _gather_rows[rows, triton.cdiv(size, block), planes](
-        table,
-        index,
-        out,
-        rows,
-        table.shape[-2],
-        plane_stride,
-        table.stride(-2),
-        index.stride(0) if rows > 1 else 1,
-        size,
-        BLOCK=block,
-        num_warps=4 if block == _MOST else 1,
-        **launch_options(table),
-    )
+        table, index, out, rows, table.shape[-2], plane_stride, table.stride(-2),
+        index.stride(0) if rows > 1 else 1, size, BLOCK=block,
+        num_warps=4 if block == _MOST else 1, **launch_options(table),
+    )  # fmt: skip
     return out
 
 

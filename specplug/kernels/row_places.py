@@ -76,26 +76,11 @@ def row_places(
         given_positions = given_positions.contiguous()
         given_stride = width if len(given_positions) > 1 else 0
     _row_places[(triton.cdiv(num_rows, _ROWS),)](
-        table,
-        req_indices,
-        starts,
-        starts if floors is None else floors,
+        table, req_indices, starts, starts if floors is None else floors,
         starts if given_positions is None else given_positions,
-        starts if flat_index is None else flat_index,
-        slots,
-        positions,
-        table.stride(0),
-        given_stride,
-        num_rows,
-        width,
-        offset,
-        last_position,
-        table.shape[1],
-        HAS_FLOORS=floors is not None,
-        HAS_GIVEN=given_positions is not None,
-        RAGGED=flat_index is not None,
-        ROWS=_ROWS,
-        num_warps=4,
-        **launch_options(table),
-    )
+        starts if flat_index is None else flat_index, slots, positions, table.stride(0),
+        given_stride, num_rows, width, offset, last_position, table.shape[1],
+        HAS_FLOORS=floors is not None, HAS_GIVEN=given_positions is not None,
+        RAGGED=flat_index is not None, ROWS=_ROWS, num_warps=4, **launch_options(table),
+    )  # fmt: skip
     return slots, positions

@@ -37,7 +37,9 @@ _BINS = 1 << _DIGIT_BITS
 _EXACT: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 # A kernel is not compiled anew for what changes from step to step: these values, and where
-# tensors of a number a row begin.
+# tensors of a number a row begin. Triton heeds these two lists for arguments alone and compiles
+# anew for each value in a tuple. So what is the same all through a run is passed in tuples
+# (``_Table``, ``Settings``, ``Cuts``), and what is not stays an argument of its own.
 _kernel = triton.jit(
     do_not_specialize=[
         "parts", "rows", "num_enders", "path_width", "path_depth", "before", "shift", "by_mass",
@@ -46,7 +48,6 @@ _kernel = triton.jit(
     do_not_specialize_on_alignment=[
         "best", "best_at", "cut", "req_indices", "positions", "random", "seeds", "masks",
         "path_tokens", "path_parents", "path_index", "chosen", "maxima", "most", "prefix", "target",
-        "log_min_p", "top_k", "top_p",
     ],
 )  # fmt: skip
 
@@ -68,48 +69,57 @@ class Path:
     depth: int
 
 
-@attrs.frozen(eq=False, kw_only=True)
-class Adjustments:
-    """What changes the logits before temperature and noise; None for what no row needs.
+class Settings(NamedTuple):
+    """What changes scores, by request row; None for what no row of the step needs.
 
     Attributes:
-        masks: [T, words] int32, the tokens that grammars allow, a bit each.
-        enders: [requests, E] int64, tokens that a request must not choose before ``may_end_at``.
+        seeds: [requests] int64.
+        temperature, repetition, presence, frequency: [requests] float32, ``stride`` apart. No
+            temperature: no row samples.
+        enders: [settings, E] int64, tokens that a request must not choose before ``may_end_at``.
         may_end_at: [requests] int64 positions.
-        bias: [requests, V] float32.
-        counts: [requests, V] int32, how often each token stands in the output.
-        in_prompt: [requests, V] bool.
-        path: what counts as output beside ``counts``.
+        bias: [settings, V] float32.
+        counts: [settings, V] int32, how often each token stands in the output.
+        in_prompt: [settings, V] uint8, whether each token stands in the prompt.
     """
 
-    masks: Tensor | None = None
+    seeds: Tensor | None = None
+    temperature: Tensor | None = None
+    repetition: Tensor | None = None
+    presence: Tensor | None = None
+    frequency: Tensor | None = None
+    stride: int = 0
     enders: Tensor | None = None
     may_end_at: Tensor | None = None
     bias: Tensor | None = None
     counts: Tensor | None = None
     in_prompt: Tensor | None = None
-    path: Path | None = None
 
 
-@attrs.frozen(eq=False, kw_only=True)
-class Settings:
-    """The settings of each request row.
+class Cuts(NamedTuple):
+    """What truncates, by request row.
 
     Attributes:
-        seeds: [requests] int64.
-        temperature, repetition, presence, frequency, top_k, top_p: [requests] float32, with any
-            stride, the same for all.
-        log_min_p: [requests] float32, -inf where there is no min-p.
+        top_k, top_p: [requests] float32, ``stride`` apart.
+        log_min_p: [requests] float32, ``min_p_stride`` apart, -inf where there is no min-p.
     """
 
-    seeds: Tensor
-    temperature: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
     top_k: Tensor
     top_p: Tensor
+    stride: int
     log_min_p: Tensor
+    min_p_stride: int
+
+
+class _Table(NamedTuple):
+    """Scores [T, V], how far apart their rows stand, the bits of a token's index, and the tokens of
+    a part: a multiple of ``_TILE``."""
+
+    scores: Tensor
+    stride: int
+    vocab_size: int
+    index_bits: int
+    span: int
 
 
 def choose_tokens(
@@ -117,10 +127,11 @@ def choose_tokens(
     req_indices: Tensor,
     positions: Tensor,
     settings: Settings,
-    adjustments: Adjustments,
-    random: Tensor | None = None,
     *,
-    truncated: bool = False,
+    random: Tensor | None = None,
+    cuts: Cuts | None = None,
+    masks: Tensor | None = None,
+    path: Path | None = None,
 ) -> Tensor:
     """Choose a token for each row.
 
@@ -132,18 +143,21 @@ def choose_tokens(
         req_indices: [T] int64, the request of each row.
         positions: [T] int64 position of the token being chosen.
         random: [T] bool, the rows that sample; None if none does.
-        truncated: whether a row has min-p, top-k or top-p.
+        cuts: None if no row has min-p, top-k or top-p.
+        masks: [T, words] int32, the tokens that grammars allow, a bit each: V / 32 words, rounded
+            up; None: all.
+        path: counts as output beside ``settings.counts``.
 
     Returns:
         [T] int64; 0 for a row without a finite score.
     """
     cut, logits = None, _with_dense_rows(logits)
-    requests = _Requests.of(settings, adjustments, tempered=random is not None)
-    if truncated and random is not None and len(logits):
-        logits, cut = truncate_rows(logits, req_indices, positions, settings, adjustments, random)
-        requests, adjustments = _Requests(seeds=settings.seeds), Adjustments()
-    rows = _rows(req_indices, positions, random, adjustments)
-    return _best(logits, cut, requests, rows)
+    rows = _rows(settings, req_indices, positions, random, masks, path)
+    if cuts is not None and random is not None and len(logits):
+        logits, cut = truncate_rows(logits, settings, cuts, rows)
+        settings = Settings(seeds=settings.seeds)
+        rows = _rows(settings, req_indices, positions, random)
+    return _best(logits, cut, settings, rows)
 
 
 def find_greatest(scores: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -153,8 +167,8 @@ def find_greatest(scores: Tensor, ids: Tensor | None = None) -> Tensor:
     Args:
         ids: [V] int64 contiguous, what is returned for each index; None: itself.
     """
-    rows = _rows(None, None, None, Adjustments())
-    return _best(_with_dense_rows(scores), None, _Requests(), rows, ids)
+    rows = _rows(Settings(), None, None, None)
+    return _best(_with_dense_rows(scores), None, Settings(), rows, ids)
 
 
 def _with_dense_rows(logits: Tensor) -> Tensor:
@@ -165,7 +179,7 @@ def _with_dense_rows(logits: Tensor) -> Tensor:
 def _best(
     logits: Tensor,
     cut: Tensor | None,
-    requests: _Requests,
+    settings: Settings,
     rows: tuple[Any, ...],
     ids: Tensor | None = None,
 ) -> Tensor:
@@ -176,12 +190,10 @@ def _best(
     if not count:
         return chosen
     parts, span = _split(count, vocab_size, logits.device)
+    table = _Table(logits, logits.stride(0), vocab_size, _index_bits(vocab_size), span)
     best = torch.empty(count, parts, dtype=torch.float64, device=logits.device)
     best_at = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
-    _best_of_parts[(parts, count)](
-        logits, logits.stride(0), vocab_size, span, best, best_at, cut, _index_bits(vocab_size),
-        requests, *rows, TILE=_TILE, **_EXACT,
-    )  # fmt: skip
+    _best_of_parts[(parts, count)](table, best, best_at, cut, settings, *rows, TILE=_TILE, **_EXACT)
     _best_of_rows[(count,)](
         best, best_at, ids, chosen, parts, vocab_size, PARTS=_most_parts(vocab_size), num_warps=1
     )
@@ -224,50 +236,22 @@ def gumbel_noise(seeds: Tensor, random: Tensor, positions: Tensor, token_ids: Te
     return noise
 
 
-class _Requests(NamedTuple):
-    """What the kernels read by request row: tensors that stay the same all through a run. What
-    changes from step to step is no part of it, as Triton compiles anew for any other number in a
-    tuple."""
-
-    seeds: Tensor | None = None
-    temperature: Tensor | None = None
-    repetition: Tensor | None = None
-    presence: Tensor | None = None
-    frequency: Tensor | None = None
-    stride: int = 0
-    enders: Tensor | None = None
-    may_end_at: Tensor | None = None
-    bias: Tensor | None = None
-    counts: Tensor | None = None
-    in_prompt: Tensor | None = None
-
-    @classmethod
-    def of(cls, settings: Settings, adjustments: Adjustments, *, tempered: bool) -> _Requests:
-        """Return what is read for these; the temperature only if there are rows that sample."""
-        s, a = settings, adjustments
-        return cls(
-            s.seeds, s.temperature if tempered else None, s.repetition, s.presence, s.frequency,
-            s.repetition.stride(0), a.enders, a.may_end_at, a.bias, a.counts,
-            None if a.in_prompt is None else a.in_prompt.view(torch.uint8),
-        )  # fmt: skip
-
-
 def _rows(
+    settings: Settings,
     req_indices: Tensor | None,
     positions: Tensor | None,
     random: Tensor | None,
-    adjustments: Adjustments,
+    masks: Tensor | None = None,
+    path: Path | None = None,
 ) -> tuple[Any, ...]:
     """Return what the kernels read of each row, in their order, from ``req_indices`` on."""
-    a, path = adjustments, adjustments.path
-    words = 0 if a.masks is None else a.masks.stride(0)
-    num_enders = 0 if a.enders is None else a.enders.shape[1]
+    num_enders = 0 if settings.enders is None else settings.enders.shape[1]
     nodes: tuple[Any, ...] = (None, None, None, 0, 0)
-    if path is not None and a.counts is not None:
+    if path is not None and settings.counts is not None:
         tokens, parents = path.tokens.contiguous(), _dense(path.parents)
         nodes = tokens, parents, path.flat_index, tokens.shape[1], path.depth
     samples = None if random is None else random.view(torch.uint8)
-    return _dense(req_indices), _dense(positions), samples, a.masks, words, num_enders, *nodes
+    return _dense(req_indices), _dense(positions), samples, _dense(masks), num_enders, *nodes
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
@@ -293,12 +277,7 @@ def _split(rows: int, vocab_size: int, device: torch.device) -> tuple[int, int]:
 
 
 def truncate_rows(
-    logits: Tensor,
-    req_indices: Tensor,
-    positions: Tensor,
-    settings: Settings,
-    adjustments: Adjustments,
-    random: Tensor,
+    logits: Tensor, settings: Settings, cuts: Cuts, of_rows: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
     """Compute the scores, and the last token that min-p, top-k and top-p leave in each row.
 
@@ -306,7 +285,8 @@ def truncate_rows(
     not sample may keep more: their token is the first one.
 
     Args:
-        logits: [T, V], the last dimension dense; and so on as in ``choose_tokens``.
+        logits: [T, V], the last dimension dense.
+        of_rows: ``_rows``, with the rows that sample.
 
     Returns:
         Scores [T, V] float32 after temperature, and [T] int64: a row keeps the tokens whose place
@@ -314,10 +294,8 @@ def truncate_rows(
     """
     rows, vocab_size = logits.shape
     device = logits.device
-    requests = _Requests.of(settings, adjustments, tempered=True)
-    of_rows = _rows(req_indices, positions, random, adjustments)
     parts, span = _split(rows, vocab_size, device)
-    index_bits = _index_bits(vocab_size)
+    table = _Table(logits, logits.stride(0), vocab_size, _index_bits(vocab_size), span)
     scores = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
     maxima = torch.empty(rows, parts, dtype=torch.float32, device=device)
     most = torch.empty(rows, dtype=torch.float32, device=device)
@@ -328,26 +306,24 @@ def truncate_rows(
     prefix, target = torch.empty(2, 2, rows, dtype=torch.int64, device=device)
     grid = parts, rows
     _adjusted_scores[grid](
-        logits, logits.stride(0), vocab_size, span, scores, maxima, bins,
-        requests, *of_rows, TILE=_TILE, BINS=_BINS, **_EXACT,
-    )  # fmt: skip
+        table, scores, maxima, bins, settings, *of_rows, TILE=_TILE, BINS=_BINS, **_EXACT
+    )
+    table = table._replace(scores=scores, stride=vocab_size)
     _first_cut[(rows,)](
-        maxima, parts, of_rows[0], of_rows[2], settings.log_min_p, settings.top_k,
-        settings.top_p, settings.top_p.stride(0), settings.log_min_p.stride(0), most, cut,
-        prefix, target, rows, index_bits, PARTS=_most_parts(vocab_size), num_warps=1,
+        maxima, parts, of_rows[0], of_rows[2], cuts, most, cut, prefix, target, rows,
+        table.index_bits, PARTS=_most_parts(vocab_size), num_warps=1,
     )  # fmt: skip
-    total_bits = 32 + index_bits
+    total_bits = 32 + table.index_bits
     shifts = [total_bits, *range(total_bits - _DIGIT_BITS, 0, -_DIGIT_BITS), 0]
     for by_mass in (0, 1):
         for level, (before, shift) in enumerate(pairwise(shifts)):
             _histogram[grid](
-                scores, vocab_size, span, most, cut, prefix[by_mass], bins, before, shift,
-                index_bits, by_mass, TILE=_TILE, BINS=_BINS, num_warps=4,
+                table, most, cut, prefix[by_mass], bins, before, shift, by_mass,
+                TILE=_TILE, BINS=_BINS, num_warps=4,
             )  # fmt: skip
             _digit[(rows,)](
-                bins, prefix[by_mass], target[by_mass], cut, of_rows[0], settings.top_p,
-                settings.top_p.stride(0), before - shift, int(level == 0) * by_mass,
-                int(shift == 0), BINS=_BINS, num_warps=4,
+                bins, prefix[by_mass], target[by_mass], cut, of_rows[0], cuts, before - shift,
+                int(level == 0) * by_mass, int(shift == 0), BINS=_BINS, num_warps=4,
             )  # fmt: skip
     return scores, cut
 
@@ -403,28 +379,27 @@ def _order(score, index, index_bits):
 
 
 @triton.jit
-def _scores(
-    logits, row_stride, vocab_size, row, request, tokens, requests,
-    positions, masks, words, num_enders,
-    path_tokens, path_parents, path_index, path_width, path_depth,
-):  # fmt: skip
+def _scores(table, row, request, tokens, settings, positions, masks, num_enders, path):
     """Return the scores of some tokens of a row, float32, -inf after the vocabulary's end."""
-    inside = tokens < vocab_size
-    scores = tl.load(logits + row * row_stride + tokens, mask=inside, other=float("-inf"))
-    scores = scores.to(tl.float32)
+    path_tokens, path_parents, path_index, path_width, path_depth = path
+    inside = tokens < table.vocab_size
+    places = table.scores + row * table.stride + tokens
+    scores = tl.load(places, mask=inside, other=float("-inf")).to(tl.float32)
     if masks is not None:
+        words = (table.vocab_size + 31) // 32
         word = tl.load(masks + row * words + (tokens >> 5), mask=inside, other=0)
         scores = tl.where((word >> (tokens & 31)) & 1 == 1, scores, float("-inf"))
-    if requests.enders is not None:
-        is_early = tl.load(positions + row) < tl.load(requests.may_end_at + request)
+    if settings.enders is not None:
+        is_early = tl.load(positions + row) < tl.load(settings.may_end_at + request)
         for i in range(num_enders):
-            ender = tl.load(requests.enders + request * num_enders + i)
+            ender = tl.load(settings.enders + request * num_enders + i)
             scores = tl.where((tokens == ender) & is_early, float("-inf"), scores)
-    if requests.bias is not None:
-        scores += tl.load(requests.bias + request * vocab_size + tokens, mask=inside, other=0.0)
-    if requests.counts is not None:
-        of_request = request * vocab_size + tokens
-        count = tl.load(requests.counts + of_request, mask=inside, other=0)
+    if settings.bias is not None:
+        of_request = settings.bias + request * table.vocab_size
+        scores += tl.load(of_request + tokens, mask=inside, other=0.0)
+    if settings.counts is not None:
+        of_request = request * table.vocab_size + tokens
+        count = tl.load(settings.counts + of_request, mask=inside, other=0)
         if path_tokens is not None:
             at = row
             if path_index is not None:
@@ -441,13 +416,13 @@ def _scores(
                     above = tl.where(at > root, root + tl.maximum(parent, 0), root - 1)
                 at = tl.where(ahead, above, at)
         appeared = count > 0
-        seen = appeared | (tl.load(requests.in_prompt + of_request, mask=inside, other=0) != 0)
-        factor = tl.where(seen, tl.load(requests.repetition + request * requests.stride), 1.0)
+        seen = appeared | (tl.load(settings.in_prompt + of_request, mask=inside, other=0) != 0)
+        factor = tl.where(seen, tl.load(settings.repetition + request * settings.stride), 1.0)
         scores = tl.where(scores > 0, tl.div_rn(scores, factor), scores * factor)
-        scores -= tl.load(requests.frequency + request * requests.stride) * count.to(tl.float32)
-        scores -= tl.load(requests.presence + request * requests.stride) * appeared.to(tl.float32)
-    if requests.temperature is not None:
-        heat = tl.load(requests.temperature + request * requests.stride)
+        scores -= tl.load(settings.frequency + request * settings.stride) * count.to(tl.float32)
+        scores -= tl.load(settings.presence + request * settings.stride) * appeared.to(tl.float32)
+    if settings.temperature is not None:
+        heat = tl.load(settings.temperature + request * settings.stride)
         if heat != 1.0:
             scores = tl.div_rn(scores, tl.zeros_like(scores) + heat)
     return tl.where(inside, scores, float("-inf"))
@@ -455,10 +430,8 @@ def _scores(
 
 @_kernel
 def _best_of_parts(
-    logits, row_stride, vocab_size, span, best, best_at, cut, index_bits,
-    requests, req_indices, positions, random, masks, words, num_enders,
-    path_tokens, path_parents, path_index, path_width, path_depth,
-    TILE: tl.constexpr,
+    table, best, best_at, cut, settings, req_indices, positions, random, masks, num_enders,
+    path_tokens, path_parents, path_index, path_width, path_depth, TILE: tl.constexpr,
 ):  # fmt: skip
     """Find the greatest of score + noise in each part of each row, and the first place of it.
 
@@ -466,26 +439,25 @@ def _best_of_parts(
     all but the first, so that there are few logarithms.
     """
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, vocab_size = part * table.span, table.vocab_size
+    path = path_tokens, path_parents, path_index, path_width, path_depth
     request = row
     if req_indices is not None:
         request = tl.load(req_indices + row)
     greatest = tl.full((), float("-inf"), tl.float64)
-    at = tl.minimum(part * span, vocab_size - 1)
+    at = tl.minimum(first, vocab_size - 1)
     samples = False
     if random is not None:
         samples = tl.load(random + row) != 0
-        key = _key(tl.load(requests.seeds + request), tl.load(positions + row))
+        key = _key(tl.load(settings.seeds + request), tl.load(positions + row))
     if cut is not None:
         last = tl.load(cut + row)
-    for start in range(part * span, tl.minimum(part * span + span, vocab_size), TILE):
+    for start in range(first, tl.minimum(first + table.span, vocab_size), TILE):
         tokens = start + tl.arange(0, TILE)
-        scores = _scores(
-            logits, row_stride, vocab_size, row, request, tokens, requests,
-            positions, masks, words, num_enders,
-            path_tokens, path_parents, path_index, path_width, path_depth,
-        )  # fmt: skip
+        scores = _scores(table, row, request, tokens, settings, positions, masks, num_enders, path)
         if cut is not None:
-            scores = tl.where(_order(scores, tokens, index_bits) <= last, scores, float("-inf"))
+            place = _order(scores, tokens, table.index_bits)
+            scores = tl.where(place <= last, scores, float("-inf"))
         scores = tl.where(scores == scores, scores, float("inf"))  # torch.argmax finds NaN too
         inside = tokens < vocab_size
         scores = tl.where(inside, scores, float("-inf"))
@@ -526,22 +498,19 @@ def _best_of_rows(best, best_at, ids, chosen, parts, vocab_size, PARTS: tl.const
 
 @_kernel
 def _adjusted_scores(
-    logits, row_stride, vocab_size, span, out, maxima, bins,
-    requests, req_indices, positions, random, masks, words, num_enders,
+    table, out, maxima, bins, settings, req_indices, positions, random, masks, num_enders,
     path_tokens, path_parents, path_index, path_width, path_depth,
     TILE: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Write the scores and the greatest of each part, and clear the histograms."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, vocab_size = part * table.span, table.vocab_size
+    path = path_tokens, path_parents, path_index, path_width, path_depth
     request = tl.load(req_indices + row)
     greatest = tl.full((TILE,), float("-inf"), tl.float32)
-    for start in range(part * span, tl.minimum(part * span + span, vocab_size), TILE):
+    for start in range(first, tl.minimum(first + table.span, vocab_size), TILE):
         tokens = start + tl.arange(0, TILE)
-        scores = _scores(
-            logits, row_stride, vocab_size, row, request, tokens, requests,
-            positions, masks, words, num_enders,
-            path_tokens, path_parents, path_index, path_width, path_depth,
-        )  # fmt: skip
+        scores = _scores(table, row, request, tokens, settings, positions, masks, num_enders, path)
         tl.store(out + row * vocab_size + tokens, scores, mask=tokens < vocab_size)
         greatest = tl.maximum(greatest, scores)
     tl.store(maxima + row * tl.num_programs(0) + part, tl.max(greatest))
@@ -551,8 +520,8 @@ def _adjusted_scores(
 
 @_kernel
 def _first_cut(
-    maxima, parts, req_indices, random, log_min_p, top_k, top_p, settings_stride, min_p_stride,
-    most, cut, prefix, target, rows, index_bits, PARTS: tl.constexpr,
+    maxima, parts, req_indices, random, cuts, most, cut, prefix, target, rows, index_bits,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Cut each row by min-p, and write what top-k and top-p are to find."""
     row = tl.program_id(0).to(tl.int64)
@@ -562,20 +531,20 @@ def _first_cut(
     greatest = tl.max(tl.load(maxima + row * parts + part, mask=known, other=float("-inf")))
     tl.store(most + row, greatest)
     samples = tl.load(random + row) != 0  # no cut changes the greatest score
-    below = tl.load(log_min_p + request * min_p_stride)
+    below = tl.load(cuts.log_min_p + request * cuts.min_p_stride)
     floor = tl.where(below == float("-inf"), below, greatest + below)
     none = (tl.full((), 1, tl.int64) << index_bits) - 1
     tl.store(cut + row, _order(floor, none, index_bits))
-    k = tl.load(top_k + request * settings_stride).to(tl.int64)
+    k = tl.load(cuts.top_k + request * cuts.stride).to(tl.int64)
     tl.store(prefix + row, tl.where(samples & (k > 0), 0, -1).to(tl.int64))
     tl.store(target + row, k)
-    p = tl.load(top_p + request * settings_stride)
+    p = tl.load(cuts.top_p + request * cuts.stride)
     tl.store(prefix + rows + row, tl.where(samples & (p < 1.0), 0, -1).to(tl.int64))
 
 
 @_kernel
 def _histogram(
-    scores, vocab_size, span, most, cut, prefix, bins, before, shift, index_bits, by_mass,
+    table, most, cut, prefix, bins, before, shift, by_mass,
     TILE: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Count the tokens that have the digits found so far, or sum their probabilities, by the next
@@ -584,11 +553,13 @@ def _histogram(
     digits = tl.load(prefix + row)
     if digits >= 0:
         last, greatest = tl.load(cut + row), tl.load(most + row)
-        for start in range(part * span, tl.minimum(part * span + span, vocab_size), TILE):
+        first, vocab_size = part * table.span, table.vocab_size
+        for start in range(first, tl.minimum(first + table.span, vocab_size), TILE):
             tokens = start + tl.arange(0, TILE)
             inside = tokens < vocab_size
-            score = tl.load(scores + row * vocab_size + tokens, mask=inside, other=float("-inf"))
-            order = _order(score, tokens, index_bits)
+            places = table.scores + row * table.stride + tokens
+            score = tl.load(places, mask=inside, other=float("-inf"))
+            order = _order(score, tokens, table.index_bits)
             held = inside & (order <= last) & ((order >> before) == digits)
             if tl.max(held.to(tl.int32)) > 0:  # few tiles, once the first digit is known
                 weight = tl.full((TILE,), 1, tl.int64)
@@ -602,8 +573,7 @@ def _histogram(
 
 @_kernel
 def _digit(
-    bins, prefix, target, cut, req_indices, top_p, settings_stride, width, is_share, is_last,
-    BINS: tl.constexpr,
+    bins, prefix, target, cut, req_indices, cuts, width, is_share, is_last, BINS: tl.constexpr
 ):  # fmt: skip
     """Find the digit at which the sum reaches its target, and clear the histogram for the next.
 
@@ -619,7 +589,7 @@ def _digit(
         tl.store(bins + row * BINS + digit, tl.zeros((BINS,), tl.int64))
         wanted = tl.load(target + row)
         if is_share != 0:
-            p = tl.load(top_p + tl.load(req_indices + row) * settings_stride)
+            p = tl.load(cuts.top_p + tl.load(req_indices + row) * cuts.stride)
             share = p.to(tl.float64) * tl.sum(weights).to(tl.float64)
             # The first token always stays.
             wanted = tl.maximum(tl.ceil(share).to(tl.int64), 1)

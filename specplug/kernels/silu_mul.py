@@ -48,16 +48,10 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     out = gate.new_empty(rows, columns)
     if rows:
         _silu_mul[rows, triton.cdiv(columns, _BLOCK)](
-            gate,
-            up,
-            out,
-            columns,
-            gate.stride(0) if rows > 1 else columns,
-            up.stride(0) if rows > 1 else columns,
-            BLOCK=_BLOCK,
-            num_warps=4,
+            gate, up, out, columns, gate.stride(0) if rows > 1 else columns,
+            up.stride(0) if rows > 1 else columns, BLOCK=_BLOCK, num_warps=4,
             **launch_options(gate),
-        )
+        )  # fmt: skip
     return out
 
 

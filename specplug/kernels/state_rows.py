@@ -16,7 +16,7 @@ _BLOCK = 1024
 """Elements of a row that a program copies."""
 
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By their bytes, what elements of any dtype are copied as."""
+"""The dtype that elements are copied as, by their size in bytes."""
 
 
 @triton.jit

@@ -49,7 +49,7 @@ def _root_trees(
     width, depth, generations, most_token,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One request: each lane climbs from its node, and notes whom it meets in an int64."""
+    """One request: each lane climbs from its node; an int64 has a bit for each node above."""
     request = tl.program_id(0).to(tl.int64)
     first = request * width
     node = tl.arange(0, BLOCK).to(tl.int64)
@@ -165,7 +165,7 @@ def _move_accepted(
     The elements of a request's slots are read and written by this program alone: slots belong to
     one request, and programs of one request have other elements. It reads all it moves, waits for
     all its threads, then writes. So source and target may overlap. Slot 0, where a request has no
-    page, is nobody's.
+    page, is padding.
     """
     request = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -194,7 +194,7 @@ def root_trees(
     roots: Tensor | None = None,
     vocab_size: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Root trees as ``Draft.rooted`` does, and compute who sees whom in them.
+    """Root trees as ``Draft.rooted`` does, and compute which nodes see which.
 
     Args:
         tokens, parents: [bs, N] int64, bs at least 1, N at most ``MOST_NODES``. A parent

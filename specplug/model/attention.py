@@ -20,7 +20,7 @@ IMPLEMENTATION = "specplug"
 
 @attrs.frozen
 class AttentionKind:
-    """How a module attends, as far as the kernels ask.
+    """The kind of a module's attention, as far as it matters to the kernels.
 
     Attributes:
         heads: of the queries.

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from specplug.errors import CheckpointError, warn_fallback
+from specplug.errors import CheckpointError, first_line, warn_fallback
 from specplug.model.attention import IMPLEMENTATION, register
 from specplug.model.quantization import prepare_quantization, settle_dtype, stored_tensors
 
@@ -86,8 +86,8 @@ def load_checkpoint(path: str, dtype: torch.dtype | None, device: torch.device =
     from transformers import AutoModelForCausalLM
 
     register()
-    check_model_path(path)
-    config = _read_config(path)
+    config = read_config(path)
+    _check_attention(path, config)
     quantized = prepare_quantization(path, config)
     for file in _weight_files(Path(path)):
         _check_file(path, file)
@@ -127,7 +127,7 @@ def _refusing(path: str, quantized: str | None) -> Iterator[None]:
         ) from error
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         refuse_code(f"model {path!r}", error)
-        raise CheckpointError(f"model {path!r} cannot be loaded: {_first_line(error)}") from error
+        raise CheckpointError(f"model {path!r} cannot be loaded: {first_line(error)}") from error
     except CheckpointError:
         raise
     except Exception as error:
@@ -135,7 +135,7 @@ def _refusing(path: str, quantized: str | None) -> Iterator[None]:
             raise
         # Other libraries run here, and raise what they like.
         raise CheckpointError(
-            f"model {path!r} is quantized by {quantized} and cannot be loaded: {_first_line(error)}"
+            f"model {path!r} is quantized by {quantized} and cannot be loaded: {first_line(error)}"
         ) from error
 
 
@@ -191,21 +191,34 @@ def check_model_path(path: str) -> None:
         )
 
 
-def _read_config(path: str) -> Any:
-    """Read a model's config; refuse a class whose attention cannot be replaced by ours."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+def read_config(path: str) -> Any:
+    """Read a model's ``config.json`` as transformers' configuration.
 
+    Raises:
+        CheckpointError: there is no such model, or its config cannot be read.
+    """
+    from transformers import AutoConfig
+
+    check_model_path(path)
     try:
         config = AutoConfig.from_pretrained(path, **DATA_ONLY)
+        config.get_text_config()  # raises if there are several
+        return config
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        refuse_code(f"model {path!r}", error)
+        refuse_code(f"model {path!r}: its config", error)
         raise CheckpointError(
-            f"model {path!r}: its config cannot be read: {_first_line(error)}"
+            f"model {path!r}: its config cannot be read: {first_line(error)}"
         ) from error
+
+
+def _check_attention(path: str, config: Any) -> None:
+    """Refuse a class whose attention cannot be replaced by ours."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     cls = found[0] if isinstance(found, tuple) else found
     if cls is None:
-        return config  # transformers says what it is when it loads it
+        return  # transformers says what it is when it loads it
     strange = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - _KINDS)
     if strange or not cls._supports_attention_backend:
         what = ", ".join(strange) or "attention of its own"
@@ -213,7 +226,6 @@ def _read_config(path: str) -> Any:
             f"model {path!r} ({cls.__name__}) has {what}; expected full or sliding-window "
             "attention through transformers' AttentionInterface: choose another model"
         )
-    return config
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
@@ -226,7 +238,7 @@ def _weight_files(folder: Path) -> Iterator[Path]:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(
-                f"{index}: expected JSON with a weight_map of tensors: {_first_line(error)}"
+                f"{index}: expected JSON with a weight_map of tensors: {first_line(error)}"
             ) from error
         yield from (folder / name for name in sorted(names))
 
@@ -244,7 +256,7 @@ def _check_file(path: str, file: Path) -> None:
     except SafetensorError as error:
         raise CheckpointError(
             f"model {path!r}: {file.name} ({file.stat().st_size} bytes) is truncated or damaged: "
-            f"{_first_line(error)}; fetch the checkpoint again"
+            f"{first_line(error)}; fetch the checkpoint again"
         ) from error
 
 
@@ -325,7 +337,3 @@ def _no_progress_bars() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,4 +1,4 @@
-"""How much memory a device has, so that what can never fit is refused before it is asked for."""
+"""The memory of a device, by which sizes that can never fit are refused before allocation."""
 
 from __future__ import annotations
 

@@ -1,12 +1,17 @@
-"""Call a model's modules without PyTorch's attribute search and hook machinery."""
+"""Subclasses that a model's modules get: called without PyTorch's hooks, or under a mode of ours.
+
+There is one for all models: a class refers to itself, so only the garbage collector frees it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-_DIRECT: dict[type[nn.Module], type[nn.Module]] = {}
+_SUBCLASSES: dict[tuple[type[nn.Module], object], type[nn.Module]] = {}
 
 
 def shorten_calls(model: nn.Module, keep: Iterable[nn.Module]) -> None:
@@ -27,11 +32,24 @@ def shorten_calls(model: nn.Module, keep: Iterable[nn.Module]) -> None:
             module.__class__ = _direct(type(module))
 
 
-def _direct(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass whose call is its ``forward``.
+def running_under(mode: TorchFunctionMode, cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass whose forward runs under a mode of torch's functions."""
+    own: Callable[..., Any] = cls.forward
 
-    There is one for all models: a class refers to itself, so only the garbage collector frees it.
-    """
-    if cls not in _DIRECT:
-        _DIRECT[cls] = type(cls.__name__, (cls,), {"__call__": cls.forward})
-    return _DIRECT[cls]
+    def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
+        with mode:
+            return own(self, *args, **named)
+
+    return _subclass(cls, mode, "forward", forward)
+
+
+def _direct(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass whose call is its ``forward``."""
+    return _subclass(cls, None, "__call__", cls.forward)
+
+
+def _subclass(cls: type[nn.Module], why: object, name: str, method: Any) -> type[nn.Module]:
+    """Return the subclass with a method, the same one for the same class and reason."""
+    if (cls, why) not in _SUBCLASSES:
+        _SUBCLASSES[cls, why] = type(cls.__name__, (cls,), {name: method})
+    return _SUBCLASSES[cls, why]

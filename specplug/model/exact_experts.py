@@ -7,7 +7,7 @@ transformers' experts interface. Routers keep their forwards, but what they comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,18 +25,18 @@ from specplug.kernels.experts import (
 )
 from specplug.kernels.float_linear import float_linear
 from specplug.kernels.kernel_table import HALF
+from specplug.model.direct_calls import running_under
 from specplug.model.exact_linear import EXACT, ExactConv1D, ExactLinear, modules_outside
 
 EXPERTS = "specplug"
 """The name of our experts in transformers."""
 _TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3}
-"""Of a result, relative to its size. A wrong operation is off by far more."""
+"""Tolerance of a result, relative to its size. A wrong operation is off by far more."""
 _PROVED_ROWS = 3
 _CHOICES = 2
-"""Of a row, where experts are tried out."""
+"""Experts of a row in the trials."""
 _PAIRS_OF_EXPERT = 16, 64, 128
 """With so many, tiles have more rows than those of a row alone: the trials of row invariance."""
-_ROUTERS: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def experts_forward(
@@ -121,7 +121,7 @@ def make_routers_exact(model: nn.Module, keep: Iterable[nn.Module] = ()) -> int:
     """
     routers = [module for module in modules_outside(model, keep) if _is_router(module)]
     for router in routers:
-        router.__class__ = _exact_router(type(router))
+        router.__class__ = running_under(_EXACT_PRODUCTS, type(router))
     return len(routers)
 
 
@@ -188,19 +188,6 @@ def _is_router(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding | Conv1D | ExactLinear | ExactConv1D):
         return False
     return weight.dtype in (*HALF, torch.float32) and type(module).forward is not nn.Linear.forward
-
-
-def _exact_router(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass whose forward has row-invariant products. There is one for all models."""
-    if cls not in _ROUTERS:
-
-        def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-            with _EXACT_PRODUCTS:
-                return own(self, *args, **named)
-
-        own: Callable[..., Any] = cls.forward
-        _ROUTERS[cls] = type(cls.__name__, (cls,), {"forward": forward})
-    return _ROUTERS[cls]
 
 
 class _ExactProducts(TorchFunctionMode):

@@ -27,10 +27,10 @@ TARGET_KERNEL_ROWS = 128
 """The most rows of a target's product that the kernel computes. With what is fused into it it is as
 fast as cuBLAS, but for wide products from 65 rows on."""
 _PADDINGS = (512, 64), (1 << 62, 128)
-"""What cuBLAS's rows are padded to: up to so many, to a multiple of so many. So few shapes have to
+"""Padding of cuBLAS's rows: up to so many rows, to a multiple of so many. So few shapes have to
 be proved, and of drafts of 32 requests few passes have to be padded."""
 _MOST_ROWS = 4096
-"""Of a product of cuBLAS: more are computed one after the other. A multiple of all paddings."""
+"""Most rows of a product of cuBLAS; more take several. A multiple of all paddings."""
 _ALIGNMENT = 256
 """Bytes: what cuBLAS chooses depends on the alignment of its operands up to this."""
 _MOST_SAMPLED = 1 << 26

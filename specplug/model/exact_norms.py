@@ -19,7 +19,7 @@ _SAME = 0.9
 
 @attrs.frozen(eq=False)
 class RMSNormKind:
-    """How an RMS norm module computes.
+    """The computation of an RMS norm module.
 
     Attributes:
         weight: [H].
@@ -49,14 +49,12 @@ class ExactRMSNorm(nn.Module):
     def __init__(self, kind: RMSNormKind) -> None:
         super().__init__()
         self.weight = kind.weight
-        self._how = kind.eps, kind.adds_one, kind.rounds_once
+        self._kind = kind
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[…, H] -> […, H]."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-        eps, adds_one, rounds_once = self._how
-        out = rms_norm(rows, self.weight, eps, adds_one=adds_one, rounds_once=rounds_once)
-        return out.view(hidden_states.shape)
+        return self._kind(rows).view(hidden_states.shape)
 
 
 class ExactLayerNorm(nn.LayerNorm):

@@ -1,4 +1,4 @@
-"""What the target puts out beside its logits, kept by hooks while a pass runs."""
+"""Hidden states and routed experts of the target, captured by hooks while a pass runs."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 _ROWS = 5
-"""Of the proof."""
+"""Rows of the proof."""
 _SCALE = 2.0**-5
-"""Of the proof's hidden states: so small that what a layer adds to them is most of its result."""
+"""Scale of the proof's hidden states: so small that a layer's result is mostly what it adds."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -250,7 +250,7 @@ class SequencePlan:
         v: Tensor,
         form: AttentionForm,
     ) -> Tensor:
-        """As ``PagedPlan.attend``; keeps what the module says of its attention."""
+        """Attend as ``PagedPlan.attend`` does, and keep the module's ``form``."""
         self.form = form
         cache.keys[layer].index_copy_(0, self.slots, k)
         cache.values[layer].index_copy_(0, self.slots, v)
@@ -259,7 +259,7 @@ class SequencePlan:
     def attend_written(
         self, cache: PagedKVCache, layer: int, q: Tensor, form: AttentionForm
     ) -> Tensor:
-        """As ``PagedPlan.attend_written``, in float32."""
+        """Attend as ``PagedPlan.attend_written`` does, in float32."""
         keys, values = (pool[layer][self.slots].float() for pool in (cache.keys, cache.values))
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1).float(),

@@ -1,4 +1,4 @@
-"""What a run's settings name: the device, the model's folder, its config, its tokenizer."""
+"""Load the device, the config, the model and the tokenizer that a run's settings name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specplug.algorithm import AlgorithmInfo, SpecConfig, find_model
 from specplug.config import EngineConfig
 from specplug.distributed.rank_group import RankGroup
 from specplug.errors import CheckpointError, UsageError, shown, warn_fallback
-from specplug.model.checkpoint import DATA_ONLY, check_model_path, needs_code, refuse_code
+from specplug.model.checkpoint import DATA_ONLY, needs_code, read_config, refuse_code
 from specplug.model.target import Target
 from specplug.startup import Startup
 
@@ -106,16 +106,7 @@ def load_target(
 
 def read_target_config(path: str) -> dict[str, Any]:
     """Read the target's ``config.json``, before any weight so that a misfit is told early."""
-    from transformers import AutoConfig
-
-    check_model_path(path)
-    try:
-        found = AutoConfig.from_pretrained(path, **DATA_ONLY)
-        config: dict[str, Any] = found.get_text_config().to_dict()
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        refuse_code(f"model {path!r}: its config", error)
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"model {path!r}: its config cannot be read: {first}") from error
+    config: dict[str, Any] = read_config(path).get_text_config().to_dict()
     return config
 
 

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from specplug.errors import CheckpointError, SpecplugError
+from specplug.errors import CheckpointError, SpecplugError, first_line
 from specplug.kernels.cpu_kernels import CPUKernels
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
 from specplug.model.attention import IMPLEMENTATION, AttentionKind, attention, running
@@ -32,7 +32,7 @@ _HALF_TOLERANCE = 0.2
 _SHARE_OF_ROWS = 0.25
 """Rows that may differ in half precision: where two experts tie, a row may be routed otherwise."""
 _ATTENTION_TOLERANCE = 1e-3
-"""For a single attention call, which is compared in float32 or better."""
+"""Tolerance of a single attention call, which is compared in float32 or better."""
 _CHECK: ContextVar[ModelCheck] = ContextVar("model_check")
 
 
@@ -126,7 +126,7 @@ class ModelCheck:
         except (SpecplugError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise self._refusal(f"its own forward fails: {_told(error)}") from error
+            raise self._refusal(f"its own forward fails: {first_line(error)}") from error
         finally:
             _CHECK.reset(before)
             model.set_attn_implementation(IMPLEMENTATION)
@@ -277,7 +277,7 @@ class ModelCheck:
             except (SpecplugError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                raise self._refusal(f"{one.name}: our pass fails: {_told(error)}") from error
+                raise self._refusal(f"{one.name}: our pass fails: {first_line(error)}") from error
             self._compare(one, found)
         drop_tensors(cache)
         for hook in self._hooks:
@@ -308,13 +308,10 @@ class ModelCheck:
     def _tree(self) -> _Pass:
         """Return both sequences as branches from the last token that they share."""
         root, length = self._fork - 1, self._length
-        nodes, parents = [(0, root)], [-1]
-        for place in range(self._fork, length):
-            for branch in (0, 1):
-                parents.append(max(0, len(nodes) - 2) if place > self._fork else 0)
-                nodes.append((branch, place))
+        after = ((branch, place) for place in range(self._fork, length) for branch in (0, 1))
+        nodes = [(0, root), *after]
         tokens = torch.stack([self._tokens[node] for node in nodes])
-        plan = self._requests.tree(root, tokens, parents, length - self._fork)
+        plan = self._requests.fork(root, tokens)
         rows = [branch * length + place for branch, place in nodes]
         return _Pass("as a tree", tokens, plan, torch.tensor(rows, device=self._device))
 
@@ -388,10 +385,6 @@ def _own_attention(module: nn.Module) -> Any:
 
         return ALL_ATTENTION_FUNCTIONS["sdpa"]
     return eager
-
-
-def _told(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _watched_attention(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from specplug.kernels.kernel_table import HALF
+from specplug.model.direct_calls import running_under
 from specplug.model.quantization import is_plain_linear
 
 _ROWS_AND_WEIGHT: dict[Callable[..., Any], int] = {
@@ -28,9 +29,6 @@ _ROWS_AND_WEIGHT: dict[Callable[..., Any], int] = {
     torch.addmm: 1,
 }
 """Where the rows stand among the arguments of each product; the weight comes next."""
-
-
-_PAIRED: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 class PairedLinear(nn.Linear):
@@ -56,24 +54,11 @@ def pair_rows(model: nn.Module) -> None:
         if is_plain_linear(module):
             module.__class__ = PairedLinear
         elif not isinstance(module, nn.Embedding) and _has_matrix(module):
-            module.__class__ = _paired(type(module))
+            module.__class__ = running_under(_PAIRED_ROWS, type(module))
 
 
 def _has_matrix(module: nn.Module) -> bool:
     return any(weight.dim() > 1 for weight in module.parameters(recurse=False))
-
-
-def _paired(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass whose forward computes one row as two. There is one for all models."""
-    if cls not in _PAIRED:
-
-        def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-            with _PAIRED_ROWS:
-                return own(self, *args, **named)
-
-        own: Callable[..., Any] = cls.forward
-        _PAIRED[cls] = type(cls.__name__, (cls,), {"forward": forward})
-    return _PAIRED[cls]
 
 
 class _PairedRows(TorchFunctionMode):

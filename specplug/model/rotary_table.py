@@ -1,7 +1,7 @@
 """Rotary embeddings of all positions, computed once, so that a pass reads its rows.
 
 A rotary module of transformers turns positions into cos and sin by some ten operations, which a
-decode step on a GPU waits for: 1.5 us each.
+decode step on a GPU waits for.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from specplug.kernels.kernel_table import Operation, runs_triton
 from specplug.model.rotary import scaled_parts, types_of
 
 MOST_BYTES = 256 << 20
-"""Of a table; a module that needs a larger one computes in each pass."""
+"""Largest table in bytes; a module that needs a larger one computes in each pass."""
 _AT_ONCE = 8192
 """Positions that a module is asked for together, so that what it computes meanwhile stays small."""
 _REFUSALS = RuntimeError, TypeError, ValueError, IndexError, AttributeError
-"""What modules raise that are not called as those of transformers are, or return something else."""
+"""Errors of modules that are not called as transformers' are, or that return something else."""
 
 
 class RotaryTable(nn.Module):

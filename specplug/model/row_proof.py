@@ -31,7 +31,7 @@ _CHUNK = 70
 _SHORT = 20
 """Rows of a short sequence."""
 KEYS = 650
-"""Of the long context: two whole parts of 256 keys, which are summed apart, and the rest."""
+"""Keys of the long context: two whole parts of 256, which are summed apart, and the rest."""
 _TILED = 140
 """Rows of a chunk of it that is read in tiles."""
 
@@ -150,11 +150,9 @@ class RowProof:
         """Return the tokens from a root on as a branch, beside one of other tokens."""
         right = tokens[root : root + 1 + _SHORT // 2]
         wrong = (right[1:] + 1) % limit
-        nodes, parents, places = _fork(root, len(right))
         both = torch.cat((right[:1], torch.stack((wrong, right[1:]), dim=1).flatten()))
-        plan = requests.tree(root, both, parents, len(right) - 1)
-        rows = torch.tensor(nodes, device=self.device)
-        return _Pass("as a tree", both, plan, torch.tensor(places, device=self.device), rows)
+        depths = torch.arange(len(right), device=self.device)
+        return _Pass("as a tree", both, requests.fork(root, both), root + depths, 2 * depths)
 
     @torch.inference_mode()
     def of_attention(self, kinds: Iterable[AttentionKind]) -> str | None:
@@ -204,14 +202,6 @@ class RowProof:
     def _requests(self, length: int) -> TrialRequests:
         room = length + _SHORT + 2
         return TrialRequests(2, room, length, self.context_len, self.device, self.kernels)
-
-
-def _fork(root: int, length: int) -> tuple[list[int], list[int], list[int]]:
-    """Return the nodes of the right branch of a tree with two branches from its root, the parents
-    of all, and the places of the right ones. The wrong node of a depth stands before the right."""
-    nodes = [0, *range(2, 2 * length - 1, 2)]
-    parents = [-1, *(max(0, node - 2) for node in range(1, 2 * length - 1))]
-    return nodes, parents, list(range(root, root + length))
 
 
 def _variance(one: _Pass, results: Sequence[Tensor], first: Sequence[Tensor]) -> str | None:

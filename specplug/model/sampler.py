@@ -23,7 +23,7 @@ from specplug.speculative.host_copy import upload
 from specplug.speculative.noise import gumbel
 
 if TYPE_CHECKING:
-    from specplug.kernels.sampling import Adjustments, Settings
+    from specplug.kernels.sampling import Cuts, Path, Settings
 
 _COLDEST = 1e-6
 """The lowest temperature used. Lower ones choose the same, but overflow the logits."""
@@ -106,7 +106,7 @@ class Sampler:
 
     @property
     def form(self) -> Hashable:
-        """What a recorded ``sample`` is good for, besides its arguments: the tensors of the run's
+        """The key of a recorded ``sample``, besides its arguments: the tensors of the run's
         settings are the same as long as this is."""
         return self._enders.shape[1]
 
@@ -164,10 +164,11 @@ class Sampler:
                 logits,
                 req_indices,
                 positions,
-                self._kernel_settings,
-                self._adjustments(needs, draft, masks),
-                random,
-                truncated=bool(needs & Needs.TRUNCATION),
+                self._kernel_settings(needs, tempered=random is not None),
+                random=random,
+                cuts=self._cuts() if needs & Needs.TRUNCATION else None,
+                masks=masks,
+                path=_path_of(draft) if needs & Needs.PENALTIES and draft is not None else None,
             )
         return argmax_rows(
             self._scores(logits, needs, random, req_indices, positions, draft, masks)
@@ -182,37 +183,37 @@ class Sampler:
             )
 
     @cached_property
-    def _kernel_settings(self) -> Settings:
-        """The settings of all rows, as the kernels take them: the same tensors each time."""
+    def _columns(self) -> dict[str, Tensor]:
+        """The settings of all rows by name: the same tensors each time."""
+        return dict(zip(_COLUMNS, self._settings.unbind(1), strict=True))
+
+    def _kernel_settings(self, needs: Needs, *, tempered: bool) -> Settings:
+        """Return the settings that the kernels read for these needs."""
         from specplug.kernels.sampling import Settings
 
-        column = dict(zip(_COLUMNS, self._settings.unbind(1), strict=True))
-        del column["min_p"]
-        return Settings(seeds=self._seeds, log_min_p=self._log_min_p, **column)
-
-    def _adjustments(self, needs: Needs, draft: Draft | None, masks: Tensor | None) -> Adjustments:
-        """Return what the kernels are to change of the logits."""
-        from specplug.kernels.sampling import Adjustments, Path
-
-        path = None
-        if needs & Needs.PENALTIES and draft is not None:
-            padding = draft.padding
-            path = Path(
-                tokens=draft.tokens,
-                parents=draft.parents,
-                flat_index=None if padding is None else padding.flat_index,
-                depth=draft.depth,
-            )
+        column = self._columns
         penalties, early = needs & Needs.PENALTIES, needs & Needs.MIN_TOKENS
-        return Adjustments(
-            masks=masks,
+        in_prompt = self._in_prompt if penalties else None
+        return Settings(
+            seeds=self._seeds,
+            temperature=column["temperature"] if tempered else None,
+            repetition=column["repetition"],
+            presence=column["presence"],
+            frequency=column["frequency"],
+            stride=len(_COLUMNS),
             enders=self._enders if early else None,
             may_end_at=self._may_end_at if early else None,
             bias=self._bias if needs & Needs.BIAS else None,
             counts=self._output_counts if penalties else None,
-            in_prompt=self._in_prompt if penalties else None,
-            path=path,
+            in_prompt=None if in_prompt is None else in_prompt.view(torch.uint8),
         )
+
+    def _cuts(self) -> Cuts:
+        """Return the settings of truncation that the kernels read."""
+        from specplug.kernels.sampling import Cuts
+
+        column = self._columns
+        return Cuts(column["top_k"], column["top_p"], len(_COLUMNS), self._log_min_p, 1)
 
     def _scores(
         self,
@@ -300,6 +301,18 @@ class Sampler:
             self._output_counts[row].index_add_(0, counted, once)
         self._in_prompt[row] = False
         self._in_prompt[row, upload(prompt, self._device)] = True
+
+
+def _path_of(draft: Draft) -> Path:
+    """Return the nodes of a draft as the kernels read them."""
+    from specplug.kernels.sampling import Path
+
+    return Path(
+        tokens=draft.tokens,
+        parents=draft.parents,
+        flat_index=None if draft.padding is None else draft.padding.flat_index,
+        depth=draft.depth,
+    )
 
 
 def path_counts(draft: Draft, vocab_size: int, dtype: torch.dtype) -> Tensor:

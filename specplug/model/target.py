@@ -39,10 +39,11 @@ from specplug.model.rotary import FIXED, RotaryByLength
 from specplug.model.rotary_table import keep_rotary_tables
 from specplug.model.row_proof import RowProof
 from specplug.model.sharded_mlp import shard_mlps
-from specplug.model.threads import set_threads
 from specplug.speculative.paged_plan import JoinedPlan, PagedKVCache, PagedPlan
 from specplug.startup import Startup
 
+_SMALL_MODEL = 50_000_000
+"""Parameters, below which one thread is faster than several."""
 _CHECK = "checking the model"
 """The part of a start that has two halves: before and after the layers are fused."""
 
@@ -62,7 +63,7 @@ class Target:
         compiled: have the CPU's kernels compiled, where one thread computes in float32.
         num_threads: torch's on the CPU; None: one for a small model.
         row_invariant: in half precision each row's bits depend on nothing but the row.
-        startup: of the run, which takes the times; None: nobody wants them.
+        startup: of the run, which takes the times; None: no times are kept.
 
     Attributes:
         model: the module of transformers, changed in place.
@@ -117,7 +118,7 @@ class Target:
         self.cache = PagedKVCache()
         self.kernels = attention_kernels(device, self.dtype)
         if device.type == "cpu":
-            set_threads(num_threads, self.num_parameters)
+            _set_threads(num_threads, self.num_parameters)
         found = self._find_cpu_kernels() if compiled else "disable_cpu_kernels"
         self.cpu_kernels = None if isinstance(found, str) else found
         self.cpu_kernels_state = f"off: {found}" if isinstance(found, str) else "on"
@@ -229,7 +230,7 @@ class Target:
         """Return the kernels of the CPU, or why there are none."""
         if self.device.type != "cpu":
             return f"they are not for {self.device.type}"
-        choice = choose(Operation.LAYERS, self.device, self.dtype)
+        choice = choose(Operation.ATTENTION, self.device, self.dtype)
         if choice.implementation is not Implementation.C:
             return choice.why
         if torch.get_num_threads() > 1:
@@ -246,7 +247,7 @@ class Target:
             if self.kernels is not None:
                 self._use_kernels(row_invariant)
             elif self.device.type == "cpu":
-                self._fused_layers = fuse_cpu_layers(self.model, layers, self.cpu_kernels)
+                self._fused_layers = fuse_cpu_layers(self.model, layers)
                 if self.row_invariance == "on":
                     pair_rows(self.model)
             shorten_calls(self.model, keep=self.capture.hooked)
@@ -333,8 +334,16 @@ class Target:
             self.ranks.agree(rows)
 
 
+def _set_threads(num_threads: int | None, num_parameters: int) -> None:
+    """Set torch's threads on the CPU; None: one for a small model, else torch's own number."""
+    if num_threads is None and num_parameters < _SMALL_MODEL:
+        num_threads = 1
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
 def _progress_of(startup: Startup) -> AbstractContextManager[None]:
-    """Have the start told how many tensors are loaded, if somebody wants to know."""
+    """Report the number of loaded tensors to the start, if it has a listener."""
     return weights_progress(startup.advance) if startup.is_reported else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""What a target's passes are tried out with when it is loaded: requests, tokens, their states."""
+"""Requests and tokens with which a target's passes are tried out when it is loaded."""
 
 from __future__ import annotations
 
@@ -72,22 +72,23 @@ class TrialRequests:
             padding=Padding.of(widths, max(widths), self._device),
         )
 
-    def tree(self, root: int, tokens: Tensor, parents: Sequence[int], depth: int) -> PagedPlan:
-        """Return the plan of a pass over a tree of the first request.
+    def fork(self, root: int, tokens: Tensor) -> PagedPlan:
+        """Return the plan of a pass over two branches of the first request, from one root.
 
         Args:
-            root: position of the root.
-            tokens: [N] of the nodes.
-            parents: of each node, -1 of the root.
-            depth: the greatest of a node.
+            root: its position.
+            tokens: [1 + 2 * depth], the root's, then those of both branches at each depth.
         """
-        draft = Draft.tree(tokens.unsqueeze(0), torch.tensor([parents], device=self._device), depth)
+        width = len(tokens)
+        parents = [-1, *(max(0, node - 2) for node in range(1, width))]
+        above = torch.tensor([parents], device=self._device)
+        draft = Draft.tree(tokens.unsqueeze(0), above, width // 2)
         return PagedPlan(
             requests=self._requests,
             req_indices=torch.tensor([1], device=self._device),
             starts=torch.tensor([root], device=self._device),
-            width=len(parents),
-            length=root + len(parents),
+            width=width,
+            length=root + width,
             mask=draft.mask,
             given_positions=root + draft.depths,
         )

@@ -8,7 +8,6 @@ its own asks ``runs_triton`` for the ``Operation`` that it computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import attrs
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specplug.kernels.attention_form import kept_form
-from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_of_draft, find_cpu_kernels
+from specplug.kernels.cpu_kernels import CPUKernels, find_cpu_kernels
 from specplug.kernels.kernel_table import Operation, attention_kernels, runs_triton
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class DraftKernels:
 
     Attributes:
         attention: attends over pages by Triton; None: C or torch does.
-        cpu: attends and computes layers in float32 on the CPU, in C; None: torch does.
+        cpu: attends in float32 on the CPU, in C; None: torch does.
     """
 
     attention: PagedAttention | None
@@ -54,10 +53,6 @@ class DraftKernels:
         found = find_cpu_kernels(device)
         cpu = found if isinstance(found, CPUKernels) else None
         return cls(attention_kernels(device, dtype), cpu)
-
-    def loading(self) -> AbstractContextManager[None]:
-        """Have the drafts that this thread loads meanwhile compute with ``cpu``."""
-        return cpu_kernels_of_draft(self.cpu)
 
 
 def join_rows(states: Sequence[Tensor], rows: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specplug.kernels.cpu_kernels import CPUKernels, cpu_kernels_for
 from specplug.kernels.kernel_table import Operation, runs_triton
 
 DRAFT_KERNEL_ROWS = 64
@@ -69,19 +68,9 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
-        self._kernels: CPUKernels | None = None
-
-    def pack(self) -> None:
-        """Have the CPU's kernels compute, for serving, if the run whose draft is being loaded has
-        them."""
-        self._kernels = cpu_kernels_for(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, size] -> […, size]."""
-        if self._kernels is not None:
-            normed = self._kernels.rms_norm(x, self.weight, self.eps)
-            if normed is not None:
-                return normed
         if has_kernels(x):
             from specplug.kernels import rms_norm as kernels
 
@@ -216,7 +205,6 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self._packed: tuple[Tensor, Tensor | None] | None = None
-        self._kernels: CPUKernels | None = None
 
     def pack(self) -> None:
         """Join gate and up into one matrix, for serving (no gradient flows to it)."""
@@ -224,7 +212,6 @@ class GatedMLP(nn.Module):
         biased = self.gate_proj.bias is not None
         bias = torch.cat([part.bias for part in parts]).detach() if biased else None
         self._packed = _joined(parts), bias
-        self._kernels = cpu_kernels_for(self.gate_proj.weight)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[R, hidden_size] -> [R, hidden_size], added to the residual if there is one."""
@@ -238,11 +225,7 @@ class GatedMLP(nn.Module):
 
             return gated_linear(x.contiguous(), self.gate_proj.weight, self.up_proj.weight)
         if self._packed is not None:
-            both = F.linear(x, *self._packed)
-            gated = None if self._kernels is None else self._kernels.silu_and_mul(both)
-            if gated is not None:
-                return gated
-            gate, up = both.chunk(2, dim=-1)
+            gate, up = F.linear(x, *self._packed).chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
         return F.silu(gate) * up
@@ -428,7 +411,7 @@ def pack(network: nn.Module) -> None:
     Call it when the weights are loaded and on their device: the joined ones do not move later.
     """
     for module in network.modules():
-        if isinstance(module, QKVProjection | GatedMLP | RMSNorm):
+        if isinstance(module, QKVProjection | GatedMLP):
             module.pack()
     looked_up = {m.weight for m in network.modules() if isinstance(m, nn.Embedding)}
     linears = (m for m in network.modules() if isinstance(m, nn.Linear))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from server_process import is_alive, wait_until
 
-from specplug.kernels import cpu_compiler
+from specplug.kernels import cpu_compiler, cpu_library
 from specplug.kernels.cpu_compiler import find_compiler, load_compiled
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
 from specplug.kernels.kernel_table import kernels_used
@@ -156,9 +156,7 @@ def test_library_that_crashes_or_hangs_ends_no_start(
     own = find_compiler()
     monkeypatch.setattr(cpu_compiler, "_TRIAL_SECONDS", 1)
     source = tmp_path / "bad.c"
-    names = "paged_attention", "rms_norm", "rotate_and_write", "silu_and_mul"
-    functions = "".join(f"int {name}(void) {{ {body} }}" for name in names)
-    source.write_text(f"unsigned sleep(unsigned);{functions}")
+    source.write_text(f"unsigned sleep(unsigned); int paged_attention(void) {{ {body} }}")
     compiler(f"{own} -shared -fPIC -o $out {source}")
     found = loaded()
     assert isinstance(found, str)
@@ -265,8 +263,8 @@ def test_interrupted_compilation_leaves_nothing(cache: Path, compiler: Compiler)
     name = compiler("kill -INT $PPID; sleep 60")
     script = (
         "from pathlib import Path\n"
-        "from specplug.kernels.cpu_compiler import compiled\n"
-        f"compiled(Path({name!r}), {name!r}, Path.exists)"
+        "from specplug.kernels.cpu_compiler import load_or_reason\n"
+        f"load_or_reason(Path({name!r}), Path({name!r}), Path.exists)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "KeyboardInterrupt" in done.stderr
@@ -278,7 +276,7 @@ def test_trial_is_quick_and_imports_no_torch(right: Path) -> None:
     script = (
         "import runpy, sys\n"
         f"sys.argv[1:] = [{str(library)!r}]\n"
-        f"runpy.run_path({cpu_compiler.cpu_library.__file__!r}, run_name='__main__')\n"
+        f"runpy.run_path({cpu_library.__file__!r}, run_name='__main__')\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-I", "-S", "-c", script], check=True)

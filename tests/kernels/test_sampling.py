@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-import attrs
 import pytest
 import torch
 import triton
@@ -236,20 +235,12 @@ def _kept(logits: Tensor, params: Sequence[SamplingParams]) -> list[set[int]]:
 
     rows = torch.arange(len(params), device=DEVICE)
     one = torch.ones(len(params), device=DEVICE)
-    used = {
-        "seeds": rows,
-        "temperature": column("temperature"),
-        "top_k": column("top_k"),
-        "top_p": column("top_p"),
-        "log_min_p": column("min_p").log(),
-    }
-    settings = sampling.Settings(
-        **{**dict.fromkeys(attrs.fields_dict(sampling.Settings), one), **used}
-    )
-    scores, last = sampling.truncate_rows(
-        logits, rows, rows, settings, sampling.Adjustments(), rows >= 0
-    )
-    assert torch.equal(scores, logits / settings.temperature.unsqueeze(1))
+    temperature = column("temperature")
+    settings = sampling.Settings(rows, temperature, one, one, one, 1)
+    cuts = sampling.Cuts(column("top_k"), column("top_p"), 1, column("min_p").log(), 1)
+    of_rows = sampling._rows(settings, rows, rows, rows >= 0)
+    scores, last = sampling.truncate_rows(logits, settings, cuts, of_rows)
+    assert torch.equal(scores, logits / temperature.unsqueeze(1))
     kept = sampling.order_reference(scores) <= last.unsqueeze(1)
     return [set(row.nonzero().flatten().tolist()) for row in kept]
 

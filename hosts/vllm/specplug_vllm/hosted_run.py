@@ -42,22 +42,20 @@ class HostedRun:
 
     def create_worker(self, target: Any, device: torch.device) -> HookOrder:
         """Make the algorithm's worker for a target, and return the order of its hooks."""
-        kernels = DraftKernels.of(device, self._vllm_config.model_config.dtype)
         self.runtime = VllmRuntime(
             self._vllm_config,
             target,
             device,
             self._host,
             self.config,
-            kernels,
+            DraftKernels.of(device, self._vllm_config.model_config.dtype),
             records=self._algorithm.draft_verifies,
         )
         if self._host.foreseeable_noise:
             from specplug_vllm.v2.seeded_noise import SamplingRows  # it needs Triton
 
             self.runtime.sampling = SamplingRows(self.runtime.req_table_size, device)
-        with kernels.loading():
-            self._algorithm.create_worker(self.runtime)
+        self._algorithm.create_worker(self.runtime)
         return self._algorithm.begin(self.runtime)
 
     def report_end(self, request_id: str) -> None:
