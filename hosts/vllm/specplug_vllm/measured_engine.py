@@ -21,13 +21,6 @@ _SAME = (
 """Sampling settings that vLLM has under the same names, with the same meaning."""
 
 
-@attrs.frozen
-class Tokens:
-    """What vLLM has generated for a prompt."""
-
-    token_ids: Sequence[int]
-
-
 class DraftCounts:
     """Counts drafts: a stat logger of vLLM's, which is given each step's statistics.
 
@@ -60,7 +53,7 @@ class DraftCounts:
         """Write nothing."""
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """Nobody sleeps."""
+        """Do nothing."""
 
     def as_stats(self) -> dict[str, Any]:
         """Return what ``MeasuredEngine.stats`` does."""
@@ -151,7 +144,7 @@ class VllmEngine:
         asked = [p if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in prompts]
         params = self._params(**_as_vllm_has_them(sampling_params))
         outputs = self._llm.generate(asked, params, use_tqdm=False)
-        return [Tokens(output.outputs[0].token_ids) for output in outputs]
+        return [output.outputs[0] for output in outputs]
 
     def stats(self) -> dict[str, Any]:
         undrafted = self._undrafted() - self._undrafted_before
