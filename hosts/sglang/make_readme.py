@@ -1,4 +1,4 @@
-"""Write README.md's tables from the code: ``python hosts/sglang/make_readme.py``. Needs no SGLang."""
+"""Write README.md's tables from the code, without SGLang: ``python make_readme.py``."""
 
 from __future__ import annotations
 
