@@ -42,7 +42,7 @@ def test_recorded_verifications_get_our_input():
         assert (each.custom_mask, each.draft_token_num, each.plan) == (mask, 6, None)
 
 
-def test_recorded_verifications_of_sglangs_algorithms_are_as_before():
+def test_recorded_inputs_of_sglangs_algorithms_are_its_own():
     own = SimpleNamespace()
     for name in ("create_dummy_verify_input", "get_spec_info"):
         runner = SimpleNamespace(
