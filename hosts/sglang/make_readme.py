@@ -1,4 +1,4 @@
-"""Write README.md's tables from the code, in SGLang's environment: ``python make_readme.py``."""
+"""Write README.md's tables from the code, without SGLang: ``python make_readme.py``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _what(about: Setting) -> str:
 def _patches() -> Iterator[str]:
     yield from _head("SGLang's function, wrapped", "why", "how it is checked", "what ends it")
     for patch in PATCHES:
-        yield _row(_place(patch), patch.why, _check(patch), _upstream(patch))
+        yield _row(_place(patch), patch.why, _test(patch), _upstream(patch))
 
 
 def _place(patch: Patch) -> str:
@@ -63,9 +63,9 @@ def _upstream(patch: Patch) -> str:
     return f"[{patch.upstream}]({UPSTREAM}#{anchor})" if anchor else patch.upstream
 
 
-def _check(patch: Patch) -> str:
-    file, _, test = patch.check.partition("::")
-    return f"parameters at start; [{test}](tests/{file})"
+def _test(patch: Patch) -> str:
+    file, _, test = patch.test.partition("::")
+    return f"parameters at start; [{test}]({file})"
 
 
 def _head(*columns: str) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """The functions of SGLang that this package wraps: ``PATCHES`` says which, why, how each is checked
 and what ends it.
 
-``apply_patches`` runs from that list, and the table in README.md is made of it. A wrapper calls
-SGLang's function for SGLang's own algorithms, and for all arguments that the function can take.
+``apply_patches`` runs from that list, and make_readme.py makes README.md's table of it. A wrapper
+calls SGLang's function for SGLang's own algorithms, and for all arguments that the function can
+take.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from torch import Tensor
 
+from specplug.speculative.paged_plan import PagedPlan
 from specplug_sglang.capabilities import TESTED
-from specplug_sglang.verify_pass import SpecplugVerifyInput, attend_nodes
 from specplug_sglang.versions import FIRST, installed
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
     from sglang.srt.speculative.spec_info import SpecInput
+
+    from specplug_sglang.verify_pass import SpecplugVerifyInput
 
 
 @attrs.frozen(kw_only=True)
@@ -36,7 +39,7 @@ class Patch:
         place: ``module:name`` where SGLang looks the function up.
         wrapper: called in its place, with SGLang's function and then the arguments.
         why: what goes wrong without it.
-        check: the test that fails without it.
+        test: the test that fails without it.
         upstream: the change of SGLang that ends it.
         section: heading of docs/hosts.md with the code of that change; "" if SGLang has made it.
         versions: the versions of SGLang that need it.
@@ -45,7 +48,7 @@ class Patch:
     place: str
     wrapper: Callable[..., Any]
     why: str
-    check: str
+    test: str
     upstream: str
     section: str
     versions: tuple[str, ...] = TESTED
@@ -62,9 +65,13 @@ def _verify_by_plan(
     *more: Any,
     **named: Any,
 ) -> Tensor:
-    verified = forward_batch.spec_info
-    if isinstance(verified, SpecplugVerifyInput) and forward_batch.forward_mode.is_target_verify():
-        return attend_nodes(verified, backend, q, k, v, layer, forward_batch)
+    verified: Any = forward_batch.spec_info
+    if (
+        isinstance(getattr(verified, "plan", None), PagedPlan)
+        and forward_batch.forward_mode.is_target_verify()
+    ):
+        attended: Tensor = verified.attend(backend, q, k, v, layer, forward_batch)
+        return attended
     return plain(backend, q, k, v, layer, forward_batch, *more, **named)
 
 
@@ -88,6 +95,8 @@ def _recorded_input(algorithm: Any, mask: Tensor | None) -> SpecplugVerifyInput 
     worker = getattr(algorithm, "worker", None)
     if worker is None:
         return None
+    from specplug_sglang.verify_pass import SpecplugVerifyInput
+
     return SpecplugVerifyInput(worker.num_draft_tokens, worker.captures, mask)
 
 
@@ -117,7 +126,7 @@ PATCHES = (
         ),
         wrapper=_verify_by_plan,
         why="torch attention computes a verification as a causal prefill: it reads no mask",
-        check="test_greedy.py::test_algorithm_keeps_tokens_and_steps",
+        test="tests/test_greedy.py::test_algorithm_keeps_tokens_and_steps",
         upstream="`TorchNativeAttnBackend` reads `spec_info.custom_mask`, as GPUs' backends do",
         section="Torch attention that verifies trees",
     ),
@@ -125,7 +134,7 @@ PATCHES = (
         place="sglang.srt.model_executor.runner.base_runner:create_dummy_verify_input",
         wrapper=_warm_up_input,
         why="it makes the input of warm-up passes for SGLang's own algorithms alone",
-        check="test_patches.py::test_recorded_verifications_get_our_input",
+        test="tests/test_patches.py::test_recorded_verifications_get_our_input",
         upstream="it asks the algorithm: `spec_algorithm.create_dummy_verify_input(…)`",
         section="Recorded verifications",
     ),
@@ -136,7 +145,7 @@ PATCHES = (
         ),
         wrapper=_capture_input,
         why="it makes the input of recorded passes for SGLang's own algorithms alone",
-        check="test_patches.py::test_recorded_verifications_get_our_input",
+        test="tests/test_patches.py::test_recorded_verifications_get_our_input",
         upstream="it calls `create_dummy_verify_input`, and that asks the algorithm",
         section="Recorded verifications",
     ),
@@ -147,7 +156,7 @@ PATCHES = (
             "with `--enable-deterministic-inference` it computes every `aten::addmm` on a GPU, and "
             "adds a vector alone; draft models add a residual"
         ),
-        check="test_triton.py::test_batch_invariant_addmm_adds_a_matrix_or_a_vector",
+        test="tests/test_triton.py::test_batch_invariant_addmm_adds_a_matrix_or_a_vector",
         upstream="`addmm_batch_invariant` adds a matrix",
         section="Sums of matrices in deterministic inference",
     ),
@@ -155,7 +164,7 @@ PATCHES = (
         place="sglang.srt.mem_cache.kv_cache_builder:get_draft_kv_pool",
         wrapper=_no_draft_pool,
         why="it takes a KV pool from the draft worker of every algorithm but NGRAM",
-        check="test_patches.py::test_worker_without_a_draft_runner_has_no_draft_pool",
+        test="tests/test_patches.py::test_worker_without_a_draft_runner_has_no_draft_pool",
         upstream="SGLang 0.5.23, which has no such function",
         section="",
         versions=(FIRST,),

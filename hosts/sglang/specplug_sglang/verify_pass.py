@@ -54,6 +54,31 @@ class SpecplugVerifyInput(SpecInput):
         self.num_tokens_for_logprob_per_req = width
         self.capture_hidden_mode = CaptureHiddenMode.FULL if captures else CaptureHiddenMode.NULL
 
+    def attend(
+        self,
+        backend: TorchNativeAttnBackend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> Tensor:
+        """Write the keys and values of a verification's rows to SGLang's pool, and attend by the
+        plan, as ``TorchNativeAttnBackend.forward_extend`` does for other passes."""
+        plan = self.plan
+        assert plan is not None
+        pool, index = backend.token_to_kv_pool, layer.layer_id
+        where = KVWriteLoc(forward_batch.out_cache_loc, backend.swa_out_cache_loc)
+        pool.set_kv_buffer(layer, where, k, v)
+        sliding = layer.sliding_window_size
+        return plan.attend_written(
+            PagedKVCache([pool.get_key_buffer(index)], [pool.get_value_buffer(index)]),
+            0,
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            # SGLang counts the positions before a row, the core counts the row's own too.
+            kept_form(layer.scaling, sliding + 1 if sliding is not None and sliding > -1 else None),
+        )
+
 
 @attrs.frozen(eq=False)
 class VerifyRows:
@@ -135,29 +160,3 @@ def _flat_mask(seen: Tensor, starts: Tensor, size: int) -> Tensor:
     rows = first.unsqueeze(1) + order * lengths.unsqueeze(1)
     mask = torch.ones(size, dtype=torch.bool, device=starts.device)
     return mask.scatter_(0, (rows.unsqueeze(2) + order).flatten(), seen.flatten())
-
-
-def attend_nodes(
-    verified: SpecplugVerifyInput,
-    backend: TorchNativeAttnBackend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer: RadixAttention,
-    forward_batch: ForwardBatch,
-) -> Tensor:
-    """Write the keys and values of a verification's rows to SGLang's pool, and attend by its plan:
-    what ``TorchNativeAttnBackend.forward_extend`` computes of other passes."""
-    plan = verified.plan
-    assert plan is not None
-    pool, index = backend.token_to_kv_pool, layer.layer_id
-    where = KVWriteLoc(forward_batch.out_cache_loc, backend.swa_out_cache_loc)
-    pool.set_kv_buffer(layer, where, k, v)
-    sliding = layer.sliding_window_size
-    return plan.attend_written(
-        PagedKVCache([pool.get_key_buffer(index)], [pool.get_value_buffer(index)]),
-        0,
-        q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-        # SGLang counts the positions before a row, the core counts the row's own too.
-        kept_form(layer.scaling, sliding + 1 if sliding is not None and sliding > -1 else None),
-    )

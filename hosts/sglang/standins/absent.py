@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 
 class _AbsentType(type):
-    """Of a class that is imported, subclassed and read, and that nobody can use."""
+    """The metaclass of a class that can be imported, subclassed and read, but not used."""
 
     def __getattr__(cls, name: str) -> object:
         if name.startswith("__"):

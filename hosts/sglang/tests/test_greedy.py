@@ -6,7 +6,7 @@ import pytest
 from engines import TREE, running
 
 # Steps of the embedded engine for the same prompts in one batch, float32 on the CPU, and how far
-# SGLang's may differ: what NGRAM knows of other requests depends on who is in a batch.
+# SGLang's may differ: NGRAM's history of other requests depends on the batches.
 RUNS = {
     "EAGLE3 chain": ("EAGLE3", {"speculative_num_steps": 5}, 213, 0),
     "EAGLE3 tree": ("EAGLE3", TREE, 177, 0),

@@ -86,7 +86,7 @@ def test_missing_attribute_is_refused(place):
         sglang_names.check_objects(**{place: found})
 
 
-def test_model_that_is_built_otherwise_is_refused_when_a_part_is_needed():
+def test_model_without_a_needed_part_is_refused():
     model = SimpleNamespace(model=SimpleNamespace(norm="norm"))
     assert sglang_names.part_of(model, "model.norm") == "norm"
     told = "SGLang's SimpleNamespace has no model.embed_tokens, which the algorithm needs"

@@ -38,7 +38,7 @@ def test_recorded_passes_foresee_the_noise_of_later_requests(prompts):
     assert [each.steps for each in made] == [each.steps for each in eager]
 
 
-def test_row_0_of_the_request_table_is_nobodys():
+def test_row_0_of_the_request_table_is_padding():
     """Recorded passes pad their batches with it."""
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 

@@ -97,7 +97,7 @@ def test_typed_folder_of_draft_weights_is_taken(algorithm):
     assert found.speculative_draft_model_path == folder
 
 
-def test_algorithm_that_waits_for_each_step_runs_where_sglang_does(prompts, plain):
+def test_algorithm_without_overlap_runs_without_overlap(prompts, plain):
     settings = {"disable_overlap_schedule": True, "disable_radix_cache": True}
     with running("SYNC", **settings) as engine:
         assert engine.generate(prompts).tokens == plain

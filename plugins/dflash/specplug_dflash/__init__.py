@@ -1,4 +1,7 @@
-"""DFlash for specplug (arXiv 2602.06036). Light to import: torch loads with the worker."""
+"""DFlash for specplug (arXiv 2602.06036).
+
+Importing this module does not import torch; the worker does.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 
 
 class DFlash:
-    """The hooks, answered by a ``DFlashWorker``."""
+    """The hooks of ``DFLASH``, which call a ``DFlashWorker``."""
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:

@@ -8,10 +8,10 @@ from specplug_dflash.network import DFlashNetwork
 
 
 def load_network(runtime: Runtime) -> DFlashNetwork:
-    """Read the run's draft model and put it on the engine's device, ready to serve.
+    """Load the run's draft model to the runtime's device, packed for serving.
 
     Raises:
-        CheckpointError: it is missing or incomplete, or was made for another target.
+        CheckpointError: the checkpoint is missing or incomplete, or was made for another target.
     """
     path = runtime.config.draft_model_path
     assert path is not None
@@ -43,10 +43,10 @@ def load_network(runtime: Runtime) -> DFlashNetwork:
 
 
 def rename(name: str) -> str | None:
-    """Return the network's name of a tensor; None for one that is not read.
+    """Return the network's name of a stored tensor; None for a tensor that is not loaded.
 
-    Some exports put ``model.`` before a name. ``speculators`` may keep copies of the target's own
-    norm and head, which only its training reads.
+    Some exports put ``model.`` before a name. ``speculators`` may save copies of the target's norm
+    and LM head, which only its training reads.
     """
     return None if name.startswith("verifier_") else name.removeprefix("model.")
 

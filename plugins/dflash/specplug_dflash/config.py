@@ -11,7 +11,7 @@ import attrs
 
 from specplug import CheckpointError
 
-# Options of the formats that are not supported: they change what a block means.
+# The supported values of options that change how a block is computed.
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "sample_from_anchor": (None, False),
     "shift_label": (None, False),
@@ -25,25 +25,26 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 
 @attrs.frozen(kw_only=True)
 class DFlashConfig:
-    """The sizes of a draft network, and the target that it was trained for.
+    """The sizes of a draft network, and of the target that it was trained for.
 
     Attributes:
-        hidden_size: of the draft's layers; also the width of the embedding and of the LM head.
-        target_hidden_size: width of each of the target's features.
-        vocab_size, draft_vocab_size: of the target and of the draft's LM head.
+        hidden_size: the width of the draft's layers, of the embedding and of the LM head's input.
+        target_hidden_size: the width of each target feature.
+        vocab_size, draft_vocab_size: the number of tokens of the target, and of the draft's LM
+            head.
         attention_bias: whether all four projections of an attention layer have biases.
         rope: the keys that ``layers.Rotary`` reads.
-        block_size: rows of a block, with the bonus token's. A pass drafts one less.
-        mask_token_id: target id whose embedding stands for "to be drafted".
+        block_size: rows of a block, the bonus token included. A pass drafts one token less.
+        mask_token_id: the target's id of the mask token, whose embedding drafted rows read.
         feature_layers: the target layers whose *inputs* are fused; the number of layers stands for
             the last one's output.
         normed_last: the last layer's output is read after the target's final norm, as transformers
-            gives it to z-lab's code; ``speculators`` trains on what enters the norm.
-        causal: for each draft layer, whether the rows of a block see only those before them.
-        windows: for each draft layer, the positions that a row looks back, with its own; None: all.
-            Later rows of the block are seen whatever the window, unless the layer is causal.
-        num_target_layers: of the target that it was trained for; None if the checkpoint does not
-            say.
+            gives it to z-lab's code; ``speculators`` trains on the norm's input.
+        causal: for each draft layer, whether the rows of a block see only earlier rows.
+        windows: for each draft layer, the positions that a row looks back, its own included; None:
+            all. A row of a layer that is not causal sees the later rows of its block in any case.
+        num_target_layers: the number of layers of the target that it was trained for; None if the
+            checkpoint does not say.
     """
 
     hidden_size: int
@@ -71,7 +72,8 @@ def read_config(path: Path) -> DFlashConfig:
     """Read ``path / "config.json"``.
 
     Raises:
-        CheckpointError: it is missing, unreadable, incomplete, or asks for what is not supported.
+        CheckpointError: the file is missing, unreadable or incomplete, or has an option that is
+            not supported.
     """
     file = path / "config.json"
     try:
@@ -90,14 +92,15 @@ def read_config(path: Path) -> DFlashConfig:
 def parse_config(keys: Mapping[str, Any], file: Path) -> DFlashConfig:
     """Parse ``config.json`` in z-lab's layout or in ``speculators``'.
 
-    z-lab keeps the decoder's sizes at the top and what belongs to DFlash at the top or under
-    ``dflash_config``; ``speculators`` keeps the sizes under ``transformer_layer_config``.
+    z-lab keeps the decoder's sizes at the top, and DFlash's own keys at the top or under
+    ``dflash_config``. ``speculators`` keeps the sizes under ``transformer_layer_config``.
 
     Args:
-        file: of the keys, for messages.
+        keys: the content of the file.
+        file: the file, for messages.
 
     Raises:
-        CheckpointError: it is incomplete, or asks for what is not supported.
+        CheckpointError: a key is missing, or has a value that is not supported.
     """
     keys = _flatten(keys)
 
@@ -140,7 +143,8 @@ def parse_config(keys: Mapping[str, Any], file: Path) -> DFlashConfig:
 
 
 def _flatten(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested keys. Where both levels have a key, the outer one of ``speculators`` wins."""
+    """Flatten nested keys. Outer keys replace those of ``transformer_layer_config``, and
+    ``dflash_config`` replaces both."""
     decoder = keys.get("transformer_layer_config") or {}
     outer = {key: value for key, value in keys.items() if value is not None}
     return {**decoder, **outer, **(keys.get("dflash_config") or {})}
@@ -169,8 +173,8 @@ def _feature_layers(keys: Mapping[str, Any], file: Path) -> tuple[int, ...]:
 def _causal(keys: Mapping[str, Any], file: Path) -> tuple[bool, ...]:
     """Return whether each layer is causal.
 
-    Layers with a sliding window in ``layer_types`` are, unless the checkpoint says otherwise
-    (``is_causal``, ``dflash_config.causal``).
+    Layers with a sliding window in ``layer_types`` are causal, unless the checkpoint says otherwise
+    (``is_causal``, ``dflash_config.causal``, ``sliding_window_non_causal``).
     """
     count = keys.get("num_hidden_layers") or 0
     kinds = keys.get("layer_types") or ["full_attention"] * count
@@ -190,8 +194,8 @@ def _causal(keys: Mapping[str, Any], file: Path) -> tuple[bool, ...]:
 def _windows(keys: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
     """Return the window of each layer, or None.
 
-    ``dflash_config.use_swa`` gives one to every layer, unless ``layer_types`` says which have one.
-    ``swa_window_size`` has priority over the decoder's ``sliding_window``.
+    ``layer_types`` says which layers have a window; without it ``dflash_config.use_swa`` gives one
+    to every layer. ``swa_window_size`` has priority over the decoder's ``sliding_window``.
     """
     count = keys.get("num_hidden_layers") or 0
     sliding = [kind == "sliding_attention" for kind in keys.get("layer_types") or ()]

@@ -1,9 +1,9 @@
-"""The DFlash draft network: a block of tokens is drafted in one pass, conditioned on the target.
+"""The DFlash draft network: it drafts a block of tokens in one pass, from the target's features.
 
 Chen, Liang and Liu, "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036.
 Parameter names are those of the published checkpoints (``fc``, ``hidden_norm``, ``layers.*``,
-``norm``; ``lm_head``, ``embed_tokens``, ``d2t``, ``t2d`` in some), so a state dict of theirs loads
-as it is. Training and serving run this same class; what differs is the ``attend`` callback.
+``norm``; ``lm_head``, ``embed_tokens``, ``d2t``, ``t2d`` in some), so their state dicts load
+unchanged. Training and serving run this same class, with different ``attend`` callbacks.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from specplug_dflash.config import DFlashConfig
 
 
 class DFlashNetwork(nn.Module):
-    """Keys and values of the target's features in each layer; a block of embeddings in, states out.
+    """Computes the hidden states of a block of embeddings, from which its tokens are drafted.
 
-    The rows of a block at positions p to p + n - 1 are the bonus token and n - 1 mask tokens. Each
-    layer's keys and values are, for the positions before p, projections of the fused target
-    features, and for the block itself projections of its own hidden states. Row i's logits are
-    those of the token *at* its own position p + i; row 0, whose token is known, predicts nothing.
+    The rows of a block at positions p to p + n - 1 are the bonus token and n - 1 mask tokens. In
+    each layer the keys and values of the positions before p are projections of the fused target
+    features; those of the block are projections of its own hidden states. Row i's logits are those
+    of the token *at* its own position p + i. Row 0 predicts nothing: its token is known.
 
-    Embedding and LM head are the target's, unless the checkpoint brings its own.
+    Embedding and LM head are the target's, unless the checkpoint has its own.
 
     Args:
-        config: see ``DFlashConfig``.
-        num_positions: positions 0 to ``num_positions - 1`` can be asked for.
+        config: the sizes.
+        num_positions: the rotary table has positions 0 to ``num_positions - 1``.
         own_embedding: the checkpoint has ``embed_tokens``.
         own_head: the checkpoint has ``lm_head``, over the draft's vocabulary, with ``d2t`` (target
             id = draft id + d2t) and ``t2d``.
@@ -74,10 +74,8 @@ class DFlashNetwork(nn.Module):
         self._packed: tuple[Tensor, Tensor | None, Tensor] | None = None
 
     def pack(self) -> None:
-        """Prepare the network for serving: join matrices that read the same input.
-
-        The matrices of all layers' context keys and values are joined too.
-        """
+        """Prepare the network for serving: join matrices that read the same input, also those of
+        all layers' context keys and values."""
         layers.pack(self)
         attentions = [layer.self_attn for layer in self._decoder_layers()]
         parts = [a.k_proj for a in attentions] + [a.v_proj for a in attentions]
@@ -121,11 +119,11 @@ class DFlashNetwork(nn.Module):
         Args:
             embeds: [R, hidden] embeddings of bonus and mask tokens.
             positions: [R] int64.
-            attend: a ``specplug.layers.Attend`` that shows each row the context and the rows of
+            attend: a ``specplug.layers.Attend`` in which each row sees the context and the rows of
                 its block.
 
         Returns:
-            [R, hidden], ``logits``' input.
+            [R, hidden], the input of ``norm`` and then of the LM head.
         """
         hidden = embeds
         rotation = self.rotary(positions)

@@ -1,4 +1,4 @@
-"""The DFlash drafter: writes the target's features to the draft's cache and drafts blocks."""
+"""The DFlash drafter: it writes the target's features to its KV cache, and drafts blocks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from specplug_dflash.checkpoint import load_network
 
 
 class DFlashWorker:
-    """The draft network and its KV cache. Only the cache is kept from step to step.
+    """The draft network and its KV cache, which is its only state between steps.
 
     Args:
-        runtime: the engine's.
+        runtime: the run's.
 
     Attributes:
         network: the draft model.
@@ -41,7 +41,8 @@ class DFlashWorker:
             self._token_ids += network.d2t
         self._capture(runtime)
         self._width = runtime.config.num_draft_tokens
-        layers = config.num_hidden_layers if self._width > 1 else 0  # the root alone needs none
+        # A draft of the root alone needs no layer.
+        layers = config.num_hidden_layers if self._width > 1 else 0
         self._cache = runtime.allocate_kv(layers, config.num_key_value_heads, config.head_dim)
         device, width = runtime.device, self._width
         self._masks = torch.full((1, width - 1), config.mask_token_id, device=device)
@@ -55,7 +56,7 @@ class DFlashWorker:
         self._write_paths = runtime.record_draft(self._write)
 
     def _capture(self, runtime: Runtime) -> None:
-        """Ask the target for the features that are fused."""
+        """Ask the target for the features that the network fuses."""
         config = self.network.config
         normed = [config.normed_last and i == runtime.num_layers for i in config.feature_layers]
         inputs = [i for i, last in zip(config.feature_layers, normed, strict=True) if not last]
@@ -75,7 +76,7 @@ class DFlashWorker:
         return torch.cat([last if normed else next(others) for normed in self._normed], dim=1)
 
     def extend(self, batch: Batch, output: CommittedOutput) -> DraftInput:
-        """Write the keys and values of the committed rows to the draft's cache."""
+        """Write the keys and values of the committed rows to the draft's KV cache."""
         if self._width > 1:
             plan = batch.attention
             if not batch.is_prefill:
@@ -107,7 +108,7 @@ class DFlashWorker:
         return Draft.chain(self._draft(batch, roots, width, *plans))
 
     def _blocks(self, batch: Batch, roots: Tensor, width: int, *plans: AttentionPlan) -> Tensor:
-        """Draft blocks of ``width`` N, with a plan for each of ``_block_masks``.
+        """Draft blocks of N = ``width`` tokens. ``plans`` are in the order of ``_block_masks``.
 
         Returns:
             [bs, N] int64, the roots first.
@@ -122,7 +123,7 @@ class DFlashWorker:
         return torch.cat((root, drafted.view(-1, width - 1)), dim=1)
 
     def _logits(self, block: Tensor, *plans: AttentionPlan) -> Tensor:
-        """Run blocks of token ids [bs, N], with a plan for each of ``_block_masks``.
+        """Run blocks of token ids [bs, N]. ``plans`` are in the order of ``_block_masks``.
 
         Returns:
             Logits [bs * (N - 1), V_draft].

@@ -1,6 +1,6 @@
 """EAGLE for specplug: the EAGLE-1 head (arXiv 2401.15077) under EAGLE-2's trees (2406.16858).
 
-Light to import: torch loads with the worker.
+Importing this module does not import torch; the worker does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 
 
 class Eagle:
-    """The hooks, answered by an ``EagleWorker``."""
+    """The hooks of ``EAGLE``, which call an ``EagleWorker``."""
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:

@@ -7,10 +7,10 @@ from specplug_eagle.network import EagleConfig, EagleNetwork
 
 
 def load_network(runtime: Runtime) -> EagleNetwork:
-    """Read the run's draft model and put it on the engine's device, ready to serve.
+    """Load the run's draft model to the runtime's device, packed for serving.
 
     Raises:
-        CheckpointError: it is missing or incomplete, or was made for another target.
+        CheckpointError: the checkpoint is missing or incomplete, or was made for another target.
     """
     assert runtime.config.draft_model_path is not None
     checkpoint = Checkpoint.read(runtime.config.draft_model_path)
@@ -28,7 +28,7 @@ def load_network(runtime: Runtime) -> EagleNetwork:
 
 
 def rename(name: str) -> str | None:
-    """Return the network's name of a tensor; None for the LM head, which is the target's.
+    """Return the network's name of a stored tensor; None for the LM head, which is the target's.
 
     SGLang's exports may put ``model.`` before the names.
     """
@@ -39,7 +39,7 @@ def rename(name: str) -> str | None:
 def network_config(checkpoint: Checkpoint, context_len: int) -> EagleConfig:
     """Read the network's sizes from ``config.json``, and its biases from the tensors.
 
-    SafeAILab's configs do not say which biases there are (the key ``bias`` is often left out).
+    SafeAILab's configs often lack the key ``bias``, so the tensors tell which biases exist.
     """
     checkpoint.check_plain_layers()
     keys = checkpoint.config

@@ -2,8 +2,8 @@
 
 Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty",
 arXiv 2401.15077. Parameter names are those of the published checkpoints (``fc``, ``layers.N.*``,
-``embed_tokens``), so a state dict of theirs loads as it is. Training and serving run this same
-class; what differs is the ``attend`` callback.
+``embed_tokens``), so their state dicts load unchanged. Training and serving run this same class,
+with different ``attend`` callbacks.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ class EagleConfig:
 
 
 class EagleNetwork(nn.Module):
-    """Predicts the target's feature at the next position from that at this one.
+    """Predicts the target's feature at the next position from the feature at this one.
 
-    A feature is what the target's LM head reads. At position p the input is the embedding of
-    token p+1 and the feature of position p; the result, read by the target's own LM head, gives
-    token p+2. The embedding is the target's, unless the checkpoint brings one
-    (``own_embedding``).
+    A feature is the input of the target's LM head. At position p the network reads the embedding
+    of token p+1 and the feature of position p. The target's LM head turns the result into the
+    logits of token p+2.
+
+    Args:
+        config: the sizes.
+        own_embedding: the checkpoint has an embedding; otherwise the target's is used.
     """
 
     def __init__(self, config: EagleConfig, own_embedding: bool = False) -> None:
@@ -79,8 +82,8 @@ class EagleNetwork(nn.Module):
 
         Args:
             embeds: [R, hidden] embedding of the token after each position.
-            hidden: [R, hidden] feature of each position: the target's, or this method's own
-                result of the position before.
+            hidden: [R, hidden] feature of each position: the target's, or this method's result
+                for the position before.
             positions: [R] int64.
             attend: a ``specplug.layers.Attend``.
 

@@ -1,4 +1,4 @@
-"""The EAGLE drafter: drafts from what the target's LM head reads."""
+"""The EAGLE drafter: it drafts from the input of the target's LM head."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from specplug_eagle.checkpoint import load_network
 
 
 class EagleWorker(FeatureDrafter):
-    """The EAGLE-1 network under ``FeatureDrafter``.
+    """``FeatureDrafter`` with the EAGLE-1 network.
 
     Args:
-        runtime: the engine's.
+        runtime: the run's.
 
     Attributes:
         network: the draft model.

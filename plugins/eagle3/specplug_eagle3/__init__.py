@@ -1,4 +1,7 @@
-"""EAGLE-3 for specplug (arXiv 2503.01840). Light to import: torch loads with the worker."""
+"""EAGLE-3 for specplug (arXiv 2503.01840).
+
+Importing this module does not import torch; the worker does.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 
 
 class Eagle3:
-    """The hooks, answered by an ``Eagle3Worker``."""
+    """The hooks of ``EAGLE3``, which call an ``Eagle3Worker``."""
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:

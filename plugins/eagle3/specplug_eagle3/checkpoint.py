@@ -11,10 +11,10 @@ _OPTIONAL = frozenset({"t2d", "d2t"})
 
 
 def load_network(runtime: Runtime) -> Eagle3Network:
-    """Read the run's draft model and put it on the engine's device, ready to serve.
+    """Load the run's draft model to the runtime's device, packed for serving.
 
     Raises:
-        CheckpointError: it is missing or incomplete, or was made for another target.
+        CheckpointError: the checkpoint is missing or incomplete, or was made for another target.
     """
     assert runtime.config.draft_model_path is not None
     checkpoint = flatten_config(Checkpoint.read(runtime.config.draft_model_path))
@@ -31,10 +31,11 @@ def load_network(runtime: Runtime) -> Eagle3Network:
 
 
 def rename(name: str) -> str | None:
-    """Return the network's name of a tensor, which is SafeAILab's; None for one of the target's.
+    """Return the network's name of a stored tensor, which is SafeAILab's; None for a tensor of the
+    target.
 
-    SGLang's exports may put ``model.`` before the layer's names, and ``speculators`` calls the
-    layer ``layers.0`` and may save what belongs to the target (``verifier_…``).
+    SGLang's exports may put ``model.`` before the layer's names. ``speculators`` calls the layer
+    ``layers.0``, and may save tensors of the target (``verifier_…``).
     """
     name = name.removeprefix("model.")
     if name.startswith("verifier_"):
@@ -45,12 +46,12 @@ def rename(name: str) -> str | None:
 def flatten_config(checkpoint: Checkpoint) -> Checkpoint:
     """Flatten ``config.json`` to SafeAILab's layout, with all keys at the top.
 
-    SGLang keeps some under ``eagle_config``. ``speculators`` keeps the layer's sizes under
-    ``transformer_layer_config``. Its ``eagle_aux_hidden_state_layer_ids`` count the layers'
-    *inputs*, SGLang's their outputs. Its default of ``norm_before_residual`` is true.
+    SGLang keeps some keys under ``eagle_config``. ``speculators`` keeps the layer's sizes under
+    ``transformer_layer_config``, and its default of ``norm_before_residual`` is true. Its
+    ``eagle_aux_hidden_state_layer_ids`` count the *inputs* of layers, SGLang's their outputs.
 
     Raises:
-        CheckpointError: it is a speculator of another kind, or of several layers.
+        CheckpointError: the checkpoint is a speculator of another kind, or has several layers.
     """
     keys = dict(checkpoint.config)
     kind = keys.get("speculators_model_type")
@@ -74,12 +75,12 @@ def flatten_config(checkpoint: Checkpoint) -> Checkpoint:
 def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) -> Eagle3Config:
     """Read the network's sizes from a flat ``config.json``.
 
-    The tensors say which biases and norms there are, and how wide an embedding of its own is
+    The tensors tell which biases and norms exist, and the width of the checkpoint's embedding
     (SafeAILab's is as wide as the draft).
 
     ``eagle_aux_hidden_state_layer_ids`` are layers whose *outputs* are fused. The network counts
-    inputs, so each becomes the layer after it. The default is that of SafeAILab's code, a low, a
-    middle and a high layer: the inputs of 2, L // 2 and L - 3.
+    inputs, so each id is increased by one. The default is that of SafeAILab's code, a low, a
+    middle and a high layer: the inputs of layers 2, L // 2 and L - 3.
     """
     checkpoint.check_plain_layers()
     keys = checkpoint.config

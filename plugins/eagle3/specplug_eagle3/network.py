@@ -2,8 +2,8 @@
 
 Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
 Training-Time Test", arXiv 2503.01840. Parameter names are those of the published checkpoints
-(``fc``, ``midlayer.*``, ``norm``, ``lm_head``, ``d2t``, ``t2d``), so a state dict of theirs loads
-as it is. Training and serving run this same class; what differs is the ``attend`` callback.
+(``fc``, ``midlayer.*``, ``norm``, ``lm_head``, ``d2t``, ``t2d``), so their state dicts load
+unchanged. Training and serving run this same class, with different ``attend`` callbacks.
 """
 
 from __future__ import annotations
@@ -82,9 +82,12 @@ class MidLayer(nn.Module):
 class Eagle3Network(nn.Module):
     """Predicts draft logits from fused features of the target.
 
-    At position p the input is the embedding of token p+1 and the feature of position p; the
-    logits are those of token p+2. The embedding is the target's, unless the checkpoint brings
-    one (``own_embedding``).
+    At position p the network reads the embedding of token p+1 and the feature of position p; its
+    logits are those of token p+2.
+
+    Args:
+        config: the sizes.
+        own_embedding: the checkpoint has an embedding; otherwise the target's is used.
     """
 
     d2t: Tensor
@@ -121,8 +124,8 @@ class Eagle3Network(nn.Module):
 
         Args:
             embeds: [R, embedding_size] embedding of the token after each position.
-            hidden: [R, hidden] fused target feature, or this method's own result of the
-                position before.
+            hidden: [R, hidden] fused target feature, or this method's result for the position
+                before.
             positions: [R] int64.
             attend: a ``specplug.layers.Attend``.
 

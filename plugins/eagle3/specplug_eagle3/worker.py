@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter: fuses features of several target layers and drafts from them."""
+"""The EAGLE-3 drafter: it drafts from fused features of several target layers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from specplug_eagle3.checkpoint import load_network
 
 
 class Eagle3Worker(FeatureDrafter):
-    """The EAGLE-3 network under ``FeatureDrafter``.
+    """``FeatureDrafter`` with the EAGLE-3 network.
 
     Args:
-        runtime: the engine's.
+        runtime: the run's.
 
     Attributes:
         network: the draft model.

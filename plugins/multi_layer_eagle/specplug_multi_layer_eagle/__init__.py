@@ -1,6 +1,6 @@
 """Multi-token-prediction layers for specplug (DeepSeek-V3, arXiv 2412.19437; MiMo).
 
-Light to import: torch loads with the worker.
+Importing this module does not import torch; the worker does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 
 
 class MultiLayerEagle:
-    """The hooks, answered by a ``MultiLayerEagleWorker``."""
+    """The hooks of ``MULTI_LAYER_EAGLE``, which call a ``MultiLayerEagleWorker``."""
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:

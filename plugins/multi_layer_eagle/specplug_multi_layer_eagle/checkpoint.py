@@ -1,14 +1,14 @@
-"""Load MTP layers as they are published, from their own folder or the target's checkpoint.
+"""Load published MTP layers, from a folder of their own or from the target's checkpoint.
 
-Two layouts, told apart by the names of the tensors, L being ``num_hidden_layers``:
+The names of the tensors tell two layouts apart. L is ``num_hidden_layers``.
 
 - DeepSeek-V3, GLM-4.5: ``model.layers.{L + k}.`` with ``enorm``, ``hnorm``, ``eh_proj`` over
   (embedding, hidden state), ``shared_head.norm``, and the decoder layer's own names. A folder with
   ``num_hidden_layers`` = ``num_nextn_predict_layers`` counts from ``model.layers.0`` (SGLang).
 - MiMo: ``model.mtp_layers.{k}.`` with ``token_layernorm``, ``hidden_layernorm``, ``input_proj``
-  over (hidden state, embedding), ``final_layernorm``, and those of a Qwen2 layer.
+  over (hidden state, embedding), ``final_layernorm``, and the names of a Qwen2 layer.
 
-``embed_tokens`` and ``shared_head.head`` are the target's own in all of them, and are not read.
+``embed_tokens`` and ``shared_head.head`` are copies of the target's, and are not loaded.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _MIMO = {
 
 @attrs.frozen
 class Layout:
-    """Where the MTP layers are in a checkpoint.
+    """The place of the MTP layers in a checkpoint.
 
     Attributes:
-        first: number of the first of ``model.layers`` that is an MTP layer.
-        num_layers: how many there are.
+        first: the number of the first MTP layer among ``model.layers``.
+        num_layers: the number of MTP layers.
     """
 
     first: int
@@ -52,10 +52,10 @@ class Layout:
 
     @classmethod
     def of(cls, path: Path, config: Mapping[str, Any]) -> Layout:
-        """Find them by ``config.json``.
+        """Return the layout that ``config.json`` describes.
 
         Raises:
-            CheckpointError: it names no MTP layer.
+            CheckpointError: the config has no MTP layer.
         """
         count = config.get("num_nextn_predict_layers")
         if type(count) is not int or count < 1:
@@ -67,7 +67,7 @@ class Layout:
         return cls(first=0 if depth == count else depth, num_layers=count)
 
     def name(self, stored: str) -> str | None:
-        """Return a tensor's name in ``MTPNetwork``; None if it is not an MTP layer's own."""
+        """Return ``MTPNetwork``'s name of a stored tensor; None if no MTP layer has it."""
         match = _NAME.fullmatch(stored)
         if match is None:
             return None
@@ -85,7 +85,7 @@ def fit_depth(config: SpecConfig) -> SpecConfig:
     """Limit the draft steps of ``config`` to the number of MTP layers.
 
     Raises:
-        CheckpointError: the draft model's config is missing, or names no MTP layer.
+        CheckpointError: the draft model's config is missing, or has no MTP layer.
     """
     path = config.draft_model_path
     assert path is not None
@@ -98,11 +98,11 @@ def fit_depth(config: SpecConfig) -> SpecConfig:
 
 
 def load_network(runtime: Runtime) -> MTPNetwork:
-    """Read the run's MTP layers and put them on the engine's device, ready to serve.
+    """Load the run's MTP layers to the runtime's device, packed for serving.
 
     Raises:
-        CheckpointError: they are missing or incomplete, of a kind that is not supported, or made
-            for another target.
+        CheckpointError: the layers are missing or incomplete, of a kind that is not supported, or
+            made for another target.
     """
     path = runtime.config.draft_model_path
     assert path is not None
@@ -169,7 +169,7 @@ def family_network(
     config = MTPConfig(
         num_layers=layout.num_layers,
         hidden_size=hidden_size,
-        intermediate_size=0,  # the blocks know
+        intermediate_size=0,  # unused: transformers' blocks have their own
         num_attention_heads=stack.num_kv_heads,
         num_key_value_heads=stack.num_kv_heads,
         head_dim=stack.head_dim,
@@ -183,19 +183,18 @@ def family_network(
 
 
 def keep_router_bias(network: MTPNetwork) -> None:
-    """Keep the routers' score corrections in float32, as transformers does.
-
-    In half precision they would choose other experts.
-    """
+    """Keep the routers' score corrections in float32, as transformers does: rounded to half
+    precision they would choose other experts."""
     for name, buffer in network.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = buffer.data.float()
 
 
 def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Join experts that are stored one by one into one tensor, as transformers computes them.
+    """Join experts that are stored one by one to the stacked tensors of transformers.
 
-    If an expert is missing or has another shape, they stay apart and the error names it.
+    If an expert is missing or has another shape, its layer's experts are not joined, and
+    ``Checkpoint.load_into`` names the tensor in its error.
     """
     found: dict[str, dict[tuple[int, str], str]] = {}
     for name in tensors:
@@ -222,7 +221,7 @@ def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _swapped(weight: Tensor) -> Tensor:
-    """Swap the halves of a projection of (hidden state, embedding)."""
+    """Return a projection of (hidden state, embedding) as one of (embedding, hidden state)."""
     return torch.cat(weight.chunk(2, dim=-1)[::-1], dim=-1)
 
 
@@ -241,7 +240,7 @@ def _check_fit(checkpoint: Checkpoint, runtime: Runtime) -> None:
 
 
 def _check_dense(checkpoint: Checkpoint) -> None:
-    """Refuse layers that ``layers.DecoderLayer`` cannot compute: they would draft nonsense."""
+    """Refuse layers that ``layers.DecoderLayer`` cannot compute: their drafts would be wrong."""
     keys = checkpoint.config
     foreign = sorted(
         part

@@ -1,8 +1,8 @@
 """Decoder layers of transformers for MTP layers that ``layers.DecoderLayer`` cannot compute.
 
-DeepSeek-V3 has latent attention and experts, GLM-4.5 partial rotary embedding and experts. The
-attention is replaced by the draft's. The experts are transformers', which may read from the device
-which of them are used.
+DeepSeek-V3 has latent attention and experts; GLM-4.5 has a partial rotary embedding and experts.
+The draft's attention replaces transformers'. The experts are transformers', which may read the
+chosen experts from the device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def _attention(
 
 
 class FamilyBlock(nn.Module):
-    """Calls a layer of transformers as ``layers.DecoderLayer`` is called; keeps its names."""
+    """A layer of transformers with the interface of ``layers.DecoderLayer``. Parameters keep
+    transformers' names."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class FamilyBlock(nn.Module):
         attend: layers.Attend,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Run the layer, as ``layers.DecoderLayer.forward`` says."""
+        """Run the layer, with the arguments and the result of ``layers.DecoderLayer.forward``."""
         x = x.unsqueeze(0)
         mixed, _ = self.self_attn(
             self.input_layernorm(x),
@@ -81,11 +82,11 @@ class FamilyBlock(nn.Module):
 
 
 class FamilyRotary(nn.Module):
-    """A table of transformers' rotary embedding of a model type.
+    """A table of a model type's rotary embedding.
 
     Args:
-        rotary: the module.
-        num_positions: positions 0 to ``num_positions - 1`` can be asked for.
+        rotary: transformers' module.
+        num_positions: the table has positions 0 to ``num_positions - 1``.
     """
 
     cos: Tensor
@@ -117,9 +118,9 @@ class Family:
     """The place of a model type's layers in transformers.
 
     Attributes:
-        package: under ``transformers.models``.
-        prefix: of its class names.
-        cache_shape: config -> (heads, width) of keys and values, as attention gets them.
+        package: the name of its package in ``transformers.models``.
+        prefix: the prefix of its class names.
+        cache_shape: returns the (heads, width) of keys and values in attention, for a config.
     """
 
     package: str
@@ -127,10 +128,10 @@ class Family:
     cache_shape: Callable[[Any], tuple[int, int]]
 
     def build(self, checkpoint: Checkpoint, num_layers: int, num_positions: int) -> Stack:
-        """Make layers of the kind that follows the target's last one.
+        """Make decoder layers that continue the target's: layer indices begin at its depth.
 
         Raises:
-            CheckpointError: transformers cannot make them of this ``config.json``.
+            CheckpointError: transformers cannot make them from this ``config.json``.
         """
         from transformers import CONFIG_MAPPING, AttentionInterface
 
@@ -166,4 +167,4 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": Family("deepseek_v3", "DeepseekV3", _latent_shape),
     "glm4_moe": Family("glm4_moe", "Glm4Moe", _grouped_shape),
 }
-"""By ``model_type``."""
+"""The supported families by ``model_type``."""

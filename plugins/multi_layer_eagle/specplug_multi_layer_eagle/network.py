@@ -1,9 +1,9 @@
 """Multi-token-prediction (MTP) layers: layer k predicts the token k + 1 positions ahead.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2. Parameter names are
-those of DeepSeek-V3's checkpoints (``enorm``, ``hnorm``, ``eh_proj``, ``shared_head.norm``), the
-decoder layer's own under ``block``. Training and serving run this same class; what differs is the
-``attend`` callback.
+those of DeepSeek-V3's checkpoints (``enorm``, ``hnorm``, ``eh_proj``, ``shared_head.norm``); the
+decoder layer's names are under ``block``. Training and serving run this same class, with different
+``attend`` callbacks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ class MTPConfig:
     Attributes:
         num_layers: the number of layers, which is the greatest draft depth.
         rope: the keys of ``config.json`` that ``layers.Rotary`` reads.
-        attention_bias, output_bias: of the query, key and value, and of the output projection.
-        qk_norm: queries and keys are normed by head (Qwen3).
-        normed_chain: a layer reads the output of the final norm of the layer before it, as
-            published models are served (DeepSeek-V3, GLM-4.5, MiMo), instead of its input, as in
-            DeepSeek-V3's report. The first one reads the target's normed hidden state.
-        masks_first: at position 0 a layer reads zeros for the embedding, as published models are
-            served.
+        attention_bias: whether the query, key and value projections have biases.
+        output_bias: whether the output projection has a bias.
+        qk_norm: whether queries and keys are normed by head (Qwen3).
+        normed_chain: whether a layer reads the hidden state of the layer before it after that
+            layer's final norm, as published models are served (DeepSeek-V3, GLM-4.5, MiMo), or
+            before it, as in DeepSeek-V3's report. The first layer reads the target's normed hidden
+            state in both cases.
+        masks_first: whether a layer reads zeros for the embedding at position 0, as published
+            models are served.
     """
 
     num_layers: int
@@ -65,10 +67,11 @@ def decoder_block(config: MTPConfig) -> layers.DecoderLayer:
 
 
 class MTPLayer(nn.Module):
-    """One MTP module: joins an embedding and a hidden state, then runs a decoder layer.
+    """One MTP module: it joins an embedding and a hidden state, then runs a decoder layer.
 
     Args:
-        block: called as ``layers.DecoderLayer.forward`` is.
+        config: the sizes.
+        block: the decoder layer, with the arguments of ``layers.DecoderLayer.forward``.
     """
 
     def __init__(self, config: MTPConfig, block: nn.Module) -> None:
@@ -103,13 +106,14 @@ class MTPLayer(nn.Module):
 class MTPNetwork(nn.Module):
     """A stack of MTP layers, with the target's embedding and LM head.
 
-    Layer k = 1, 2, … reads, at position p, the hidden state of the layer before it (layer 1: the
-    target's, which its LM head reads) and the embedding of the token at p + k; its logits are
-    those of the token at p + k + 1.
+    Layer k = 1, 2, … reads, at position p, the hidden state of the layer before it and the
+    embedding of the token at p + k; its logits are those of the token at p + k + 1. Layer 1 reads
+    the hidden state of the target that the target's LM head reads.
 
     Args:
-        blocks: the decoder layers, if they are not ``decoder_block``'s.
-        rotary: turns [R] positions into the blocks' argument; ``layers.Rotary`` by default.
+        config: the sizes.
+        blocks: the decoder layers; None: those of ``decoder_block``.
+        rotary: maps [R] positions to the blocks' ``rotary``; None: ``layers.Rotary``.
     """
 
     def __init__(
@@ -140,13 +144,13 @@ class MTPNetwork(nn.Module):
 
         Args:
             embeds: [R, hidden] embedding of the token ``index + 1`` after each position.
-            hidden: [R, hidden], the target's or this method's own result for the layer before.
-            rotary: ``self.rotary(positions)``; it is the same for all layers.
+            hidden: [R, hidden], the target's, or this method's result for the layer before.
+            rotary: ``self.rotary(positions)``, the same for all layers.
             attend: a ``specplug.layers.Attend``.
-            rows: [n] int64 rows whose result is wanted; None: all.
+            rows: [n] int64, the rows to return; None: all.
 
         Returns:
-            [R or n, hidden]: the next layer's ``hidden``, and ``head_input``'s argument.
+            [R or n, hidden], the next layer's ``hidden`` and the argument of ``head_input``.
         """
         layer: MTPLayer = self.layers[index]  # type: ignore[assignment]
         hidden = layer(embeds, hidden, rotary, index, attend, rows)

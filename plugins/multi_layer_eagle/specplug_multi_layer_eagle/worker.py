@@ -1,8 +1,8 @@
-"""The drafter of MTP layers: the whole chain in one pass of each, right after the target's.
+"""The drafter of MTP layers: each layer runs once, right after the target's pass.
 
 Layer k reads, at a position p, the token at p + k. For the last k - 1 committed positions that
-token is only drafted when the pass runs. So a pass begins S - 1 positions before its new rows and
-computes those again with the tokens known by then, so that no stale key remains.
+token is only drafted when the pass runs. So the next pass begins S - 1 positions before its new
+rows, and computes these positions again with the committed tokens: no stale key remains.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class _Window:
 class MultiLayerEagleWorker:
     """MTP layers and their KV cache.
 
-    Between steps a request's state is ``drafts`` [bs, S] and what the next pass needs to compute
-    its last W = S - 1 committed positions again: the target's ``hidden_states`` [bs, W, H] and
-    ``tokens`` [bs, W], the token after each.
+    The state between two steps is the ``drafts`` [bs, S], and the inputs of the last W = S - 1
+    committed positions, which the next pass computes again: the target's ``hidden_states``
+    [bs, W, H], and ``tokens`` [bs, W], the token after each.
 
     Args:
-        runtime: the engine's.
+        runtime: the run's.
 
     Attributes:
         network: the draft model.
@@ -74,7 +74,7 @@ class MultiLayerEagleWorker:
         self._back = torch.arange(-self._earlier, 0, device=runtime.device) + 1
 
     def state_spec(self) -> dict[str, StateTensor]:
-        """Declare the state described above; nothing if nothing is drafted."""
+        """Declare the state between two steps; {} if drafts are the root alone."""
         if not self._steps:
             return {}
         shape = self._earlier, self._runtime.hidden_size
@@ -93,8 +93,8 @@ class MultiLayerEagleWorker:
     def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
         """Return the state of requests that another instance has prefilled.
 
-        Steps that it did not draft, because it had fewer layers, repeat the token before them: no
-        layer can run without the target's hidden states.
+        An instance with fewer layers has drafted fewer steps. The missing steps repeat the token
+        before them: no layer can run without the target's hidden states.
         """
         if not self._steps:
             return DraftInput(bonus_tokens=last_tokens)
@@ -179,7 +179,7 @@ class MultiLayerEagleWorker:
                 tails = chunk_tails(batch, index + 1, chain[-1])
                 tokens = rotate_chunks(tokens, last_rows, tails)
             is_last = index + 1 == self._steps
-            rows = last_rows if is_last else None  # only these rows of the last layer are read
+            rows = last_rows if is_last else None  # the last layer's other rows are not read
             embeds = runtime.embed_tokens(tokens)
             if masked is not None:
                 embeds = embeds.masked_fill(masked, 0)

@@ -1,8 +1,9 @@
-"""N-gram drafting for specplug: what followed the same tokens before. No draft model.
+"""N-gram drafting for specplug: it drafts the tokens that followed the same tokens before.
 
-Prompt lookup decoding (Saxena 2023); across requests, and as a tree by frequency, after
-SuffixDecoding (arXiv 2411.04975). ``history`` finds what followed. ``policy`` estimates how likely
-it is and what proposing it costs. ``draft_tree`` takes the nodes that are worth their cost.
+There is no draft model. This is prompt lookup decoding (Saxena 2023), across requests, and with a
+tree by frequency after SuffixDecoding (arXiv 2411.04975). ``history`` finds earlier continuations.
+``policy`` estimates their probability, and the cost of proposing them. ``draft_tree`` takes the
+nodes that are worth their cost.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Ngram:
-    """The hooks, answered by an ``NgramWorker``."""
+    """The hooks of ``NGRAM``, which call an ``NgramWorker``."""
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:
@@ -42,7 +43,7 @@ class Ngram:
 
     @hookimpl
     def validate_config(self, config: SpecConfig) -> SpecConfig:
-        """Reduce nodes and steps to what a tree of the other numbers can have."""
+        """Reduce ``num_draft_tokens`` and ``num_steps`` to those of the largest possible tree."""
         steps, topk, nodes = config.num_steps, config.topk, config.num_draft_tokens
         most = most_nodes(topk, steps, nodes)
         if nodes > most:
@@ -106,7 +107,7 @@ class Ngram:
     def build_disagg_draft_input(
         self, runtime: Runtime, batch: Batch, last_tokens: Tensor, future_map: FutureMap
     ) -> DraftInput:
-        """Read the prompts, since another instance ran the prefill."""
+        """Read the prompts, which another instance has prefilled."""
         import torch
 
         from specplug import DraftInput
@@ -132,7 +133,7 @@ class Ngram:
 
 
 def most_nodes(topk: int, num_steps: int, limit: int) -> int:
-    """Count the nodes of the full tree with its root, at most ``limit``."""
+    """Return the number of nodes of the full tree, its root included, at most ``limit``."""
     nodes = level = 1
     for _ in range(num_steps):
         level *= topk

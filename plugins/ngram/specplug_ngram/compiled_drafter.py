@@ -1,4 +1,4 @@
-"""The drafter in C: a step of all requests in two calls, of some microseconds each."""
+"""The drafter in C, which drafts for all requests of a step in two calls."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ assert library.PLACES == MAX_PLACES
 
 
 def load_library() -> ctypes.PyDLL | None:
-    """Return the compiled functions; None if there are none."""
+    """Return the compiled functions; None if they cannot be compiled or loaded here."""
     trial = Path(library.__file__)
     return load_compiled(_SOURCE, trial, lambda path: library.open_library(str(path)))
 
 
 class CompiledRequest(RequestStruct):
-    """The state of a running request, and where it lies."""
+    """The state of a running request, and its memory address."""
 
     def __init__(self, num_draft_tokens: int) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class CompiledRequest(RequestStruct):
 
 
 class CompiledDrafter:
-    """Drafts what ``PlainDrafter`` drafts, with tables that either reads.
+    """``Drafter`` in C. It drafts the same tokens as ``PlainDrafter``, from the same tables.
 
     Args:
-        compiled: as ``load_library`` returns it.
-        history: no other object writes to it.
-        shape: limits of a tree.
+        compiled: the functions that ``load_library`` returns.
+        history: the tables. Only this drafter writes to them.
+        shape: the limits of a tree.
     """
 
     def __init__(self, compiled: ctypes.PyDLL, history: History, shape: Shape) -> None:
@@ -75,11 +75,9 @@ class CompiledDrafter:
         self._find_tables()
 
     def request(self) -> CompiledRequest:
-        """See ``Drafter``."""
         return CompiledRequest(self._width)
 
     def read(self, request: CompiledRequest, tokens: Sequence[int]) -> None:
-        """See ``Drafter``."""
         self._reserve(len(tokens))
         read = array("q", tokens)
         self._extend(self._at[0], request.address, read.buffer_info()[0], len(read))
@@ -88,7 +86,6 @@ class CompiledDrafter:
     def observe(
         self, requests: Sequence[CompiledRequest | None], tokens: Tensor, counts: Tensor
     ) -> None:
-        """See ``Drafter``."""
         tokens, counts = _flat(tokens), _flat(counts)
         bs, width = tokens.shape
         assert len(requests) == bs == len(counts), (len(requests), tokens.shape, counts.shape)
@@ -104,7 +101,6 @@ class CompiledDrafter:
     def draft(
         self, requests: Sequence[CompiledRequest | None], rooms: Sequence[int], least: float
     ) -> Drafts:
-        """See ``Drafter``."""
         bs = len(requests)
         assert bs == len(rooms), (bs, rooms)
         tables, settings, summed, heap = self._at
@@ -131,7 +127,7 @@ class CompiledDrafter:
             self._find_tables()
 
     def _find_tables(self) -> None:
-        """Say where the tables of the history lie."""
+        """Pass the addresses of the history's tables to C."""
         tables, at = self._tables, self._history.addresses
         tables.tokens, tables.before, tables.after = at[:3]
         tables.same[:], tables.heads[:] = at[3:5], at[5:]
@@ -142,5 +138,5 @@ def _addresses(requests: Sequence[CompiledRequest | None]) -> array[int]:
 
 
 def _flat(tensor: Tensor) -> Any:
-    """Return it as the functions read it."""
+    """Return the tensor in int64 and contiguous, as the C functions read it."""
     return tensor.to(torch.int64).contiguous()

@@ -1,4 +1,4 @@
-"""Build a tree of a request's likeliest continuations."""
+"""The tree of a request's most probable continuations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specplug_ngram.history import History, Stream
 from specplug_ngram.policy import Novelty
 
 MAX_PLACES = 16
-"""The most earlier places of an n-gram that are examined, latest first."""
+"""The most earlier places of an n-gram that are looked up, latest first."""
 
 
 @attrs.frozen
@@ -20,9 +20,9 @@ class Shape:
     """The limits of a tree.
 
     Attributes:
-        topk: K, most children of a node.
-        num_steps: S, greatest depth.
-        num_draft_tokens: N, most nodes, root included.
+        topk: K, the most children of a node.
+        num_steps: S, the greatest depth.
+        num_draft_tokens: N, the most nodes, the root included.
     """
 
     topk: int
@@ -35,14 +35,14 @@ class Node:
     """A token that may follow.
 
     Attributes:
-        token: its id; 0 at the root, which only the device knows.
-        depth: distance from the root.
-        probability: the estimate that it is accepted.
-        entries: its places in the history after the same path, latest first.
-        parent: index of its parent among the drafted nodes; -1 at the root.
-        known: the estimate that the next token is one of ``children``.
-        children: what followed, by token, most frequent first, then latest first; None if it was
-            not looked up, or nothing followed.
+        token: the token's id; 0 at the root, which only the device knows.
+        depth: the distance from the root.
+        probability: the estimated probability that the node is accepted.
+        entries: the node's places in the history after the same path, latest first.
+        parent: the index of the parent among the drafted nodes; -1 at the root.
+        known: the estimated probability that the next token is one of ``children``.
+        children: the nodes that followed, by token, most frequent first, then latest first; None
+            if they were not looked up, or nothing followed.
     """
 
     token: int
@@ -64,17 +64,12 @@ class DraftTree:
     nodes: list[Node]
 
     @property
-    def gain(self) -> float:
-        """The expected number of accepted nodes, without the root."""
-        return sum(node.probability for node in self.nodes[1:])
-
-    @property
     def is_chain(self) -> bool:
         """Whether the tree has no branch."""
         return all(node.parent == place - 1 for place, node in enumerate(self.nodes))
 
     def learn(self, novelty: Novelty, tokens: Sequence[int]) -> None:
-        """Learn from the ``tokens`` that came, whether they were proposed or not."""
+        """Learn from the next ``tokens`` of the request, whether they were proposed or not."""
         node: Node | None = self.nodes[0]
         for token in tokens:
             if node is None or node.children is None:
@@ -86,7 +81,7 @@ class DraftTree:
 def draft_tree(
     history: History, stream: Stream, novelty: Novelty, shape: Shape, least: float
 ) -> DraftTree:
-    """Take nodes in order of probability while it is above ``least``."""
+    """Return the nodes whose probability is above ``least``, the most probable first."""
     matched, places = history.matches(stream, MAX_PLACES)
     nodes = [Node(0, 0, 1.0, places)]
     candidates: list[tuple[float, int, Node]] = []
@@ -108,7 +103,11 @@ def draft_tree(
 
 
 def _look_up(history: History, node: Node, novelty: Novelty, matched: int) -> None:
-    """Find a node's children. ``matched`` tokens up to it match at its entries."""
+    """Find a node's children.
+
+    Args:
+        matched: the tokens up to the node that match at its entries.
+    """
     following = history.following(node.entries)
     if not following:
         return

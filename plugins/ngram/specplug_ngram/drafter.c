@@ -1,6 +1,6 @@
-/* What history.py, draft_tree.py and Novelty of policy.py do, for all requests of a step in one
-   call. They are the reference: the same tables, links, trees and estimates, bit by bit. Compiled
-   by compiled_drafter.py; library.py has the structures and what the functions take. */
+/* history.py, draft_tree.py and Novelty of policy.py in C, for all requests of a step in one call.
+   The Python code is the reference: tables, links, trees and estimates are equal, bit by bit.
+   compiled_drafter.py compiles this file; library.py declares its structures and functions. */
 
 #include <math.h>
 #include <stdint.h>
@@ -12,15 +12,15 @@
 
 static const int order_of[ORDERS] = {LONGEST, 2};
 
-/* A token that may follow, as Node of draft_tree.py. */
+/* A token that may follow: Node of draft_tree.py. */
 typedef struct {
     double probability, known;
-    int64_t entries[PLACES];           /* of all children, child by child, latest first */
+    int64_t entries[PLACES];           /* places of all children, by child, latest first */
     int32_t tokens[PLACES];            /* of each child */
-    int32_t nodes[PLACES];             /* of each child its node; 0: it was not drafted */
+    int32_t nodes[PLACES];             /* node of each child; 0: it was not drafted */
     int32_t token, parent, depth;
-    int32_t first, count;              /* its own places among its parent's entries */
-    int32_t children;                  /* 0: not looked up, or nothing followed */
+    int32_t first, count;              /* the node's places among its parent's entries */
+    int32_t children;                  /* number of them; 0: not looked up, or nothing followed */
 } Node;
 
 /* A child that is not drafted yet. */
@@ -119,7 +119,7 @@ static int match_length(const History *h, const Request *request, int64_t place,
     return length;
 }
 
-/* Find the places of the longest match, latest first; return its length, 0 if there is none. */
+/* Find the places of the longest match, latest first; return its length, or 0. */
 static int find_matches(const History *h, const Request *request, int64_t *places, int *count)
 {
     const int64_t mask = h->capacity - 1, oldest = oldest_of(h);
@@ -132,7 +132,7 @@ static int find_matches(const History *h, const Request *request, int64_t *place
         for (int i = 0; i < PLACES; i++) {
             place = h->same[n][place & mask];
             if (place <= oldest) break;
-            /* At the end of another running request nothing has followed yet. */
+            /* At the end of another running request no token has followed yet. */
             if (!h->after[place & mask]) continue;
             const int length = match_length(h, request, place, oldest);
             if (length > longest) longest = length, *count = 0;
@@ -144,7 +144,7 @@ static int find_matches(const History *h, const Request *request, int64_t *place
     return 0;
 }
 
-/* A product that is rounded before it is added to: as Python has it. */
+/* A product that is rounded before a sum adds it, as in Python: no fused multiply-add. */
 static double product(double a, double b)
 {
     volatile double rounded = a * b;
@@ -183,7 +183,7 @@ static Candidate pop(Candidate *heap, int *size)
     return first;
 }
 
-/* Find a node's children, most frequent first, then latest first; count each one's places. */
+/* Find a node's children, most frequent first, then latest first; count the places of each. */
 static void look_up(
     const History *h, Node *node, const int64_t *places, int matched, double log_novelty,
     int32_t *counts)
@@ -222,7 +222,7 @@ static void look_up(
     for (int i = 0; i < total; i++) node->entries[starts[of[i]]++] = found[i];
 }
 
-/* Build a request's tree: nodes in order of probability, while it is above least. */
+/* Build a request's tree of the nodes whose probability is above least, most probable first. */
 static int draft_one(
     const History *h, Request *request, const Settings *s, int64_t room, double least,
     Candidate *heap)
@@ -267,10 +267,10 @@ static int draft_one(
     return made;
 }
 
-/* Draft a tree for each request; for none where the pointer is null: the root alone.
-   rooms, widths: [bs]; heap: for PLACES of each node; tokens, parents: [bs, num_draft_tokens], of
-   which all is written: 0 at the root and beyond a request's width; gains: [num_draft_tokens], the
-   expected number of accepted nodes at each depth. */
+/* Draft a tree for each request; a null pointer gets the root alone.
+   rooms, widths: [bs]; heap: room for PLACES candidates of each node; tokens, parents:
+   [bs, num_draft_tokens], written whole: 0 at the root and after a request's width;
+   gains: [num_draft_tokens], the expected number of accepted nodes at each depth. */
 void draft(
     const History *h, const Settings *s, Request *const *requests, const int64_t *rooms, int64_t bs,
     double least, Candidate *heap, int64_t *tokens, int64_t *parents, int64_t *widths, double *gains,
@@ -301,7 +301,7 @@ void draft(
     }
 }
 
-/* Learn from the tokens that came, whether they were proposed or not. */
+/* Learn from a request's next tokens, whether they were proposed or not. */
 static void learn(Request *request, const Settings *s, const int64_t *tokens, int64_t count)
 {
     int at = request->nodes ? 0 : -1;
@@ -318,8 +318,9 @@ static void learn(Request *request, const Settings *s, const int64_t *tokens, in
     request->nodes = 0;
 }
 
-/* Add the new tokens of each request, after it has learned from them.
-   tokens: [bs, width], of which counts [bs] are new; a null pointer: the request has ended. */
+/* Learn from the new tokens of each request, and append them.
+   tokens: [bs, width]; counts: [bs], the new tokens of each row; a null pointer: the request has
+   ended. */
 void observe(
     History *h, const Settings *s, Request *const *requests, const int64_t *tokens, int64_t width,
     const int64_t *counts, int64_t bs)

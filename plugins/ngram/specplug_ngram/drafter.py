@@ -1,4 +1,4 @@
-"""What a worker asks of a drafter, and the plain one, in Python."""
+"""The interface of drafters, and the drafter in Python."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from specplug_ngram.policy import Novelty
 
 @attrs.frozen(eq=False)
 class Drafts:
-    """Trees of a batch's requests, on the host.
+    """The trees of a batch's requests, on the host.
 
     Attributes:
-        tokens: [bs, N] int64; 0 at the roots and beyond a request's nodes.
+        tokens: [bs, N] int64; 0 at the roots and after a request's nodes.
         parents: [bs, N] int64; None if no tree branches.
-        widths: nodes of each request, root included.
-        depth: of the deepest node.
-        nodes: of all trees, without the roots.
-        gains: [N] the expected number of accepted nodes at each depth; 0 at the roots'.
+        widths: the number of nodes of each request, the root included.
+        depth: the greatest depth of a node.
+        nodes: the number of nodes of all trees, without the roots.
+        gains: [N], the expected number of accepted nodes at each depth; 0 at depth 0.
     """
 
     tokens: Tensor
@@ -36,10 +36,10 @@ class Drafts:
 
 
 class Drafter(Protocol):
-    """Keeps the history and drafts from it. Requests are what ``request`` returns."""
+    """Keeps the history, and drafts from it. ``request`` makes the states of requests."""
 
     def request(self) -> Any:
-        """Return the state of a new request, which has its ``novelty``."""
+        """Return the state of a new request. Its ``novelty`` is a ``Novelty``."""
 
     def read(self, request: Any, tokens: Sequence[int]) -> None:
         """Append tokens to a request."""
@@ -48,17 +48,17 @@ class Drafter(Protocol):
         """Learn from a step's new tokens, and append them.
 
         Args:
-            requests: of the step; None: it has ended.
+            requests: the step's requests; None for one that has ended.
             tokens: [bs, C] int64.
-            counts: [bs] int64, how many of each row are new.
+            counts: [bs] int64, the number of new tokens of each row.
         """
 
     def draft(self, requests: Sequence[Any], rooms: Sequence[int], least: float) -> Drafts:
-        """Draft a tree for each request, the root alone for None.
+        """Draft a tree for each request.
 
         Args:
-            requests: of the batch; None: it has ended.
-            rooms: the most nodes of each.
+            requests: the batch's requests; None for one that has ended, which gets the root alone.
+            rooms: the most nodes of each request.
             least: the probability that a node must exceed.
         """
 
@@ -68,7 +68,7 @@ class PlainRequest:
     """The state of a running request.
 
     Attributes:
-        tree: of its last step, until that step's tokens have come.
+        tree: the tree of the last step, until that step's tokens are observed.
     """
 
     stream: Stream = attrs.field(factory=Stream)
@@ -77,24 +77,21 @@ class PlainRequest:
 
 
 class PlainDrafter:
-    """Drafts token by token and node by node: where there is no C compiler, and to test against."""
+    """``Drafter`` in Python: the reference of the drafter in C, and its fallback."""
 
     def __init__(self, history: History, shape: Shape) -> None:
         self._history = history
         self._shape = shape
 
     def request(self) -> PlainRequest:
-        """See ``Drafter``."""
         return PlainRequest()
 
     def read(self, request: PlainRequest, tokens: Sequence[int]) -> None:
-        """See ``Drafter``."""
         self._history.extend(request.stream, tokens)
 
     def observe(
         self, requests: Sequence[PlainRequest | None], tokens: Tensor, counts: Tensor
     ) -> None:
-        """See ``Drafter``."""
         for request, row, count in zip(requests, tokens.tolist(), counts.tolist(), strict=True):
             if request is None:
                 continue
@@ -106,7 +103,6 @@ class PlainDrafter:
     def draft(
         self, requests: Sequence[PlainRequest | None], rooms: Sequence[int], least: float
     ) -> Drafts:
-        """See ``Drafter``."""
         trees = [
             self._draft_one(request, room, least)
             for request, room in zip(requests, rooms, strict=True)
@@ -138,5 +134,5 @@ class PlainDrafter:
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int) -> Tensor:
-    """Return the rows as [bs, N] int64, with 0 at padding nodes."""
+    """Return the rows as [bs, N] int64, padded with 0."""
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""A future map that also copies accepted tokens to the host, where n-grams are looked up."""
+"""A future map that also copies accepted tokens to the host, where n-grams are matched."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from specplug import Batch, DraftInput, FutureMap
 
 Observe = Callable[[Sequence[str], Tensor, Tensor], None]
-"""``(request_ids, tokens, counts)``: called with a step's new tokens, on the host. Of each row of
-``tokens`` [bs, C] int64, ``counts`` [bs] int64 are new."""
+"""A function of ``(request_ids, tokens, counts)``, which gets a step's new tokens on the host. Row
+i of ``tokens`` [bs, C] int64 has ``counts[i]`` new tokens; ``counts`` [bs] is int64."""
 
 
 @attrs.frozen(eq=False)
@@ -25,14 +25,14 @@ class _Relayed:
 
 
 class HostFutureMap(FutureMap):
-    """Relays accepted tokens through host memory.
+    """Copies accepted tokens to host memory.
 
-    The copy starts when a step is launched and is waited for when the next one resolves its
-    inputs, so no step waits between its resolve and its publish.
+    The copy starts when a step is launched. The next step waits for it when it resolves its inputs,
+    so no step waits between its resolve and its publish.
 
     Args:
-        req_table_size, device: as ``FutureMap`` takes them.
-        observe: called with each step's new tokens, in order.
+        req_table_size, device: the arguments of ``FutureMap``.
+        observe: gets each step's new tokens, in order.
     """
 
     def __init__(self, req_table_size: int, device: torch.device, observe: Observe) -> None:
@@ -44,9 +44,9 @@ class HostFutureMap(FutureMap):
         """Start copying new tokens to the host.
 
         Args:
-            batch: its requests have them.
+            batch: the requests of the tokens.
             tokens: [bs, C] int64.
-            counts: [bs] int64, how many of each row are new.
+            counts: [bs] int64, the number of new tokens of each row.
         """
         ready = None
         if tokens.is_cuda:
@@ -56,11 +56,11 @@ class HostFutureMap(FutureMap):
             ready.record()
         ids = tuple(request.request_id for request in batch.requests)
         self._relayed.append(_Relayed(ids, tokens, counts, ready))
-        # Requests of a single token are never resolved. Steps before the last have arrived.
+        # Requests of a single token are never resolved. Copies before the last two have arrived.
         self._arrive(keep=2)
 
     def resolve(self, req_indices: Tensor) -> tuple[Tensor, DraftInput]:
-        """Resolve as ``FutureMap`` does, after all relayed tokens have been observed."""
+        """Observe all relayed tokens, then resolve as ``FutureMap`` does."""
         self._arrive(keep=0)
         return super().resolve(req_indices)
 

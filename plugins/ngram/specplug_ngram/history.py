@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import attrs
 
 ORDERS = (8, 2)
-"""Lengths of the n-grams that lead to earlier places, longest first. Pairs alone would lose a long
-match where other requests have often written its last pair since. Lengths between the two found
-nothing more."""
+"""The lengths n of the indexed n-grams, longest first. With pairs alone a long match is lost if
+other requests have often written its last pair since. Lengths between the two found no more."""
 
 GROWTH = 1 << 12
-"""The entries by which the tables grow until the history is full."""
+"""The number of entries by which the tables grow until the history is full."""
 
 
 @attrs.define(eq=False)
@@ -21,8 +20,8 @@ class Stream:
     """One request's end in the history.
 
     Attributes:
-        last: the entry of its latest token; 0 before there is one.
-        recent: its latest tokens, as many as the longest n-gram has.
+        last: the entry of the request's latest token; 0 if it has none.
+        recent: the request's latest tokens, as many as the longest n-gram has.
     """
 
     last: int = 0
@@ -34,18 +33,18 @@ class History:
 
     Each entry links to the entries before and after it in its own request, so requests may
     interleave. For each of ``ORDERS`` it links to the latest earlier entry whose n-gram has the
-    same hash: the chains of LZ77 as zlib keeps them. Adding a token writes one entry and one slot
-    of a hash table for each order. The entry that it overwrites is forgotten, and links to it end
-    there.
+    same hash, like zlib's LZ77 chains. Adding a token writes one entry, and one slot of a hash
+    table for each order. It overwrites the oldest entry; a link to an overwritten entry ends its
+    chain.
 
-    So time and memory are constant, whatever the history's length. The oldest tokens go first, one
-    at a time, and nothing is ever rehashed or swept. The tokens at a place that a hash leads to are
-    compared, so a collision can hide a place but never invent one.
+    So the time of a token and the memory are constant, and the tables are never rehashed. The
+    tokens at a place that a hash leads to are compared: a collision can hide a place, but the
+    drafter never takes a wrong one.
 
     Entries are counted from 1 and never reused; entry i is kept until i + capacity is added.
 
     Args:
-        capacity: tokens kept, a power of two.
+        capacity: the number of tokens kept, a power of two.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -65,19 +64,19 @@ class History:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all tables, as they are allocated."""
+        """The allocated bytes of all tables."""
         tables = (self._tokens, self._before, self._after, *self._same, *self._heads)
         return sum(table.itemsize * len(table) for table in tables)
 
     @property
     def addresses(self) -> list[int]:
-        """Where the tables lie: tokens, links before and after, chains and their heads by order.
-        They move when ``reserve`` says so."""
+        """The memory addresses of the tables: tokens, links before and after, then chains and their
+        heads by order. They change when ``reserve`` returns True."""
         tables = (self._tokens, self._before, self._after, *self._same, *self._heads)
         return [table.buffer_info()[0] for table in tables]
 
     def reserve(self, count: int) -> bool:
-        """Make room for more entries; return whether tables have moved."""
+        """Make room for more entries, and return whether the tables' addresses have changed."""
         needed = min(self.end + count + 1, self.capacity)
         has_moved = needed > len(self._tokens)
         while needed > len(self._tokens):
@@ -106,14 +105,15 @@ class History:
         stream.last, stream.recent = before, recent
 
     def matches(self, stream: Stream, limit: int) -> tuple[int, list[int]]:
-        """Find the earlier places of the longest end of a request.
+        """Find the earlier places of the longest suffix of a request.
 
         Args:
-            limit: the most places to examine for each order, latest first.
+            stream: the request.
+            limit: the most places to look up for each order, latest first.
 
         Returns:
-            The length of the match, at most the longest order, and the entries where it ended,
-            latest first; 0 and none if nothing is known. Something follows at each of them.
+            The length of the match, at most the longest order, and the entries of its last tokens,
+            latest first; 0 and [] if no suffix matches. Each entry has a following one.
         """
         if stream.last <= max(self.end - self.capacity, 0):
             return 0, []
@@ -124,19 +124,20 @@ class History:
         return 0, []
 
     def continuations(self, entries: Sequence[int]) -> dict[int, list[int]]:
-        """Group entries by their token, in order."""
+        """Group entries by their tokens, in the order of ``entries``."""
         found: dict[int, list[int]] = {}
         for entry in entries:
             found.setdefault(self._tokens[entry & self._mask], []).append(entry)
         return found
 
     def following(self, entries: Sequence[int]) -> list[int]:
-        """Return the next entry of each in its request, without those that are the last."""
+        """Return each entry's next entry in its request, if it has one."""
         following = (self._after[entry & self._mask] for entry in entries)
         return [entry for entry in following if entry]
 
     def _longest(self, stream: Stream, same: array[int], limit: int) -> tuple[int, list[int]]:
-        """Of the latest places on a chain, return those with the longest match."""
+        """Return the length of the longest match among the latest places of a chain, and the
+        places that have it."""
         oldest = max(self.end - self.capacity, 0)
         longest = 0
         places: list[int] = []
@@ -145,7 +146,7 @@ class History:
             place = same[place & self._mask]
             if place <= oldest:
                 break
-            # At the end of another running request nothing has followed yet.
+            # At the end of another running request no token has followed yet.
             length = self._length(stream, place) if self._after[place & self._mask] else 0
             if length > longest:
                 longest, places = length, []
@@ -154,7 +155,7 @@ class History:
         return longest, places
 
     def _length(self, stream: Stream, place: int) -> int:
-        """Count how many of the request's latest tokens match up to ``place``."""
+        """Return the number of the request's latest tokens that match those up to ``place``."""
         oldest = max(self.end - self.capacity, 0)
         length = 0
         for token in reversed(stream.recent):

@@ -1,7 +1,8 @@
-"""The compiled drafter: its structures and functions, and a trial of them in a process of its own.
+"""The structures and functions of the compiled drafter, and a trial of them.
 
-``python library.py PATH`` calls each function once. What was compiled wrongly ends that process and
-no other. Nothing but the standard library is imported here, so that a trial is quick.
+``python library.py PATH`` calls each function once, in a process of its own: a crash of a wrongly
+compiled library ends only that process. This module imports the standard library alone, so that
+the trial is quick.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Candidate(Structure):
 
 
 class Tables(Structure):
-    """The history: where its tables lie."""
+    """The addresses of the history's tables."""
 
     _fields_ = (
         ("capacity", c_int64),
@@ -59,7 +60,7 @@ class Tables(Structure):
 
 
 class NoveltyStruct(Structure):
-    """The one number of a request's novelty."""
+    """``Novelty`` of a request."""
 
     _fields_ = (("log", c_double),)
 
@@ -78,7 +79,7 @@ class RequestStruct(Structure):
 
 
 class Settings(Structure):
-    """The limits of a tree, and how a novelty is learned."""
+    """The limits of a tree, and the learning rate and bounds of novelty."""
 
     _fields_ = (
         ("topk", c_int64),
@@ -91,7 +92,7 @@ class Settings(Structure):
 
 
 class Summary(Structure):
-    """What the drafts of a batch come to."""
+    """Totals of a batch's drafts: nodes, greatest depth, whether a tree branches."""
 
     _fields_ = (
         ("nodes", c_int64),
@@ -114,13 +115,14 @@ _SIGNATURES = {
 
 
 def open_library(path: str) -> ctypes.PyDLL:
-    """Open a shared library and say what its functions take.
+    """Open a shared library, and declare the arguments of its functions.
 
-    They take microseconds, so Python's lock is kept meanwhile: to get it back may take longer.
+    The functions keep Python's global lock: they are short, and to take the lock again may take
+    longer.
 
     Raises:
-        OSError: it cannot be loaded.
-        AttributeError: it lacks a function, or has other structures.
+        OSError: the library cannot be loaded.
+        AttributeError: it lacks a function, or its structures differ.
     """
     library = ctypes.PyDLL(path)
     for name, types in _SIGNATURES.items():
@@ -136,7 +138,8 @@ def open_library(path: str) -> ctypes.PyDLL:
 
 
 def _try_all(library: ctypes.PyDLL) -> None:
-    """Draft for a request that repeats itself: of ten tokens, the fourth to the seventh."""
+    """Call each function for a request of ten tokens, the last three of which repeat, and compare
+    its drafts."""
     capacity, nodes = 16, 4
     tables = [(c_int64 * capacity)() for _ in range(7)]
     places = [addressof(table) for table in tables]

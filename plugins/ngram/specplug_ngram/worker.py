@@ -1,4 +1,4 @@
-"""The n-gram drafter: what followed the same tokens before, in any request."""
+"""The n-gram drafter: it drafts the tokens that followed the same tokens in any request."""
 
 from __future__ import annotations
 
@@ -15,43 +15,37 @@ from specplug_ngram.compiled_drafter import CompiledDrafter
 from specplug_ngram.draft_tree import Shape
 from specplug_ngram.drafter import Drafter, PlainDrafter
 from specplug_ngram.history import History
-from specplug_ngram.policy import CPU_COSTS, Costs, Novelty, StepCost
+from specplug_ngram.policy import CPU_COSTS, Costs, StepCost
 
 CAPACITY = 1 << 20
-"""The number of tokens kept, of all requests together."""
+"""The number of tokens of all requests that the history keeps."""
 
 
 @attrs.define(eq=False)
 class RequestState:
-    """The state of a running request. Its tokens are in the history, also after it has ended.
+    """The state of a running request. Its tokens stay in the history after its end.
 
     Attributes:
-        drafted: what the drafter keeps of it.
-        prompt_read: tokens of its prompt that are in the history.
+        drafted: the drafter's state of the request.
+        prompt_read: the number of prompt tokens that are in the history.
     """
 
     drafted: Any
     prompt_read: int = 0
 
-    @property
-    def novelty(self) -> Novelty:
-        """How often it continues with something new."""
-        novelty: Novelty = self.drafted.novelty
-        return novelty
-
 
 class NgramWorker:
-    """Keeps the history and drafts from it.
+    """Keeps the history, and drafts from it.
 
-    All requests share one history. What a request reads or writes can be proposed to every other
-    one as soon as it has reached the host, also after it has ended. Proposals change no output, but
-    the speed of a request may reveal that another one had the same text.
+    All requests share one history. A request's tokens can be proposed to every other request as
+    soon as they have reached the host, also after its end. Proposals change no output, but the
+    speed of a request may reveal that another request had the same text.
 
     Args:
-        shape: limits of what is proposed for each request.
-        capacity: tokens that are kept, a power of two.
-        compiled: the drafter's functions; None: it drafts in Python.
-        costs: of the device's steps.
+        shape: the limits of each request's tree.
+        capacity: the number of tokens that the history keeps, a power of two.
+        compiled: the functions of the compiled drafter; None: the drafter runs in Python.
+        costs: the costs of the device's steps.
 
     Attributes:
         history: the tokens of all requests.
@@ -78,7 +72,7 @@ class NgramWorker:
     def read_prompts(self, views: Sequence[RequestView], ends: Sequence[int]) -> None:
         """Add each request's prompt up to ``ends`` to the history.
 
-        A long prompt is added a chunk at a time, while the device is busy with the chunk.
+        A long prompt is added chunk by chunk, while the device computes the chunk.
         """
         for view, end in zip(views, ends, strict=True):
             request = self.requests.get(view.request_id)
@@ -90,28 +84,28 @@ class NgramWorker:
             request.prompt_read += len(chunk)
 
     def observe(self, request_ids: Sequence[str], tokens: Tensor, counts: Tensor) -> None:
-        """Add a step's new tokens, without those of requests that have ended.
+        """Add the new tokens of a step's requests, except requests that have ended.
 
         Args:
-            request_ids: of the step.
+            request_ids: the step's requests.
             tokens: [bs, C] int64, on the host.
-            counts: [bs] int64, on the host, how many of each row are new.
+            counts: [bs] int64, on the host, the number of new tokens of each row.
         """
         self._drafter.observe(self._drafted(request_ids), tokens, counts)
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         """Draft a tree for each request, within its ``max_draft_nodes``; chains if none branches.
 
-        A request of which too little is known gets the root alone, and so do all of them if their
-        drafts together would not pay. Where the device's chains are to be equally long, a shorter
-        one is filled up with token 0.
+        A request without a probable continuation gets the root alone, and so do all requests if
+        their drafts together do not pay. If the chains of the device should have the same length,
+        shorter ones are padded with token 0.
         """
         if batch.is_warm_up:
             return self._widest(draft_input.bonus_tokens, batch.max_draft_nodes)
         cost = StepCost(batch.size, self._costs)
         requests = self._drafted([request.request_id for request in batch.requests])
         uniform = self._costs.uniform and self._shape.topk == 1
-        # Where chains are equally long, a node may stand where padding would.
+        # If chains have the same length, an improbable node costs no more than padding.
         least = 0.0 if uniform else cost.least
         drafts = self._drafter.draft(requests, batch.max_draft_nodes, least)
         roots = draft_input.bonus_tokens
@@ -131,8 +125,8 @@ class NgramWorker:
         return Draft.tree(tokens, parents, drafts.depth, widths)
 
     def _widest(self, roots: Tensor, rooms: Sequence[int]) -> Draft:
-        """Return the widest draft within ``rooms``, of arbitrary tokens: each level of a tree is
-        full before the next."""
+        """Return the widest draft within ``rooms``, of arbitrary tokens. Each level of a tree is
+        full before the next level begins."""
         topk = self._shape.topk
         widths = [min(self._shape.num_draft_tokens, room) for room in rooms]
         width = max(widths)
@@ -149,10 +143,10 @@ class NgramWorker:
         return Draft.tree(tokens, parents.expand_as(tokens).clone(), depth, widths)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended; its tokens stay in the history."""
+        """Drop the state of a request that has ended; its tokens stay in the history."""
         self.requests.pop(request_id, None)
 
     def _drafted(self, request_ids: Sequence[str]) -> list[Any]:
-        """Return what the drafter keeps of each request; None of one that has ended."""
+        """Return the drafter's state of each request; None for one that has ended."""
         found = map(self.requests.get, request_ids)
         return [None if request is None else request.drafted for request in found]

@@ -121,7 +121,8 @@ def test_a_draft_too_weak_for_the_whole_batch_is_left_out(make_worker: Make) -> 
     batch = _batch(REPEATS, *others)
     assert worker.propose(batch, _input(7, *range(7))).tokens.shape == (8, 1)
     _observe(worker, "repeats", [8])
-    assert worker.requests["repeats"].novelty.log < Novelty().log  # it was right nonetheless
+    # Its draft, which did not pay, was right.
+    assert worker.requests["repeats"].drafted.novelty.log < Novelty().log
 
 
 def test_branches_make_a_tree_beside_chains_and_bare_roots(make_worker: Make) -> None:
@@ -161,7 +162,7 @@ def test_chains_on_a_gpu_are_equally_long(make_worker: Make) -> None:
 def test_a_tree_without_a_branch_is_no_deeper_than_asked(make_worker: Make, costs: Costs) -> None:
     again = Request("again", tuple(range(50, 70)) * 2)
     worker = make_worker(again, topk=4, nodes=29, costs=costs)
-    worker.requests["again"].novelty.log = -2.0
+    worker.requests["again"].drafted.novelty.log = -2.0
     draft = worker.propose(_batch(again, max_draft_nodes=29), _input(69))
     assert draft.tokens.tolist() == [[69, *range(50, 57)]]
 
@@ -187,10 +188,10 @@ def test_what_is_no_longer_remembered_is_not_proposed(make_worker: Make) -> None
 
 def test_it_learns_from_what_it_did_not_propose(make_worker: Make) -> None:
     worker = make_worker(REPEATS)
-    worker.requests["repeats"].novelty.log = 3.9
+    worker.requests["repeats"].drafted.novelty.log = 3.9
     assert worker.propose(_batch(REPEATS), _input(7)).total == 1
     _observe(worker, "repeats", [8])
-    assert worker.requests["repeats"].novelty.log < 3.9
+    assert worker.requests["repeats"].drafted.novelty.log < 3.9
 
 
 def test_tokens_and_the_end_of_an_unknown_request_are_ignored(make_worker: Make) -> None:
