@@ -12,12 +12,14 @@ from specplug.speculative.host_kernels import DraftKernels, join_rows
 from specplug.speculative.slot_pages import enter_pages
 
 CPU = torch.device("cpu")
+# Triton's kernels run where they are compiled for, or in the interpreter.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize("mode", ["torch", "triton"])
 def test_join_rows_obeys_the_table(mode, monkeypatch):
-    states = [torch.randn(9, 3), torch.randn(9, 5)]
-    rows = torch.tensor([4, 0, 4, 8])
+    states = [torch.randn(9, 3, device=DEVICE), torch.randn(9, 5, device=DEVICE)]
+    rows = torch.tensor([4, 0, 4, 8], device=DEVICE)
     launched = []
     kernel = row_gather.join_rows
     monkeypatch.setattr(row_gather, "join_rows", lambda *a: launched.append(a) or kernel(*a))
@@ -29,8 +31,8 @@ def test_join_rows_obeys_the_table(mode, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["torch", "triton"])
 def test_enter_pages_obeys_the_table(mode, monkeypatch):
-    slots = torch.full((3, 12), -1)
-    changes = torch.tensor([[1, 0, 5], [1, 2, 0], [2, 1, 7]])
+    slots = torch.full((3, 12), -1, device=DEVICE)
+    changes = torch.tensor([[1, 0, 5], [1, 2, 0], [2, 1, 7]], device=DEVICE)
     launched = []
     kernel = table_pages.enter_pages
     monkeypatch.setattr(table_pages, "enter_pages", lambda *a: launched.append(a) or kernel(*a))
@@ -40,7 +42,7 @@ def test_enter_pages_obeys_the_table(mode, monkeypatch):
     expected[1, :4] = torch.arange(20, 24)
     expected[1, 8:] = 0
     expected[2, 4:8] = torch.arange(28, 32)
-    assert torch.equal(slots, expected)
+    assert torch.equal(slots.cpu(), expected)
     assert bool(launched) == (mode == "triton")
 
 
