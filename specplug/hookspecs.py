@@ -69,8 +69,12 @@ committed positions again, but those that a shared page of the prefix cache hold
 acceptance the engine moves the **target's** KV to consecutive slots and compacts every tensor of
 ``per_node``. It moves **no draft cache**: ``build_draft_input`` writes the accepted rows there.
 
-**max_draft_nodes binds.** A request's draft is cut to its ``batch.max_draft_nodes``, the last nodes
-first, whatever was proposed.
+**max_draft_nodes binds.** A request's draft is cut to its ``batch.max_draft_nodes``, whatever was
+proposed: of a tree with ``scores`` the nodes of the least ``survival`` first, else the last nodes.
+
+**Scores.** ``Draft.scores`` [bs, N] float32 has for each node the logarithm of the probability that
+the target takes it where it took its parent; 0 at the root. What the draft's softmax says will do:
+a plugin need not calibrate. Scores decide which nodes a cut keeps, and change no token.
 
 **Errors.** What a hook raises is a ``PluginError`` that names the plugin, its version and the hook,
 ``sys.exit`` too; so is a result of another type, dtype, shape or device than is said here. The
@@ -267,7 +271,8 @@ def propose(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:  
 
     Returns:
         ``Draft.chain(tokens)`` or ``Draft.tree(tokens, parents, depth)``, [bs, N] with the root
-        first, at most ``num_draft_tokens`` nodes and ``num_steps`` deep. A request with nothing to
+        first, at most ``num_draft_tokens`` nodes and ``num_steps`` deep, and ``scores`` where the
+        algorithm knows them. A request with nothing to
         propose has width 1. The engine puts in the root itself; a token outside the vocabulary
         becomes one inside; a node that is deeper than the declared depth, or has no parent before
         it, is never accepted. None is refused.

@@ -19,6 +19,9 @@ from specplug.kernels.kernel_table import runs_tree_kernels
 from specplug.speculative.host_copy import upload
 from specplug.speculative.padding import Padding
 
+_LEAST_SCORE = -1e4
+"""A path of such nodes has a sum that float32 holds."""
+
 
 def arange(length: int, device: torch.device) -> Tensor:
     """Return [length] int64, the same tensor each time but while a graph is recorded: for the core
@@ -47,28 +50,45 @@ class Draft:
         widths: how many nodes of each request count, each from 1 to N; None if all are N wide.
             Known on the host, so that what is not drafted is not computed.
         depth: S, the deepest node's distance from its root; a step accepts at most S + 1 tokens.
+        scores: [bs, N] float32, at each node the logarithm of the probability that the target takes
+            it where it took its parent: at most 0, and 0 at the root. None: not known.
     """
 
     tokens: Tensor
     parents: Tensor | None
     widths: tuple[int, ...] | None
     depth: int
+    scores: Tensor | None = None
 
     @classmethod
-    def chain(cls, tokens: Tensor, widths: Sequence[int] | None = None) -> Draft:
+    def chain(
+        cls, tokens: Tensor, widths: Sequence[int] | None = None, *, scores: Tensor | None = None
+    ) -> Draft:
         """Make a chain for each request: ``tokens`` [bs, N], of which ``widths`` count.
 
         Raises:
             ValueError: they do not fit; see ``check``.
         """
         width = _width_of(tokens)
-        draft = cls(tokens=tokens, parents=None, widths=_ragged(widths, width), depth=width - 1)
+        draft = cls(
+            tokens=tokens,
+            parents=None,
+            widths=_ragged(widths, width),
+            depth=width - 1,
+            scores=scores,
+        )
         draft.check(values=DEBUG)
         return draft
 
     @classmethod
     def tree(
-        cls, tokens: Tensor, parents: Tensor, depth: int, widths: Sequence[int] | None = None
+        cls,
+        tokens: Tensor,
+        parents: Tensor,
+        depth: int,
+        widths: Sequence[int] | None = None,
+        *,
+        scores: Tensor | None = None,
     ) -> Draft:
         """Make a tree for each request.
 
@@ -78,12 +98,17 @@ class Draft:
             depth: the greatest depth of any node, known on the host (``num_steps``). A node that
                 is deeper is never accepted.
             widths: nodes that count; None if all do.
+            scores: [bs, N] float32, as in ``Draft``; None: not known.
 
         Raises:
             ValueError: they do not fit; see ``check``.
         """
         draft = cls(
-            tokens=tokens, parents=parents, widths=_ragged(widths, _width_of(tokens)), depth=depth
+            tokens=tokens,
+            parents=parents,
+            widths=_ragged(widths, _width_of(tokens)),
+            depth=depth,
+            scores=scores,
         )
         draft.check(values=DEBUG)
         return draft
@@ -92,7 +117,8 @@ class Draft:
         """Return this draft as the engine verifies it, in tensors of its own.
 
         The roots are the engine's, every token is one of the vocabulary, and a node without a
-        parent before it has none: it is never accepted (``lost``), nor is what hangs from it.
+        parent before it has none: it is never accepted (``lost``), nor is what hangs from it. The
+        scores are the plugin's: they say which nodes a cut keeps, and change no token.
 
         Args:
             roots: [bs] int64 bonus tokens.
@@ -106,27 +132,36 @@ class Draft:
         if parents is not None:
             order = arange(self.width, parents.device)
             parents = torch.where((parents < 0) | (parents >= order), -1, parents)
-        return Draft(tokens=tokens, parents=parents, widths=self.widths, depth=self.depth)
+        return self._like(tokens, parents)
+
+    def _like(self, tokens: Tensor, parents: Tensor | None) -> Draft:
+        """Return a draft of other tokens and parents."""
+        return Draft(
+            tokens=tokens,
+            parents=parents,
+            widths=self.widths,
+            depth=self.depth,
+            scores=self.scores,
+        )
 
     def _rooted_at_once(self, roots: Tensor, vocab_size: int) -> Draft:
         """Root in one launch, which computes what the step needs of a tree too."""
         from specplug.kernels.tree import root_chains, root_trees
 
-        tokens, parents, depth = self.tokens, self.parents, self.depth
+        tokens, parents = self.tokens, self.parents
         if parents is None:
-            tokens = root_chains(tokens, roots, vocab_size)
-            return Draft(tokens=tokens, parents=None, widths=self.widths, depth=depth)
-        tokens, parents, *of_tree = root_trees(tokens, parents, depth, roots, vocab_size)
-        draft = Draft(tokens=tokens, parents=parents, widths=self.widths, depth=depth)
+            return self._like(root_chains(tokens, roots, vocab_size), None)
+        tokens, parents, *of_tree = root_trees(tokens, parents, self.depth, roots, vocab_size)
+        draft = self._like(tokens, parents)
         draft._at_once = tuple(of_tree)
         return draft
 
     def copy(self) -> Draft:
         """Return the same in tensors of its own, to lend."""
-        parents = None if self.parents is None else self.parents.clone()
-        return Draft(
-            tokens=self.tokens.clone(), parents=parents, widths=self.widths, depth=self.depth
+        parents, scores = (
+            None if own is None else own.clone() for own in (self.parents, self.scores)
         )
+        return attrs.evolve(self, tokens=self.tokens.clone(), parents=parents, scores=scores)
 
     @property
     def is_chain(self) -> bool:
@@ -248,22 +283,59 @@ class Draft:
         """Select the nodes' rows: [bs·N, …] in the padded order -> [T, …] in the flat order."""
         return padded if self.padding is None else padded[self.padding.flat_index]
 
-    def narrow(self, max_draft_nodes: Sequence[int]) -> Draft:
-        """Keep at most ``max_draft_nodes[b]`` nodes, at least 1, of each request: the first ones,
-        which are the likeliest if the drafter put these first.
+    @property
+    def survival(self) -> Tensor:
+        """[bs, N] float32, the logarithm of the probability that the target takes a node and all
+        that it hangs from: the sum of the scores along its path, never greater than its parent's.
 
-        Parents stand before their children, so what is left of a tree is a tree.
+        A score above 0 counts as 0, and NaN as the least.
+        """
+        assert self.scores is not None
+        scores = self.scores.nan_to_num(nan=_LEAST_SCORE).clamp(_LEAST_SCORE, 0.0)
+        scores[:, 0] = 0.0
+        if self.parents is None:
+            return scores.cumsum(1)
+        # Rows are summed in one order, and rounding is monotone: a term less than 0 raises no sum.
+        return torch.where(self.mask, scores.unsqueeze(1), 0.0).sum(-1)
+
+    def narrow(self, max_draft_nodes: Sequence[int]) -> Draft:
+        """Keep at most ``max_draft_nodes[b]`` nodes, at least 1, of each request: of a tree with
+        scores those of the greatest ``survival``, else the first ones, which are the likeliest if
+        the drafter put these first.
+
+        What is left of a tree is a tree: a node's parent survives at least as likely as the node,
+        and stands before it.
         """
         widths = self.widths or (self.width,) * len(max_draft_nodes)
         if all(width <= most for width, most in zip(widths, max_draft_nodes, strict=True)):
             return self
         cut = tuple(min(width, most) for width, most in zip(widths, max_draft_nodes, strict=True))
         width = max(cut)
-        tokens = self.tokens[:, :width].contiguous()
-        if self.parents is None:
-            return Draft.chain(tokens, cut)
-        parents, depth = self.parents[:, :width], min(self.depth, width - 1)
-        return Draft(tokens=tokens, parents=parents, widths=_ragged(cut, width), depth=depth)
+        likeliest = self
+        if self.parents is not None and self.scores is not None:
+            likeliest = self._likeliest_first(self.parents, self.scores)
+        return Draft(
+            tokens=likeliest.tokens[:, :width].contiguous(),
+            parents=None if likeliest.parents is None else likeliest.parents[:, :width],
+            widths=_ragged(cut, width),
+            depth=min(self.depth, width - 1),
+            scores=None if likeliest.scores is None else likeliest.scores[:, :width],
+        )
+
+    def _likeliest_first(self, parents: Tensor, scores: Tensor) -> Draft:
+        """Return the tree with each request's nodes in order of survival, the greatest first. Of
+        equal ones the first stays the first, so that parents stand before their children."""
+        survival = self.survival
+        order = arange(self.width, parents.device)
+        if self.widths is not None:  # nodes that do not count come last
+            counts = upload(self.widths, parents.device).unsqueeze(1)
+            survival = torch.where(order < counts, survival, float("-inf"))
+        nodes = survival.sort(dim=1, descending=True, stable=True).indices
+        places = torch.empty_like(nodes).scatter_(1, nodes, order.expand_as(nodes))
+        above = parents.gather(1, nodes)
+        above = torch.where(above < 0, -1, places.gather(1, above.clamp(min=0)))
+        tokens, scores = self.tokens.gather(1, nodes), scores.gather(1, nodes)
+        return attrs.evolve(self, tokens=tokens, parents=above, scores=scores)
 
     def check(self, *, values: bool) -> None:
         """Refuse what is no draft: by type, dtype and shape, and by ``values`` too, which are read
@@ -288,6 +360,15 @@ class Draft:
         ):
             found = described(parents)
             raise ValueError(f"parents {found}; expected them like tokens, {described(tokens)}")
+        if self.scores is not None and not (
+            is_dense(self.scores)
+            and (self.scores.dtype, self.scores.shape, self.scores.device)
+            == (torch.float32, tokens.shape, tokens.device)
+        ):
+            raise ValueError(
+                f"scores {described(self.scores)}; expected {list(tokens.shape)} of torch.float32 "
+                f"on {tokens.device}, or None"
+            )
         if widths is not None:
             bs = tokens.shape[0]
             each = type(widths) is tuple and all(type(w) is int for w in widths)
@@ -298,6 +379,11 @@ class Draft:
                 )
         if values and parents is not None:
             self._check_tree(parents)
+        if values and self.scores is not None:
+            counted = self.flatten(self.scores)
+            what = "scores must be logarithms of probabilities, at most 0"
+            _expect((counted <= 0).all(), what, self.scores)
+            _expect((self.scores[:, 0] == 0).all(), "the root's score must be 0", self.scores)
 
     def _check_tree(self, parents: Tensor) -> None:
         order = torch.arange(self.width, device=parents.device)

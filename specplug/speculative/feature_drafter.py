@@ -225,10 +225,10 @@ class FeatureDrafter(ABC):
             return Draft.chain(self._draft_chain(batch, roots, tokens, hidden, steps))
         beam = self._beam(batch.max_draft_nodes, steps)
         scores = draft_input["scores"]
-        drafted_tokens, parents = self._draft_tree(
+        drafted_tokens, parents, node_scores = self._draft_tree(
             batch, roots, tokens, scores, hidden, beam, nodes, steps
         )
-        return Draft.tree(drafted_tokens, parents, steps)
+        return Draft.tree(drafted_tokens, parents, steps, scores=node_scores)
 
     def _chain(
         self, batch: Batch, roots: Tensor, tokens: Tensor, hidden: Tensor, steps: int
@@ -257,14 +257,14 @@ class FeatureDrafter(ABC):
         beam: int,
         nodes: int,
         steps: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Expand the F best nodes at each step, then keep the best of all candidates.
 
         Args:
             beam: F.
 
         Returns:
-            Tokens and parents, [bs, nodes] int64 each.
+            Tokens and parents, [bs, nodes] int64 each, and scores, [bs, nodes] float32.
         """
         bs = batch.size
         frontier = _Frontier(

@@ -121,7 +121,7 @@ def _committed_like(names: tuple[str, ...], left: Iterator[Tensor]) -> Committed
 def _draft_like(draft: Draft, left: Iterator[Tensor]) -> Draft:
     tokens = next(left)
     parents = None if draft.parents is None else next(left)
-    return attrs.evolve(draft, tokens=tokens, parents=parents)
+    return attrs.evolve(draft, tokens=tokens, parents=parents, scores=None)  # not of a pass
 
 
 def _draft_input_like(remake: Remake, left: Iterator[Tensor]) -> DraftInput:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 def select_nodes(
     roots: Tensor, scores: Tensor, tokens: Tensor, parents: Tensor, num_draft_tokens: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Select the ``num_draft_tokens - 1`` best candidates, best first, as a tree under the root.
 
     So what the core cuts where the KV pool is short, the last nodes, is what is least likely.
@@ -26,7 +26,8 @@ def select_nodes(
         num_draft_tokens: N, at most M + 1.
 
     Returns:
-        Tokens and parents, [bs, N] int64 each, as ``Draft.tree`` takes them.
+        Tokens and parents, [bs, N] int64 each, and scores, [bs, N] float32: each candidate's share
+        of its cumulative score. ``Draft.tree`` takes all three.
 
     A stable sort keeps the earlier of two equal scores, which is the parent, so a parent stands
     before its children here too. NaN, of a draft model that overflowed, is the least score.
@@ -37,8 +38,12 @@ def select_nodes(
     place = torch.zeros_like(parents).scatter_(1, best, order)
     above = parents.gather(1, best)
     above = torch.where(above < 0, 0, place.gather(1, above.clamp(min=0)))
-    root_parent = above.new_full((roots.shape[0], 1), -1)
+    root = roots.unsqueeze(1)
+    sums = torch.cat((torch.zeros_like(root, dtype=ranked.dtype), ranked.gather(1, best)), dim=1)
+    own = sums[:, 1:] - sums.gather(1, above)
+    own = torch.where(own.isnan(), float("-inf"), own)  # -inf below -inf
     return (
-        torch.cat((roots.unsqueeze(1), tokens.gather(1, best)), dim=1),
-        torch.cat((root_parent, above), dim=1),
+        torch.cat((root, tokens.gather(1, best)), dim=1),
+        torch.cat((torch.full_like(root, -1), above), dim=1),
+        torch.cat((sums[:, :1], own), dim=1).to(torch.float32),
     )

@@ -203,3 +203,110 @@ def test_equal_tokens_after_the_width_are_no_siblings() -> None:
 def test_reading_an_absent_state_says_which() -> None:
     with pytest.raises(KeyError, match="draft state 'hidden_states' is absent"):
         DraftInput(bonus_tokens=torch.tensor([1]), state={"hidden_states": None})["hidden_states"]
+
+
+def _survival(parents: list[int], scores: list[float], node: int) -> float:
+    return sum(scores[i] for i in _ancestors(parents, node))
+
+
+@st.composite
+def scored_trees(draw: Callable[..., Any]) -> tuple[list[list[int]], list[list[float]], list[int]]:
+    """Parents, scores, and the most nodes of each tree."""
+    parents = draw(trees())
+    scores = st.sampled_from([0.0, -0.25, -1.0, -3.5, float("-inf")])
+    each = [[0.0, *(draw(scores) for _ in row[1:])] for row in parents]
+    return parents, each, [draw(st.integers(1, len(row) + 1)) for row in parents]
+
+
+@exactly
+@given(case=scored_trees())
+def test_narrow_with_scores_keeps_the_likeliest_nodes(
+    case: tuple[list[list[int]], list[list[float]], list[int]],
+) -> None:
+    """The kept nodes are the best by survival, in its order; each hangs from the node that it hung
+    from, which stands before it."""
+    parents, scores, most = case
+    width, depth = len(parents[0]), _depth(parents)
+    tokens = 100 * torch.arange(len(parents)).unsqueeze(1) + torch.arange(width)
+    draft = Draft.tree(tokens, torch.tensor(parents), depth, scores=torch.tensor(scores))
+    cut = draft.narrow(most)
+    if all(width <= m for m in most):
+        assert cut is draft
+        return
+    assert cut.parents is not None
+    for b, row in enumerate(parents):
+        own = [_survival(row, [max(s, -1e4) for s in scores[b]], i) for i in range(width)]
+        expected = sorted(range(width), key=lambda i: (-own[i], i))[: most[b]]
+        count = len(expected)
+        kept = (cut.tokens[b] - 100 * b).tolist()[:count]
+        assert kept == expected
+        assert (cut.widths or (cut.width,) * len(parents))[b] == count
+        above = cut.parents[b].tolist()[:count]
+        assert above[0] == -1
+        assert [kept[p] for p in above[1:]] == [row[i] for i in expected[1:]]
+        assert all(p < place for place, p in enumerate(above))
+        assert cut.scores is not None
+        assert cut.scores[b].tolist()[:count] == [scores[b][i] for i in expected]
+
+
+def test_narrow_of_ragged_trees_drops_nodes_that_do_not_count() -> None:
+    parents = torch.tensor([[-1, 0, 0, 0], [-1, 0, 0, 0]])
+    scores = torch.tensor([[0.0, -5.0, -1.0, 0.0], [0.0, -3.0, -2.0, -1.0]])
+    draft = Draft.tree(torch.arange(8).view(2, 4), parents, 1, (3, 4), scores=scores)
+    cut = draft.narrow((2, 3))
+    assert cut.widths == (2, 3)
+    assert cut.tokens.tolist() == [[0, 2, 1], [4, 7, 6]]
+
+
+def test_survival_of_garbage_is_bounded_and_monotone() -> None:
+    nan, inf = float("nan"), float("inf")
+    parents = torch.tensor([[-1, 0, 1, 1]])
+    draft = Draft(
+        tokens=torch.arange(4).view(1, 4),
+        parents=parents,
+        widths=None,
+        depth=2,
+        scores=torch.tensor([[-7.0, nan, inf, -inf]]),
+    )
+    assert draft.survival.tolist() == [[0.0, -1e4, -1e4, -2e4]]
+    chain = Draft(
+        tokens=torch.arange(3).view(1, 3),
+        parents=None,
+        widths=None,
+        depth=2,
+        scores=torch.tensor([[0.0, -1.0, -2.0]]),
+    )
+    assert chain.survival.tolist() == [[0.0, -1.0, -3.0]]
+
+
+@pytest.mark.parametrize(
+    ("scores", "found"),
+    [
+        (torch.zeros(1, 3, dtype=torch.float64), "torch.float64"),
+        (torch.zeros(1, 2), r"\[1, 2\]"),
+        (torch.tensor([[0.0, 0.5, 0.0]]), "at most 0"),
+        (torch.tensor([[-1.0, -0.5, 0.0]]), "root's score"),
+        ([0.0, 0.0, 0.0], "type list"),
+    ],
+)
+def test_draft_with_wrong_scores_is_refused(scores: Any, found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        Draft.tree(torch.arange(3).view(1, 3), torch.tensor([[-1, 0, 0]]), 1, scores=scores)
+
+
+def test_survival_of_a_child_is_never_above_its_parents() -> None:
+    """Not by rounding either; a child that is sure ties with its parent."""
+    generator = torch.Generator().manual_seed(1)
+    width = 64
+    for _ in range(20):
+        highest = torch.arange(width).clamp(min=1)
+        parents = (torch.rand(width, generator=generator) * highest).long().unsqueeze(0)
+        parents[:, 0] = -1
+        sure = torch.rand(1, width, generator=generator) < 0.5
+        scores = torch.where(sure, 0.0, -torch.rand(1, width, generator=generator))
+        scores[:, 0] = 0.0
+        tokens = torch.arange(width).unsqueeze(0)
+        draft = Draft.tree(tokens, parents, width, scores=scores)
+        survival = draft.survival[0]
+        assert (survival[1:] <= survival[parents[0, 1:]]).all()
+        draft.narrow((width // 2,)).check(values=True)

@@ -53,14 +53,14 @@ def test_selection_puts_the_best_nodes_first(
 ) -> None:
     requests, num_draft_tokens = batch
     depth = max(c.depth(i) for c in requests for i in range(len(c.scores)))
-    tokens, parents = select_nodes(
+    tokens, parents, scores = select_nodes(
         torch.arange(len(requests)),
         torch.tensor([c.scores for c in requests]),
         torch.tensor([c.tokens for c in requests]),
         torch.tensor([c.parents for c in requests]),
         num_draft_tokens,
     )
-    draft = Draft.tree(tokens, parents, depth)
+    draft = Draft.tree(tokens, parents, depth, scores=scores)
     assert draft.parents is not None
     assert draft.tokens.shape == (len(requests), num_draft_tokens)
     for b, candidates in enumerate(requests):
@@ -71,11 +71,13 @@ def test_selection_puts_the_best_nodes_first(
         places = [1 + chosen.index(parent) if parent >= 0 else 0 for parent in above]
         assert draft.parents[b].tolist() == [-1, *places]
         assert draft.depths[b].tolist() == [0, *(candidates.depth(i) for i in chosen)]
+        sums = [0.0, *(max(candidates.scores[i], -1e4) for i in chosen)]
+        assert [max(s, -1e4) for s in draft.survival[b].tolist()] == sums
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2])
 def test_a_root_alone_and_a_root_with_one_child(num_draft_tokens: int) -> None:
-    tokens, _ = select_nodes(
+    tokens, _, _ = select_nodes(
         torch.tensor([7]),
         torch.tensor([[-2.0, -1.0]]),
         torch.tensor([[8, 9]]),
@@ -88,7 +90,7 @@ def test_a_root_alone_and_a_root_with_one_child(num_draft_tokens: int) -> None:
 def test_selection_with_nan_scores_stays_a_tree() -> None:
     """A draft model that has overflowed proposes nonsense, but a child never before its parent."""
     nan = float("nan")
-    tokens, parents = select_nodes(
+    tokens, parents, scores = select_nodes(
         torch.tensor([7]),
         torch.tensor([[-1.0, -2.0, nan, nan]]),
         torch.tensor([[1, 2, 3, 4]]),
@@ -97,3 +99,4 @@ def test_selection_with_nan_scores_stays_a_tree() -> None:
     )
     assert tokens.tolist() == [[7, 1, 2, 3, 4]]
     assert parents.tolist() == [[-1, 0, 0, 2, 3]]
+    assert scores.tolist() == [[0.0, -1.0, -2.0, -float("inf"), -float("inf")]]

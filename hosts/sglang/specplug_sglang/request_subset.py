@@ -115,6 +115,7 @@ class RequestSubset:
             parents=self._narrow(draft.parents),
             widths=None if draft.widths is None else self._each(draft.widths),
             depth=draft.depth,
+            scores=self._narrow(draft.scores),
         )
 
     def widen_draft(self, made: Draft, roots: Tensor) -> Draft:
@@ -134,11 +135,15 @@ class RequestSubset:
             order = torch.arange(width, device=roots.device) - 1
             parents = order.repeat(self.size, 1).index_copy_(0, index, made.parents)
         tokens = roots.unsqueeze(1).repeat(1, width).index_copy_(0, index, made.tokens)
+        scores = None
+        if made.scores is not None:
+            scores = made.scores.new_zeros(self.size, width).index_copy_(0, index, made.scores)
         return Draft(
             tokens=tokens,
             parents=parents,
             widths=None if set(widths) == {width} else tuple(widths),
             depth=made.depth,
+            scores=scores,
         )
 
     def narrow_nodes(self, draft: Draft, output: TargetOutput) -> TargetOutput:
