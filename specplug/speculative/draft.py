@@ -214,7 +214,7 @@ class Draft:
     @cached_property
     def lost(self) -> Tensor:
         """[bs, N] bool, nodes that can never be accepted: no path of at most ``depth`` steps leads
-        to them from the root. In a valid tree all are False but the root's, which nobody reads."""
+        to them from the root. In a valid tree all are False but the root's, which is not read."""
         assert self.parents is not None
         if self._at_once is not None:
             return self._at_once[2]
@@ -493,6 +493,6 @@ class DraftInput:
         if tensor is None:
             raise KeyError(
                 f"the draft state {name!r} is absent: no request of the batch has left it; what "
-                "worker.state_spec() declares is always there, as zeros if nobody has"
+                "worker.state_spec() declares is always there, as zeros if it was never left"
             )
         return tensor

@@ -94,7 +94,7 @@ def state_spec(worker: object) -> Mapping[str, StateTensor]:
     if declare is None:
         if hasattr(worker, "hidden_size_for"):
             raise PluginError(
-                f"{type(worker).__name__} has hidden_size_for(), which nobody asks now; expected "
+                f"{type(worker).__name__} has hidden_size_for(), which nothing calls; expected "
                 "state_spec(), which declares every tensor of the draft state with its shape and "
                 'type: {"hidden_states": StateTensor((size,), dtype)}'
             )

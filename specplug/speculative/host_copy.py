@@ -51,7 +51,7 @@ class Arrival:
 
     Args:
         device: from which they are; copies from the CPU are done at once.
-        event: that was recorded after them; None: one is recorded now. Each takes a GPU 1 to 2 us.
+        event: that was recorded after them; None: one is recorded now. Each takes a GPU some time.
     """
 
     def __init__(self, device: torch.device, event: torch.cuda.Event | None = None) -> None:

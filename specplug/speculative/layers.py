@@ -48,8 +48,8 @@ def linear(
 
 
 class Embedding(nn.Embedding):
-    """An ``nn.Embedding`` without ``max_norm``; where there are kernels one reads its rows, which
-    takes torch 8 us for a few on an H100."""
+    """An ``nn.Embedding`` without ``max_norm``; where there are kernels, one reads its rows, since
+    torch takes long for a few rows on a GPU."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[…] int64 -> […, embedding_dim]."""
@@ -319,7 +319,7 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[R] int64 -> cos and sin [R, 1, D], for ``rotate``."""
-        # Not index_select: rows that nobody reads may have negative positions.
+        # Not index_select: rows that are not read may have negative positions.
         cos, sin = self._read(positions).unsqueeze(2)
         return cos, sin
 

@@ -187,7 +187,7 @@ class PagedPlan:
         row = self.req_indices.unsqueeze(1)
         # Padding of a request stands after its last slot, or before its first one.
         slots = table[row, index.clamp(0, table.shape[1] - 1)]
-        if self.offset < 0:  # before its floor a request owns nothing: slot 0 is nobody's
+        if self.offset < 0:  # before its floor a request owns nothing: slot 0 is padding
             assert self.requests.floors is not None
             slots = torch.where(index >= self.requests.floors[row], slots, 0)
         return self._flat(slots)
