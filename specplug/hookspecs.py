@@ -28,7 +28,7 @@ accept.
 
 Where prompts and drafts share a step, each half calls its hooks with a batch of its own, so a batch
 is always one or the other. An idle rank takes part in the pass of other ranks: bs 0, nothing
-captured. A host may call ``propose`` right after ``build_draft_input``, for requests too that have
+captured. A host may call ``propose`` right after ``build_draft_input``, even for requests that have
 just ended.
 
 **firstresult.** Implementations are asked one after the other, extensions first. The first result

@@ -109,7 +109,7 @@ class Run:
                 self.ranks.close()
 
     def drop_tensors(self) -> None:
-        """Let go of the model and its caches, whatever still holds this object."""
+        """Free the model and its caches, even while other objects still hold this run."""
         for holder in (self.runtime, self.kv, self.runner):
             holder.close()
 

@@ -53,7 +53,8 @@ class EngineRuntime(RuntimeBase):
         graphs: of the run. Draft models add their passes.
         overlap: whether a step is launched before the last one's results are processed.
         draft_verifies: whether the draft's pass has the shape of a target verify, as the
-            algorithm's ``supports_target_verify_for_draft`` says. Others are not recorded.
+            algorithm's ``supports_target_verify_for_draft`` says. If False, no draft pass is
+            recorded.
         outputs: what requests can get for each token, by name. Plugins add theirs.
     """
 

@@ -29,7 +29,7 @@ _CPU_POOL_BYTES = 512 << 20
 _CUDA_POOL_SHARE = 0.6
 """Of the memory that is free when the model has been loaded."""
 _SHORTEST_GRAPH = 256
-"""Slots a request that the smallest graphs read."""
+"""Slots per request that the shortest recorded pass reads."""
 
 
 class KVPool:
@@ -113,7 +113,7 @@ class KVPool:
             prefix_cache: whether pages are kept for requests that begin alike.
 
         Raises:
-            UsageError: the device has not as much memory, or not now.
+            UsageError: the device lacks that memory, at all or at the moment.
         """
         num_slots = max_total_tokens or self._default_slots()
         num_pages = -(-num_slots // self._page_size) + 1  # page 0 is padding
@@ -220,8 +220,8 @@ class KVPool:
             )
 
     def _default_slots(self) -> int:
-        """Return as many slots as a memory budget holds, at most what all running requests can
-        need."""
+        """Return as many slots as a memory budget holds: at most what all running requests can
+        need, and never fewer than one request needs."""
         device = self._target.device
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what loading has reserved and no longer needs

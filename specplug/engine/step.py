@@ -111,7 +111,8 @@ class StepRunner:
         """Launch a step whose rows are in the request table; ``run`` sees to that.
 
         Of a step that prefills and decodes, both halves commit before either is fed: hooks may
-        write to what they are lent, where the logits of a recorded pass are again.
+        write to the tensors that they are lent, and the logits of a recorded pass are in memory
+        that is lent too.
         """
         clock = StepClock(self._device)
         if step.placed:
@@ -246,7 +247,7 @@ class StepRunner:
         """Commit the nodes that the target agrees with: recorded with its pass where that is,
         unless the host takes part, for grammars, wanted outputs or a plugin's ``verify``."""
         if self._order.core_verifies and not rows.group.needs & (Needs.GRAMMAR | Needs.OUTPUTS):
-
+            # Recorded at its first call; replays of it run nothing of this in Python.
             def commit(draft: Draft, plan: PagedPlan, passed: PassOutput) -> Committed:
                 return self._verify_nodes(rows.padded(draft, plan), passed)
 

@@ -134,7 +134,7 @@ def choose(
     if kernels.triton != ():
         missing = _missing_for(kernels, device, dtype)
         if missing is None:
-            return Choice(Implementation.TRITON, _why_triton(device, mode))
+            return Choice(Implementation.TRITON, _why_triton(device))
         reasons.append(missing)
     if kernels.c != ():
         if mode == "triton":
@@ -266,7 +266,7 @@ def _missing_on(kernels: Kernels, device: torch.device) -> str | None:
     return None
 
 
-def _why_triton(device: torch.device, mode: str) -> str:
+def _why_triton(device: torch.device) -> str:
     return f"{VARIABLE}=triton, interpreted" if device.type == "cpu" else "on a GPU"
 
 

@@ -102,14 +102,14 @@ class GraphRunner(PassRunner):
 
     Args:
         forward: the pass, of operations of the device alone.
-        pad: says how its inputs are padded: makes a ``GivenPass`` of its arguments. None: the pass
-            runs as it is.
+        pad: says how its inputs are padded: makes a ``GivenPass`` of its arguments. It returns
+            None for a pass that is not padded, which then runs eagerly.
         recorder: of the recordings.
         most_buckets: the most that are recorded; passes of others run as they are.
         warms_up: record the first pass of a bucket, after it has run once to compile its kernels.
             Else the second one is recorded: a bucket that is seen once costs no recording.
-        waits: replay a pass from the next one of its bucket on, not at once: the recordings of
-            other ranks must have succeeded too.
+        waits: without ``warms_up``, replay a pass from the next one of its bucket on, not at once:
+            the recordings of other ranks must have succeeded too.
         has_epilogue: whether ``run_epilogue`` may be called after it. What the pass computes of
             its arguments is kept for that.
 
@@ -190,8 +190,8 @@ class GraphRunner(PassRunner):
     def run_epilogue(self, key: Hashable, epilogue: Callable[..., Any]) -> Any:
         """Run what follows the last pass, on what that has read and written, and return its result.
 
-        The first time it runs as it is, and then is recorded, which runs nothing; from the second
-        time on it is replayed. So it runs once each time, and may write what it reads.
+        The first call runs it eagerly and then records it (recording executes nothing); later calls
+        replay the recording. So it runs once each time, and may write what it reads.
 
         Args:
             key: stands for ``epilogue``: of equal keys the same is recorded.

@@ -54,13 +54,13 @@ class Patch:
         place: its module and name, as ``forms`` has it.
         parameters: its form, which is compared with what is installed before an algorithm runs.
         wrapper: is called in its place, with the original before the arguments.
-        why: it is wrapped.
+        why: why the function must be wrapped.
         upstream: the change to vLLM that would end it.
         section: heading of docs/hosts.md with the code of that change.
         test: drives it, beside the comparison at start.
         runner: the model runner that needs it: "V1", "V2", or both.
         versions: of vLLM in which it is wrapped.
-        when: it is.
+        when: the moment at which it is wrapped.
         also: a module that imports the function, if that is loaded already.
     """
 
@@ -309,7 +309,7 @@ def check(names: Names, *when: When) -> None:
 
     Args:
         names: of that runner alone.
-        when: its own patches are made. Modules of the other one's may not be there.
+        when: the moments of that runner's patches. Modules of the other runner may be missing.
 
     Raises:
         UsageError: this vLLM was not tested, or has other forms.
