@@ -18,6 +18,7 @@ from specplug.errors import shown
 from specplug.kernels.kernel_table import runs_tree_kernels
 from specplug.speculative.host_copy import upload
 from specplug.speculative.padding import Padding
+from specplug.speculative.tree import likeliest_nodes
 
 _LEAST_SCORE = -1e4
 """A path of such nodes has a sum that float32 holds."""
@@ -311,31 +312,27 @@ class Draft:
             return self
         cut = tuple(min(width, most) for width, most in zip(widths, max_draft_nodes, strict=True))
         width = max(cut)
-        likeliest = self
-        if self.parents is not None and self.scores is not None:
-            likeliest = self._likeliest_first(self.parents, self.scores)
+        tokens, parents, scores = self.tokens, self.parents, self.scores
+        if parents is not None and scores is not None:
+            nodes, parents = self._likeliest(parents, width)
+            tokens, scores = tokens.gather(1, nodes), scores.gather(1, nodes)
         return Draft(
-            tokens=likeliest.tokens[:, :width].contiguous(),
-            parents=None if likeliest.parents is None else likeliest.parents[:, :width],
+            tokens=tokens[:, :width].contiguous(),
+            parents=None if parents is None else parents[:, :width],
             widths=_ragged(cut, width),
             depth=min(self.depth, width - 1),
-            scores=None if likeliest.scores is None else likeliest.scores[:, :width],
+            scores=None if scores is None else scores[:, :width],
         )
 
-    def _likeliest_first(self, parents: Tensor, scores: Tensor) -> Draft:
-        """Return the tree with each request's nodes in order of survival, the greatest first. Of
-        equal ones the first stays the first, so that parents stand before their children."""
+    def _likeliest(self, parents: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return each request's ``count`` nodes of the greatest survival, the greatest first, and
+        the places of their parents: [bs, count] int64 each."""
         survival = self.survival
-        order = arange(self.width, parents.device)
         if self.widths is not None:  # nodes that do not count come last
             counts = upload(self.widths, parents.device).unsqueeze(1)
-            survival = torch.where(order < counts, survival, float("-inf"))
-        nodes = survival.sort(dim=1, descending=True, stable=True).indices
-        places = torch.empty_like(nodes).scatter_(1, nodes, order.expand_as(nodes))
-        above = parents.gather(1, nodes)
-        above = torch.where(above < 0, -1, places.gather(1, above.clamp(min=0)))
-        tokens, scores = self.tokens.gather(1, nodes), scores.gather(1, nodes)
-        return attrs.evolve(self, tokens=tokens, parents=above, scores=scores)
+            is_node = arange(self.width, parents.device) < counts
+            survival = torch.where(is_node, survival, float("-inf"))
+        return likeliest_nodes(survival, parents, count)
 
     def check(self, *, values: bool) -> None:
         """Refuse what is no draft: by type, dtype and shape, and by ``values`` too, which are read
