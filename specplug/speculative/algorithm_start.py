@@ -2,8 +2,8 @@
 hosts::
 
     start_algorithm            select -> resolve -> validate_config -> the host's check
-                               -> supports_target_verify_for_draft
     (the host)                 loads the target, makes its runtime
+    draft_verifies             supports_target_verify_for_draft
     create_worker              create_worker -> seal
     (the host)                 makes the KV pools
     begin                      create_future_map -> HookOrder
@@ -12,6 +12,7 @@ hosts::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 import attrs
@@ -35,7 +36,7 @@ class HostRuntime(Runtime, Protocol):
         """Refuse further captures, caches, outputs and passes: the worker has been made."""
 
 
-@attrs.frozen(eq=False, kw_only=True)
+@attrs.frozen(eq=False, kw_only=True, slots=False)
 class StartedAlgorithm(Generic[C]):
     """The algorithm of a run, whose settings are final.
 
@@ -43,14 +44,18 @@ class StartedAlgorithm(Generic[C]):
         info: what it declares.
         hooks: of all the plugins of the run.
         config: the settings, as the algorithm takes them.
-        draft_verifies: whether the draft's pass has the shape of a target verify, as
-            ``supports_target_verify_for_draft`` says.
     """
 
     info: AlgorithmInfo
     hooks: C
     config: SpecConfig
-    draft_verifies: bool
+
+    @cached_property
+    def draft_verifies(self) -> bool:
+        """Whether the draft's pass has the shape of a target verify, as
+        ``supports_target_verify_for_draft`` says. The hook is asked when a host that makes a worker
+        reads this first: a host may start an algorithm for its settings alone."""
+        return self.hooks.supports_target_verify_for_draft()
 
     def create_worker(self, runtime: HostRuntime) -> None:
         """Make the worker: it loads its weights, and asks ``runtime`` for captures, outputs and KV.
@@ -103,9 +108,4 @@ def start_algorithm(
     host.check(selected.info, config, own_verify=not hooks.core_verifies)
     for adjustment in config.adjustments:
         tell(f"{config.algorithm}: {adjustment}")
-    return StartedAlgorithm(
-        info=selected.info,
-        hooks=hooks,
-        config=config,
-        draft_verifies=hooks.supports_target_verify_for_draft(),
-    )
+    return StartedAlgorithm(info=selected.info, hooks=hooks, config=config)
