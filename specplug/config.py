@@ -200,6 +200,15 @@ class EngineConfig:
         "Otherwise prompts go first, in steps of their own.",
         group="Engine",
     )
+    verify_budget: int | None = setting(
+        None,
+        Integer(),
+        "Most drafted tokens that a step verifies, of all requests together and with their last "
+        "tokens. What is least likely to be accepted is left out.",
+        group="Speculation",
+        unit="tokens",
+        unset="all that are drafted",
+    )
     disable_overlap_schedule: bool = setting(
         False,
         Flag(),

@@ -72,6 +72,7 @@ class LLM:
         max_total_tokens: int | None = None,
         max_model_len: int | None = None,
         enable_mixed_chunk: bool = False,
+        verify_budget: int | None = None,
         disable_overlap_schedule: bool = False,
         disable_radix_cache: bool = False,
         disable_cuda_graph: bool = False,

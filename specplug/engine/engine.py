@@ -11,6 +11,9 @@ from itertools import count
 from threading import get_ident
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from specplug.debug import DEBUG
 from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine_runtime import EngineRuntime
@@ -20,8 +23,9 @@ from specplug.engine.scheduler import Scheduler
 from specplug.engine.statistics import Statistics
 from specplug.engine.step import StepRunner
 from specplug.engine.step_values import KVSlice, SchedulerOutput, StepResult
+from specplug.speculative.calibration import RequestKind
 from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.report import RequestReport, StepReport
+from specplug.speculative.report import RELIABILITY_STEP, RequestReport, StepReport
 
 _log = logging.getLogger(__name__)
 
@@ -262,6 +266,7 @@ class Engine:
             output,
             request.params.banned_tokens(request.eos_token_ids),
         )
+        self.steps.calibration.admit(request.req_index, RequestKind.of(request.needs))
 
     def _idle(self) -> None:
         """Take part in a step of another rank; if none has called, wait for a moment."""
@@ -426,8 +431,30 @@ def _prefill_slice(kv: KVSlice, token: int) -> PrefillSlice:
     return PrefillSlice(kv=kv, first_token=token, outputs=dict(ChainMap(*outputs)))
 
 
+def _predicted(chances: Tensor) -> tuple[float, ...]:
+    """Return how many drafted tokens of each request were expected to be accepted, of the
+    ``chances`` [bs, N] of a step."""
+    return tuple(chances.abs().sum(1).tolist())
+
+
+def _reliability(chances: Tensor, kept: Sequence[int]) -> dict[int, tuple[int, float, int]]:
+    """Return what ``StepReport.reliability`` says of the ``chances`` [bs, N] of a step."""
+    nodes = chances[torch.tensor(kept) > 0].view(-1)
+    nodes = nodes[nodes != 0]
+    chance = nodes.abs()
+    bins = (chance * (100 / RELIABILITY_STEP)).long().clamp_(max=100 // RELIABILITY_STEP - 1)
+    rows = (bins.bincount(), bins.bincount(chance), bins.bincount((nodes > 0).float()))
+    found = zip(*(row.tolist() for row in rows), strict=True)
+    return {
+        RELIABILITY_STEP * place: (count, predicted, int(accepted))
+        for place, (count, predicted, accepted) in enumerate(found)
+        if count
+    }
+
+
 def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) -> StepReport:
     step, decode = result.step, result.decode
+    chances = decode.chances if decode else None
     chunks = step.prefill.chunks if step.prefill else ()
     return StepReport(
         number=result.number,
@@ -442,6 +469,8 @@ def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) ->
         depth=decode.tokens.shape[1] - 1 if decode else 0,
         accept_lens=tuple(decode.accept_lens.tolist()) if decode else (),
         kept=tuple(kept),
+        predicted=() if chances is None else _predicted(chances),
+        reliability={} if chances is None else _reliability(chances, kept),
         retracted_ids=tuple(request.request_id for request in step.retracted),
         evicted_pages=step.evicted_pages,
         num_running=step.num_running,

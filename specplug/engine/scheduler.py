@@ -35,6 +35,7 @@ class SchedulerConfig:
         num_draft_tokens: N, the most nodes that a decode step verifies for a request.
         num_lookahead_slots: slots after its committed length that a decode step would write, N or
             more: a draft model may need more for its own keys.
+        verify_budget: the most nodes that a decode step verifies of all requests; None: no limit.
         steps_in_flight: steps launched before the first one's results are processed.
     """
 
@@ -44,6 +45,7 @@ class SchedulerConfig:
     columns: int = 1
     num_draft_tokens: int = 1
     num_lookahead_slots: int = 1
+    verify_budget: int | None = None
     steps_in_flight: int = 1
 
     @classmethod
@@ -60,6 +62,7 @@ class SchedulerConfig:
             columns=spec.num_steps + 1,
             num_draft_tokens=spec.num_draft_tokens,
             num_lookahead_slots=spec.num_lookahead_slots,
+            verify_budget=config.verify_budget,
             steps_in_flight=2 if overlap else 1,
         )
 
@@ -149,6 +152,8 @@ class Scheduler:
         that a prompt moves on however many drafts there are."""
         most = self.config.num_draft_tokens
         used = sum(min(nodes, most) for nodes in decode.max_draft_nodes) if decode else 0
+        if decode and decode.verify_budget is not None:
+            used = min(used, decode.verify_budget)
         return max(budget - used, self.cache.pool.page_size)
 
     def _step(self, prefill: Prefill | None, decode: Decode | None) -> SchedulerOutput:
@@ -320,8 +325,15 @@ class Scheduler:
         return Decode(
             requests=tuple(requests),
             max_draft_nodes=tuple(max_draft_nodes),
+            verify_budget=self._verify_budget(len(requests)),
             slots=tuple(r.max_computed_tokens - columns + lookahead for r in requests),
         )
+
+    def _verify_budget(self, bs: int) -> int | None:
+        """Return the most nodes that a decode step of ``bs`` requests verifies, their roots at
+        least; None: no limit."""
+        budget = self.config.verify_budget
+        return None if budget is None else max(budget, bs)
 
     def _short(self, requests: Sequence[Request], slots: int) -> list[tuple[Request, int]]:
         """Return the requests that lack pages for ``slots`` after their committed length, and how

@@ -29,6 +29,10 @@ class Statistics:
         accepted_by_length: how often a verification gave 1, 2, … tokens.
         drafted_by_depth: how often a verified draft was 0, 1, 2, … tokens deep below its root.
         widths: how often 1, 2, … nodes were verified for a request.
+        scored: drafted nodes with a score, by the predicted percentage of being accepted; 35 stands
+            for 35 to 40, and so on.
+        predicted: of these, the sum of what was predicted, 1 a node at most.
+        accepted_of_scored: of these, how many were accepted.
         received: requests that another instance has prefilled; each came with a first token.
         received_bytes: of their KV and draft state.
         stateless: how many of these came without the draft state that the algorithm carries, and
@@ -56,6 +60,9 @@ class Statistics:
     accepted_by_length: Counter[int] = attrs.field(factory=Counter)
     drafted_by_depth: Counter[int] = attrs.field(factory=Counter)
     widths: Counter[int] = attrs.field(factory=Counter)
+    scored: Counter[int] = attrs.field(factory=Counter)
+    predicted: dict[int, float] = attrs.field(factory=dict)
+    accepted_of_scored: Counter[int] = attrs.field(factory=Counter)
     received: int = 0
     received_bytes: int = 0
     stateless: int = 0
@@ -89,6 +96,15 @@ class Statistics:
         lengths = self.accepted_by_length.items()
         accepted = _at_least(Counter({length - 1: count for length, count in lengths}))
         return accepted + [0] * (len(self.drafted_by_position) - len(accepted))
+
+    @property
+    def calibration_error(self) -> float:
+        """The expected calibration error of the drafts' scores: how far what was predicted is from
+        what was accepted, over the steps of 5 %, each by its share of the nodes; 0 without any.
+        Guo et al., "On Calibration of Modern Neural Networks", arXiv 1706.04599."""
+        nodes = sum(self.scored.values())
+        gaps = (abs(self.predicted[b] - self.accepted_of_scored[b]) for b in self.scored)
+        return sum(gaps) / nodes if nodes else 0.0
 
     def add(self, step: StepReport) -> None:
         """Count a step."""
@@ -126,6 +142,10 @@ class Statistics:
         for width, count in Counter(widths).items():
             self.drafted_by_depth[min(width - 1, step.depth)] += count
             self.widths[width] += count
+        for percentage, (nodes, predicted, accepted) in step.reliability.items():
+            self.scored[percentage] += nodes
+            self.predicted[percentage] = self.predicted.get(percentage, 0.0) + predicted
+            self.accepted_of_scored[percentage] += accepted
 
     def add_request(self, request: RequestReport) -> None:
         """Count an ended request."""
@@ -145,6 +165,7 @@ class Statistics:
         derived = (
             "mean_accept_length",
             "cache_hit_rate",
+            "calibration_error",
             "drafted_by_position",
             "accepted_by_position",
         )

@@ -59,6 +59,7 @@ class StepRunner:
 
     Attributes:
         runner, kv, sampler: as given.
+        calibration: of the scores of drafts.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class StepRunner:
         self.sampler = sampler
         self._device = device = runner.target.device
         self._order = order
+        self.calibration = order.calibration
         self._kv_transfer = kv_transfer
         self._masks = GrammarMasks(runner.target.vocab_size, device)
         self._rows = KeptRows(device)
@@ -195,6 +197,7 @@ class StepRunner:
                 req_indices=rows,
                 requests=tuple(map(ReadOnlyRequest, group.requests)),
                 max_draft_nodes=decode.max_draft_nodes,
+                verify_budget=decode.verify_budget,
                 greedy=not group.needs & Needs.NOISE,
                 is_warm_up=step.is_warm_up,
                 batch_rows=batch_rows,
@@ -326,7 +329,7 @@ def keep_accepted(kv: KVPool, drafted: Drafted, accepted: VerifyOutput) -> None:
     if runs_tree_kernels(draft.tokens):
         from specplug.kernels.tree import move_accepted
 
-        offsets = None if draft.widths is None else draft.offsets
+        offsets = draft.offsets if draft.is_ragged else None
         move_accepted(pool, slots, rows, starts, index, draft.width, offsets)
         return
     valid = index >= 0

@@ -79,11 +79,13 @@ class Decode:
     Attributes:
         max_draft_nodes: for each, the most nodes that have a slot after its committed length; 1 to
             ``num_lookahead_slots``.
+        verify_budget: the most nodes of all together, one for each at least; None: no limit.
         slots: for each, the most slots that it may reach.
     """
 
     requests: tuple[Request, ...]
     max_draft_nodes: tuple[int, ...]
+    verify_budget: int | None = None
     slots: tuple[int, ...]
 
 
@@ -323,13 +325,16 @@ class DecodeResult:
         tokens: [bs, C] int64, the target's tokens along each accepted path.
         accept_lens: [bs] int64.
         outputs: what requests asked for, of these bs·C rows; None if nothing.
-        widths: nodes verified for each request.
+        chances: of the nodes, as ``Committed.chances``.
+        counts: nodes verified for each request; a tensor [bs] int64 where the device alone knew
+            them.
     """
 
     tokens: Tensor
     accept_lens: Tensor
     outputs: HostOutputs | None
-    widths: tuple[int, ...]
+    counts: tuple[int, ...] | Tensor
+    chances: Tensor | None
 
     @classmethod
     def send(cls, rows: NodeRows, committed: Committed) -> Self:
@@ -341,8 +346,14 @@ class DecodeResult:
             tokens=report[:, :-1],
             accept_lens=report[:, -1],
             outputs=wanted.send(output.per_node, len(output.next_tokens)) if wanted else None,
-            widths=draft.widths or (draft.width,) * len(rows.group.requests),
+            counts=draft.host_counts(),
+            chances=None if committed.chances is None else host_copy(committed.chances),
         )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Nodes verified for each request, once they are on the host."""
+        return tuple(self.counts.tolist()) if isinstance(self.counts, Tensor) else self.counts
 
 
 @attrs.define(eq=False, kw_only=True)

@@ -97,6 +97,7 @@ class WarmUp:
             self._ranks.finish(self._take_part)
         for pool in self._steps.kv.tensors:  # the padding page's slot, as it was
             pool[:, :, 0].zero_()
+        self._steps.calibration.clear()
 
     def _run(self, step: SchedulerOutput) -> None:
         for request in step.admitted:

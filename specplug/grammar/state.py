@@ -181,20 +181,19 @@ class HostTree:
 
     Attributes:
         nodes: [3, bs, N] int64 on the host: tokens, next token, next sibling (``Draft.links``).
-        widths: nodes of each request.
+        widths: nodes of each request; a tensor [bs] int64 where the device alone knew them.
         arrival: of ``nodes``.
     """
 
     nodes: Tensor
-    widths: tuple[int, ...]
+    widths: tuple[int, ...] | Tensor
     arrival: Arrival
 
     @classmethod
     def of(cls, draft: Draft) -> HostTree:
         """Start copying a draft to the host."""
         nodes = to_host(torch.stack((draft.tokens, *draft.links)))
-        widths = draft.widths or (draft.width,) * len(draft.tokens)
-        return cls(nodes, widths, Arrival(draft.tokens.device))
+        return cls(nodes, draft.host_counts(), Arrival(draft.tokens.device))
 
     def fill_masks(self, grammar_states: Sequence[GrammarState | None], masks: Tensor) -> None:
         """Wait for the nodes and write the mask after each of them.
@@ -204,9 +203,9 @@ class HostTree:
             masks: [T, words] int32 on the CPU, T the sum of the widths.
         """
         self.arrival.wait()
-        ends = accumulate(self.widths)
+        widths = self.widths.tolist() if isinstance(self.widths, Tensor) else self.widths
         for b, (grammar_state, width, end) in enumerate(
-            zip(grammar_states, self.widths, ends, strict=True)
+            zip(grammar_states, widths, accumulate(widths), strict=True)
         ):
             if grammar_state is not None:
                 tokens, next_token, next_sibling = self.nodes[:, b, :width]

@@ -44,7 +44,7 @@ class PassPart:
     def size(self) -> PartSize:
         """Its size."""
         plan = self.plan
-        return PartSize(plan.bs, sum(plan.widths), plan.width, plan.mask is not None)
+        return PartSize(plan.bs, plan.num_rows, plan.width, plan.mask is not None)
 
 
 def size_of(prefill: PassPart | None, decode: PassPart | None, kinds: frozenset[str]) -> PassSize:
@@ -100,7 +100,7 @@ class FormInputs:
             _PartInputs(part, tokens[i], places[2 * i], places[2 * i + 1])
             for i, part in enumerate(form.parts)
         ]
-        self._widths: list[tuple[int, ...]] | None = None
+        self._widths: list[tuple[int, ...] | None] | None = None
         self._slots: tuple[RequestSlots, int]
 
     def fill(self, given: GivenParts) -> None:
@@ -116,15 +116,23 @@ class FormInputs:
             self._widths = widths
             index = torch.frombuffer(self._indices(), dtype=torch.int64)
             self._index.copy_(index, non_blocking=True)
+        for inputs, part in zip(self._parts, there, strict=True):
+            if inputs.widths is None and part is not None:
+                inputs.place_rows(part.plan)
 
     def _indices(self) -> array[int]:
-        """Return what follows from the widths alone."""
+        """Return what follows from the widths alone; zeros where the device alone knows these."""
         form, index = self._form, array("q")
         for part, inputs in zip(form.parts, self._parts, strict=True):
+            if inputs.widths is None:
+                index.frombytes(bytes(8 * (part.rows + part.bs * part.width)))
+                continue
             for places in part.places(inputs.widths):
                 index += places
         if form.prefill is not None:
-            ends = [end - 1 for end in accumulate(self._parts[0].widths)]
+            widths = self._parts[0].widths
+            assert widths is not None, "the host knows the widths of chunks"
+            ends = [end - 1 for end in accumulate(widths)]
             index.extend(ends + [0] * (form.prefill.bs - len(ends)))
             index.extend(range(form.prefill.rows, form.rows))
         return index
@@ -147,10 +155,10 @@ class FormInputs:
         row = place = 0
         for i, padded in enumerate((self._form.prefill, self._form.decode)):
             part = None if padded is None else next(left)
-            if padded is None or part is None or not part.widths:
+            if padded is None or part is None or not part.num_rows:
                 found.append(None)
             else:
-                rows = slice(row, row + sum(part.widths))
+                rows = slice(row, row + part.num_rows)
                 of_part = logits[place : place + part.num_logits]
                 found.append((of_part, cut_rows(captured, rows), cut_rows(points, rows)))
             if padded is not None:
@@ -168,7 +176,9 @@ class _PartInputs:
         flat_index, padded_rows: [R] and [B * Q] int64, as ``Padding`` has them.
 
     Attributes:
-        widths: of the requests of the last pass; none if it had no such part.
+        widths: of the requests of the last pass, none if it had no such part; None: the device
+            alone knows them.
+        num_rows: of these requests.
         num_logits: rows whose logits were wanted.
     """
 
@@ -178,8 +188,8 @@ class _PartInputs:
         self._form = form
         self._flat_index = flat_index
         self._padded_rows = padded_rows
-        self.widths: tuple[int, ...] = ()
-        self.num_logits = 0
+        self.widths: tuple[int, ...] | None = ()
+        self.num_rows = self.num_logits = 0
         device = tokens.device
         req_indices, starts = torch.zeros(2, form.bs, dtype=torch.int64, device=device)
         self._kept = tokens, req_indices, starts
@@ -195,12 +205,12 @@ class _PartInputs:
     def fill(self, part: PassPart | None) -> None:
         """Copy a part's tensors; what follows is padding: request row 0, token 0."""
         given: tuple[Tensor, ...] = ()
-        self.widths, self.num_logits = (), 0
+        self.widths, self.num_rows, self.num_logits = (), 0, 0
         if part is not None:
             plan = part.plan
             given = part.tokens, plan.req_indices, plan.starts
-            self.widths = plan.widths
-            self.num_logits = sum(plan.widths) if part.last_rows is None else plan.bs
+            self.widths, self.num_rows = plan.widths, plan.num_rows
+            self.num_logits = plan.num_rows if part.last_rows is None else plan.bs
             if self._masked is not None:
                 self._fill_mask(plan, *self._masked)
         for i, (kept, tensor) in enumerate(zip_longest(self._kept, given)):
@@ -210,6 +220,16 @@ class _PartInputs:
                 kept[:new].copy_(tensor)
             if old > new:
                 kept[new:old].zero_()
+
+    def place_rows(self, plan: PagedPlan) -> None:
+        """Write where the rows of a plan stand whose widths are known on the device alone: those of
+        ``PartForm.places``."""
+        assert plan.padding is not None
+        form, own = self._form, plan.padding.flat_index
+        rows, first = torch.arange(form.rows, device=own.device), plan.bs * form.width
+        self._flat_index.copy_(rows - len(own) + first)
+        self._flat_index[: len(own)] = own + own // plan.width * (form.width - plan.width)
+        self._padded_rows.zero_().index_copy_(0, self._flat_index, rows)
 
     def _fill_mask(self, plan: PagedPlan, positions: Tensor, mask: Tensor) -> None:
         if plan.width < self._width:
@@ -223,7 +243,7 @@ class _PartInputs:
         """Return a plan of these tensors."""
         _, req_indices, starts = self._kept
         positions, mask = self._masked or (None, None)
-        widths = self._form.widths(self.widths)
+        widths = None if self.widths is None else self._form.widths(self.widths)
         return PagedPlan(
             requests=requests,
             req_indices=req_indices,

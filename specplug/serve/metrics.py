@@ -67,6 +67,24 @@ TOTALS = (
         "Drafts accepted up to this position.",
         "position",
     ),
+    Total(
+        "scored",
+        "scored_nodes",
+        "Drafted nodes with a score, by the predicted percentage of being accepted.",
+        "percentage",
+    ),
+    Total(
+        "predicted",
+        "predicted_nodes",
+        "Of these, how many were expected to be accepted.",
+        "percentage",
+    ),
+    Total(
+        "accepted_of_scored",
+        "accepted_scored_nodes",
+        "Of these, how many were accepted.",
+        "percentage",
+    ),
     Total("retractions", "retractions", "Retractions: requests that lost their KV pages."),
     Total("evicted_pages", "evicted_pages", "Pages evicted from the prefix cache."),
     Total(

@@ -16,9 +16,8 @@ from torch.nn import Parameter
 from specplug.debug import DEBUG
 from specplug.errors import shown
 from specplug.kernels.kernel_table import runs_tree_kernels
-from specplug.speculative.host_copy import upload
+from specplug.speculative.host_copy import host_copy, upload
 from specplug.speculative.padding import Padding
-from specplug.speculative.tree import likeliest_nodes
 
 _LEAST_SCORE = -1e4
 """A path of such nodes has a sum that float32 holds."""
@@ -53,6 +52,9 @@ class Draft:
         depth: S, the deepest node's distance from its root; a step accepts at most S + 1 tokens.
         scores: [bs, N] float32, at each node the logarithm of the probability that the target takes
             it where it took its parent: at most 0, and 0 at the root. None: not known.
+        places: [T] int64 ascending, where the nodes that count stand among the bs·N, after a cut
+            over the batch: how many each request has is then known on the device alone, and
+            ``widths`` is None. None: ``widths`` says which count. The core alone sets it.
     """
 
     tokens: Tensor
@@ -60,6 +62,7 @@ class Draft:
     widths: tuple[int, ...] | None
     depth: int
     scores: Tensor | None = None
+    places: Tensor | None = attrs.field(init=False, default=None)
 
     @classmethod
     def chain(
@@ -162,7 +165,9 @@ class Draft:
         parents, scores = (
             None if own is None else own.clone() for own in (self.parents, self.scores)
         )
-        return attrs.evolve(self, tokens=self.tokens.clone(), parents=parents, scores=scores)
+        copied = attrs.evolve(self, tokens=self.tokens.clone(), parents=parents, scores=scores)
+        copied.places = None if self.places is None else self.places.clone()
+        return copied
 
     @property
     def is_chain(self) -> bool:
@@ -182,7 +187,24 @@ class Draft:
     @property
     def total(self) -> int:
         """T, the nodes of all requests."""
+        if self.places is not None:
+            return len(self.places)
         return sum(self.widths) if self.widths is not None else self.tokens.numel()
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether some of the bs·N nodes do not count."""
+        return self.widths is not None or self.places is not None
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """[bs] int64, how many nodes of each request count."""
+        bs, device = len(self.tokens), self.tokens.device
+        if self.places is not None:
+            zeros = torch.zeros(bs, dtype=torch.int64, device=device)
+            owner = self.places // self.width
+            return zeros.scatter_add_(0, owner, torch.ones_like(owner))
+        return upload(self.widths or (self.width,) * bs, device)
 
     @cached_property
     def _at_once(self) -> tuple[Tensor, ...] | None:
@@ -221,10 +243,19 @@ class Draft:
             return self._at_once[2]
         return (self.parents < 0) | (self.depths > self.depth) | ~self.mask[:, :, 0]
 
+    def host_counts(self) -> tuple[int, ...] | Tensor:
+        """Return how many nodes of each request count; where the device alone knows it, a tensor
+        [bs] int64 that is being copied to the host."""
+        if self.places is not None:
+            return host_copy(self.counts)
+        return self.widths or (self.width,) * len(self.tokens)
+
     @cached_property
     def offsets(self) -> Tensor:
         """[bs] int64, the flat index of each request's root among the T nodes."""
         device = self.tokens.device
+        if self.places is not None:
+            return self.counts.cumsum(0) - self.counts
         if self.widths is None:
             return arange(self.tokens.shape[0], device) * self.width
         starts = [0, *accumulate(self.widths)][:-1]
@@ -233,6 +264,8 @@ class Draft:
     @cached_property
     def padding(self) -> Padding | None:
         """Where the T nodes of the flat order stand in the padded bs·N; None if dense."""
+        if self.places is not None:
+            return Padding.at(self.places, *self.tokens.shape)
         if self.widths is None:
             return None
         return Padding.of(self.widths, self.width, self.tokens.device)
@@ -248,9 +281,8 @@ class Draft:
         bs, width = self.tokens.shape
         order = arange(width, self.tokens.device)
         parents = order.expand(bs, -1) - 1 if self.parents is None else self.parents
-        if self.widths is not None:
-            counts = upload(self.widths, parents.device).unsqueeze(1)
-            parents = torch.where(order < counts, parents, -2)
+        if self.is_ragged:
+            parents = torch.where(order < self.counts.unsqueeze(1), parents, -2)
         child_of = parents.unsqueeze(1) == order.unsqueeze(1)  # [bs, N, N], node j is i's child
         is_node = parents.unsqueeze(2) >= 0
         later = (
@@ -271,6 +303,8 @@ class Draft:
         """Give each node what its request has: [bs] -> [T], in the flat order."""
         if self.width == 1:
             return values
+        if self.places is not None:
+            return values[self.places // self.width]
         return self.select(values.repeat_interleave(self.width, output_size=self.tokens.numel()))
 
     def pad(self, flat: Tensor, fill: int) -> Tensor:
@@ -287,52 +321,28 @@ class Draft:
     @property
     def survival(self) -> Tensor:
         """[bs, N] float32, the logarithm of the probability that the target takes a node and all
-        that it hangs from: the sum of the scores along its path, never greater than its parent's.
+        that it hangs from, as the scores say; never greater than its parent's.
 
         A score above 0 counts as 0, and NaN as the least.
         """
         assert self.scores is not None
-        scores = self.scores.nan_to_num(nan=_LEAST_SCORE).clamp(_LEAST_SCORE, 0.0)
-        scores[:, 0] = 0.0
-        if self.parents is None:
-            return scores.cumsum(1)
-        # Rows are summed in one order, and rounding is monotone: a term less than 0 raises no sum.
-        return torch.where(self.mask, scores.unsqueeze(1), 0.0).sum(-1)
+        return self.along_paths(self.scores.nan_to_num(nan=_LEAST_SCORE).clamp(_LEAST_SCORE, 0.0))
 
-    def narrow(self, max_draft_nodes: Sequence[int]) -> Draft:
-        """Keep at most ``max_draft_nodes[b]`` nodes, at least 1, of each request: of a tree with
-        scores those of the greatest ``survival``, else the first ones, which are the likeliest if
-        the drafter put these first.
+    def along_paths(self, values: Tensor) -> Tensor:
+        """Sum what stands at the nodes of each path, the root's left out.
 
-        What is left of a tree is a tree: a node's parent survives at least as likely as the node,
-        and stands before it.
+        Args:
+            values: [bs, N] float32, at most 0.
+
+        Returns:
+            [bs, N] float32: the sum for the path to each node, never greater than its parent's.
         """
-        widths = self.widths or (self.width,) * len(max_draft_nodes)
-        if all(width <= most for width, most in zip(widths, max_draft_nodes, strict=True)):
-            return self
-        cut = tuple(min(width, most) for width, most in zip(widths, max_draft_nodes, strict=True))
-        width = max(cut)
-        tokens, parents, scores = self.tokens, self.parents, self.scores
-        if parents is not None and scores is not None:
-            nodes, parents = self._likeliest(parents, width)
-            tokens, scores = tokens.gather(1, nodes), scores.gather(1, nodes)
-        return Draft(
-            tokens=tokens[:, :width].contiguous(),
-            parents=None if parents is None else parents[:, :width],
-            widths=_ragged(cut, width),
-            depth=min(self.depth, width - 1),
-            scores=None if scores is None else scores[:, :width],
-        )
-
-    def _likeliest(self, parents: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return each request's ``count`` nodes of the greatest survival, the greatest first, and
-        the places of their parents: [bs, count] int64 each."""
-        survival = self.survival
-        if self.widths is not None:  # nodes that do not count come last
-            counts = upload(self.widths, parents.device).unsqueeze(1)
-            is_node = arange(self.width, parents.device) < counts
-            survival = torch.where(is_node, survival, float("-inf"))
-        return likeliest_nodes(survival, parents, count)
+        values = values.clone()
+        values[:, 0] = 0.0
+        if self.parents is None:
+            return values.cumsum(1)
+        # Rows are summed in one order, and rounding is monotone: a term less than 0 raises no sum.
+        return torch.where(self.mask, values.unsqueeze(1), 0.0).sum(-1)
 
     def check(self, *, values: bool) -> None:
         """Refuse what is no draft: by type, dtype and shape, and by ``values`` too, which are read

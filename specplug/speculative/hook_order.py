@@ -2,7 +2,7 @@
 
 The embedded engine drives it, and so can any other engine (docs/hosting.md has one of a page)::
 
-    a decode step      draft            resolve -> propose -> narrow
+    a decode step      draft            resolve -> propose -> narrow, cut to the budget
                        (the host)       runs the target's pass over the nodes, samples at each
                        verify           verify
                        (the host)       moves the KV of accepted nodes
@@ -44,7 +44,9 @@ import torch
 from torch import Tensor
 
 from specplug.speculative.batch import Batch, ForwardMode, RequestView
+from specplug.speculative.calibration import Calibration
 from specplug.speculative.draft import Draft, DraftInput
+from specplug.speculative.draft_cuts import cut_to_budget, is_wider, narrow
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.host_copy import upload
@@ -67,6 +69,8 @@ class Scheduled:
         req_indices: [bs] int64, each request's row in the request table.
         requests: bs views of them, for hooks.
         max_draft_nodes: the most nodes of each that can be verified, at least 1.
+        verify_budget: the most nodes of all together, at least bs; None: no limit. A host that sets
+            it takes drafts whose widths are known on the device alone.
         greedy: whether every request takes its most likely token.
         is_warm_up: what ``Batch.is_warm_up`` is for the hooks of the step.
         batch_rows: a copy of ``req_indices`` for hooks; None: it is made.
@@ -76,6 +80,7 @@ class Scheduled:
     req_indices: Tensor
     requests: Sequence[RequestView]
     max_draft_nodes: tuple[int, ...]
+    verify_budget: int | None = None
     greedy: bool = True
     is_warm_up: bool = False
     batch_rows: Tensor | None = None
@@ -157,11 +162,14 @@ class Committed(NamedTuple):
         report: [bs, C + 1] int64, after a decode step: the target's tokens along each accepted
             path, and after them its accept length. A host copies it in the same step: a recorded
             one writes there again. None after a prefill, or where the host has verified.
+        chances: [bs, N] float32, how likely each node was to be accepted, and whether it was, as
+            ``Calibration.observe`` says; None where ``report`` is, or the draft has no scores.
     """
 
     seq_lens: Tensor
     output: CommittedOutput
     report: Tensor | None = None
+    chances: Tensor | None = None
 
 
 class HookOrder:
@@ -176,6 +184,7 @@ class HookOrder:
     Attributes:
         committed: the core's own map, out of every plugin's reach: lengths and bonus tokens alone.
             A host that verifies by a kernel of its own may publish there by it.
+        calibration: of the scores of drafts.
     """
 
     def __init__(self, runtime: Runtime, hooks: HookCalls, future_map: FutureMap) -> None:
@@ -183,6 +192,7 @@ class HookOrder:
         self._hooks = hooks
         self._future_map = future_map
         self.committed = FutureMap(runtime.req_table_size, runtime.device)
+        self.calibration = Calibration(runtime.req_table_size, runtime.device)
         # A subclass may count the steps, or copy their tokens: it hears of each one.
         self._hears_all = not is_plain(future_map)
 
@@ -215,13 +225,25 @@ class HookOrder:
             is_warm_up=scheduled.is_warm_up,
         )
         draft = self._hooks.propose(self._runtime, batch, draft_input, roots=known.bonus_tokens)
+        if draft.scores is not None:
+            self.calibration.count_step()
         return Drafted(
             req_indices=rows,
             batch=batch,
             map_rows=scheduled.map_rows,
             seq_lens=starts,
-            draft=draft.narrow(scheduled.max_draft_nodes),
+            draft=self._cut(draft, scheduled),
         )
+
+    def _cut(self, draft: Draft, scheduled: Scheduled) -> Draft:
+        """Cut a draft to what each request has room for, and to the step's budget."""
+        most, budget = scheduled.max_draft_nodes, scheduled.verify_budget
+        rows = scheduled.req_indices
+        if is_wider(draft, most):
+            draft = narrow(draft, most, self.calibration.survival(draft, rows))
+        if budget is not None and budget < draft.total:
+            draft = cut_to_budget(draft, budget, self.calibration.survival(draft, rows))
+        return draft
 
     def verify(
         self, drafted: Drafted, predict: Tensor, logits: Tensor, per_node: Mapping[str, Tensor]
@@ -248,7 +270,8 @@ class HookOrder:
         seq_lens, report = self.committed.publish_step(
             drafted.req_indices, drafted.seq_lens, output
         )
-        return Committed(seq_lens, output, report)
+        chances = self.calibration.observe(drafted.draft, drafted.req_indices, verified.accepted)
+        return Committed(seq_lens, output, report, chances)
 
     def publish(self, half: Half, seq_lens: Tensor, output: CommittedOutput) -> Committed:
         """Publish how far each request is, in the place of ``verify`` and ``commit`` where the host

@@ -13,15 +13,15 @@ from specplug.speculative.host_copy import upload
 
 @attrs.frozen(eq=False)
 class Padding:
-    """Two index tensors, made on the host because the widths are known there.
+    """Two index tensors, made on the host where the widths are known there.
 
     Attributes:
-        widths: rows of each request.
+        widths: rows of each request; None: they are known on the device alone.
         flat_index: [R] int64, the padded place of each row.
         padded_rows: [bs * Q] int64, the row at each padded place; row 0 where there is none.
     """
 
-    widths: tuple[int, ...]
+    widths: tuple[int, ...] | None
     flat_index: Tensor
     padded_rows: Tensor
 
@@ -35,6 +35,24 @@ class Padding:
         for row, place in enumerate(flat):
             padded[place] = row
         return cls(tuple(widths), upload(flat, device), upload(padded, device))
+
+    @classmethod
+    def at(cls, places: Tensor, bs: int, width: int) -> Padding:
+        """Return the padding of rows whose padded places [R] int64, ascending, are known on the
+        device alone, to ``width``."""
+        padded = torch.zeros(bs * width, dtype=torch.int64, device=places.device)
+        order = torch.arange(len(places), device=places.device)
+        return cls(None, places, padded.index_copy_(0, places, order))
+
+    @property
+    def total(self) -> int:
+        """R."""
+        return len(self.flat_index)
+
+    def first_rows(self, bs: int, width: int) -> Tensor:
+        """Return the first row of each request, and R at the end: [bs + 1] int64."""
+        starts = torch.arange(bs + 1, device=self.flat_index.device) * width
+        return torch.searchsorted(self.flat_index, starts)
 
     @classmethod
     def between(

@@ -115,9 +115,14 @@ class PagedPlan:
         return len(self.req_indices)
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Rows of each request."""
+    def widths(self) -> tuple[int, ...] | None:
+        """Rows of each request; None: they are known on the device alone."""
         return (self.width,) * self.bs if self.padding is None else self.padding.widths
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.width * self.bs if self.padding is None else self.padding.total
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -248,16 +253,16 @@ class PagedPlan:
         """What the CPU's kernels read."""
         if self.padding is None:
             first_rows = torch.arange(self.bs + 1, device="cpu") * self.width
-            count = self.bs * self.width
+        elif self.padding.widths is None:
+            first_rows = self.padding.first_rows(self.bs, self.width)
         else:
             first_rows = torch.tensor([0, *accumulate(self.padding.widths)], device="cpu")
-            count = sum(self.padding.widths)
         return CPURows(
             table=self.requests.slots,
             req_indices=self.req_indices.contiguous(),
             starts=self.starts.contiguous(),
             first_rows=first_rows,
-            count=count,
+            count=self.num_rows,
             offset=self.offset,
             mask=None if self.mask is None else self.mask.contiguous(),
         )
@@ -294,24 +299,25 @@ class PagedPlan:
 
     def _grouped(self, elements: int, item_bytes: int) -> GroupedAttention | None:
         """Return what attends in groups of requests, made once per pass for the keys of one size;
-        None if they are attended together: on a GPU, and where the copies of all keys and values
-        are no larger than a group's.
+        None if they are attended together: on a GPU, where the host does not know the widths, and
+        where the copies of all keys and values are no larger than a group's.
 
         Args:
             elements: of a key, in all heads.
             item_bytes: of each.
         """
-        if self.bs == 1 or self.starts.device.type != "cpu":
+        if self.bs == 1 or self.starts.device.type != "cpu" or self.widths is None:
             return None
         if elements not in self._groupings:
             row_bytes = 2 * elements * item_bytes
             copied = self.bs * self.length * row_bytes
             small = self.padding is None and copied <= grouped_attention.GROUP_BYTES
-            self._groupings[elements] = None if small else self._group(elements, row_bytes)
+            self._groupings[elements] = (
+                None if small else self._group(self.widths, elements, row_bytes)
+            )
         return self._groupings[elements]
 
-    def _group(self, elements: int, row_bytes: int) -> GroupedAttention:
-        widths = self.widths
+    def _group(self, widths: tuple[int, ...], elements: int, row_bytes: int) -> GroupedAttention:
         used = (self.length,) * self.bs if self.used is None else self.used
         page_size = self.requests.page_size if self.length % self.requests.page_size == 0 else 1
         lengths = [min(round_up(each, page_size), self.length) for each in used]

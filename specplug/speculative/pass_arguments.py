@@ -67,8 +67,8 @@ def apart(value: Any) -> Parts:
         tensors = [*_committed(value), *value.per_node.values()]
         return tensors, partial(_committed_like, tuple(value.per_node))
     if isinstance(value, Draft):
-        parents = [] if value.parents is None else [value.parents]
-        return [value.tokens, *parents], partial(_draft_like, value)
+        optional = [each for each in (value.parents, value.scores) if each is not None]
+        return [value.tokens, *optional], partial(_draft_like, value)
     if isinstance(value, DraftInput):
         tensors, remake = _sequence_apart((value.bonus_tokens, value.state))
         return tensors, partial(_draft_input_like, remake)
@@ -121,7 +121,8 @@ def _committed_like(names: tuple[str, ...], left: Iterator[Tensor]) -> Committed
 def _draft_like(draft: Draft, left: Iterator[Tensor]) -> Draft:
     tokens = next(left)
     parents = None if draft.parents is None else next(left)
-    return attrs.evolve(draft, tokens=tokens, parents=parents, scores=None)  # not of a pass
+    scores = None if draft.scores is None else next(left)
+    return attrs.evolve(draft, tokens=tokens, parents=parents, scores=scores)
 
 
 def _draft_input_like(remake: Remake, left: Iterator[Tensor]) -> DraftInput:
@@ -140,7 +141,7 @@ def form_of(argument: Any) -> Any:
     if isinstance(argument, CommittedOutput):
         return tuple(argument.per_node)
     if isinstance(argument, Draft):
-        return argument.is_chain, argument.depth
+        return argument.is_chain, argument.depth, argument.scores is None
     if isinstance(argument, DraftInput):
         return form_of(argument.state)
     if isinstance(argument, tuple | list):

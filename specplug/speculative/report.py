@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
+
+RELIABILITY_STEP = 5
+"""Percent."""
 
 
 @attrs.frozen(kw_only=True)
@@ -23,6 +28,12 @@ class StepReport:
         depth: of the deepest draft, below its root.
         accept_lens: tokens accepted for each, the bonus token included.
         kept: how many of these it took; fewer if one of them ended it, none if it had ended.
+        predicted: drafted tokens that were expected to be accepted, for each; () if the drafts had
+            no scores. Their sum beside that of ``accept_lens`` less one each says how well scores
+            are calibrated.
+        reliability: of the drafts of requests that took tokens, by the predicted percentage of
+            being accepted in steps of ``RELIABILITY_STEP``: how many nodes, the sum of what was
+            predicted (1 a node at most), and how many were accepted.
         retracted_ids: requests that lost their pages when the step was scheduled.
         evicted_pages: pages that the prefix cache lost then.
         received_ids: requests whose prefill came from another instance and went into the pool.
@@ -52,6 +63,8 @@ class StepReport:
     depth: int = 0
     accept_lens: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
+    predicted: tuple[float, ...] = ()
+    reliability: Mapping[int, tuple[int, float, int]] = attrs.field(factory=dict)
     retracted_ids: tuple[str, ...] = ()
     evicted_pages: int = 0
     received_ids: tuple[str, ...] = ()

@@ -148,7 +148,7 @@ def verify_tree(draft: Draft, predict: Tensor) -> VerifyOutput:
     expected = padded.gather(1, draft.parents.clamp(min=0))
     wrong = (draft.tokens != expected) | draft.lost
     wrong[:, 0] = False
-    if draft.widths is not None:
+    if draft.is_ragged:
         wrong |= padded < 0
     accepted = ~(draft.mask & wrong.unsqueeze(1)).any(-1)
     depths, columns = draft.depths, draft.columns
@@ -169,7 +169,7 @@ def _verify_at_once(draft: Draft, predict: Tensor) -> VerifyOutput:
     tree = None
     if draft.parents is not None:
         tree = draft.parents, draft.mask, draft.depths, draft.lost
-    offsets = None if draft.widths is None else draft.offsets
+    offsets = draft.offsets if draft.is_ragged else None
     index, rows, next_tokens, own_tokens, lens, bonus_tokens, last_rows = verify_drafts(
         draft.tokens, tree, draft.columns, predict, offsets
     )
@@ -183,7 +183,7 @@ def _verify_at_once(draft: Draft, predict: Tensor) -> VerifyOutput:
 def _verify_chain(draft: Draft, predict: Tensor, padded: Tensor) -> VerifyOutput:
     bs = draft.tokens.shape[0]
     right = draft.tokens[:, 1:] == padded[:, :-1]
-    if draft.widths is not None:
+    if draft.is_ragged:
         right &= padded[:, 1:] >= 0
     accept_lens = right.to(torch.int64).cumprod(1).sum(1) + 1
     order = arange(draft.width, predict.device).expand(bs, -1)

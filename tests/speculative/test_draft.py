@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from specplug import Draft, DraftInput
 from specplug.speculative.draft import ancestor_mask
+from specplug.speculative.draft_cuts import narrow
 
 exactly = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 
@@ -71,7 +72,7 @@ def test_a_narrowed_draft_is_the_draft_of_its_first_nodes(
     depth = _depth(parents)
     whole = Draft.tree(tokens, torch.tensor(parents), depth)
     left = min(width, max(max_draft_nodes))
-    cut = whole.narrow(max_draft_nodes)
+    cut = narrow(whole, max_draft_nodes)
     fresh = Draft.tree(
         tokens[:, :left],
         torch.tensor(parents)[:, :left],
@@ -82,7 +83,7 @@ def test_a_narrowed_draft_is_the_draft_of_its_first_nodes(
     for name in ("tokens", "parents", "mask", "depths"):
         assert torch.equal(getattr(cut, name), getattr(fresh, name)), name
     assert (cut is whole) == all(most >= width for most in max_draft_nodes)
-    chain = Draft.chain(tokens).narrow(max_draft_nodes)
+    chain = narrow(Draft.chain(tokens), max_draft_nodes)
     assert chain.is_chain
     assert chain.columns == left
     assert torch.equal(chain.tokens, tokens[:, :left])
@@ -229,7 +230,7 @@ def test_narrow_with_scores_keeps_the_likeliest_nodes(
     width, depth = len(parents[0]), _depth(parents)
     tokens = 100 * torch.arange(len(parents)).unsqueeze(1) + torch.arange(width)
     draft = Draft.tree(tokens, torch.tensor(parents), depth, scores=torch.tensor(scores))
-    cut = draft.narrow(most)
+    cut = narrow(draft, most, draft.survival)
     if all(width <= m for m in most):
         assert cut is draft
         return
@@ -253,7 +254,7 @@ def test_narrow_of_ragged_trees_drops_nodes_that_do_not_count() -> None:
     parents = torch.tensor([[-1, 0, 0, 0], [-1, 0, 0, 0]])
     scores = torch.tensor([[0.0, -5.0, -1.0, 0.0], [0.0, -3.0, -2.0, -1.0]])
     draft = Draft.tree(torch.arange(8).view(2, 4), parents, 1, (3, 4), scores=scores)
-    cut = draft.narrow((2, 3))
+    cut = narrow(draft, (2, 3), draft.survival)
     assert cut.widths == (2, 3)
     assert cut.tokens.tolist() == [[0, 2, 1], [4, 7, 6]]
 
@@ -309,4 +310,4 @@ def test_survival_of_a_child_is_never_above_its_parents() -> None:
         draft = Draft.tree(tokens, parents, width, scores=scores)
         survival = draft.survival[0]
         assert (survival[1:] <= survival[parents[0, 1:]]).all()
-        draft.narrow((width // 2,)).check(values=True)
+        narrow(draft, (width // 2,), draft.survival).check(values=True)

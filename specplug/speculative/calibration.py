@@ -1,0 +1,164 @@
+"""How likely a draft's nodes are to be accepted, learnt from what the target took.
+
+A drafter's scores are what its softmax says, or a count, and no promise. ``Calibration`` counts on
+the device, for nodes of like score and depth, how often the target took one whose parent it took,
+and makes of a draft's scores the logarithms of these rates. Requests whose tokens are chosen by
+other rules are counted apart (``RequestKind``). No count changes a token: it says which nodes a cut
+keeps, and what a report predicts.
+
+Counts are integers, so that they do not depend on the order in which a device adds them.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from specplug.sampling_params import Needs
+from specplug.speculative.draft import Draft
+from specplug.speculative.verify import VerifyOutput
+
+DEPTHS = 16
+"""Depths that are counted apart; deeper nodes count as of the last one."""
+
+_LOGITS = [step / 4 for step in range(-24, 25)]
+"""The bounds of the bins of scores, as log-odds: bins are fine where probabilities are near 0 or 1.
+"""
+
+BINS = len(_LOGITS) + 1
+
+_PRIOR = 16
+"""Observations for which a bin's own probability counts, and for which a bin's rate over all depths
+counts at one depth."""
+
+_REFRESH = 16
+"""Steps after which the rates are computed anew from the counts."""
+
+_HALF_LIFE = 4096
+"""Steps after which a count weighs half: texts change."""
+
+
+class RequestKind(IntEnum):
+    """The rules by which a request's tokens are chosen, as far as they matter to acceptance."""
+
+    GREEDY = 0
+    SAMPLED = 1
+    CONSTRAINED = 2
+    """Penalties, biases or a grammar change what the target takes, and the drafter knows none."""
+
+    @classmethod
+    def of(cls, needs: Needs) -> RequestKind:
+        """Return the kind of a request with these needs."""
+        if needs & (Needs.PENALTIES | Needs.BIAS | Needs.GRAMMAR | Needs.MIN_TOKENS):
+            return cls.CONSTRAINED
+        return cls.SAMPLED if needs & Needs.NOISE else cls.GREEDY
+
+
+class Calibration:
+    """The counts of a run, and the rates that they give.
+
+    Args:
+        req_table_size: rows of the request table.
+        device: of the counts.
+    """
+
+    def __init__(self, req_table_size: int, device: torch.device) -> None:
+        bounds = torch.tensor(_LOGITS, dtype=torch.float32, device=device)
+        self._bounds = torch.nn.functional.logsigmoid(bounds)
+        odds = [_LOGITS[0] - 0.125, *(bound + 0.125 for bound in _LOGITS)]
+        self._own = torch.tensor(odds, dtype=torch.float32, device=device).sigmoid_()
+        size = len(RequestKind), DEPTHS, BINS
+        # Seen, and taken of these; the last cell is for what is no observation.
+        self._counts = torch.zeros(size[0] * DEPTHS * BINS + 1, 2, dtype=torch.int64, device=device)
+        self._rates = torch.zeros(size, dtype=torch.float32, device=device)
+        self._first_cells = torch.zeros(req_table_size, 1, dtype=torch.int64, device=device)
+        self._kinds = [RequestKind.GREEDY] * req_table_size
+        self._steps = 0
+        self._refresh()
+
+    def clear(self) -> None:
+        """Forget all that was counted."""
+        self._counts.zero_()
+        self._refresh()
+
+    def admit(self, row: int, kind: RequestKind) -> None:
+        """Say of what kind the request is that gets a row of the request table."""
+        if self._kinds[row] is not kind:
+            self._kinds[row] = kind
+            self._first_cells[row] = kind * DEPTHS * BINS
+
+    def count_step(self) -> None:
+        """Count a step; from time to time compute the rates anew, of counts that fade."""
+        self._steps += 1
+        if self._steps % _HALF_LIFE == 0:
+            self._counts.bitwise_right_shift_(1)
+        if self._steps % _REFRESH == 0:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Compute the rates: of a bin at a depth from its counts, those of the bin at all depths,
+        and the bin's own probability, each the less the more there is of the one before."""
+        seen, taken = self._counts[:-1].view(*self._rates.shape, 2).unbind(-1)
+        all_taken, all_seen = taken.sum(1, keepdim=True), seen.sum(1, keepdim=True)
+        rates = (all_taken + _PRIOR * self._own) / (all_seen + _PRIOR)
+        torch.log((taken + _PRIOR * rates) / (seen + _PRIOR), out=self._rates)
+
+    def survival(self, draft: Draft, req_indices: Tensor) -> Tensor | None:
+        """Return how likely each node is to be accepted with all that it hangs from, [bs, N]
+        float32, as a logarithm; None if the draft has no scores.
+
+        Args:
+            req_indices: [bs] int64, each request's row in the request table.
+        """
+        if draft.scores is None:
+            return None
+        return draft.along_paths(self._rates.view(-1)[self._cells(draft, req_indices)])
+
+    def observe(self, draft: Draft, req_indices: Tensor, accepted: VerifyOutput) -> Tensor | None:
+        """Count what the target took of a draft.
+
+        Args:
+            draft: of which ``accepted`` was made.
+            req_indices: [bs] int64, each request's row in the request table; of row 0, which is
+                padding, nothing is counted.
+
+        Returns:
+            [bs, N] float32, at each node that counts, but the roots, the probability with which it
+            was expected to be accepted, negative if it was not; 0 at the others. None if the draft
+            has no scores.
+        """
+        if draft.scores is None:
+            return None
+        cells = self._cells(draft, req_indices)
+        chances = draft.along_paths(self._rates.view(-1)[cells]).exp()
+        is_accepted, follows = _outcomes(draft, accepted)
+        order = torch.arange(draft.width, device=cells.device)
+        is_node = (order > 0) & (req_indices > 0).unsqueeze(1)
+        if draft.is_ragged:
+            is_node &= order < draft.counts.unsqueeze(1)
+        cells = torch.where(is_node & follows, cells, len(self._counts) - 1).view(-1)
+        seen_and_taken = torch.stack((torch.ones_like(cells), is_accepted.reshape(-1)), dim=1)
+        self._counts.index_add_(0, cells, seen_and_taken)
+        return torch.where(is_accepted, chances, -chances).masked_fill_(~is_node, 0.0)
+
+    def _cells(self, draft: Draft, req_indices: Tensor) -> Tensor:
+        """Return the cell of each node, [bs, N] int64."""
+        assert draft.scores is not None
+        scores = draft.scores.nan_to_num(nan=float("-inf"))
+        bins = torch.bucketize(scores, self._bounds, right=True)
+        depths = (draft.depths - 1).clamp(0, DEPTHS - 1)
+        return bins + depths * BINS + self._first_cells[req_indices]
+
+
+def _outcomes(draft: Draft, accepted: VerifyOutput) -> tuple[Tensor, Tensor]:
+    """Return which nodes were accepted, and which hang from an accepted one: [bs, N] bool each."""
+    if draft.parents is None:
+        order, lens = torch.arange(draft.width, device=draft.tokens.device), accepted.accept_lens
+        return order < lens.unsqueeze(1), order <= lens.unsqueeze(1)
+    index, bs, width = accepted.accept_index, *draft.tokens.shape
+    local = torch.where(index >= 0, index - draft.offsets.unsqueeze(1), width)
+    taken = torch.zeros(bs, width + 1, dtype=torch.bool, device=index.device)
+    taken = taken.scatter_(1, local, True)[:, :width]
+    return taken, taken.gather(1, draft.parents.clamp(min=0))
