@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from specplug.registry import Registry
     from specplug.sampling_params import SamplingParams
     from specplug.speculative import layers
-    from specplug.speculative.batch import Batch, RequestView
     from specplug.speculative.draft import Draft, DraftInput
     from specplug.speculative.draft_checkpoint import Checkpoint
     from specplug.speculative.draft_state import ReceivedState, StateTensor, received_state
     from specplug.speculative.feature_drafter import FeatureDrafter
     from specplug.speculative.future_map import FutureMap
+    from specplug.speculative.hook_order import Batch, RequestView
     from specplug.speculative.noise import couple
     from specplug.speculative.output_kind import PerTokenOutput
     from specplug.speculative.report import RequestReport, StepReport
@@ -75,8 +75,8 @@ _LAZY = {
     "RequestOutput": "specplug.outputs",
     "Registry": "specplug.registry",
     "SamplingParams": "specplug.sampling_params",
-    "Batch": "specplug.speculative.batch",
-    "RequestView": "specplug.speculative.batch",
+    "Batch": "specplug.speculative.hook_order",
+    "RequestView": "specplug.speculative.hook_order",
     "Checkpoint": "specplug.speculative.draft_checkpoint",
     "couple": "specplug.speculative.noise",
     "Draft": "specplug.speculative.draft",

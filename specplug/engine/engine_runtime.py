@@ -18,9 +18,9 @@ from specplug.kv.tensors import KVShape
 from specplug.model.hidden_states import AUX_HIDDEN_STATES, LM_HEAD_INPUT
 from specplug.model.sampler import Sampler
 from specplug.model.target import Target
-from specplug.speculative.batch import Batch
 from specplug.speculative.draft import described
 from specplug.speculative.graph_runner import PassRunner
+from specplug.speculative.hook_order import Batch
 from specplug.speculative.output_kind import OutputKind, PerTokenOutput
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedKVCache

@@ -35,9 +35,17 @@ from specplug.model.model_runner import ModelRunner
 from specplug.model.padded_rows import PassOutput
 from specplug.model.sampler import Sampler
 from specplug.sampling_params import Needs
-from specplug.speculative.batch import Batch, ForwardMode
 from specplug.speculative.draft import Draft
-from specplug.speculative.hook_order import Chunks, Committed, Drafted, Half, HookOrder, Scheduled
+from specplug.speculative.hook_order import (
+    Batch,
+    Chunks,
+    Committed,
+    Drafted,
+    ForwardMode,
+    Half,
+    HookOrder,
+    Scheduled,
+)
 from specplug.speculative.host_copy import Arrival, upload
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedPlan

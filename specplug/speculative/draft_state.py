@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import torch
 from torch import Tensor
 
 from specplug.errors import PluginError
-from specplug.speculative.batch import Batch
 from specplug.speculative.draft import DraftInput
 from specplug.speculative.runtime import Runtime
+
+if TYPE_CHECKING:
+    from specplug.speculative.hook_order import Batch
 
 
 @attrs.frozen

@@ -37,8 +37,8 @@ from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOut
 
 if TYPE_CHECKING:
     from specplug.registry import Extension, SelectedAlgorithm
-    from specplug.speculative.batch import Batch
     from specplug.speculative.defaults import CoreDefaults
+    from specplug.speculative.hook_order import Batch
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.runtime import Runtime
 

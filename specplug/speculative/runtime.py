@@ -7,7 +7,7 @@ them could give.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor
 
 from specplug.algorithm import SpecConfig
 from specplug.host import HostCapabilities
-from specplug.speculative.batch import Batch
 from specplug.speculative.output_kind import PerTokenOutput
+
+if TYPE_CHECKING:
+    from specplug.speculative.hook_order import Batch
 
 
 class KVCache:

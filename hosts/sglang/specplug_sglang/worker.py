@@ -13,8 +13,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
 from specplug import Batch, RequestReport
-from specplug.speculative.batch import ForwardMode
-from specplug.speculative.hook_order import Chunks, Drafted, Half, Scheduled, Verified
+from specplug.speculative.hook_order import Chunks, Drafted, ForwardMode, Half, Scheduled, Verified
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import LentPlan, PagedPlan
 from specplug_sglang.capabilities import MASKED
