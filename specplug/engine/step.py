@@ -32,8 +32,8 @@ from specplug.grammar.state import HostTree
 from specplug.kernels.kernel_table import runs_tree_kernels
 from specplug.kv.tensors import move_slots
 from specplug.model.model_runner import ModelRunner
-from specplug.model.padded_rows import PassOutput
 from specplug.model.sampler import Sampler
+from specplug.model.target import PassOutput
 from specplug.sampling_params import Needs
 from specplug.speculative.draft import Draft
 from specplug.speculative.hook_order import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,7 +27,6 @@ from specplug.model.fused_norms import fuse_norms
 from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.layer_fusion import FusedLayer
 from specplug.model.model_check import ModelCheck
-from specplug.model.padded_rows import PassOutput
 from specplug.model.paired_rows import pair_rows
 from specplug.model.quantization import (
     count_packed_modules,
@@ -41,6 +40,10 @@ from specplug.model.row_proof import RowProof
 from specplug.model.sharded_mlp import shard_mlps
 from specplug.speculative.paged_plan import JoinedPlan, PagedKVCache, PagedPlan
 from specplug.startup import Startup
+
+PassOutput = tuple[Tensor, dict[str, Tensor], dict[Hashable, Tensor]]
+"""The result of a pass: logits [M, V]; the captured outputs that algorithms asked for, by name; and
+the tensors at the points to read. Both have leading size R."""
 
 _SMALL_MODEL = 50_000_000
 """Parameters, below which one thread is faster than several."""
