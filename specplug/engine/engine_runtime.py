@@ -23,7 +23,7 @@ from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.hook_order import Batch
 from specplug.speculative.output_kind import OutputKind, PerTokenOutput
 from specplug.speculative.padding import Padding
-from specplug.speculative.paged_plan import LentPlan, PagedKVCache
+from specplug.speculative.paged_plan import LentPlan, PagedKVCache, PagedPlan
 from specplug.speculative.runtime import RankInfo
 from specplug.speculative.runtime_base import RuntimeBase
 
@@ -140,10 +140,12 @@ class EngineRuntime(RuntimeBase):
         width, padding = Padding.between(width, self.device)
         self._check_plan(batch, starts, width, offset, positions, mask)
         return LentPlan(
-            self._kv.make_plan(
-                batch.req_indices,
-                starts,
-                width,
+            PagedPlan(
+                requests=self._kv.request_slots,
+                req_indices=batch.req_indices,
+                starts=starts,
+                width=width,
+                length=self._kv.key_length,
                 offset=offset,
                 given_positions=positions,
                 mask=mask,
@@ -197,7 +199,8 @@ class EngineRuntime(RuntimeBase):
     def draft_pass(self, forward: Callable[..., Any]) -> PassRunner:
         if not self._draft_verifies:
             return super().draft_pass(forward)
-        return self._graphs.draft_pass(forward, self._kv.key_length)
+        kv = self._kv
+        return self._graphs.draft_pass(forward, lambda: kv.key_length)
 
     def close(self) -> None:
         """Free the draft models, even while a plugin still holds this object."""
