@@ -106,7 +106,7 @@ class LLM:
             if config.disaggregation == "both":
                 self._partner = _partner_of(run)
             self._run = run
-        self.spec_config, self.tokenizer = run.spec, run.tokenizer
+        self.spec_config, self.tokenizer = run.algorithm.config, run.tokenizer
         for line in startup_lines(run):
             _log.info(line)
         for line in times_of_start(run, self._startup, compiled):
@@ -432,7 +432,7 @@ class LLM:
             PluginError: it was called in the middle of a step, by a hook of it.
         """
         if self._is_in_step:
-            hooks = (run.hooks.running for run in self._runs)
+            hooks = (run.algorithm.hooks.running for run in self._runs)
             hook = next(filter(None, hooks), "what a step calls")
             raise PluginError(
                 f"{hook} called {method}() of the engine whose step it is part of; expected hooks "

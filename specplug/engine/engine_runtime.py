@@ -45,8 +45,8 @@ class EngineRuntime(RuntimeBase):
     """The ``Runtime`` of the embedded engine; ``Runtime`` says what each member is.
 
     Args:
-        settings: of the run.
-        config: of its speculation.
+        config: of the run.
+        spec: of its speculation.
         target: of the run.
         kv: of the run. Draft models add their caches.
         sampler: of the target's tokens.
@@ -60,8 +60,8 @@ class EngineRuntime(RuntimeBase):
 
     def __init__(
         self,
-        settings: EngineConfig,
-        config: SpecConfig,
+        config: EngineConfig,
+        spec: SpecConfig,
         target: Target,
         *,
         kv: KVPool,
@@ -71,26 +71,26 @@ class EngineRuntime(RuntimeBase):
         draft_verifies: bool,
         outputs: dict[str, OutputKind],
     ) -> None:
-        super().__init__(EMBEDDED, config)
+        super().__init__(EMBEDDED, spec)
         self._target = target
         self._kv = kv
         self._sampler = sampler
         self._graphs = graphs
         self._draft_verifies = draft_verifies
         self._outputs = outputs
-        self._num_lookahead_slots = config.num_lookahead_slots
+        self._num_lookahead_slots = spec.num_lookahead_slots
         self.device = target.device
         self.dtype = target.dtype
         self.vocab_size = target.vocab_size
         self.hidden_size = target.hidden_size
         self.num_layers = target.num_layers
         self.context_len = kv.context_len
-        self.max_running_requests = settings.max_running_requests
+        self.max_running_requests = config.max_running_requests
         self.req_table_size = kv.table.req_table_size
-        self.page_size = settings.page_size
-        self.chunked_prefill_size = settings.chunked_prefill_size
+        self.page_size = config.page_size
+        self.chunked_prefill_size = config.chunked_prefill_size
         self.overlap = overlap
-        self.rank = RankInfo(rank=settings.dp_rank, world_size=settings.dp_size)
+        self.rank = RankInfo(rank=config.dp_rank, world_size=config.dp_size)
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         embeds: Tensor = self._target.embed_tokens(token_ids)
