@@ -8,7 +8,7 @@ from torch import Tensor
 from specplug.config import EngineConfig
 from specplug.engine.scheduler import SchedulerConfig
 from specplug.errors import UsageError, shown
-from specplug.kv.page_pool import PagePool
+from specplug.kv.page_allocator import PageAllocator
 from specplug.kv.prefix_cache import PrefixCache
 from specplug.kv.request_table import RequestTable
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
@@ -134,7 +134,9 @@ class KVPool:
             ) from error
         if lookahead is None:
             lookahead = 1 if self.has_draft_cache else 0
-        return PrefixCache(PagePool(num_pages, self._page_size), lookahead, enabled=prefix_cache)
+        return PrefixCache(
+            PageAllocator(num_pages, self._page_size), lookahead, enabled=prefix_cache
+        )
 
     def close(self) -> None:
         """Free the draft models' caches, even if a plugin still holds one. The target frees its
