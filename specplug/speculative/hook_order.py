@@ -303,6 +303,7 @@ class HookOrder:
         if both is None:
             own = self.committed.resolve(rows)
             both = own, self._hooks.resolve(self._future_map, batch_rows)
+        # The core's own lengths place the nodes; the algorithm's are what its hooks see.
         (starts, known), (seq_lens, draft_input) = both
         batch = Batch(
             mode=ForwardMode.DECODE,
