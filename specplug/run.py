@@ -154,6 +154,7 @@ def start_run(config: EngineConfig, device: torch.device, startup: Startup) -> R
             config,
             spec,
             target,
+            tokenizer=tokenizer,
             kv=kv,
             sampler=sampler,
             graphs=graphs,

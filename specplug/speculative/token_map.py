@@ -131,6 +131,17 @@ class TokenMap:
         return logits.index_select(1, self.draft_ids)
 
 
+def find_tokenizer(path: str) -> Any:
+    """Load the tokenizer of a folder or hub id, without running any code of it; None if there is
+    none that can be loaded so."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _tokens_of(tokenizer: Any, vocab_size: int) -> dict[tuple[bool, bytes], int]:
     """Return a tokenizer's ids below ``vocab_size``, by whether a token is special and its bytes;
     of several ids of one token that which is no single byte of a fallback, then the lowest."""
