@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.rotation import chunk_tails, rotate_chunks
     from specplug.speculative.runtime import AttentionPlan, KVCache, Runtime
+    from specplug.speculative.token_map import TokenMap
     from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput, verify_tree
 
 __version__ = "0.1.0"
@@ -92,6 +93,7 @@ _LAZY = {
     "KVCache": "specplug.speculative.runtime",
     "Runtime": "specplug.speculative.runtime",
     "StateTensor": "specplug.speculative.draft_state",
+    "TokenMap": "specplug.speculative.token_map",
     "chunk_tails": "specplug.speculative.rotation",
     "rotate_chunks": "specplug.speculative.rotation",
     "CommittedOutput": "specplug.speculative.verify",
@@ -144,6 +146,7 @@ __all__ = [
     "StateTensor",
     "StepReport",
     "TargetOutput",
+    "TokenMap",
     "UnknownAlgorithm",
     "UsageError",
     "VerifyOutput",

@@ -251,6 +251,7 @@ def _allocate(loaded: Loaded, startup: Startup, opened: ExitStack) -> _Caches:
         config,
         algorithm.config,
         target,
+        tokenizer=loaded.tokenizer,
         kv=kv,
         sampler=sampler,
         graphs=loaded.graphs,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specplug.algorithm import CAPTURES, SpecConfig
+from specplug.algorithm import CAPTURES, SpecConfig, find_model
 from specplug.config import EngineConfig
 from specplug.engine.cuda_graphs import CudaGraphs
 from specplug.engine.kv_pool import KVPool
@@ -48,6 +48,7 @@ class EngineRuntime(RuntimeBase):
         config: of the run.
         spec: of its speculation.
         target: of the run.
+        tokenizer: of the target; None: it has none.
         kv: of the run. Draft models add their caches.
         sampler: of the target's tokens.
         graphs: of the run. Draft models add their passes.
@@ -64,6 +65,7 @@ class EngineRuntime(RuntimeBase):
         spec: SpecConfig,
         target: Target,
         *,
+        tokenizer: Any,
         kv: KVPool,
         sampler: Sampler,
         graphs: CudaGraphs,
@@ -85,6 +87,8 @@ class EngineRuntime(RuntimeBase):
         self.hidden_size = target.hidden_size
         self.num_layers = target.num_layers
         self.context_len = kv.context_len
+        self.model_path = find_model(config.model)
+        self.tokenizer = tokenizer
         self.max_running_requests = config.max_running_requests
         self.req_table_size = kv.table.req_table_size
         self.page_size = config.page_size
