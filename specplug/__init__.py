@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from specplug import settings
     from specplug.config import EngineConfig
     from specplug.kernels.argmax import argmax_rows
-    from specplug.kernels.cpu_compiler import load_compiled
+    from specplug.kernels.plugin_library import load_compiled
     from specplug.llm import LLM
     from specplug.outputs import Logprob, RequestOutput
     from specplug.registry import Registry
@@ -100,7 +100,7 @@ _LAZY = {
     "TargetOutput": "specplug.speculative.verify",
     "VerifyOutput": "specplug.speculative.verify",
     "argmax_rows": "specplug.kernels.argmax",
-    "load_compiled": "specplug.kernels.cpu_compiler",
+    "load_compiled": "specplug.kernels.plugin_library",
     "verify_tree": "specplug.speculative.verify",
 }
 

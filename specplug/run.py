@@ -26,7 +26,6 @@ from specplug.engine.step import StepRunner
 from specplug.engine.warm_up import WarmUp
 from specplug.errors import RankError, warn_fallback
 from specplug.kernels.compilations import Compilations, cache_folder
-from specplug.kernels.cpu_compiler import compiling_declined
 from specplug.kernels.kernel_table import compiles_triton, kernels_mode, table_lines
 from specplug.kv.prefix_cache import PrefixCache
 from specplug.model.device_memory import in_mib
@@ -260,7 +259,7 @@ def _allocate(loaded: Loaded, startup: Startup, opened: ExitStack) -> _Caches:
         outputs=outputs,
     )
     opened.callback(runtime.close)
-    with startup.part("loading the draft"), compiling_declined(config.disable_cpu_kernels):
+    with startup.part("loading the draft"):
         algorithm.create_worker(runtime)
     with startup.part("allocating the KV pool"):
         prefix_cache = kv.allocate(
@@ -395,8 +394,6 @@ def startup_lines(run: Run) -> Iterator[str]:
             f"kernels: {target.num_fused_layers} of {target.num_layers} layers are fused; row "
             f"invariance {target.row_invariance}"
         )
-    if device.type == "cpu":
-        yield f"the CPU's kernels: {target.cpu_kernels_state}"
     draft = ""
     if spec.draft_model_path is not None:
         size = sum(file.stat().st_size for file in spec.draft_model_path.glob("*.safetensors"))
