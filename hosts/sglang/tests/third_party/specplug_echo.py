@@ -170,13 +170,19 @@ class FragileMap(FutureMap):
 
 
 class Witness:
-    """Writes down prefill chunks, received prefills, idle steps and ends."""
+    """Writes down the facts of the run, prefill chunks, received prefills, idle steps and ends."""
 
     def write(self, **event) -> None:
         path = os.environ.get("WITNESS_FILE")
         if path:
             with open(path, "a") as file:
                 file.write(json.dumps(event) + "\n")
+
+    @hookimpl(wrapper=True)
+    def create_worker(self, runtime):
+        facts = runtime.max_running_requests, runtime.page_size, runtime.chunked_prefill_size
+        self.write(run=[*facts, runtime.overlap, runtime.config.num_draft_tokens])
+        return (yield)
 
     @hookimpl(wrapper=True)
     def build_draft_input(self, batch: Batch):
