@@ -78,7 +78,8 @@ class Sync(Echo):
 
 
 class Fragile(Echo):
-    """Fails in the call that ``FRAGILE`` names, "propose 4" for the fourth of ``propose``, once."""
+    """Fails in the call that ``FRAGILE`` names, "propose 4" for the fourth of ``propose``, once;
+    "validate_config" wants one more node in each call."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -98,6 +99,12 @@ class Fragile(Echo):
             api_version=1,
             defaults=Defaults(num_steps=3),
         )
+
+    @hookimpl
+    def validate_config(self, config):
+        if os.environ.get("FRAGILE") == "validate_config":
+            return config.adjust("one more", num_draft_tokens=config.num_draft_tokens + 1)
+        return config
 
     @hookimpl
     def create_future_map(self, runtime):
