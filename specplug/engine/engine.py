@@ -11,8 +11,7 @@ from itertools import count
 from threading import get_ident
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from specplug.debug import DEBUG
 from specplug.distributed.rank_group import RankGroup
@@ -28,6 +27,8 @@ from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.report import RELIABILITY_STEP, RequestReport, StepReport
 
 _log = logging.getLogger(__name__)
+
+_LAST_BIN = 100 // RELIABILITY_STEP - 1
 
 
 class RemotePrefill(Protocol):
@@ -431,30 +432,31 @@ def _prefill_slice(kv: KVSlice, token: int) -> PrefillSlice:
     return PrefillSlice(kv=kv, first_token=token, outputs=dict(ChainMap(*outputs)))
 
 
-def _predicted(chances: Tensor) -> tuple[float, ...]:
+def _predicted(chances: np.ndarray) -> tuple[float, ...]:
     """Return how many drafted tokens of each request were expected to be accepted, of the
     ``chances`` [bs, N] of a step."""
-    return tuple(chances.abs().sum(1).tolist())
+    return tuple(np.abs(chances[:, 1:]).sum(1).tolist())
 
 
-def _reliability(chances: Tensor, kept: Sequence[int]) -> dict[int, tuple[int, float, int]]:
+def _reliability(chances: np.ndarray, kept: Sequence[int]) -> dict[int, tuple[int, float, int]]:
     """Return what ``StepReport.reliability`` says of the ``chances`` [bs, N] of a step."""
-    nodes = chances[torch.tensor(kept) > 0].view(-1)
+    nodes = chances[np.fromiter(kept, np.int64) > 0, 1:].ravel()
     nodes = nodes[nodes != 0]
-    chance = nodes.abs()
-    bins = (chance * (100 / RELIABILITY_STEP)).long().clamp_(max=100 // RELIABILITY_STEP - 1)
-    rows = (bins.bincount(), bins.bincount(chance), bins.bincount((nodes > 0).float()))
-    found = zip(*(row.tolist() for row in rows), strict=True)
+    chance = np.abs(nodes)
+    bins = np.minimum((chance * (100 / RELIABILITY_STEP)).astype(np.int64), _LAST_BIN)
+    rows = np.bincount(bins), np.bincount(bins, chance), np.bincount(bins, nodes > 0)
     return {
         RELIABILITY_STEP * place: (count, predicted, int(accepted))
-        for place, (count, predicted, accepted) in enumerate(found)
+        for place, (count, predicted, accepted) in enumerate(
+            zip(*(row.tolist() for row in rows), strict=True)
+        )
         if count
     }
 
 
 def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) -> StepReport:
     step, decode = result.step, result.decode
-    chances = decode.chances if decode else None
+    chances = None if decode is None or decode.chances is None else decode.chances.numpy()
     chunks = step.prefill.chunks if step.prefill else ()
     return StepReport(
         number=result.number,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specplug.sampling_params import Needs
-from specplug.speculative.draft import Draft
+from specplug.speculative.draft import Draft, arange
 from specplug.speculative.verify import VerifyOutput
 
 DEPTHS = 16
@@ -69,18 +69,22 @@ class Calibration:
         self._bounds = torch.nn.functional.logsigmoid(bounds)
         odds = [_LOGITS[0] - 0.125, *(bound + 0.125 for bound in _LOGITS)]
         self._own = torch.tensor(odds, dtype=torch.float32, device=device).sigmoid_()
-        size = len(RequestKind), DEPTHS, BINS
-        # Seen, and taken of these; the last cell is for what is no observation.
-        self._counts = torch.zeros(size[0] * DEPTHS * BINS + 1, 2, dtype=torch.int64, device=device)
-        self._rates = torch.zeros(size, dtype=torch.float32, device=device)
-        self._first_cells = torch.zeros(req_table_size, 1, dtype=torch.int64, device=device)
+        # Roots have cells of their own, the last ones: their rate is 1, and their counts are
+        # nothing.
+        self._roots = len(RequestKind) * DEPTHS * BINS
+        self._seen, self._taken = torch.zeros(
+            2, self._roots + BINS, dtype=torch.int64, device=device
+        )
+        self._rates = torch.zeros(self._roots + BINS, dtype=torch.float32, device=device)
         self._kinds = [RequestKind.GREEDY] * req_table_size
+        self._first_cells = torch.zeros(req_table_size, 1, dtype=torch.int64, device=device)
         self._steps = 0
         self._refresh()
 
     def clear(self) -> None:
         """Forget all that was counted."""
-        self._counts.zero_()
+        self._seen.zero_()
+        self._taken.zero_()
         self._refresh()
 
     def admit(self, row: int, kind: RequestKind) -> None:
@@ -93,17 +97,21 @@ class Calibration:
         """Count a step; from time to time compute the rates anew, of counts that fade."""
         self._steps += 1
         if self._steps % _HALF_LIFE == 0:
-            self._counts.bitwise_right_shift_(1)
+            self._seen.bitwise_right_shift_(1)
+            self._taken.bitwise_right_shift_(1)
         if self._steps % _REFRESH == 0:
             self._refresh()
 
     def _refresh(self) -> None:
         """Compute the rates: of a bin at a depth from its counts, those of the bin at all depths,
         and the bin's own probability, each the less the more there is of the one before."""
-        seen, taken = self._counts[:-1].view(*self._rates.shape, 2).unbind(-1)
+        seen, taken, logs = (
+            each[: self._roots].view(len(RequestKind), DEPTHS, BINS)
+            for each in (self._seen, self._taken, self._rates)
+        )
         all_taken, all_seen = taken.sum(1, keepdim=True), seen.sum(1, keepdim=True)
         rates = (all_taken + _PRIOR * self._own) / (all_seen + _PRIOR)
-        torch.log((taken + _PRIOR * rates) / (seen + _PRIOR), out=self._rates)
+        torch.log((taken + _PRIOR * rates) / (seen + _PRIOR), out=logs)
 
     def survival(self, draft: Draft, req_indices: Tensor) -> Tensor | None:
         """Return how likely each node is to be accepted with all that it hangs from, [bs, N]
@@ -114,7 +122,7 @@ class Calibration:
         """
         if draft.scores is None:
             return None
-        return draft.along_paths(self._rates.view(-1)[self._cells(draft, req_indices)])
+        return draft.along_paths(self._rates[self._cells(draft, req_indices)])
 
     def observe(self, draft: Draft, req_indices: Tensor, accepted: VerifyOutput) -> Tensor | None:
         """Count what the target took of a draft.
@@ -125,39 +133,54 @@ class Calibration:
                 padding, nothing is counted.
 
         Returns:
-            [bs, N] float32, at each node that counts, but the roots, the probability with which it
-            was expected to be accepted, negative if it was not; 0 at the others. None if the draft
+            [bs, N] float32, at each node after the root the probability with which it was expected
+            to be accepted, negative if it was not, and 0 if it does not count. None if the draft
             has no scores.
         """
         if draft.scores is None:
             return None
         cells = self._cells(draft, req_indices)
-        chances = draft.along_paths(self._rates.view(-1)[cells]).exp()
+        chances = draft.along_paths(self._rates[cells]).exp_()
         is_accepted, follows = _outcomes(draft, accepted)
-        order = torch.arange(draft.width, device=cells.device)
-        is_node = (order > 0) & (req_indices > 0).unsqueeze(1)
         if draft.is_ragged:
-            is_node &= order < draft.counts.unsqueeze(1)
-        cells = torch.where(is_node & follows, cells, len(self._counts) - 1).view(-1)
-        seen_and_taken = torch.stack((torch.ones_like(cells), is_accepted.reshape(-1)), dim=1)
-        self._counts.index_add_(0, cells, seen_and_taken)
-        return torch.where(is_accepted, chances, -chances).masked_fill_(~is_node, 0.0)
+            order = arange(draft.width, cells.device)
+            is_node = order < draft.counts.unsqueeze(1)
+            follows, chances = follows & is_node, torch.where(is_node, chances, 0.0)
+        if cells.is_cuda:  # batches of recordings are padded
+            follows = follows & (req_indices > 0).unsqueeze(1)
+        taken = (is_accepted & follows).long()
+        self._seen.scatter_add_(0, cells.view(-1), follows.reshape(-1).long())
+        self._taken.scatter_add_(0, cells.view(-1), taken.view(-1))
+        return torch.where(is_accepted, chances, -chances)
 
     def _cells(self, draft: Draft, req_indices: Tensor) -> Tensor:
         """Return the cell of each node, [bs, N] int64."""
         assert draft.scores is not None
-        scores = draft.scores.nan_to_num(nan=float("-inf"))
-        bins = torch.bucketize(scores, self._bounds, right=True)
-        depths = (draft.depths - 1).clamp(0, DEPTHS - 1)
-        return bins + depths * BINS + self._first_cells[req_indices]
+        bins = torch.bucketize(draft.scores.contiguous(), self._bounds, right=True)
+        bins[:, 0] = self._roots
+        if draft.parents is None:
+            first = _first_cells(draft.width, bins.device)
+        else:
+            first = (draft.depths - 1).clamp_(0, DEPTHS - 1).mul_(BINS)
+            first[:, 0] = 0
+        bins += first
+        if bins.is_cuda or any(self._kinds):
+            bins[:, 1:] += self._first_cells[req_indices]
+        return bins
+
+
+def _first_cells(width: int, device: torch.device) -> Tensor:
+    """Return the first cell of the depth of each node of a chain, [width] int64, and 0 for the
+    root."""
+    return (arange(width, device) - 1).clamp_(0, DEPTHS - 1).mul_(BINS)
 
 
 def _outcomes(draft: Draft, accepted: VerifyOutput) -> tuple[Tensor, Tensor]:
     """Return which nodes were accepted, and which hang from an accepted one: [bs, N] bool each."""
     if draft.parents is None:
-        order, lens = torch.arange(draft.width, device=draft.tokens.device), accepted.accept_lens
-        return order < lens.unsqueeze(1), order <= lens.unsqueeze(1)
-    index, bs, width = accepted.accept_index, *draft.tokens.shape
+        order, lens = arange(draft.width, draft.tokens.device), accepted.accept_lens.unsqueeze(1)
+        return order < lens, order <= lens
+    index, (bs, width) = accepted.accept_index, draft.tokens.shape
     local = torch.where(index >= 0, index - draft.offsets.unsqueeze(1), width)
     taken = torch.zeros(bs, width + 1, dtype=torch.bool, device=index.device)
     taken = taken.scatter_(1, local, True)[:, :width]

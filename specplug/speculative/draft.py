@@ -326,19 +326,19 @@ class Draft:
         A score above 0 counts as 0, and NaN as the least.
         """
         assert self.scores is not None
-        return self.along_paths(self.scores.nan_to_num(nan=_LEAST_SCORE).clamp(_LEAST_SCORE, 0.0))
+        scores = self.scores.nan_to_num(nan=_LEAST_SCORE).clamp(_LEAST_SCORE, 0.0)
+        scores[:, 0] = 0.0
+        return self.along_paths(scores)
 
     def along_paths(self, values: Tensor) -> Tensor:
-        """Sum what stands at the nodes of each path, the root's left out.
+        """Sum what stands at the nodes of each path.
 
         Args:
-            values: [bs, N] float32, at most 0.
+            values: [bs, N] float32, at most 0, and 0 at the root.
 
         Returns:
             [bs, N] float32: the sum for the path to each node, never greater than its parent's.
         """
-        values = values.clone()
-        values[:, 0] = 0.0
         if self.parents is None:
             return values.cumsum(1)
         # Rows are summed in one order, and rounding is monotone: a term less than 0 raises no sum.

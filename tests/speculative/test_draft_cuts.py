@@ -73,9 +73,12 @@ def test_cut_to_budget_keeps_the_likeliest_of_the_batch(
     assert max(of[t] for t in left_out) <= min((of[t] for t in kept if t not in roots), default=0.0)
     above = _parent_tokens(draft)
     assert _parent_tokens(cut) == {t: above[t] for t in kept if t not in roots}
-    assert cut.scores is not None and draft.scores is not None
-    score_of = dict(zip(draft.tokens.view(-1).tolist(), draft.scores.view(-1).tolist()))
-    found = dict(zip(cut.tokens.view(-1).tolist(), cut.scores.view(-1).tolist()))
+    assert cut.scores is not None
+    assert draft.scores is not None
+    score_of = dict(
+        zip(draft.tokens.view(-1).tolist(), draft.scores.view(-1).tolist(), strict=False)
+    )
+    found = dict(zip(cut.tokens.view(-1).tolist(), cut.scores.view(-1).tolist(), strict=False))
     assert all(found[t] == score_of[t] for t in kept)
 
 
