@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specplug import (
@@ -12,8 +13,8 @@ from specplug import (
     Draft,
     DraftInput,
     Runtime,
-    argmax_rows,
     couple,
+    likeliest_tokens,
 )
 from specplug_dflash.checkpoint import load_network
 
@@ -105,22 +106,29 @@ class DFlashWorker:
             )
             for mask in self._block_masks.values()
         ]
-        return Draft.chain(self._draft(batch, roots, width, *plans))
+        drafted, scores = self._draft(batch, roots, width, *plans)
+        return Draft.chain(drafted, scores=scores)
 
-    def _blocks(self, batch: Batch, roots: Tensor, width: int, *plans: AttentionPlan) -> Tensor:
+    def _blocks(
+        self, batch: Batch, roots: Tensor, width: int, *plans: AttentionPlan
+    ) -> tuple[Tensor, Tensor]:
         """Draft blocks of N = ``width`` tokens. ``plans`` are in the order of ``_block_masks``.
 
         Returns:
-            [bs, N] int64, the roots first.
+            Tokens [bs, N] int64, the roots first, and their scores, float32: of each token by
+            itself, whatever stands before it.
         """
         root = roots.unsqueeze(1)
         masks = self._masks[:, : width - 1].expand(len(roots), -1)
-        scores = self._logits(torch.cat((root, masks), dim=1), *plans)
+        logits = self._logits(torch.cat((root, masks), dim=1), *plans)
         if not batch.greedy:
             positions = batch.seq_lens.unsqueeze(1) + self._ahead[: width - 1]
-            scores = couple(self._runtime, batch, scores, positions, self._token_ids)
-        drafted = argmax_rows(scores, self._token_ids if self._has_own_ids else None)
-        return torch.cat((root, drafted.view(-1, width - 1)), dim=1)
+            logits = couple(self._runtime, batch, logits, positions, self._token_ids)
+        found = likeliest_tokens(logits, self._token_ids if self._has_own_ids else None)
+        drafted, scores = (each.view(-1, width - 1) for each in found)
+        # The root's score is 0.
+        scores = F.pad(scores.to(torch.float32), (1, 0))
+        return torch.cat((root, drafted), dim=1), scores
 
     def _logits(self, block: Tensor, *plans: AttentionPlan) -> Tensor:
         """Run blocks of token ids [bs, N]. ``plans`` are in the order of ``_block_masks``.
