@@ -171,8 +171,8 @@ def _try_all(library: ctypes.PyDLL) -> None:
     library.observe(*step, came, 3, counts, 2)
     likely = tuple(-10 < score <= 0 for score in scores)
     drafted = (tuple(tokens), tuple(parents), likely, tuple(widths), summary.nodes)
-    tree = (0, 8, 9, 10, 0, 0, 0, 0), (-1, 0, 1, 2, -1, 0, 0, 0)
-    expected = (*tree, (True,) * 5 + (False,) * 3, (4, 1), 3)
+    nodes_of_both = (0, 8, 9, 10, 0, 0, 0, 0), (-1, 0, 1, 2, -1, 0, 0, 0)
+    expected = (*nodes_of_both, (True,) * 5 + (False,) * 3, (4, 1), 3)
     if drafted != expected:
         raise SystemExit(f"error: it drafts {drafted}; expected {expected}")
 
