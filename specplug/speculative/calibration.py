@@ -83,6 +83,7 @@ class Calibration:
 
     def clear(self) -> None:
         """Forget all that was counted."""
+        self._steps = 0
         self._seen.zero_()
         self._taken.zero_()
         self._refresh()

@@ -191,6 +191,12 @@ class Draft:
             return len(self.places)
         return sum(self.widths) if self.widths is not None else self.tokens.numel()
 
+    def is_wider(self, max_draft_nodes: Sequence[int]) -> bool:
+        """Return whether a request has more nodes than ``max_draft_nodes`` [bs] says for it."""
+        assert self.places is None, "the cut over the batch is the last one"
+        widths = self.widths or (self.width,) * len(max_draft_nodes)
+        return any(width > most for width, most in zip(widths, max_draft_nodes, strict=True))
+
     @property
     def is_ragged(self) -> bool:
         """Whether some of the bs·N nodes do not count."""

@@ -16,11 +16,6 @@ from specplug.speculative.draft import Draft, arange
 from specplug.speculative.tree import likeliest_nodes
 
 
-def is_wider(draft: Draft, max_draft_nodes: Sequence[int]) -> bool:
-    """Return whether a request has more nodes than ``max_draft_nodes`` [bs] says for it."""
-    return any(w > most for w, most in zip(_widths(draft), max_draft_nodes, strict=True))
-
-
 def narrow(draft: Draft, max_draft_nodes: Sequence[int], survival: Tensor | None = None) -> Draft:
     """Keep at most ``max_draft_nodes[b]`` nodes, at least 1, of each request: of a tree those of
     the greatest survival, and without ``survival`` the first ones, which are the likeliest if the
@@ -29,10 +24,10 @@ def narrow(draft: Draft, max_draft_nodes: Sequence[int], survival: Tensor | None
     Args:
         survival: [bs, N] float32, as ``Draft.along_paths`` makes it.
     """
-    if not is_wider(draft, max_draft_nodes):
+    if not draft.is_wider(max_draft_nodes):
         return draft
-    widths = zip(_widths(draft), max_draft_nodes, strict=True)
-    cut = tuple(min(width, most) for width, most in widths)
+    widths = draft.widths or (draft.width,) * len(draft.tokens)
+    cut = tuple(min(width, most) for width, most in zip(widths, max_draft_nodes, strict=True))
     width = max(cut)
     tokens, parents, scores = draft.tokens, draft.parents, draft.scores
     if parents is not None and survival is not None:
@@ -76,11 +71,6 @@ def cut_to_budget(draft: Draft, budget: int, survival: Tensor | None = None) -> 
     cut = Draft(tokens=tokens, parents=parents, widths=None, depth=draft.depth, scores=scores)
     cut.places = best.sort().values
     return cut
-
-
-def _widths(draft: Draft) -> tuple[int, ...]:
-    assert draft.places is None, "the cut over the batch is the last one"
-    return draft.widths or (draft.width,) * len(draft.tokens)
 
 
 def _of_nodes(draft: Draft, survival: Tensor) -> Tensor:

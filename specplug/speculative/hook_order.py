@@ -46,7 +46,7 @@ from torch import Tensor
 
 from specplug.speculative.calibration import Calibration
 from specplug.speculative.draft import Draft, DraftInput
-from specplug.speculative.draft_cuts import cut_to_budget, is_wider, narrow
+from specplug.speculative.draft_cuts import cut_to_budget, narrow
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.host_copy import upload
@@ -339,7 +339,7 @@ class HookOrder:
         """Cut a draft to what each request has room for, and to the step's budget."""
         most, budget = scheduled.max_draft_nodes, scheduled.verify_budget
         rows = scheduled.req_indices
-        if is_wider(draft, most):
+        if draft.is_wider(most):
             draft = narrow(draft, most, self.calibration.survival(draft, rows))
         if budget is not None and budget < draft.total:
             draft = cut_to_budget(draft, budget, self.calibration.survival(draft, rows))
