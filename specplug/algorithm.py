@@ -247,6 +247,10 @@ class SpecConfig:
         )
 
 
+DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
+"""Arguments of every ``from_pretrained``. Without them transformers asks on standard input."""
+
+
 def find_model(model: str | Path | None) -> str:
     """Return a model's folder or hub id; for None and ``"tiny-code"`` the default model's."""
     if model is None or str(model) == DEFAULT_MODEL:

@@ -21,14 +21,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from specplug.algorithm import DATA_ONLY
 from specplug.errors import CheckpointError, first_line, warn_fallback
 from specplug.model.attention import IMPLEMENTATION, register
 from specplug.model.quantization import prepare_quantization, settle_dtype, stored_tensors
 
 CPU = torch.device("cpu")
-
-DATA_ONLY: dict[str, Any] = {"trust_remote_code": False}
-"""Arguments of every ``from_pretrained``. Without them transformers asks on standard input."""
 
 _KINDS = {"full_attention", "sliding_attention"}
 _SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"

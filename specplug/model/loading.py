@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from specplug.algorithm import AlgorithmInfo, SpecConfig, find_model
+from specplug.algorithm import DATA_ONLY, AlgorithmInfo, SpecConfig, find_model
 from specplug.config import EngineConfig
 from specplug.distributed.rank_group import RankGroup
 from specplug.errors import CheckpointError, UsageError, shown, warn_fallback
-from specplug.model.checkpoint import DATA_ONLY, needs_code, read_config, refuse_code
+from specplug.model.checkpoint import needs_code, read_config, refuse_code
 from specplug.model.target import Target
 from specplug.startup import Startup
 

@@ -16,6 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from specplug.algorithm import DATA_ONLY
 from specplug.errors import CheckpointError
 
 _ROLES = ("bos_token_id", "eos_token_id")
@@ -137,7 +138,7 @@ def find_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, **DATA_ONLY)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
