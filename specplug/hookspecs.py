@@ -70,11 +70,17 @@ acceptance the engine moves the **target's** KV to consecutive slots and compact
 ``per_node``. It moves **no draft cache**: ``build_draft_input`` writes the accepted rows there.
 
 **max_draft_nodes binds.** A request's draft is cut to its ``batch.max_draft_nodes``, whatever was
-proposed: of a tree with ``scores`` the nodes of the least ``survival`` first, else the last nodes.
+proposed: of a tree with ``scores`` the nodes that survive least likely first, else the last nodes.
+A node survives if the target takes it and all that it hangs from. Where a step has a budget of
+nodes for its whole batch (``verify_budget``), those that survive least likely are cut from all
+requests. Then ``verify`` gets a draft whose ``widths`` are None though not all nodes count: how
+many count is known on the device alone. ``draft.counts``, ``offsets``, ``flatten``, ``select``,
+``spread`` and ``pad`` are right in both cases.
 
 **Scores.** ``Draft.scores`` [bs, N] float32 has for each node the logarithm of the probability that
 the target takes it where it took its parent; 0 at the root. What the draft's softmax says will do:
-a plugin need not calibrate. Scores decide which nodes a cut keeps, and change no token.
+a plugin need not calibrate. The core counts on the device how often the target took nodes of such a
+score at such a depth, and calibrates. Scores decide which nodes a cut keeps, and change no token.
 
 **Errors.** What a hook raises is a ``PluginError`` that names the plugin, its version and the hook,
 ``sys.exit`` too; so is a result of another type, dtype, shape or device than is said here. The
