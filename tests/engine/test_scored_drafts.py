@@ -139,3 +139,20 @@ def test_tree_of_a_draft_model_has_its_probabilities(
         assert ((sums > 0) == torch.zeros_like(sums).scatter_(1, above, 1.0).bool()).all()
         assert (sums < 1 + 1e-4).all()
         assert (each.survival[:, 1:].diff(dim=1) <= 1e-4).all()  # the likeliest nodes first
+
+
+@pytest.mark.parametrize("topk", [None, 4])
+def test_statistics_show_what_was_predicted_beside_what_was_accepted(topk: int | None) -> None:
+    shape: dict[str, Any] = {}
+    if topk is not None:
+        shape = {"speculative_eagle_topk": topk, "speculative_num_draft_tokens": 12}
+    with LLM(speculative_algorithm="EAGLE3", **shape) as llm:
+        llm.generate([PROMPT, "import ", "class Stack:\n"], SamplingParams(max_tokens=60))
+        stats = llm.stats()
+    assert sum(stats["scored"].values()) == stats["drafted"]
+    assert sum(stats["accepted_of_scored"].values()) == stats["accepted"] - stats["verifications"]
+    for percentage, nodes in stats["scored"].items():
+        least, most = nodes * percentage / 100, nodes * (percentage + 5) / 100
+        assert least - 1e-3 <= stats["predicted"][percentage] <= most + 1e-3
+        assert 0 <= stats["accepted_of_scored"][percentage] <= nodes
+    assert 0 < stats["calibration_error"] < 0.3
