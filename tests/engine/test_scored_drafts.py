@@ -155,4 +155,4 @@ def test_statistics_show_what_was_predicted_beside_what_was_accepted(topk: int |
         least, most = nodes * percentage / 100, nodes * (percentage + 5) / 100
         assert least - 1e-3 <= stats["predicted"][percentage] <= most + 1e-3
         assert 0 <= stats["accepted_of_scored"][percentage] <= nodes
-    assert 0 < stats["calibration_error"] < 0.3
+    assert 0 < stats["calibration_error"] < 0.5
