@@ -1,0 +1,71 @@
+"""The DSpark drafter: DFlash's, but a block's tokens are drawn one after the other."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specplug import Batch, Runtime, couple
+from specplug_dflash.checkpoint import load
+from specplug_dflash.worker import DFlashWorker
+from specplug_dspark.config import read_config
+from specplug_dspark.network import DSparkNetwork, MarkovHead
+
+
+class DSparkWorker(DFlashWorker):
+    """A ``DFlashWorker`` whose network has a Markov head and a confidence head.
+
+    Args:
+        runtime: the run's.
+    """
+
+    network: DSparkNetwork
+
+    def _load(self, runtime: Runtime) -> DSparkNetwork:
+        path = runtime.config.draft_model_path
+        assert path is not None
+        return load(DSparkNetwork, read_config(path), path, runtime)
+
+    def _choose(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        head, confidence = self.network.markov_head, self.network.confidence_head
+        before = None
+        if head is None:
+            (tokens,) = super()._choose(batch, roots, hidden)
+        else:
+            tokens, before = self._draw(head, batch, roots, hidden)
+        if confidence is None:
+            return (tokens,)
+        drafting = hidden[:, self._first_row :].flatten(0, 1)
+        scores = F.logsigmoid(confidence(drafting, before).float())
+        return tokens, scores.view(tokens.shape)
+
+    def _draw(
+        self, head: MarkovHead, batch: Batch, roots: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Draw the tokens of blocks, each with the bias of the ones before it.
+
+        Args:
+            roots, hidden: as in ``_choose``.
+
+        Returns:
+            [bs, N - 1] int64 tokens, and [bs * (N - 1), r] embeddings of the tokens before them.
+        """
+        first = self._first_row
+        by_row = hidden.transpose(0, 1).contiguous()
+        drafting = by_row[first:]
+        logits = self._lm_head(drafting.flatten(0, 1)).view(*drafting.shape[:2], -1)
+        before, state = head.markov_w1(roots), None
+        if first:  # the head was trained to pass over the anchor's row, too
+            _, state = head.step(before, by_row[0], None)
+        tokens, embeds = [], []
+        for index, row in enumerate(drafting):
+            latent, state = head.step(before, row, state)
+            scores = head.bias(latent, logits[index])
+            if not batch.greedy:
+                positions = (batch.seq_lens + 1 + index).unsqueeze(1)
+                scores = couple(self._runtime, batch, scores, positions, self._token_ids)
+            tokens.append(self._best(scores))
+            embeds.append(before)
+            before = head.markov_w1(tokens[-1])
+        return torch.stack(tokens, dim=1), torch.stack(embeds, dim=1).flatten(0, 1)
