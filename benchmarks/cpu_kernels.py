@@ -1,6 +1,6 @@
-"""What attention in C on the CPU gains over torch's: alone, and in whole runs.
+"""What the CPU's own kernels gain over torch: attention, a layer, and whole runs.
 
-    OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py [--parts attention run] [--rounds N]
+    OMP_NUM_THREADS=1 python benchmarks/cpu_kernels.py [--parts attention layer run] [--rounds N]
 
 As on a processor without AVX-512 where there is one with it:
 
@@ -12,6 +12,7 @@ shared: medians over the rounds, in milliseconds. Below 1 the kernels are faster
 
 attention   ``PagedPlan.attend`` over a pool of slots at random: requests x rows over a context, and
             prompts
+layer       a decoder layer with what surrounds it, random weights, a context of 300
 run         the default model: a prompt and its first token, a token alone and of 12 together,
             plainly and by EAGLE3
 """
@@ -26,11 +27,15 @@ from functools import partial
 
 import attrs
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from specplug import LLM, SamplingParams
 from specplug.bench.dataset import HELD_OUT, read_prompts
 from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
+from specplug.model.attention import TargetPass, register
+from specplug.model.cpu_layer import fuse_cpu_layers
+from specplug.model.fused_norms import fuse_norms
 from specplug.speculative.paged_plan import PagedKVCache, PagedPlan, RequestSlots
 
 CONTEXT = 2048
@@ -40,18 +45,17 @@ LAYERS = 6
 
 @attrs.frozen
 class Shape:
-    """Heads of a model."""
+    """Of a model."""
 
     name: str
+    hidden: int
+    inner: int
     heads: int
     kv_heads: int
     head_dim: int
 
 
-SHAPES = (
-    Shape("default", 5, 5, 32),
-    Shape("0.5B", 14, 2, 64),
-)
+SHAPES = (Shape("default", 160, 416, 5, 5, 32), Shape("0.5B", 896, 4864, 14, 2, 64))
 DECODES = ((1, 1, 300), (1, 6, 300), (12, 1, 300), (12, 6, 300), (1, 1, 1500), (12, 1, 1500))
 """Requests, rows of each, committed tokens of each."""
 PROMPTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2040)
@@ -121,6 +125,46 @@ def measure_attention(kernels: CPUKernels, rounds: int) -> None:
             show(f"attention, {shape.name}", what, times, len(pool.cache.keys))
 
 
+def measure_layer(kernels: CPUKernels, rounds: int) -> None:
+    """Compare a layer."""
+    register()
+    for shape in SHAPES:
+        config = LlamaConfig(
+            hidden_size=shape.hidden,
+            intermediate_size=shape.inner,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            vocab_size=64,
+            max_position_embeddings=CONTEXT,
+        )
+        layers = []
+        for used in (kernels, None):
+            model = LlamaForCausalLM(config)
+            model.set_attn_implementation("specplug")
+            fuse_norms(model)
+            layers.append(fuse_cpu_layers(model, model.model.layers, used))
+            assert len(layers[-1]) == LAYERS
+        for bs, rows in ((1, 1), (1, 6), (12, 1), (12, 6), (1, 256)):
+            pool = Pool(shape, bs)
+            pool.cache.keys *= LAYERS
+            pool.cache.values *= LAYERS
+            cos, sin = torch.rand(2, 1, bs * rows, shape.head_dim)
+            start = 0 if rows == 256 else 300
+
+            def run(mine: bool) -> None:
+                plan = pool.plan(rows, start, kernels if mine else None)  # noqa: B023
+                target_pass = TargetPass(plan, pool.cache)  # noqa: B023
+                hidden = torch.randn(bs * rows, shape.hidden)  # noqa: B023
+                for layer in layers[0 if mine else 1]:  # noqa: B023
+                    hidden = layer.run(target_pass, hidden, cos, sin)  # noqa: B023
+
+            times = compare(rounds, lambda: run(True), lambda: run(False))
+            what = f"{bs} x {rows} over {start}" if start else f"prompt of {rows}"
+            show(f"layer, {shape.name}", what, times, LAYERS)
+
+
 def measure_run(rounds: int) -> None:
     """Compare whole runs of the default model."""
     held_out = [each.content for each in read_prompts(HELD_OUT)[:12]]
@@ -155,7 +199,7 @@ def measure_run(rounds: int) -> None:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="The CPU's kernels beside torch.")
-    parser.add_argument("--parts", nargs="*", default=["attention", "run"])
+    parser.add_argument("--parts", nargs="*", default=["attention", "layer", "run"])
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -167,6 +211,8 @@ def main() -> None:
     print("| what | | ours, ms | torch, ms | ratio |\n| --- | --- | --- | --- | --- |")
     if "attention" in arguments.parts:
         measure_attention(kernels, arguments.rounds)
+    if "layer" in arguments.parts:
+        measure_layer(kernels, arguments.rounds)
     if "run" in arguments.parts:
         measure_run(arguments.rounds)
 

@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 
 from specplug import Batch, Draft, DraftInput
 from specplug.algorithm import ASSETS
-from specplug.speculative.batch import ForwardMode
+from specplug.speculative.hook_order import ForwardMode
 from specplug_ngram.compiled_drafter import load_library
 from specplug_ngram.draft_tree import Shape, draft_tree
 from specplug_ngram.future_map import HostFutureMap

@@ -45,7 +45,7 @@ from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.step import StepRunner
 from specplug.engine.step_clock import StepClock
 from specplug.engine.step_values import DecodeResult, PrefillResult, SchedulerOutput, StepResult
-from specplug.kv.page_pool import PagePool
+from specplug.kv.page_allocator import PageAllocator
 from specplug.kv.prefix_cache import PrefixCache
 from specplug.kv.request_table import RequestTable
 from specplug.model.sampler import Sampler
@@ -207,7 +207,7 @@ class Bench:
         pages = -(-width // case.page_size)
         cached = case.running * PROMPT // case.page_size // 4 + 8  # soon full: pages are evicted
         table = RequestTable(case.running + 1, pages * case.page_size, case.page_size, CPU)
-        pool = PagePool(case.running * pages + cached + 1, case.page_size)
+        pool = PageAllocator(case.running * pages + cached + 1, case.page_size)
         config = SchedulerConfig(
             max_running_requests=case.running, mixed_chunk=True, steps_in_flight=2
         )

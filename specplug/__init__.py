@@ -45,23 +45,24 @@ if TYPE_CHECKING:
     from specplug import settings
     from specplug.config import EngineConfig
     from specplug.kernels.argmax import argmax_rows
-    from specplug.kernels.cpu_compiler import load_compiled
+    from specplug.kernels.plugin_library import load_compiled
     from specplug.llm import LLM
     from specplug.outputs import Logprob, RequestOutput
     from specplug.registry import Registry
     from specplug.sampling_params import SamplingParams
     from specplug.speculative import layers
-    from specplug.speculative.batch import Batch, RequestView
     from specplug.speculative.draft import Draft, DraftInput
     from specplug.speculative.draft_checkpoint import Checkpoint
     from specplug.speculative.draft_state import ReceivedState, StateTensor, received_state
     from specplug.speculative.feature_drafter import FeatureDrafter
     from specplug.speculative.future_map import FutureMap
+    from specplug.speculative.hook_order import Batch, RequestView
     from specplug.speculative.noise import couple
     from specplug.speculative.output_kind import PerTokenOutput
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.rotation import chunk_tails, rotate_chunks
     from specplug.speculative.runtime import AttentionPlan, KVCache, Runtime
+    from specplug.speculative.token_map import TokenMap
     from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput, verify_tree
 
 __version__ = "0.1.0"
@@ -75,8 +76,8 @@ _LAZY = {
     "RequestOutput": "specplug.outputs",
     "Registry": "specplug.registry",
     "SamplingParams": "specplug.sampling_params",
-    "Batch": "specplug.speculative.batch",
-    "RequestView": "specplug.speculative.batch",
+    "Batch": "specplug.speculative.hook_order",
+    "RequestView": "specplug.speculative.hook_order",
     "Checkpoint": "specplug.speculative.draft_checkpoint",
     "couple": "specplug.speculative.noise",
     "Draft": "specplug.speculative.draft",
@@ -92,13 +93,14 @@ _LAZY = {
     "KVCache": "specplug.speculative.runtime",
     "Runtime": "specplug.speculative.runtime",
     "StateTensor": "specplug.speculative.draft_state",
+    "TokenMap": "specplug.speculative.token_map",
     "chunk_tails": "specplug.speculative.rotation",
     "rotate_chunks": "specplug.speculative.rotation",
     "CommittedOutput": "specplug.speculative.verify",
     "TargetOutput": "specplug.speculative.verify",
     "VerifyOutput": "specplug.speculative.verify",
     "argmax_rows": "specplug.kernels.argmax",
-    "load_compiled": "specplug.kernels.cpu_compiler",
+    "load_compiled": "specplug.kernels.plugin_library",
     "verify_tree": "specplug.speculative.verify",
 }
 
@@ -144,6 +146,7 @@ __all__ = [
     "StateTensor",
     "StepReport",
     "TargetOutput",
+    "TokenMap",
     "UnknownAlgorithm",
     "UsageError",
     "VerifyOutput",

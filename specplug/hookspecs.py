@@ -99,9 +99,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specplug.algorithm import AlgorithmInfo, SpecConfig
-    from specplug.speculative.batch import Batch
     from specplug.speculative.draft import Draft, DraftInput
     from specplug.speculative.future_map import FutureMap
+    from specplug.speculative.hook_order import Batch
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.runtime import Runtime
     from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput
@@ -130,7 +130,9 @@ def describe() -> AlgorithmInfo:  # type: ignore[empty-body]
 def validate_config(config: SpecConfig) -> SpecConfig | None:
     """Check the settings of a run, or change them.
 
-    Called once, after selection and before any weight is loaded.
+    Called after selection and before any weight is loaded, once in each process that needs the
+    settings. A host may start its next process with the ``num_steps``, ``topk`` and
+    ``num_draft_tokens`` that were returned in the first: leave these as they are then.
 
     Args:
         config: the algorithm's defaults with what the user typed over them.

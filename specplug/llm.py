@@ -19,6 +19,7 @@ from specplug.engine.statistics import Statistics
 from specplug.engine.turns import Turns
 from specplug.errors import PluginError, UsageError, shown
 from specplug.kernels.compilations import compilations_counted
+from specplug.kernels.kernel_table import c_declined
 from specplug.model.loading import choose_device
 from specplug.outputs import RequestOutput, by_prompt
 from specplug.run import Run, effective_config, start_run, startup_lines, times_of_start
@@ -101,14 +102,15 @@ class LLM:
         self._prepared: WeakSet[Request] = WeakSet()  # and not submitted yet
         self._turns = Turns(device)
         self._startup = Startup()
-        with self._turns, compilations_counted(device) as compiled:
-            run = start_run(config, device, self._startup)
-            if config.disaggregation == "both":
-                self._partner = _partner_of(run)
-            self._run = run
-        self.spec_config, self.tokenizer = run.spec, run.tokenizer
-        for line in startup_lines(run):
-            _log.info(line)
+        with c_declined(config.disable_cpu_kernels):
+            with self._turns, compilations_counted(device) as compiled:
+                run = start_run(config, device, self._startup)
+                if config.disaggregation == "both":
+                    self._partner = _partner_of(run)
+                self._run = run
+            for line in startup_lines(run):
+                _log.info(line)
+        self.spec_config, self.tokenizer = run.algorithm.config, run.tokenizer
         for line in times_of_start(run, self._startup, compiled):
             _log.info(line)
         _log.info("ready in %.1f s", time.perf_counter() - began)
@@ -432,7 +434,7 @@ class LLM:
             PluginError: it was called in the middle of a step, by a hook of it.
         """
         if self._is_in_step:
-            hooks = (run.hooks.running for run in self._runs)
+            hooks = (run.algorithm.hooks.running for run in self._runs)
             hook = next(filter(None, hooks), "what a step calls")
             raise PluginError(
                 f"{hook} called {method}() of the engine whose step it is part of; expected hooks "

@@ -26,8 +26,8 @@ from specplug.engine.step import StepRunner
 from specplug.engine.warm_up import WarmUp
 from specplug.errors import RankError, warn_fallback
 from specplug.kernels.compilations import Compilations, cache_folder
-from specplug.kernels.cpu_compiler import compiling_declined
 from specplug.kernels.kernel_table import compiles_triton, kernels_mode, table_lines
+from specplug.kv.prefix_cache import PrefixCache
 from specplug.model.device_memory import in_mib
 from specplug.model.loading import (
     backend_of,
@@ -41,6 +41,7 @@ from specplug.model.sampler import Sampler
 from specplug.speculative.algorithm_start import StartedAlgorithm, start_algorithm
 from specplug.speculative.draft_state import state_spec
 from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.output_kind import OutputKind
 from specplug.startup import Startup
 
 if TYPE_CHECKING:
@@ -54,18 +55,38 @@ _REST, _INSTANCE_REST = 0.01, 0.002
 
 
 @attrs.frozen(eq=False, kw_only=True)
-class Run:
-    """The parts of an ``LLM``, which ``start_run`` makes.
+class Loaded:
+    """What a run loads before it allocates anything.
 
     Attributes:
         config: the settings.
-        spec: the settings of its speculation, as the algorithm takes them.
-        hooks: of its plugins.
+        algorithm: its settings, as the algorithm takes them, and the hooks of all plugins.
         ranks: that step together with this one; None: it is alone.
         runner: of the target's passes.
         tokenizer: of transformers, or None.
         features: the states of "overlap", "prefix_cache" and "warm_up": ``ON``, or why not.
         graphs: the CUDA graphs.
+    """
+
+    config: EngineConfig
+    algorithm: StartedAlgorithm[HookCalls]
+    ranks: RankGroup | None
+    runner: ModelRunner
+    tokenizer: Any | None
+    features: dict[str, str]
+    graphs: CudaGraphs
+
+    @property
+    def overlap(self) -> bool:
+        """Whether a step is launched before the last one's results are processed."""
+        return self.features["overlap"] == ON
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Run(Loaded):
+    """The parts of an ``LLM``, which ``start_run`` makes.
+
+    Attributes:
         kv: the KV pool.
         runtime: what plugins may use.
         engine: the scheduler and the steps.
@@ -74,14 +95,6 @@ class Run:
         prefill_loop: of a prefill instance; None in any other role.
     """
 
-    config: EngineConfig
-    spec: SpecConfig
-    hooks: HookCalls
-    ranks: RankGroup | None
-    runner: ModelRunner
-    tokenizer: Any | None
-    features: dict[str, str]
-    graphs: CudaGraphs
     kv: KVPool
     runtime: EngineRuntime
     engine: Engine
@@ -130,122 +143,43 @@ def start_run(config: EngineConfig, device: torch.device, startup: Startup) -> R
         RankError: not all ranks came, or one has failed.
     """
     with _failure_told() as joined, ExitStack() as opened:
-        # The settings, the other ranks, and the target
         opened.callback(trim_heap)
         algorithm = _start_algorithm(config, device, startup, joined)
-        spec, hooks, ranks = algorithm.config, algorithm.hooks, joined[0] if joined else None
-        target = load_target(config, device, ranks, startup)
-        runner = ModelRunner(target)
-        opened.callback(runner.close)
-        with startup.part("loading the tokenizer"):
-            tokenizer = load_tokenizer(config)
+        loaded = _load(config, device, startup, algorithm, joined.ranks, opened)
+        caches = _allocate(loaded, startup, opened)
+        return _serve(loaded, caches, startup, opened)
 
-        # What passes read and write, and the draft model
-        features = features_of(config, algorithm.info)
-        overlap, caches_prefixes = (features[name] == ON for name in ("overlap", "prefix_cache"))
-        graphs = CudaGraphs(config, runner)
-        features["warm_up"] = _warm_up_state(config, device, graphs)
-        limits = SchedulerConfig.of_run(config, spec, overlap=overlap)
-        kv = KVPool(config, limits, target, graphs=graphs.obstacle is None)
-        opened.callback(kv.close)
-        sampler = Sampler(kv.table.req_table_size, target.vocab_size, device)
-        outputs = {each.name: each for each in core_outputs(target, backend_of(tokenizer))}
-        runtime = EngineRuntime(
-            config,
-            spec,
-            target,
-            kv=kv,
-            sampler=sampler,
-            graphs=graphs,
-            overlap=overlap,
-            draft_verifies=algorithm.draft_verifies,
-            outputs=outputs,
-        )
-        opened.callback(runtime.close)
-        declined = compiling_declined(config.disable_cpu_kernels)
-        with startup.part("loading the draft"), declined:
-            algorithm.create_worker(runtime)
-        with startup.part("allocating the KV pool"):
-            cache = kv.allocate(
-                config.max_total_tokens, spec.draft_lookahead, prefix_cache=caches_prefixes
-            )
 
-        # What serves requests
-        decode_instance = make_decode_instance(config, spec, target, kv, cache)
-        if decode_instance is not None:
-            opened.callback(decode_instance.close)
-        transfer = KVTransfer(kv, state_spec(runtime.worker), cache.lookahead)
-        engine = Engine(
-            scheduler=Scheduler(limits, cache, kv.table),
-            steps=StepRunner(runner, kv, sampler, algorithm.begin(runtime), transfer),
-            runtime=runtime,
-            hooks=hooks,
-            overlap=overlap,
-            remote=decode_instance,
-            ranks=ranks,
-            rest=_REST if config.disaggregation is None else _INSTANCE_REST,
-        )
-        inputs = InputProcessor(
-            config,
-            target,
-            tokenizer,
-            cache.pool,
-            context_len=kv.context_len,
-            outputs=outputs.values(),
-        )
-        if features["warm_up"] == ON:
-            decodes = config.disaggregation != "prefill"
-            with startup.part("warming up"):
-                warm_up = WarmUp(engine.steps, hooks, limits, decodes=decodes, ranks=ranks)
-                warm_up.run(startup.advance)
-        prefill_loop = None
-        if config.disaggregation == "prefill":
-            identity = identity_of(target, spec, config.page_size)
-            prefill_loop = PrefillLoop(config, identity, engine, inputs, ranks)
-            opened.callback(prefill_loop.close)
-        return Run(
-            config=config,
-            spec=spec,
-            hooks=hooks,
-            ranks=ranks,
-            runner=runner,
-            tokenizer=tokenizer,
-            features=features,
-            graphs=graphs,
-            kv=kv,
-            runtime=runtime,
-            engine=engine,
-            input_processor=inputs,
-            decode_instance=decode_instance,
-            prefill_loop=prefill_loop,
-            opened=opened.pop_all(),
-        )
+@attrs.define
+class _Joined:
+    """The ranks that a start has joined; None before that, and if there are no others."""
+
+    ranks: RankGroup | None = None
 
 
 @contextmanager
-def _failure_told() -> Iterator[list[RankGroup]]:
-    """Yield a list for the ranks that are joined: they are told if what follows fails."""
-    joined: list[RankGroup] = []
+def _failure_told() -> Iterator[_Joined]:
+    """Tell the ranks that are joined, if what follows fails."""
+    joined = _Joined()
     try:
         yield joined
     except BaseException as error:
-        for ranks in joined:
-            cause = ranks.fail(error)
+        if joined.ranks is not None:
+            cause = joined.ranks.fail(error)
             if cause is not error:
                 raise cause from error
         raise
 
 
 def _start_algorithm(
-    config: EngineConfig, device: torch.device, startup: Startup, joined: list[RankGroup]
+    config: EngineConfig, device: torch.device, startup: Startup, joined: _Joined
 ) -> StartedAlgorithm[HookCalls]:
     """Start the algorithm, and join the other ranks once the settings are known to be right."""
 
     def resolve(info: AlgorithmInfo) -> SpecConfig:
         with startup.part("reading the configuration"):
             spec = resolve_speculation(config, info)
-        ranks = join_ranks(config, device, spec.target_config)
-        joined.extend([ranks] if ranks is not None else [])
+        joined.ranks = join_ranks(config, device, spec.target_config)
         return spec
 
     return start_algorithm(
@@ -254,6 +188,149 @@ def _start_algorithm(
         host=EMBEDDED,
         disable_extensions=config.disable_extensions,
         calls=HookCalls,
+    )
+
+
+def _load(
+    config: EngineConfig,
+    device: torch.device,
+    startup: Startup,
+    algorithm: StartedAlgorithm[HookCalls],
+    ranks: RankGroup | None,
+    opened: ExitStack,
+) -> Loaded:
+    """Load the target and the tokenizer."""
+    runner = ModelRunner(load_target(config, device, ranks, startup))
+    opened.callback(runner.close)
+    with startup.part("loading the tokenizer"):
+        tokenizer = load_tokenizer(config)
+    features = features_of(config, algorithm.info)
+    graphs = CudaGraphs(config, runner)
+    return Loaded(
+        config=config,
+        algorithm=algorithm,
+        ranks=ranks,
+        runner=runner,
+        tokenizer=tokenizer,
+        features={**features, "warm_up": _warm_up_state(config, device, graphs)},
+        graphs=graphs,
+    )
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class _Caches:
+    """What passes read and write.
+
+    Attributes:
+        limits: of the steps.
+        kv: the KV pool.
+        prefix_cache: hands out its pages.
+        sampler: of the target's tokens.
+        outputs: what requests can get for each token, by name; plugins' too.
+        runtime: what plugins may use. It has the worker.
+    """
+
+    limits: SchedulerConfig
+    kv: KVPool
+    prefix_cache: PrefixCache
+    sampler: Sampler
+    outputs: dict[str, OutputKind]
+    runtime: EngineRuntime
+
+
+def _allocate(loaded: Loaded, startup: Startup, opened: ExitStack) -> _Caches:
+    """Make the caches, of the draft model too, which is loaded here."""
+    config, algorithm, target = loaded.config, loaded.algorithm, loaded.runner.target
+    limits = SchedulerConfig.of_run(config, algorithm.config, overlap=loaded.overlap)
+    kv = KVPool(config, limits, target, graphs=loaded.graphs.obstacle is None)
+    opened.callback(kv.close)
+    sampler = Sampler(kv.table.req_table_size, target.vocab_size, target.device)
+    outputs = {each.name: each for each in core_outputs(target, backend_of(loaded.tokenizer))}
+    runtime = EngineRuntime(
+        config,
+        algorithm.config,
+        target,
+        tokenizer=loaded.tokenizer,
+        kv=kv,
+        sampler=sampler,
+        graphs=loaded.graphs,
+        overlap=loaded.overlap,
+        draft_verifies=algorithm.draft_verifies,
+        outputs=outputs,
+    )
+    opened.callback(runtime.close)
+    with startup.part("loading the draft"):
+        algorithm.create_worker(runtime)
+    with startup.part("allocating the KV pool"):
+        prefix_cache = kv.allocate(
+            config.max_total_tokens,
+            algorithm.config.draft_lookahead,
+            prefix_cache=loaded.features["prefix_cache"] == ON,
+        )
+    return _Caches(
+        limits=limits,
+        kv=kv,
+        prefix_cache=prefix_cache,
+        sampler=sampler,
+        outputs=outputs,
+        runtime=runtime,
+    )
+
+
+def _serve(loaded: Loaded, caches: _Caches, startup: Startup, opened: ExitStack) -> Run:
+    """Make what serves requests, and warm it up."""
+    config, spec, target = loaded.config, loaded.algorithm.config, loaded.runner.target
+    kv, cache = caches.kv, caches.prefix_cache
+    decode_instance = make_decode_instance(config, spec, target, kv, cache)
+    if decode_instance is not None:
+        opened.callback(decode_instance.close)
+    engine = _make_engine(loaded, caches, decode_instance)
+    inputs = InputProcessor(
+        config,
+        target,
+        loaded.tokenizer,
+        cache.pool,
+        context_len=kv.context_len,
+        outputs=caches.outputs.values(),
+    )
+    if loaded.features["warm_up"] == ON:
+        decodes, hooks = config.disaggregation != "prefill", loaded.algorithm.hooks
+        with startup.part("warming up"):
+            warm_up = WarmUp(
+                engine.steps, hooks, caches.limits, decodes=decodes, ranks=loaded.ranks
+            )
+            warm_up.run(startup.advance)
+    prefill_loop = None
+    if config.disaggregation == "prefill":
+        identity = identity_of(target, spec, config.page_size)
+        prefill_loop = PrefillLoop(config, identity, engine, inputs, loaded.ranks)
+        opened.callback(prefill_loop.close)
+    return Run(
+        **attrs.asdict(loaded, recurse=False),
+        kv=kv,
+        runtime=caches.runtime,
+        engine=engine,
+        input_processor=inputs,
+        decode_instance=decode_instance,
+        prefill_loop=prefill_loop,
+        opened=opened.pop_all(),
+    )
+
+
+def _make_engine(loaded: Loaded, caches: _Caches, remote: DecodeInstance | None) -> Engine:
+    """Make the scheduler and the steps; ``remote`` has prompts prefilled elsewhere."""
+    kv, cache, runtime = caches.kv, caches.prefix_cache, caches.runtime
+    transfer = KVTransfer(kv, state_spec(runtime.worker), cache.lookahead)
+    order = loaded.algorithm.begin(runtime)
+    return Engine(
+        scheduler=Scheduler(caches.limits, cache, kv.table),
+        steps=StepRunner(loaded.runner, kv, caches.sampler, order, transfer),
+        runtime=runtime,
+        hooks=loaded.algorithm.hooks,
+        overlap=loaded.overlap,
+        remote=remote,
+        ranks=loaded.ranks,
+        rest=_REST if loaded.config.disaggregation is None else _INSTANCE_REST,
     )
 
 
@@ -304,7 +381,7 @@ def _warm_up_state(config: EngineConfig, device: torch.device, graphs: CudaGraph
 
 def startup_lines(run: Run) -> Iterator[str]:
     """Yield what a run has loaded, and what memory it takes, in lines for a log."""
-    spec, target, kv = run.spec, run.runner.target, run.kv
+    spec, target, kv = run.algorithm.config, run.runner.target, run.kv
     device, dtype = target.device, str(target.dtype).removeprefix("torch.")
     yield (
         f"model {run.config.model}: {type(target.model).__name__}, {target.num_parameters:,} "
@@ -317,8 +394,6 @@ def startup_lines(run: Run) -> Iterator[str]:
             f"kernels: {target.num_fused_layers} of {target.num_layers} layers are fused; row "
             f"invariance {target.row_invariance}"
         )
-    if device.type == "cpu":
-        yield f"the CPU's kernels: {target.cpu_kernels_state}"
     draft = ""
     if spec.draft_model_path is not None:
         size = sum(file.stat().st_size for file in spec.draft_model_path.glob("*.safetensors"))
@@ -355,11 +430,12 @@ def times_of_start(run: Run, startup: Startup, compiled: Compilations) -> Iterat
 
 def effective_config(run: Run) -> dict[str, Any]:
     """Return what a run really uses: its settings, as adjusted, and what is off and why."""
-    config, target, remote = run.config, run.runner.target, run.decode_instance
-    of_speculation = attrs.asdict(run.spec, filter=lambda a, _: a.name != "target_config")
+    config, spec, target = run.config, run.algorithm.config, run.runner.target
+    remote = run.decode_instance
+    of_speculation = attrs.asdict(spec, filter=lambda a, _: a.name != "target_config")
     return {
         **config.as_json(),
-        "speculative_algorithm": run.spec.algorithm,
+        "speculative_algorithm": spec.algorithm,
         **of_speculation,
         **run.features,
         "cuda_graph": run.graphs.state,
@@ -372,7 +448,7 @@ def effective_config(run: Run) -> dict[str, Any]:
         "disaggregation_key": None if config.disaggregation_key is None else "set",
         "max_total_tokens": run.engine.scheduler.cache.pool.num_tokens,
         "context_len": run.kv.context_len,
-        "extensions": run.hooks.extensions,
+        "extensions": run.algorithm.hooks.extensions,
         "device": str(target.device),
         "num_threads": torch.get_num_threads(),
         "dtype": str(target.dtype).removeprefix("torch."),

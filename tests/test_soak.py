@@ -64,5 +64,5 @@ def test_a_lost_page_is_told() -> None:
     others = soak.requests_alive()
     with LLM(max_total_tokens=64, max_model_len=64, page_size=8) as llm:
         assert soak.losses(llm, others) == []
-        llm.engine.scheduler.cache.allocate(1)
+        llm.engine.scheduler.cache.take_pages(1)
         assert any("7 pages are free" in line for line in soak.losses(llm, others))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specplug.algorithm import CAPTURES, SpecConfig
+from specplug.algorithm import CAPTURES, SpecConfig, find_model
 from specplug.config import EngineConfig
 from specplug.engine.cuda_graphs import CudaGraphs
 from specplug.engine.kv_pool import KVPool
@@ -18,12 +18,12 @@ from specplug.kv.tensors import KVShape
 from specplug.model.hidden_states import AUX_HIDDEN_STATES, LM_HEAD_INPUT
 from specplug.model.sampler import Sampler
 from specplug.model.target import Target
-from specplug.speculative.batch import Batch
 from specplug.speculative.draft import described
 from specplug.speculative.graph_runner import PassRunner
+from specplug.speculative.hook_order import Batch
 from specplug.speculative.output_kind import OutputKind, PerTokenOutput
 from specplug.speculative.padding import Padding
-from specplug.speculative.paged_plan import LentPlan, PagedKVCache
+from specplug.speculative.paged_plan import LentPlan, PagedKVCache, PagedPlan
 from specplug.speculative.runtime import RankInfo
 from specplug.speculative.runtime_base import RuntimeBase
 
@@ -45,9 +45,10 @@ class EngineRuntime(RuntimeBase):
     """The ``Runtime`` of the embedded engine; ``Runtime`` says what each member is.
 
     Args:
-        settings: of the run.
-        config: of its speculation.
+        config: of the run.
+        spec: of its speculation.
         target: of the run.
+        tokenizer: of the target; None: it has none.
         kv: of the run. Draft models add their caches.
         sampler: of the target's tokens.
         graphs: of the run. Draft models add their passes.
@@ -60,10 +61,11 @@ class EngineRuntime(RuntimeBase):
 
     def __init__(
         self,
-        settings: EngineConfig,
-        config: SpecConfig,
+        config: EngineConfig,
+        spec: SpecConfig,
         target: Target,
         *,
+        tokenizer: Any,
         kv: KVPool,
         sampler: Sampler,
         graphs: CudaGraphs,
@@ -71,26 +73,28 @@ class EngineRuntime(RuntimeBase):
         draft_verifies: bool,
         outputs: dict[str, OutputKind],
     ) -> None:
-        super().__init__(EMBEDDED, config)
+        super().__init__(EMBEDDED, spec)
         self._target = target
         self._kv = kv
         self._sampler = sampler
         self._graphs = graphs
         self._draft_verifies = draft_verifies
         self._outputs = outputs
-        self._num_lookahead_slots = config.num_lookahead_slots
+        self._num_lookahead_slots = spec.num_lookahead_slots
         self.device = target.device
         self.dtype = target.dtype
         self.vocab_size = target.vocab_size
         self.hidden_size = target.hidden_size
         self.num_layers = target.num_layers
         self.context_len = kv.context_len
-        self.max_running_requests = settings.max_running_requests
+        self.model_path = find_model(config.model)
+        self.tokenizer = tokenizer
+        self.max_running_requests = config.max_running_requests
         self.req_table_size = kv.table.req_table_size
-        self.page_size = settings.page_size
-        self.chunked_prefill_size = settings.chunked_prefill_size
+        self.page_size = config.page_size
+        self.chunked_prefill_size = config.chunked_prefill_size
         self.overlap = overlap
-        self.rank = RankInfo(rank=settings.dp_rank, world_size=settings.dp_size)
+        self.rank = RankInfo(rank=config.dp_rank, world_size=config.dp_size)
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         embeds: Tensor = self._target.embed_tokens(token_ids)
@@ -140,10 +144,12 @@ class EngineRuntime(RuntimeBase):
         width, padding = Padding.between(width, self.device)
         self._check_plan(batch, starts, width, offset, positions, mask)
         return LentPlan(
-            self._kv.make_plan(
-                batch.req_indices,
-                starts,
-                width,
+            PagedPlan(
+                requests=self._kv.request_slots,
+                req_indices=batch.req_indices,
+                starts=starts,
+                width=width,
+                length=self._kv.key_length,
                 offset=offset,
                 given_positions=positions,
                 mask=mask,
@@ -197,7 +203,8 @@ class EngineRuntime(RuntimeBase):
     def draft_pass(self, forward: Callable[..., Any]) -> PassRunner:
         if not self._draft_verifies:
             return super().draft_pass(forward)
-        return self._graphs.draft_pass(forward, self._kv.key_length)
+        kv = self._kv
+        return self._graphs.draft_pass(forward, lambda: kv.key_length)
 
     def close(self) -> None:
         """Free the draft models, even while a plugin still holds this object."""

@@ -14,7 +14,7 @@ from specplug.engine.collected_output import collect
 from specplug.engine.request import Request, make_detokenizer
 from specplug.errors import UsageError, shown
 from specplug.grammar.compiler import GrammarCompiler
-from specplug.kv.page_pool import PagePool
+from specplug.kv.page_allocator import PageAllocator
 from specplug.model.loading import backend_of
 from specplug.model.target import Target
 from specplug.sampling_params import Needs, SamplingParams, plain_integer
@@ -40,7 +40,7 @@ class InputProcessor:
         config: EngineConfig,
         target: Target,
         tokenizer: Any | None,
-        pool: PagePool,
+        pool: PageAllocator,
         *,
         context_len: int,
         outputs: Iterable[OutputKind],

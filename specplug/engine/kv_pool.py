@@ -1,8 +1,6 @@
-"""The KV pool of a run: its size, its tensors, and the plans of the passes that use it."""
+"""The KV pool of a run: its size, its tensors, and what the plans of passes read of it."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +8,7 @@ from torch import Tensor
 from specplug.config import EngineConfig
 from specplug.engine.scheduler import SchedulerConfig
 from specplug.errors import UsageError, shown
-from specplug.kv.page_pool import PagePool
+from specplug.kv.page_allocator import PageAllocator
 from specplug.kv.prefix_cache import PrefixCache
 from specplug.kv.request_table import RequestTable
 from specplug.kv.tensors import KVShape, drop_tensors, fill_cache
@@ -20,7 +18,6 @@ from specplug.model.target import Target
 from specplug.speculative.paged_plan import (
     LENGTH_STEP,
     PagedKVCache,
-    PagedPlan,
     RequestSlots,
     round_up,
 )
@@ -47,6 +44,9 @@ class KVPool:
     Attributes:
         context_len: most tokens of a request, prompt and output.
         table: the slots of each request.
+        request_slots: what the plans of passes read of it.
+        key_length: slots of each request that a pass of the present step reads: all that are in
+            use, rounded up to a few sizes.
         tensors: of the target's cache, then of the draft models', each [layers, 2, slots, Hkv, D];
             none before ``allocate``.
 
@@ -62,14 +62,14 @@ class KVPool:
         self._page_size = config.page_size
         self._graphs = graphs
         self.context_len = min(config.max_model_len or target.context_len, target.context_len)
-        self._width = (
+        self._slots_per_request = (
             self.context_len + limits.steps_in_flight * limits.columns + limits.num_lookahead_slots
         )
         self.table = self._make_table()
         self.tensors: list[Tensor] = []
         self._caches = [(target.cache, target.kv_shape)]
-        self._max_slots = LENGTH_STEP
-        self._request_slots = RequestSlots(
+        self.key_length = LENGTH_STEP
+        self.request_slots = RequestSlots(
             slots=self.table.slots,
             last_position=self.context_len - 1,
             floors=self.table.floors,
@@ -134,7 +134,9 @@ class KVPool:
             ) from error
         if lookahead is None:
             lookahead = 1 if self.has_draft_cache else 0
-        return PrefixCache(PagePool(num_pages, self._page_size), lookahead, enabled=prefix_cache)
+        return PrefixCache(
+            PageAllocator(num_pages, self._page_size), lookahead, enabled=prefix_cache
+        )
 
     def close(self) -> None:
         """Free the draft models' caches, even if a plugin still holds one. The target frees its
@@ -143,54 +145,26 @@ class KVPool:
             drop_tensors(cache)
         self.tensors.clear()
 
-    # The plans of passes
-
     def begin_step(self, max_slots: int) -> None:
-        """Bring the request table up to date for a step.
+        """Bring the request table and ``key_length`` up to date for a step.
 
         Args:
             max_slots: the most slots of a request that a pass of the step reads.
         """
-        self._max_slots = max_slots
-        self.table.flush()
-
-    def make_plan(
-        self, req_indices: Tensor, starts: Tensor, width: int, **layout: Any
-    ) -> PagedPlan:
-        """Plan a pass of the target or of a draft model in the present step.
-
-        Args:
-            req_indices: [bs] int64, each request's row in the table.
-            starts: [bs] int64 committed lengths.
-            width: the most rows of a request.
-            layout: further attributes of ``PagedPlan``.
-        """
-        return PagedPlan(
-            requests=self._request_slots,
-            req_indices=req_indices,
-            starts=starts,
-            width=width,
-            length=self.key_length(),
-            **layout,
-        )
-
-    def key_length(self) -> int:
-        """Return how many slots of each request a pass reads: all that are in use, rounded up to
-        a few sizes."""
-        used = self._max_slots
         if self._graphs:
-            used = max(_SHORTEST_GRAPH, 1 << (used - 1).bit_length())
-        return min(round_up(used), self.table.slots.shape[1])
+            max_slots = max(_SHORTEST_GRAPH, 1 << (max_slots - 1).bit_length())
+        self.key_length = min(round_up(max_slots), self.table.slots.shape[1])
+        self.table.flush()
 
     # How much memory there is
 
     def _make_table(self) -> RequestTable:
         requests, device = self._limits.max_running_requests, self._target.device
-        size = (requests + 1) * self._width * torch.int64.itemsize
+        size = (requests + 1) * self._slots_per_request * torch.int64.itemsize
         memory = memory_of(device)
         needs = (
-            f"max_running_requests={requests}: the table of their slots, {self._width} for each, "
-            f"needs {in_gib(size)}"
+            f"max_running_requests={requests}: the table of their slots, "
+            f"{self._slots_per_request} for each, needs {in_gib(size)}"
         )
         if size > memory:
             raise UsageError(
@@ -198,7 +172,7 @@ class KVPool:
                 "max_model_len"
             )
         try:
-            return RequestTable(requests + 1, self._width, self._page_size, device)
+            return RequestTable(requests + 1, self._slots_per_request, self._page_size, device)
         except (RuntimeError, MemoryError, OSError) as error:  # others have the memory
             raise UsageError(
                 f"{needs}, and {device} has no such room now; lower it, or max_model_len, or free "
@@ -228,8 +202,8 @@ class KVPool:
             budget = int(torch.cuda.mem_get_info(device)[0] * _CUDA_POOL_SHARE)
         else:
             budget = _CPU_POOL_BYTES
-        most = self._limits.max_running_requests * self._width
-        return max(self._width, min(most, budget // self.bytes_per_slot))
+        most = self._limits.max_running_requests * self._slots_per_request
+        return max(self._slots_per_request, min(most, budget // self.bytes_per_slot))
 
     def _reserve_sums(self, num_slots: int) -> None:
         """Have the kernels make room for what attention over a full pool keeps of its parts. A

@@ -234,7 +234,7 @@ class Scheduler:
         """Give a request its row and pages; it starts after the cached prefix ``shared``."""
         insort(self.running, request, key=attrgetter("sort_key"))
         pages = [node.page for node in shared.path()][::-1]
-        request.pages = pages + self.cache.allocate(num_pages - shared.depth)
+        request.pages = pages + self.cache.take_pages(num_pages - shared.depth)
         request.shared = shared
         request.num_computed_tokens = request.max_computed_tokens = (
             shared.depth * self.cache.pool.page_size
@@ -242,7 +242,7 @@ class Scheduler:
         if not request.times_retracted:
             request.num_cached = request.num_computed_tokens
         request.status = RequestStatus.PREFILLING
-        request.req_index = self.table.allocate(
+        request.req_index = self.table.take_row(
             floor=request.num_computed_tokens, rotary_len=request.rotary_len
         )
         self.table.write(request.req_index, request.pages, range(num_pages))
@@ -380,7 +380,7 @@ class Scheduler:
 
     def _give(self, request: Request, num_pages: int) -> int:
         """Give a request so many pages, or as many as there are; return how many."""
-        new = self.cache.allocate(min(num_pages, self.cache.num_available))
+        new = self.cache.take_pages(min(num_pages, self.cache.num_available))
         request.pages += new
         added = range(len(request.pages) - len(new), len(request.pages))
         self.table.write(request.req_index, request.pages, added)

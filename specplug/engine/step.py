@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
+from typing import Any
 
 import attrs
 import torch
@@ -32,12 +33,20 @@ from specplug.grammar.state import HostTree
 from specplug.kernels.kernel_table import runs_tree_kernels
 from specplug.kv.tensors import move_slots
 from specplug.model.model_runner import ModelRunner
-from specplug.model.padded_rows import PassOutput
 from specplug.model.sampler import Sampler
+from specplug.model.target import PassOutput
 from specplug.sampling_params import Needs
-from specplug.speculative.batch import Batch, ForwardMode
 from specplug.speculative.draft import Draft
-from specplug.speculative.hook_order import Chunks, Committed, Drafted, Half, HookOrder, Scheduled
+from specplug.speculative.hook_order import (
+    Batch,
+    Chunks,
+    Committed,
+    Drafted,
+    ForwardMode,
+    Half,
+    HookOrder,
+    Scheduled,
+)
 from specplug.speculative.host_copy import Arrival, upload
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedPlan
@@ -96,7 +105,7 @@ class StepRunner:
         with self._current_device():
             self.kv.begin_step(1)
             row = upload([0], self._device)
-            plan = self.kv.make_plan(row, row, 1)
+            plan = self._plan(row, row, 1)
             self.runner.run(None, None, plan)
             nothing = torch.empty(0, target.vocab_size, dtype=target.dtype, device=self._device)
             self._order.idle(nothing)
@@ -111,8 +120,8 @@ class StepRunner:
         """Launch a step whose rows are in the request table; ``run`` sees to that.
 
         Of a step that prefills and decodes, both halves commit before either is fed: hooks may
-        write to the tensors that they are lent, and the logits of a recorded pass are in memory
-        that is lent too.
+        write to the tensors that they are lent, and the logits of the half that decodes may stand
+        in a buffer that the next recorded pass writes to.
         """
         clock = StepClock(self._device)
         if step.placed:
@@ -181,7 +190,7 @@ class StepRunner:
             last_rows=upload([end - 1 for end in accumulate(widths)], self._device),
         )
         padding = Padding.of(widths, max(widths), self._device)
-        plan = self.kv.make_plan(rows, starts, max(widths), padding=padding, used=ends)
+        plan = self._plan(rows, starts, max(widths), padding=padding, used=ends)
         return ChunkRows(group=group, chunks=chunks, plan=plan)
 
     def _draft_nodes(self, decode: Decode, step: SchedulerOutput) -> NodeRows:
@@ -202,7 +211,7 @@ class StepRunner:
             )
         )
         draft, starts = drafted.draft, drafted.seq_lens
-        plan = self.kv.make_plan(
+        plan = self._plan(
             rows,
             starts,
             draft.width,
@@ -213,6 +222,19 @@ class StepRunner:
         )
         tree = HostTree.of(draft) if group.needs & Needs.GRAMMAR else None
         return NodeRows(group=group, drafted=drafted, plan=plan, tree=tree)
+
+    def _plan(self, req_indices: Tensor, starts: Tensor, width: int, **layout: Any) -> PagedPlan:
+        """Return the plan of the rows of requests [bs], at most ``width`` of each, from their
+        committed lengths [bs] on; ``layout``: further attributes of ``PagedPlan``."""
+        kv = self.kv
+        return PagedPlan(
+            requests=kv.request_slots,
+            req_indices=req_indices,
+            starts=starts,
+            width=width,
+            length=kv.key_length,
+            **layout,
+        )
 
     # The target's pass
 

@@ -13,7 +13,7 @@ from specplug.engine.request import ReceivedPrefill, Request
 from specplug.engine.step_clock import StepClock
 from specplug.engine.step_outputs import HostOutputs, WantedOutputs
 from specplug.grammar.state import HostTree
-from specplug.model.padded_rows import PassPart
+from specplug.model.model_runner import PassPart
 from specplug.sampling_params import Needs
 from specplug.speculative.draft import Draft
 from specplug.speculative.hook_order import Chunks, Committed, Drafted

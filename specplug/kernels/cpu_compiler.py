@@ -7,7 +7,6 @@ loaded only if its content is unchanged and no other user could have written it.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import platform
 import shlex
@@ -18,15 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from specplug.kernels.kernel_table import Implementation, Operation, choose
-
-_log = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
 _TUNED = ("-march=native",), ("-mcpu=native",), ()
 """The first of these that the compiler takes."""
@@ -56,54 +51,11 @@ def find_compiler() -> str | None:
     return own or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
 
 
-_declined: ContextVar[bool] = ContextVar("compiling_declined", default=False)
-_loaded: dict[tuple[Path, Path], Any] = {}
-
-
-@contextmanager
-def compiling_declined(declined: bool) -> Iterator[None]:
-    """Have ``load_compiled`` load nothing meanwhile in this thread, if that is ``declined``."""
-    before = _declined.set(declined)
-    try:
-        yield
-    finally:
-        _declined.reset(before)
-
-
-def load_compiled(source: Path, trial: Path, opened: Callable[[Path], Opened]) -> Opened | None:
-    """Return a library in C, compiled if it is not yet; None if there is none: the log says why.
-
-    A fresh compilation takes up to a second; the user's cache folder keeps what was compiled. It is
-    loaded once a process. There is none without a C compiler, with one that fails, and in a run
-    with ``disable_cpu_kernels`` or ``SPECPLUG_KERNELS=torch``: then do without.
-
-    Args:
-        source: in C.
-        trial: a script that ``python -I -S TRIAL LIBRARY`` runs first, in a process of its own. It
-            calls each function, ends with another status than 0 if a result is wrong, and imports
-            the standard library alone.
-        opened: opens the library at a path; raises ``OSError`` or ``AttributeError`` if it cannot
-            be used.
-    """
-    choice = choose(Operation.PLUGINS_C)
-    if _declined.get() or choice.implementation is not Implementation.C:
-        why = "disable_cpu_kernels" if _declined.get() else choice.why
-        _log.info("%s is not compiled: %s", source.name, why)
-        return None
-    if (source, trial) not in _loaded:
-        found = load_or_reason(source, trial, opened)
-        if isinstance(found, str):
-            _log.info("%s is not compiled: %s", source.name, found)
-        _loaded[source, trial] = None if isinstance(found, str) else found
-    library: Opened | None = _loaded[source, trial]
-    return library
-
-
 def load_or_reason(source: Path, trial: Path, opened: Callable[[Path], Opened]) -> Opened | str:
-    """Return a library as ``load_compiled`` does, but always anew; or why there is none.
+    """Return a library in C, compiled if the cache has none; or why there is none.
 
     Args:
-        source, trial: as there.
+        source, trial: as ``plugin_library.load_compiled`` takes them.
         opened: as there; it may test the library, too, and raise a ``CompilerError``.
     """
     compiler = find_compiler()

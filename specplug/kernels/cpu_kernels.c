@@ -1,4 +1,4 @@
-/* Attention over paged keys and values on a CPU, in float32, on the calling thread.
+/* What a decoder layer does around its products on a CPU, in float32, on the calling thread.
 
    A row's bits depend on nothing but the row: every sum runs in an order that follows from the row's
    own keys, whatever rows stand beside it. Compiled by cpu_kernels.py, which says what the
@@ -346,4 +346,69 @@ int paged_attention(const float *q, int64_t q_stride, const float *keys, const f
     }
     free(block);
     return 0;
+}
+
+INLINE float inverse_root(const float *x, int64_t size, float eps)
+{
+    vec total = all(0.0f);
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        vec v = load(x + i);
+        total += v * v;
+    }
+    float sum = sum_of(total);
+    for (; i < size; i++) sum += x[i] * x[i];
+    return 1.0f / sqrtf(sum / (float)size + eps);
+}
+
+void rms_norm(const float *x, int64_t stride, const float *weight, float eps, int64_t rows,
+              int64_t size, float *out, int64_t out_stride)
+{
+    for (int64_t r = 0; r < rows; r++, x += stride, out += out_stride) {
+        float factor = inverse_root(x, size, eps);
+        for (int64_t i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];
+    }
+}
+
+/* Norm the heads of queries and keys if there are weights, turn them in place, and write keys and
+   values to their slots. Returns 0, or 2 if a slot is none: then nothing was written. */
+int rotate_and_write(float *qkv, const float *cos, const float *sin, const float *weights,
+                     const float *eps, const int64_t *slots, int64_t rows, int64_t heads,
+                     int64_t kv_heads, int64_t size, float *keys, float *values, int64_t num_slots)
+{
+    if (!are_within(slots, rows, num_slots)) return 2;
+    int64_t half = size / 2, turned = heads + kv_heads;
+    for (int64_t r = 0; r < rows; r++, cos += size, sin += size) {
+        float *row = qkv + r * (turned + kv_heads) * size;
+        for (int64_t h = 0; h < turned; h++) {
+            float *x = row + h * size;
+            if (weights) {
+                float factor = inverse_root(x, size, eps[h]);
+                for (int64_t i = 0; i < size; i++) x[i] = x[i] * factor * weights[h * size + i];
+            }
+            for (int64_t i = 0; i < half; i++) {
+                float a = x[i], b = x[i + half];
+                x[i] = a * cos[i] + b * sin[i];
+                x[i + half] = b * cos[i + half] + a * sin[i + half];
+            }
+        }
+        size_t bytes = (size_t)(kv_heads * size) * sizeof(float);
+        memcpy(keys + slots[r] * kv_heads * size, row + heads * size, bytes);
+        memcpy(values + slots[r] * kv_heads * size, row + turned * size, bytes);
+    }
+    return 0;
+}
+
+/* silu(gate) * up of rows that hold both, [rows, 2 * size]. */
+void silu_and_mul(const float *both, int64_t rows, int64_t size, float *out)
+{
+    for (int64_t r = 0; r < rows; r++, both += 2 * size, out += size) {
+        int64_t i = 0;
+        for (; i + LANES <= size; i += LANES) {
+            vec g = load(both + i);
+            vec low = choose(g < all(-87.0f), all(-87.0f), g); /* exp would overflow */
+            store(out + i, g / (all(1.0f) + exp_of(-low)) * load(both + size + i));
+        }
+        for (; i < size; i++) out[i] = both[i] / (1.0f + expf(-both[i])) * both[size + i];
+    }
 }

@@ -1,8 +1,9 @@
-"""Attention in C for the CPU, compiled at first use by the machine's own compiler.
+"""Kernels in C for the CPU, compiled at first use by the machine's own compiler.
 
-torch attends to copies of paged keys; ``cpu_kernels.c`` reads the pages where they stand. It is
-compiled once per processor and kept in the user's cache folder. Where there is no C compiler, or
-the result fails its test, torch attends.
+torch attends to copies of paged keys, and calls an operation for each small part of a layer.
+``cpu_kernels.c`` reads the pages where they stand and computes each part in one call. It is
+compiled once per processor and kept in the user's cache folder. ``kernel_table`` says where torch
+computes instead.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from specplug.kernels import cpu_library
 from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.cpu_compiler import CompilerError, load_or_reason
 from specplug.kernels.cpu_library import open_library
-from specplug.kernels.kernel_table import Implementation, Operation, choose
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _HEAD_STEP = 16
@@ -92,18 +92,22 @@ def _is_whole(tensor: Tensor, dtype: torch.dtype = torch.float32) -> bool:
 
 
 class CPUKernels:
-    """The compiled attention of float32 on the CPU.
+    """The compiled kernels of float32 on the CPU.
 
-    A row's bits depend on nothing but the row. The kernel runs on the calling thread alone. A
-    plugin may hand over any tensor: type, device, dtype, layout and sizes are checked here, and
-    torch computes, or refuses, what C is not made for. C checks the indices.
+    A row's bits depend on nothing but the row. The kernels run on the calling thread alone. A
+    plugin may hand over any tensor: each method checks type, device, dtype, layout and sizes of
+    what C would read, and torch computes, or refuses, what C is not made for. C checks the indices.
 
     Args:
         path: of the shared library.
     """
 
     def __init__(self, path: Path) -> None:
-        self._attend = open_library(str(path)).paged_attention
+        library = open_library(str(path))
+        self._attend = library.paged_attention
+        self._norm = library.rms_norm
+        self._rotate = library.rotate_and_write
+        self._silu = library.silu_and_mul
 
     def attend(
         self,
@@ -170,16 +174,98 @@ class CPUKernels:
             )
         return out
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+        """Compute ``x / sqrt(mean(x * x) + eps) * weight``, [R, size] to [R, size].
 
-def find_cpu_kernels(device: torch.device) -> CPUKernels | str:
-    """Return the kernel, if any dtype has it on a device; or why there is none."""
-    choice = choose(Operation.ATTENTION, device, torch.float32)
-    return load_cpu_kernels() if choice.implementation is Implementation.C else choice.why
+        Returns:
+            None if the kernel is not made for these: not float32 on the CPU, other axes or sizes.
+        """
+        if not (
+            _is_floats(x)
+            and _is_whole(weight)
+            and x.dim() == 2
+            and weight.shape == x.shape[1:]
+            and x.stride(1) == 1
+        ):
+            return None
+        rows, size = x.shape
+        out = torch.empty(rows, size, dtype=torch.float32, device=_CPU)
+        self._norm(
+            x.data_ptr(), x.stride(0), weight.data_ptr(), eps, rows, size, out.data_ptr(), size
+        )
+        return out
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norm: tuple[Tensor, Tensor] | None,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> bool:
+        """Norm the heads of queries and keys if there is a norm, turn them, both in place, and
+        write keys and values to their slots.
+
+        Args:
+            qkv: [R, H + 2 Hkv, D], contiguous.
+            cos, sin: [R, 1, D] each; the sines of the first half are negative.
+            norm: weight [H + Hkv, D] and eps [H + Hkv, 1]; None: there is none.
+            slots: [R] int64.
+            keys, values: of the layer, [slots, Hkv, D].
+
+        Returns:
+            Whether the kernel is made for these; if not, nothing was done.
+
+        Raises:
+            IndexError: a slot stands outside of keys and values; nothing was written.
+        """
+        floats = qkv, cos, sin, keys, values, *(norm or ())
+        if not (
+            all(map(_is_whole, floats))
+            and _is_whole(slots, torch.int64)
+            and qkv.dim() == keys.dim() == 3
+        ):
+            return False
+        rows, heads, size = qkv.shape
+        num_slots, kv_heads, _ = keys.shape
+        turned = heads - kv_heads
+        if not (
+            turned >= kv_heads
+            and size % 2 == 0
+            and cos.shape == sin.shape == (rows, 1, size)
+            and slots.shape == (rows,)
+            and keys.shape == values.shape == (num_slots, kv_heads, size)
+            and (norm is None or (norm[0].shape, norm[1].shape) == ((turned, size), (turned, 1)))
+        ):
+            return False
+        weight, eps = (None, None) if norm is None else (norm[0].data_ptr(), norm[1].data_ptr())
+        failed = self._rotate(
+            qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), weight, eps, slots.data_ptr(), rows,
+            turned - kv_heads, kv_heads, size, keys.data_ptr(), values.data_ptr(), num_slots,
+        )  # fmt: skip
+        if failed:
+            raise IndexError(f"slots of a pass: one stands outside of the {num_slots} of the cache")
+        return True
+
+    def silu_and_mul(self, both: Tensor) -> Tensor | None:
+        """Compute ``silu(gate) * up`` of rows that hold both, [R, 2 * size] to [R, size].
+
+        Returns:
+            None if the kernel is not made for these: not float32 on the CPU, other axes.
+        """
+        if not _is_whole(both) or both.dim() != 2 or both.shape[1] % 2:
+            return None
+        rows, size = both.shape[0], both.shape[1] // 2
+        out = torch.empty(rows, size, dtype=torch.float32, device=_CPU)
+        self._silu(both.data_ptr(), rows, size, out.data_ptr())
+        return out
 
 
 @cache
 def load_cpu_kernels() -> CPUKernels | str:
-    """Return the kernel, compiled if it is not yet; or why there is none.
+    """Return the kernels, compiled if they are not yet; or why there are none.
 
     A fresh compilation takes about a second.
     """
@@ -195,12 +281,14 @@ def _opened(path: Path) -> CPUKernels:
 
 @torch.inference_mode()
 def _is_right(kernels: CPUKernels) -> bool:
-    """Return whether the attention of a causal sequence is torch's."""
+    """Return whether each kernel gives torch's results."""
     generator = torch.Generator().manual_seed(0)
     length, size = 37, 32
-    q, keys, values = torch.randn(3, length, 2, size, generator=generator)
+    qkv = torch.randn(length, 6, size, generator=generator)
+    q, keys, values = (part.contiguous() for part in qkv.split(2, 1))
+    slots = torch.arange(length)
     rows = CPURows(
-        table=torch.arange(length).unsqueeze(0),
+        table=slots.unsqueeze(0),
         req_indices=torch.tensor([0]),
         starts=torch.tensor([0]),
         first_rows=torch.tensor([0, length]),
@@ -209,5 +297,21 @@ def _is_right(kernels: CPUKernels) -> bool:
     found = kernels.attend(q, keys, values, rows, AttentionForm(size**-0.5))
     by_head = [each.transpose(0, 1) for each in (q, keys, values)]
     own = F.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], is_causal=True)
-    own = own.transpose(0, 1).flatten(1)
-    return found is not None and bool((found - own).abs().max() < 1e-4)
+    gated = kernels.silu_and_mul(q.flatten(1))
+    weight, eps = torch.rand(4, size, generator=generator), torch.full((4, 1), 1e-5)
+    normed = kernels.rms_norm(qkv[:, 0], weight[0], 1e-5)
+    cos, sin = torch.rand(2, length, 1, size, generator=generator)
+    own_normed = F.rms_norm(qkv[:, :4], (size,), eps=1e-5) * weight
+    turned = own_normed * cos + own_normed.roll(size // 2, -1) * sin
+    new_keys, new_values = torch.empty(2, length, 2, size)
+    if not kernels.rotate_and_write(qkv, cos, sin, (weight, eps), slots, new_keys, new_values):
+        return False
+    pairs = (
+        (found, own.transpose(0, 1).flatten(1)),
+        (gated, F.silu(q[:, 0]) * q[:, 1]),
+        (normed, own_normed[:, 0]),
+        (qkv[:, :4], turned),
+        (new_keys, turned[:, 2:]),
+        (new_values, values),
+    )
+    return all(a is not None and bool((a - b).abs().max() < 1e-4) for a, b in pairs)

@@ -1,6 +1,6 @@
-"""The library of the CPU's kernel: its function, and a trial of it in a process of its own.
+"""The library of the CPU's kernels: its functions, and a trial of them in a process of its own.
 
-``python cpu_library.py PATH`` calls the function once. What was compiled for another processor, or
+``python cpu_library.py PATH`` calls each function once. What was compiled for another processor, or
 wrongly, ends that process and no other. torch is not imported here, so that a trial is quick.
 """
 
@@ -11,28 +11,37 @@ import sys
 from typing import Any
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_ATTENTION: list[Any] = [
-    _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER,
-    _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT, _INT, _INT, _INT, _INT, _INT, _FLOAT,
-    _POINTER,
-]  # fmt: skip
-"""The arguments of ``paged_attention``."""
+_SIGNATURES: dict[str, list[Any]] = {
+    "paged_attention": [
+        _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER,
+        _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT, _INT, _INT, _INT, _INT, _INT, _FLOAT,
+        _POINTER,
+    ],
+    "rms_norm": [_POINTER, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER, _INT],
+    "rotate_and_write": [
+        _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT,
+        _POINTER, _POINTER, _INT,
+    ],
+    "silu_and_mul": [_POINTER, _INT, _INT, _POINTER],
+}  # fmt: skip
+"""The functions of the library, and the types of their arguments."""
 
 
 def open_library(path: str) -> ctypes.CDLL:
-    """Open a shared library and declare what its function takes.
+    """Open a shared library and declare what its functions take.
 
     Raises:
         OSError: it cannot be loaded.
-        AttributeError: it lacks the function.
+        AttributeError: it lacks a function.
     """
     library = ctypes.CDLL(path)
-    library.paged_attention.argtypes = _ATTENTION
+    for name, types in _SIGNATURES.items():
+        getattr(library, name).argtypes = types
     return library
 
 
-def _try_out(library: ctypes.CDLL) -> None:
-    """Attend, over more rows than share a reading and more floats than a vector."""
+def _try_all(library: ctypes.CDLL) -> None:
+    """Call each function, over more rows than share a reading and more floats than a vector."""
     length, heads, size = 37, 2, 32
 
     def floats(count: int) -> ctypes.Array[ctypes.c_float]:
@@ -48,7 +57,14 @@ def _try_out(library: ctypes.CDLL) -> None:
         *(floats(length * width), width, keys, values, length, slots, 1, length, ints(0), ints(0)),
         *(ints(0, length), 1, length, 0, 0, None, 0, 0, 0, heads, heads, size, 0.1, out),
     )
+    library.rms_norm(keys, width, floats(width), 1e-5, length, width, out, width)
+    library.rotate_and_write(
+        *(floats(length * 3 * width), floats(length * size), floats(length * size)),
+        *(floats(2 * width), floats(2 * heads), slots, length, heads, heads, size, keys, values),
+        length,
+    )
+    library.silu_and_mul(floats(length * width), length, width // 2, out)
 
 
 if __name__ == "__main__":
-    _try_out(open_library(sys.argv[1]))
+    _try_all(open_library(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Which implementation computes what: Triton, C or torch, by operation, device and dtype, and why.
+"""Which implementation computes what: Triton, C or torch, by operation, device, dtype and threads.
 
 Every call site asks here, and nothing else decides it. ``SPECPLUG_KERNELS`` switches the table as a
 whole; ``specplug doctor`` and ``-v`` print it. Imports no Triton: a machine without a GPU needs
@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import StrEnum
 from functools import cache
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from specplug.errors import UsageError
 from specplug.kernels.card import card_of
 
 if TYPE_CHECKING:
+    from specplug.kernels.cpu_kernels import CPUKernels
     from specplug.kernels.paged_attention_kernels import PagedAttention
 
 VARIABLE = "SPECPLUG_KERNELS"
@@ -77,20 +79,28 @@ class Kernels:
 
     Attributes:
         triton: dtypes of its Triton kernel; None: any dtype; (): it has no Triton kernel.
-        c: dtypes of its kernel in C, on a CPU; None and () as above.
+        c: dtypes of its kernel in C, on a CPU with one thread; None: code of plugins, for any dtype
+            and device; (): it has no kernel in C.
+        torch_for: what the kernel in C leaves to torch, call by call.
         multiplies: whether the Triton kernel needs tensor cores, those of compute capability 8.0.
         gpu_only: whether a CPU has no use for the operation.
     """
 
     triton: tuple[torch.dtype, ...] | None = None
     c: tuple[torch.dtype, ...] | None = ()
+    torch_for: str = ""
     multiplies: bool = False
     gpu_only: bool = False
 
 
 TABLE = {
-    Operation.ATTENTION: Kernels(triton=HALF, c=(torch.float32,), multiplies=True),
-    Operation.LAYERS: Kernels(triton=HALF, multiplies=True),
+    Operation.ATTENTION: Kernels(
+        triton=HALF,
+        c=(torch.float32,),
+        torch_for="softcaps, sinks, windows over trees, head sizes that 16 does not divide",
+        multiplies=True,
+    ),
+    Operation.LAYERS: Kernels(triton=HALF, c=(torch.float32,), multiplies=True),
     Operation.ROTARY_ROWS: Kernels(),
     Operation.CAPTURED_ROWS: Kernels(),
     Operation.SAMPLING: Kernels(triton=_SINGLE),
@@ -105,6 +115,8 @@ TABLE = {
 }
 """The kernels of each operation. Where none fits, torch computes."""
 
+assert TABLE.keys() == set(Operation), "an Operation has no row of TABLE"
+
 
 @attrs.frozen
 class Choice:
@@ -114,37 +126,35 @@ class Choice:
     why: str
 
 
-@cache
 def choose(
-    operation: Operation, device: torch.device = _CPU, dtype: torch.dtype | None = None
+    operation: Operation,
+    device: torch.device = _CPU,
+    dtype: torch.dtype | None = None,
+    threads: int | None = None,
 ) -> Choice:
-    """Return what computes an operation.
+    """Return what computes an operation. It compiles the CPU's kernels, if they may be chosen.
 
     Args:
         device: of its tensors.
         dtype: of its tensors; None where it does not matter.
+        threads: torch's on the CPU; None: as many as it has.
 
     Raises:
         UsageError: ``SPECPLUG_KERNELS`` has no value of ``MODES``.
     """
-    kernels, mode = TABLE[operation], kernels_mode()
-    if mode == "torch":
+    kernels, reasons = TABLE[operation], []
+    if kernels_mode() == "torch":
         return Choice(Implementation.TORCH, f"{VARIABLE}=torch")
-    reasons = []
     if kernels.triton != ():
         missing = _missing_for(kernels, device, dtype)
         if missing is None:
             return Choice(Implementation.TRITON, _why_triton(device))
         reasons.append(missing)
-    if kernels.c != ():
-        if mode == "triton":
-            reasons.append(f"{VARIABLE}=triton takes none in C")
-        elif operation is Operation.PLUGINS_C:
-            return Choice(Implementation.C, "on the CPU, where there is a C compiler")
-        elif device.type == "cpu" and _has(kernels.c, dtype):
-            return Choice(Implementation.C, "on one thread, where there is a C compiler")
-        elif device.type == "cpu":
-            reasons.append(f"C's is for {_named(kernels.c)}")
+    if kernels.c is None or (kernels.c and device.type == "cpu"):
+        missing = _missing_in_c(kernels, device, dtype, threads)
+        if missing is None:
+            return Choice(Implementation.C, _why_c(kernels))
+        reasons.append(missing)
     return Choice(Implementation.TORCH, "; ".join(reasons))
 
 
@@ -153,7 +163,9 @@ def runs_triton(
     operation: Operation, device: torch.device, dtype: torch.dtype | None = None
 ) -> bool:
     """Return whether a Triton kernel computes an operation, as ``choose`` says."""
-    return choose(operation, device, dtype).implementation is Implementation.TRITON
+    kernels = TABLE[operation]
+    is_left_out = kernels.triton == () or kernels_mode() == "torch"
+    return not is_left_out and _missing_for(kernels, device, dtype) is None
 
 
 def runs_tree_kernels(nodes: Tensor) -> bool:
@@ -181,6 +193,37 @@ def attention_kernels(device: torch.device, dtype: torch.dtype) -> PagedAttentio
     from specplug.kernels.paged_attention_kernels import PagedAttention
 
     return PagedAttention(device)
+
+
+def why_not_in_c(operation: Operation, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the CPU's kernels do not compute an operation; None: they do."""
+    return _missing_in_c(TABLE[operation], device, dtype)
+
+
+def kernels_in_c(
+    operation: Operation, device: torch.device, dtype: torch.dtype
+) -> CPUKernels | None:
+    """Return the CPU's kernels if they compute an operation; None: Triton or torch does."""
+    if why_not_in_c(operation, device, dtype) is not None:
+        return None
+    from specplug.kernels.cpu_kernels import load_cpu_kernels
+
+    found = load_cpu_kernels()
+    return None if isinstance(found, str) else found
+
+
+_c_declined: ContextVar[bool] = ContextVar("c_declined", default=False)
+
+
+@contextmanager
+def c_declined(declined: bool) -> Iterator[None]:
+    """Have the table choose no C meanwhile in this thread, if that is ``declined``: for a run with
+    ``disable_cpu_kernels``."""
+    before = _c_declined.set(declined)
+    try:
+        yield
+    finally:
+        _c_declined.reset(before)
 
 
 def compiles_triton(device: torch.device) -> bool:
@@ -215,7 +258,7 @@ def kernels_used(mode: str) -> Iterator[None]:
 
 
 def _forget() -> None:
-    for function in (choose, runs_triton, _mode_of_environment):
+    for function in (runs_triton, _mode_of_environment):
         function.cache_clear()
 
 
@@ -266,6 +309,38 @@ def _missing_on(kernels: Kernels, device: torch.device) -> str | None:
     return None
 
 
+def _missing_in_c(
+    kernels: Kernels,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    threads: int | None = None,
+) -> str | None:
+    """Return why no kernel in C computes a dtype on a device; None: one does."""
+    if kernels_mode() != "auto":
+        return f"{VARIABLE}={kernels_mode()} takes none in C"
+    if _c_declined.get():
+        return "disable_cpu_kernels"
+    if kernels.c is None:
+        return None
+    if device.type != "cpu":
+        return "C's is for the CPU"
+    if dtype not in kernels.c:
+        return f"C's is for {_named(kernels.c)}"
+    threads = threads or torch.get_num_threads()
+    if threads > 1:
+        return f"C's is for one thread, and torch has {threads}"
+    from specplug.kernels.cpu_kernels import load_cpu_kernels
+
+    found = load_cpu_kernels()
+    return found if isinstance(found, str) else None
+
+
+def _why_c(kernels: Kernels) -> str:
+    if kernels.c is None:
+        return "on the CPU, where there is a C compiler"
+    return "on one thread" + (f"; torch for {kernels.torch_for}" if kernels.torch_for else "")
+
+
 def _why_triton(device: torch.device) -> str:
     return f"{VARIABLE}=triton, interpreted" if device.type == "cpu" else "on a GPU"
 
@@ -285,13 +360,20 @@ def _has_triton() -> bool:
 
 
 def table_rows(device: torch.device) -> list[tuple[str, str, str, str]]:
-    """Return the table for a device, each row with its operations, dtypes, implementation, why."""
+    """Return the table for a device, each row with its operations, dtypes, implementation, why.
+
+    On a CPU it tells one thread, which a small model has, from as many as torch has by itself.
+    """
     found: dict[tuple[str, Choice], list[str]] = {}
+    counts = sorted({1, torch.get_num_threads()}) if device.type == "cpu" else [None]
     for operation, kernels in TABLE.items():
         by_choice: dict[Choice, list[str]] = {}
         for dtype in _DTYPES if kernels.triton or kernels.c else (None,):
-            told = "any" if dtype is None else _name(dtype)
-            by_choice.setdefault(choose(operation, device, dtype), []).append(told)
+            choices = {choose(operation, device, dtype, count): count for count in counts}
+            for choice, count in choices.items():
+                told = "any" if dtype is None else _name(dtype)
+                told += f" (threads: {count})" if len(choices) > 1 else ""
+                by_choice.setdefault(choice, []).append(told)
         for choice, dtypes in by_choice.items():
             found.setdefault((", ".join(dtypes), choice), []).append(operation)
     return [

@@ -12,7 +12,7 @@ from itertools import count
 
 import attrs
 
-from specplug.kv.page_pool import PagePool
+from specplug.kv.page_allocator import PageAllocator
 
 Key = tuple[int, ...]
 
@@ -71,7 +71,7 @@ class PrefixCache:
         changes: counts insertions and releases, so that a caller knows whether to match again.
     """
 
-    def __init__(self, pool: PagePool, lookahead: int, *, enabled: bool = True) -> None:
+    def __init__(self, pool: PageAllocator, lookahead: int, *, enabled: bool = True) -> None:
         self.pool = pool
         self.lookahead = lookahead
         self.enabled = enabled
@@ -91,7 +91,7 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """The pages that ``allocate`` can give: free ones and unused cached ones."""
+        """The pages that ``take_pages`` can give: free ones and unused cached ones."""
         return self.pool.num_free + self.num_unused
 
     def match(self, tokens: Sequence[int], most: int, rotary_set: int = 0) -> CachedPage:
@@ -166,13 +166,13 @@ class PrefixCache:
                 node = child
         return node, replaced
 
-    def allocate(self, num_pages: int) -> list[int]:
+    def take_pages(self, num_pages: int) -> list[int]:
         """Take pages, at most ``num_available``; evict cached ones if too few are free."""
         missing = num_pages - self.pool.num_free
         if missing > 0:
             self._evict(missing)
             self.evicted += missing
-        return self.pool.allocate(num_pages)
+        return self.pool.take(num_pages)
 
     def release(self, pages: Sequence[int], shared: CachedPage) -> None:
         """Free a sequence's own pages and end its use of those up to ``shared``."""

@@ -58,7 +58,7 @@ class RequestTable:
         self._free = list(range(self.req_table_size - 1, 0, -1))
         self._taken, self._changes = {}, {}
 
-    def allocate(self, *, floor: int, rotary_len: int) -> int:
+    def take_row(self, *, floor: int, rotary_len: int) -> int:
         """Take a row whose first ``floor`` positions are shared; return its index."""
         req_index = self._free.pop()
         self._taken[req_index] = floor, rotary_len

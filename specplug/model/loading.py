@@ -99,7 +99,6 @@ def load_target(
         skip_check=config.skip_model_check,
         row_invariant=not config.disable_row_invariance,
         startup=startup,
-        compiled=not config.disable_cpu_kernels,
         num_threads=config.num_threads,
     )
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.model.hidden_states import Point
-from specplug.model.padded_rows import GivenParts, PassOutput, PassPart, cut_rows, size_of
+from specplug.model.padded_rows import GivenParts, cut_rows, size_of
 from specplug.model.pass_form import PassForm, PassSize
-from specplug.model.target import Target
+from specplug.model.target import PassOutput, Target
 from specplug.speculative.buckets import batch_bucket
 from specplug.speculative.draft import Draft
 from specplug.speculative.graph_recorder import GraphRecorder
@@ -30,6 +30,24 @@ _DENSE_ROWS = 16
 """A product of fewer rows costs as much: drafts of differing widths are not packed then."""
 _MOST_FORMS = 96
 """The most forms of padded passes that are recorded."""
+
+
+@attrs.frozen(eq=False)
+class PassPart:
+    """A part of a pass: its prefill's chunks, or its decode step's nodes.
+
+    Attributes:
+        tokens: [R] int64.
+        plan: their positions and what they see, from the committed lengths on.
+        last_rows: [bs] int64, of chunks the last row of each, whose logits alone are wanted; None:
+            those of all rows.
+        draft: whose nodes they are; None: they are chunks, or not those of one width.
+    """
+
+    tokens: Tensor
+    plan: PagedPlan
+    last_rows: Tensor | None = None
+    draft: Draft | None = None
 
 
 class ModelRunner:

@@ -6,51 +6,33 @@ from array import array
 from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import accumulate, zip_longest
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import torch
 from torch import Tensor
 
 from specplug.model.pass_form import NOTHING, PartForm, PartSize, PassForm, PassSize
-from specplug.speculative.draft import Draft
 from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import JoinedPlan, PagedPlan, RequestSlots
 
+if TYPE_CHECKING:
+    from specplug.model.model_runner import PassPart
+    from specplug.model.target import PassOutput
+
 Key = TypeVar("Key", bound=Hashable)
-PassOutput = tuple[Tensor, dict[str, Tensor], dict[Hashable, Tensor]]
-"""The result of a pass: logits [M, V]; the captured outputs that algorithms asked for, by name; and
-the tensors at the points to read. Both have leading size R."""
-
-
-@attrs.frozen(eq=False)
-class PassPart:
-    """A part of a pass: its prefill's chunks, or its decode step's nodes.
-
-    Attributes:
-        tokens: [R] int64.
-        plan: their positions and what they see, from the committed lengths on.
-        last_rows: [bs] int64, of chunks the last row of each, whose logits alone are wanted; None:
-            those of all rows.
-        draft: whose nodes they are; None: they are chunks, or not those of one width.
-    """
-
-    tokens: Tensor
-    plan: PagedPlan
-    last_rows: Tensor | None = None
-    draft: Draft | None = None
-
-    @property
-    def size(self) -> PartSize:
-        """Its size."""
-        plan = self.plan
-        return PartSize(plan.bs, sum(plan.widths), plan.width, plan.mask is not None)
 
 
 def size_of(prefill: PassPart | None, decode: PassPart | None, kinds: frozenset[str]) -> PassSize:
     """Return the size of a pass of either part, both or none."""
-    first, second = (NOTHING if part is None else part.size for part in (prefill, decode))
-    return PassSize(first, second, kinds)
+    return PassSize(_size(prefill), _size(decode), kinds)
+
+
+def _size(part: PassPart | None) -> PartSize:
+    if part is None:
+        return NOTHING
+    plan = part.plan
+    return PartSize(plan.bs, sum(plan.widths), plan.width, plan.mask is not None)
 
 
 @attrs.frozen(eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.errors import warn_fallback
-from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
-from specplug.kernels.kernel_table import HALF, Implementation, Operation, attention_kernels, choose
+from specplug.kernels.kernel_table import (
+    HALF,
+    Operation,
+    attention_kernels,
+    choose,
+    kernels_in_c,
+    why_not_in_c,
+)
 from specplug.kv.tensors import KVShape, drop_tensors
 from specplug.model.attention import running
 from specplug.model.checkpoint import (
@@ -27,7 +33,6 @@ from specplug.model.fused_norms import fuse_norms
 from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.layer_fusion import FusedLayer
 from specplug.model.model_check import ModelCheck
-from specplug.model.padded_rows import PassOutput
 from specplug.model.paired_rows import pair_rows
 from specplug.model.quantization import (
     count_packed_modules,
@@ -41,6 +46,10 @@ from specplug.model.row_proof import RowProof
 from specplug.model.sharded_mlp import shard_mlps
 from specplug.speculative.paged_plan import JoinedPlan, PagedKVCache, PagedPlan
 from specplug.startup import Startup
+
+PassOutput = tuple[Tensor, dict[str, Tensor], dict[Hashable, Tensor]]
+"""The result of a pass: logits [M, V]; the captured outputs that algorithms asked for, by name; and
+the tensors at the points to read. Both have leading size R."""
 
 _SMALL_MODEL = 50_000_000
 """Parameters, below which one thread is faster than several."""
@@ -60,7 +69,6 @@ class Target:
         ranks: over which its MLPs are sharded; None: it is not sharded.
         identified: whether ``fingerprint`` is wanted.
         skip_check: do not check that it gives its own logits here.
-        compiled: have the CPU's kernels compiled, where one thread computes in float32.
         num_threads: torch's on the CPU; None: one for a small model.
         row_invariant: in half precision each row's bits depend on nothing but the row.
         startup: of the run, which takes the times; None: no times are kept.
@@ -77,7 +85,7 @@ class Target:
         row_invariance: whether each row's bits depend on nothing but the row: "on", "on, " and what
             is not proved, or "off: " and why; "not needed" in float32 and float64, whose rounding
             changes no token short of a tie.
-        cpu_kernels: with which passes compute on the CPU; None: torch.
+        cpu_kernels: with which passes attend on the CPU; None: torch.
         cpu_kernels_state: "on", or "off: " and why.
         kernels: with which passes attend on this device in this dtype; None: torch.
 
@@ -95,7 +103,6 @@ class Target:
         identified: bool = False,
         skip_check: bool = False,
         row_invariant: bool = True,
-        compiled: bool = True,
         num_threads: int | None = None,
         startup: Startup | None = None,
     ) -> None:
@@ -119,9 +126,11 @@ class Target:
         self.kernels = attention_kernels(device, self.dtype)
         if device.type == "cpu":
             _set_threads(num_threads, self.num_parameters)
-        found = self._find_cpu_kernels() if compiled else "disable_cpu_kernels"
-        self.cpu_kernels = None if isinstance(found, str) else found
-        self.cpu_kernels_state = f"off: {found}" if isinstance(found, str) else "on"
+        on_cpu = device.type == "cpu"
+        with self._startup.part("compiling kernels") if on_cpu else nullcontext():
+            self.cpu_kernels = kernels_in_c(Operation.ATTENTION, device, self.dtype)
+        reason = why_not_in_c(Operation.ATTENTION, device, self.dtype)
+        self.cpu_kernels_state = "on" if reason is None else f"off: {reason}"
         check = None if skip_check else self._begin_check(path)
         self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
         self.num_layers = len(self.capture.layers)
@@ -131,8 +140,7 @@ class Target:
         self._fuse(row_invariant)
         if check is not None:
             self._end_check(check)
-            on_cpu = device.type == "cpu" and self.dtype in HALF
-            if row_invariant and (on_cpu or self.kernels is not None):
+            if row_invariant and (self.kernels is not None or (on_cpu and self.dtype in HALF)):
                 self._prove_rows(check)
         elif self.row_invariance == "on":
             self.row_invariance = "on, not proved: skip_model_check"
@@ -226,18 +234,6 @@ class Target:
             model.set_experts_implementation("eager")
         return model
 
-    def _find_cpu_kernels(self) -> CPUKernels | str:
-        """Return the kernels of the CPU, or why there are none."""
-        if self.device.type != "cpu":
-            return f"they are not for {self.device.type}"
-        choice = choose(Operation.ATTENTION, self.device, self.dtype)
-        if choice.implementation is not Implementation.C:
-            return choice.why
-        if torch.get_num_threads() > 1:
-            return "they run on one thread, torch on several"
-        with self._startup.part("compiling kernels"):
-            return load_cpu_kernels()
-
     def _fuse(self, row_invariant: bool) -> None:
         """Replace modules by faster ones that give the same."""
         with self._startup.part("fusing layers"):
@@ -247,7 +243,8 @@ class Target:
             if self.kernels is not None:
                 self._use_kernels(row_invariant)
             elif self.device.type == "cpu":
-                self._fused_layers = fuse_cpu_layers(self.model, layers)
+                kernels = kernels_in_c(Operation.LAYERS, self.device, self.dtype)
+                self._fused_layers = fuse_cpu_layers(self.model, layers, kernels)
                 if self.row_invariance == "on":
                     pair_rows(self.model)
             shorten_calls(self.model, keep=self.capture.hooked)

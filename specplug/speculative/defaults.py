@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specplug.algorithm import SpecConfig
-    from specplug.speculative.batch import Batch
     from specplug.speculative.draft import Draft, DraftInput
     from specplug.speculative.future_map import FutureMap
+    from specplug.speculative.hook_order import Batch
     from specplug.speculative.runtime import Runtime
     from specplug.speculative.verify import TargetOutput, VerifyOutput
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import torch
 from torch import Tensor
 
 from specplug.errors import PluginError
-from specplug.speculative.batch import Batch
 from specplug.speculative.draft import DraftInput
 from specplug.speculative.runtime import Runtime
+
+if TYPE_CHECKING:
+    from specplug.speculative.hook_order import Batch
 
 
 @attrs.frozen
@@ -109,27 +111,6 @@ def state_spec(worker: object) -> Mapping[str, StateTensor]:
             'one request by name, such as {"hidden_states": StateTensor((size,), runtime.dtype)}'
         )
     return {name: StateTensor(t.shape, t.dtype, kept=t.kept) for name, t in spec.items()}
-
-
-def check_state(spec: Mapping[str, StateTensor], draft_input: DraftInput) -> None:
-    """Refuse a draft input whose tensors are not as declared; what is not declared may be of any
-    form, and what is absent is read as zeros.
-
-    Raises:
-        PluginError: what was found, and what was declared.
-    """
-    size, device = len(draft_input.bonus_tokens), draft_input.bonus_tokens.device
-    for name, declared in spec.items():
-        tensor = draft_input.state.get(name)
-        if tensor is None:
-            continue
-        form = (size, *declared.shape), declared.dtype, device.type
-        if (tuple(tensor.shape), tensor.dtype, tensor.device.type) != form:
-            raise PluginError(
-                f"the draft state {name!r} is {tuple(tensor.shape)} {tensor.dtype} on "
-                f"{tensor.device}; expected {form[0]} {form[1]} on {device}, as state_spec() "
-                f"declares it for {size} requests: return that, or declare what is returned"
-            )
 
 
 def idle_draft_input(runtime: Runtime, draft_input: DraftInput) -> DraftInput:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from specplug.errors import UsageError
 from specplug.kernels.argmax import argmax_rows
-from specplug.speculative.batch import Batch
 from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.draft_state import StateTensor, received_state
+from specplug.speculative.hook_order import Batch
 from specplug.speculative.host_copy import upload
 from specplug.speculative.layers import Attend
 from specplug.speculative.noise import couple

@@ -29,7 +29,7 @@ from specplug.algorithm import SpecConfig
 from specplug.debug import DEBUG
 from specplug.errors import PluginError, shown
 from specplug.speculative.draft import Draft, DraftInput, described, is_dense
-from specplug.speculative.draft_state import StateTensor, check_state, state_spec
+from specplug.speculative.draft_state import StateTensor, state_spec
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.lent_runtime import LentRuntime
 from specplug.speculative.plugin_guard import PluginGuard
@@ -37,8 +37,8 @@ from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOut
 
 if TYPE_CHECKING:
     from specplug.registry import Extension, SelectedAlgorithm
-    from specplug.speculative.batch import Batch
     from specplug.speculative.defaults import CoreDefaults
+    from specplug.speculative.hook_order import Batch
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.runtime import Runtime
 
@@ -427,6 +427,27 @@ def check_draft_input(
         except PluginError as error:
             plugins.refuse(hook, f"gave a wrong state: {error}")
     return draft_input
+
+
+def check_state(spec: Mapping[str, StateTensor], draft_input: DraftInput) -> None:
+    """Refuse a draft input whose tensors are not as declared; what is not declared may be of any
+    form, and what is absent is read as zeros.
+
+    Raises:
+        PluginError: what was found, and what was declared.
+    """
+    size, device = len(draft_input.bonus_tokens), draft_input.bonus_tokens.device
+    for name, declared in spec.items():
+        tensor = draft_input.state.get(name)
+        if tensor is None:
+            continue
+        form = (size, *declared.shape), declared.dtype, device.type
+        if (tuple(tensor.shape), tensor.dtype, tensor.device.type) != form:
+            raise PluginError(
+                f"the draft state {name!r} is {tuple(tensor.shape)} {tensor.dtype} on "
+                f"{tensor.device}; expected {form[0]} {form[1]} on {device}, as state_spec() "
+                f"declares it for {size} requests: return that, or declare what is returned"
+            )
 
 
 def check_integers(plugins: PluginGuard, hook: str, what: str, found: Any, like: Tensor) -> None:

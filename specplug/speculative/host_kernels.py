@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from specplug.kernels.attention_form import kept_form
-from specplug.kernels.cpu_kernels import CPUKernels, find_cpu_kernels
-from specplug.kernels.kernel_table import Operation, attention_kernels, runs_triton
+from specplug.kernels.kernel_table import Operation, attention_kernels, kernels_in_c, runs_triton
 
 if TYPE_CHECKING:
+    from specplug.kernels.cpu_kernels import CPUKernels
     from specplug.kernels.paged_attention_kernels import PagedAttention
 
 __all__ = [
@@ -33,11 +33,11 @@ __all__ = [
 
 @attrs.frozen
 class DraftKernels:
-    """What computes for draft models.
+    """What attends for draft models.
 
     Attributes:
-        attention: attends over pages by Triton; None: C or torch does.
-        cpu: attends in float32 on the CPU, in C; None: torch does.
+        attention: over pages by Triton; None: C or torch attends.
+        cpu: over pages in C, in float32 on the CPU; None: torch or Triton attends.
     """
 
     attention: PagedAttention | None
@@ -50,9 +50,8 @@ class DraftKernels:
         Raises:
             UsageError: ``SPECPLUG_KERNELS`` asks for what this device cannot run.
         """
-        found = find_cpu_kernels(device)
-        cpu = found if isinstance(found, CPUKernels) else None
-        return cls(attention_kernels(device, dtype), cpu)
+        in_c = kernels_in_c(Operation.ATTENTION, device, dtype)
+        return cls(attention_kernels(device, dtype), in_c)
 
 
 def join_rows(states: Sequence[Tensor], rows: Tensor) -> Tensor:

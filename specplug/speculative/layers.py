@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specplug.kernels.kernel_table import Operation, runs_triton
+from specplug.kernels.cpu_kernels import CPUKernels
+from specplug.kernels.kernel_table import Operation, kernels_in_c, runs_triton
 
 DRAFT_KERNEL_ROWS = 64
 """The most rows of a draft's product that the kernel computes: up to there it is as fast as cuBLAS
@@ -68,9 +69,18 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self._kernels: CPUKernels | None = None
+
+    def pack(self) -> None:
+        """Have the CPU's kernels compute, for serving, where the table chooses them."""
+        self._kernels = kernels_in_c(Operation.LAYERS, self.weight.device, self.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, size] -> […, size]."""
+        if self._kernels is not None:
+            normed = self._kernels.rms_norm(x, self.weight, self.eps)
+            if normed is not None:
+                return normed
         if has_kernels(x):
             from specplug.kernels import rms_norm as kernels
 
@@ -205,6 +215,7 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self._packed: tuple[Tensor, Tensor | None] | None = None
+        self._kernels: CPUKernels | None = None
 
     def pack(self) -> None:
         """Join gate and up into one matrix, for serving (no gradient flows to it)."""
@@ -212,6 +223,8 @@ class GatedMLP(nn.Module):
         biased = self.gate_proj.bias is not None
         bias = torch.cat([part.bias for part in parts]).detach() if biased else None
         self._packed = _joined(parts), bias
+        weight = self.gate_proj.weight
+        self._kernels = kernels_in_c(Operation.LAYERS, weight.device, weight.dtype)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[R, hidden_size] -> [R, hidden_size], added to the residual if there is one."""
@@ -225,7 +238,11 @@ class GatedMLP(nn.Module):
 
             return gated_linear(x.contiguous(), self.gate_proj.weight, self.up_proj.weight)
         if self._packed is not None:
-            gate, up = F.linear(x, *self._packed).chunk(2, dim=-1)
+            both = F.linear(x, *self._packed)
+            gated = None if self._kernels is None else self._kernels.silu_and_mul(both)
+            if gated is not None:
+                return gated
+            gate, up = both.chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x), self.up_proj(x)
         return F.silu(gate) * up
@@ -411,7 +428,7 @@ def pack(network: nn.Module) -> None:
     Call it when the weights are loaded and on their device: the joined ones do not move later.
     """
     for module in network.modules():
-        if isinstance(module, QKVProjection | GatedMLP):
+        if isinstance(module, QKVProjection | GatedMLP | RMSNorm):
             module.pack()
     looked_up = {m.weight for m in network.modules() if isinstance(m, nn.Embedding)}
     linears = (m for m in network.modules() if isinstance(m, nn.Linear))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specplug.speculative.batch import Batch
+from specplug.speculative.hook_order import Batch
 from specplug.speculative.runtime import Runtime
 
 # SplitMix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers.

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from specplug.errors import PluginError
-from specplug.speculative.batch import Batch
 from specplug.speculative.buckets import batch_bucket
 from specplug.speculative.draft import Draft, DraftInput
+from specplug.speculative.hook_order import Batch
 from specplug.speculative.paged_plan import LentPlan, PagedPlan, plan_of
 from specplug.speculative.verify import CommittedOutput
 

@@ -8,8 +8,8 @@ from specplug.algorithm import AlgorithmInfo, Defaults
 from specplug.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from specplug.speculative.batch import Batch
     from specplug.speculative.draft import Draft, DraftInput
+    from specplug.speculative.hook_order import Batch
     from specplug.speculative.runtime import Runtime
     from specplug.speculative.verify import CommittedOutput
 

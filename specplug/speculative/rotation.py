@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from specplug.speculative.batch import Batch
 from specplug.speculative.host_copy import upload
+
+if TYPE_CHECKING:
+    from specplug.speculative.hook_order import Batch
 
 
 def rotate_chunks(tokens: Tensor, last_rows: Tensor, tails: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ them could give.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor
 
 from specplug.algorithm import SpecConfig
 from specplug.host import HostCapabilities
-from specplug.speculative.batch import Batch
 from specplug.speculative.output_kind import PerTokenOutput
+
+if TYPE_CHECKING:
+    from specplug.speculative.hook_order import Batch
 
 
 class KVCache:
@@ -89,6 +91,7 @@ class Runtime(Protocol):
         worker: what ``create_worker`` returned; None until then.
         rank: facts about this process's place.
         vocab_size, hidden_size, num_layers, context_len: of the target.
+        model_path: the target's folder or hub id; None where the host does not say.
         max_running_requests: the greatest bs of a decode step.
         page_size: tokens per page of the KV pool.
         chunked_prefill_size: the most prompt tokens of a step; None: no limit.
@@ -106,11 +109,16 @@ class Runtime(Protocol):
     hidden_size: int
     num_layers: int
     context_len: int
+    model_path: str | None
     max_running_requests: int
     page_size: int
     chunked_prefill_size: int | None
     overlap: bool
     req_table_size: int
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer, of transformers; None where it has none."""
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         """Apply the target's input embedding: [R] int64 -> [R, hidden_size]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from specplug.algorithm import SpecConfig
@@ -11,6 +12,7 @@ from specplug.host import HostCapabilities
 from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.output_kind import PerTokenOutput
 from specplug.speculative.runtime import RankInfo
+from specplug.speculative.token_map import find_tokenizer
 
 
 class RuntimeBase:
@@ -25,16 +27,25 @@ class RuntimeBase:
         host, config: as given.
         worker: the algorithm's; set by ``StartedAlgorithm.create_worker``.
         rank: of the run; a host with several ranks sets its own.
+        model_path: the target's folder or hub id, which a host sets; None: it is not known.
+        tokenizer_path: of the target's tokenizer, likewise.
     """
 
     worker: Any = None
     rank = RankInfo()
+    model_path: str | None = None
+    tokenizer_path: str | None = None
 
     def __init__(self, host: HostCapabilities, config: SpecConfig) -> None:
         self.host = host
         self.config = config
         self._is_sealed = False
         self._draft_passes: list[PassRunner] = []
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The target's, loaded when a plugin first asks for it; None: it has none."""
+        return None if self.tokenizer_path is None else find_tokenizer(self.tokenizer_path)
 
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         self.check_open("record_draft")

@@ -24,7 +24,7 @@ from specplug import (
     hookimpl,
 )
 from specplug.registry import Registry
-from specplug.speculative.batch import ForwardMode
+from specplug.speculative.hook_order import ForwardMode
 from specplug.speculative.plain import Plain as NoDraft
 
 PROMPT = TEXT[:110]

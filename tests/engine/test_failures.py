@@ -124,14 +124,14 @@ def test_an_interrupt_while_a_request_is_admitted_ends_all(
 ) -> None:
     llm, _ = failing
     llm.generate(reference.prompts[6], SamplingParams(max_tokens=4))  # is cached
-    allocate, calls = PrefixCache.allocate, iter(range(100))
+    take_pages, calls = PrefixCache.take_pages, iter(range(100))
 
     def interrupted(self: PrefixCache, num_pages: int) -> list[int]:
         if next(calls) == 1:
             raise KeyboardInterrupt
-        return allocate(self, num_pages)
+        return take_pages(self, num_pages)
 
-    monkeypatch.setattr(PrefixCache, "allocate", interrupted)
+    monkeypatch.setattr(PrefixCache, "take_pages", interrupted)
     names = [llm.add_request(reference.prompts[i], SamplingParams(max_tokens=4)) for i in (0, 6)]
     ended, raised = drive(llm)
     assert sorted(ended) == sorted(names)

@@ -1,19 +1,22 @@
-"""What a reader opens who follows ``StepRunner.launch``: 10 files, and none sends him back up.
+"""What a reader opens to follow ``StepRunner.launch``: ten files, each of them once.
 
 Decode steps of a chain and of a tree are traced, under plain torch. A file counts if any of its
-code runs between the call of ``launch`` and its return, but for
+code runs between the call of ``launch`` and its return, or if a class of it is made, but for
 
 - what a plugin runs within one of its hooks: ``PluginGuard.call`` is where the step leaves us;
 - what the target computes of a pass: ``Target.forward`` is where tokens and a plan become logits;
 - ``LEAVES``, of which the step needs no more than the name of the function that it calls;
 - kernels and the pool's tensors, which are outside of ``engine``, ``model`` and ``speculative``.
 
-A return is a call of something in ``step.py`` by code of another file. A recording must call what
-it records, so there is one for each recorded epilogue: never in a step that is replayed.
+``FILES`` has an order in which every call goes to the same file or to a later one. So whoever reads
+them in this order, each from top to bottom, knows the callers of what he reads. A recording must
+call what it records, so there is one call up for each recorded epilogue: never in a step that is
+replayed.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,25 +36,25 @@ from specplug.speculative import graph_recorder
 from specplug.speculative.plugin_guard import PluginGuard
 
 ROOT = Path(specplug.__file__).parent
+PAGE = ROOT.parent / "docs" / "architecture.md"
 STEP = "engine/step.py"
-ENTERED = {
+FILES = (
     STEP,
     "engine/step_values.py",
+    "speculative/hook_order.py",
+    "speculative/hook_calls.py",
+    "speculative/future_map.py",
     "model/model_runner.py",
     "model/sampler.py",
-    "speculative/draft.py",
-    "speculative/future_map.py",
-    "speculative/hook_calls.py",
-    "speculative/hook_order.py",
-    "speculative/paged_plan.py",
     "speculative/verify.py",
-}
+    "speculative/paged_plan.py",
+    "speculative/draft.py",
+)
+"""In the order in which docs/architecture.md names them."""
 LEAVES = {
-    "engine/kv_pool.py",  # make_plan: hands its arguments to PagedPlan
-    "engine/step_clock.py",  # lap: when the parts of a step end
-    "speculative/draft_state.py",  # check_state: the dtypes and shapes that the worker declares
-    "speculative/host_copy.py",  # upload, host_copy: copies that nothing waits for
-    "speculative/plugin_guard.py",  # call, guard: blame the plugin for what it raises
+    "engine/step_clock.py",  # lap: takes the time
+    "speculative/host_copy.py",  # upload, host_copy: starts a copy
+    "speculative/plugin_guard.py",  # call, guard: calls a plugin
 }
 RECORDED = {
     "speculative/graph_recorder.py",  # in the steps that record
@@ -67,11 +70,18 @@ class Trail:
 
     Attributes:
         files: of engine, model and speculative, relative to the package.
-        returns: functions of step.py that code of other files called.
+        calls: between two of them, as (caller's file, file, function).
     """
 
     files: set[str] = attrs.field(factory=set)
-    returns: list[str] = attrs.field(factory=list)
+    calls: set[tuple[str, str, str]] = attrs.field(factory=set)
+
+    @property
+    def upward(self) -> set[tuple[str, str, str]]:
+        """The calls of a file that stands before the caller's in ``FILES``."""
+        place = {file: index for index, file in enumerate(FILES)}
+        known = (call for call in self.calls if place.keys() >= set(call[:2]))
+        return {call for call in known if place[call[0]] > place[call[1]]}
 
 
 class Follower:
@@ -98,19 +108,35 @@ class Follower:
             return
         if frame.f_code in self.BOUNDARIES:
             self._beyond = frame
-        file, caller = _file_of(frame), _file_of(frame.f_back)
-        counts = file is not None and file.split("/")[0] in ("engine", "model", "speculative")
-        if counts and frame.f_code is not Target.forward.__code__:
-            self._trail.files.add(file)
-        if file == STEP and caller not in (STEP, None) and "<" not in frame.f_code.co_name:
-            self._trail.returns.append(frame.f_code.co_name)
+        file = _file_of(frame)
+        if file is None or frame.f_code is Target.forward.__code__:
+            return
+        self._trail.files.add(file)
+        caller, name = _caller_of(frame), frame.f_code.co_name
+        if caller not in (file, None) and not name.startswith("<"):
+            self._trail.calls.add((caller, file, name))
 
 
 def _file_of(frame: FrameType | None) -> str | None:
-    """The file of a frame, relative to the package; None outside of it."""
-    if frame is None or not frame.f_code.co_filename.startswith(f"{ROOT}/"):
+    """The file of a frame, relative to the package; None outside of engine, model and speculative.
+    Generated code that makes an object, as of an attrs class, belongs to the file of its class."""
+    if frame is None:
         return None
-    return frame.f_code.co_filename.removeprefix(f"{ROOT}/")
+    file = frame.f_code.co_filename
+    if file.startswith("<") and frame.f_code.co_name in ("__init__", "__new__", "<lambda>"):
+        made = frame.f_locals.get("_cls") or type(frame.f_locals.get("self"))
+        file = getattr(sys.modules[made.__module__], "__file__", None) or ""
+    file = file.removeprefix(f"{ROOT}/")
+    return file if file.split("/")[0] in ("engine", "model", "speculative") else None
+
+
+def _caller_of(frame: FrameType) -> str | None:
+    """The file that a call comes from, be it through a leaf or through Python's own functions."""
+    while (back := frame.f_back) is not None:
+        file, frame = _file_of(back), back
+        if file is not None and file not in LEAVES:
+            return file
+    return None
 
 
 @pytest.fixture
@@ -154,14 +180,23 @@ def test_launch_enters_ten_files(tree: bool, follow: Callable[..., list[Trail]])
     trails = follow(tree)
     entered = set().union(*(trail.files for trail in trails))
     assert len(trails) > 3
-    assert entered - LEAVES == ENTERED
-    assert len(ENTERED) <= 10
+    assert entered == {*FILES, *LEAVES}
+    assert len(FILES) <= 10
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_nothing_goes_back_up_to_the_step(tree: bool, follow: Callable[..., list[Trail]]) -> None:
+def test_no_call_goes_to_an_earlier_file(tree: bool, follow: Callable[..., list[Trail]]) -> None:
     trails = follow(tree)
-    assert [trail.returns for trail in trails] == [[]] * len(trails)
+    assert [trail.upward for trail in trails] == [set()] * len(trails)
+
+
+def test_page_names_the_files_in_their_order() -> None:
+    text = (
+        PAGE.read_text("utf-8").partition("To follow a decode step")[2].partition("\n1. *draft*")[0]
+    )
+    told, _, further = text.partition("Not counted")
+    assert tuple(re.findall(r"\(\.\./specplug/([^)]+)\)", told)) == FILES
+    assert {*re.findall(r"\(\.\./specplug/([^)]+)\)", further)} >= LEAVES | RECORDED
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
@@ -170,7 +205,8 @@ def test_a_replayed_step_does_not_go_back_up(
 ) -> None:
     trails = follow(tree, records=True)
     entered = set().union(*(trail.files for trail in trails))
-    assert entered - LEAVES == ENTERED | RECORDED
-    recorded = [trail.returns for trail in trails if trail.returns]
+    assert entered == {*FILES, *LEAVES, *RECORDED}
+    up = [{call for call in trail.calls if call[1] == STEP} for trail in trails]
+    recorded = [calls for calls in up if calls]
     assert 0 < len(recorded) < len(trails) / 2, "each number of requests is recorded once"
-    assert {name for names in recorded for name in names} == {"commit"}
+    assert {name for calls in recorded for _, _, name in calls} == {"commit"}

@@ -7,6 +7,7 @@ other names raise, KV caches that are bare handles, and plans of the protocol's 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -14,6 +15,8 @@ import pytest
 from torch import Tensor
 
 from specplug import LLM, AttentionPlan, Batch, KVCache, SamplingParams
+from specplug.algorithm import find_model
+from specplug.engine.engine_runtime import EMBEDDED
 from specplug.registry import Registry
 from specplug.speculative.lent_runtime import MEMBERS, LentRuntime
 from specplug.speculative.plugin_guard import PluginGuard
@@ -83,6 +86,22 @@ def test_runtime_has_nothing_of_the_engine() -> None:
     of_base = {name for name in vars(RuntimeBase) if not name.startswith("_")}
     assert names >= MEMBERS
     assert names - MEMBERS - of_base == {"close"}
+
+
+def test_runtime_knows_the_target_and_its_tokenizer(tmp_path: Path) -> None:
+    with LLM(device="cpu", max_total_tokens=64) as llm:
+        runtime = llm.engine.runtime
+        assert runtime.model_path == find_model(None)
+        assert runtime.tokenizer is llm.tokenizer
+    # A host that knows where the tokenizer is has it loaded; there may be none.
+    base = RuntimeBase(EMBEDDED, runtime.config)
+    assert (base.model_path, base.tokenizer) == (None, None)
+    base = RuntimeBase(EMBEDDED, runtime.config)
+    base.tokenizer_path = runtime.model_path
+    assert base.tokenizer.get_vocab() == llm.tokenizer.get_vocab()
+    base = RuntimeBase(EMBEDDED, runtime.config)
+    base.tokenizer_path = str(tmp_path)
+    assert base.tokenizer is None
 
 
 def _generate(algorithm: str, **settings: Any) -> list[tuple[int, ...]]:

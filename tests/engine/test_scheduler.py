@@ -25,7 +25,7 @@ from specplug.engine.core_outputs import RoutedExperts
 from specplug.engine.request import Request, RequestStatus
 from specplug.engine.scheduler import Scheduler, SchedulerConfig
 from specplug.engine.step_values import Decode, Prefill, SchedulerOutput
-from specplug.kv.page_pool import PagePool
+from specplug.kv.page_allocator import PageAllocator
 from specplug.kv.prefix_cache import CachedPage, PrefixCache
 from specplug.kv.request_table import RequestTable
 
@@ -93,7 +93,7 @@ def _make(
     rows = config.max_running_requests + 1
     width = most_tokens + config.steps_in_flight * config.columns + config.num_lookahead_slots
     table = RequestTable(rows, width, page_size, torch.device("cpu"))
-    cache = PrefixCache(PagePool(num_pages + 1, page_size), lookahead, enabled=caches)
+    cache = PrefixCache(PageAllocator(num_pages + 1, page_size), lookahead, enabled=caches)
     return Scheduler(config, cache, table)
 
 
@@ -1083,13 +1083,13 @@ def test_the_check_tells_what_is_wrong(harm: str, message: str) -> None:
     if harm == "page twice":
         other.pages = list(one.pages)
     elif harm == "page lost":
-        scheduler.cache.pool.allocate(1)
+        scheduler.cache.pool.take(1)
     elif harm == "row twice":
         other.req_index = one.req_index
     elif harm == "padding row":
         one.req_index = 0
     elif harm == "row lost":
-        scheduler.table.allocate(floor=0, rotary_len=1)
+        scheduler.table.take_row(floor=0, rotary_len=1)
     else:
         _add(scheduler, 2, 3).req_index = 3
     with pytest.raises(AssertionError, match=message):

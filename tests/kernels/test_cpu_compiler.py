@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from server_process import is_alive, wait_until
 
-from specplug.kernels import cpu_compiler, cpu_library
-from specplug.kernels.cpu_compiler import find_compiler, load_compiled
+from specplug.kernels import cpu_compiler, cpu_library, plugin_library
+from specplug.kernels.cpu_compiler import find_compiler
 from specplug.kernels.cpu_kernels import CPUKernels, load_cpu_kernels
-from specplug.kernels.kernel_table import kernels_used
+from specplug.kernels.kernel_table import c_declined, kernels_used
+from specplug.kernels.plugin_library import load_compiled
 
 Compiler = Callable[[str], str]
 """Makes a command of a shell script, which finds the place of the library in ``$out``, and that of
@@ -156,7 +157,9 @@ def test_library_that_crashes_or_hangs_ends_no_start(
     own = find_compiler()
     monkeypatch.setattr(cpu_compiler, "_TRIAL_SECONDS", 1)
     source = tmp_path / "bad.c"
-    source.write_text(f"unsigned sleep(unsigned); int paged_attention(void) {{ {body} }}")
+    names = "paged_attention", "rms_norm", "rotate_and_write", "silu_and_mul"
+    functions = "".join(f"int {name}(void) {{ {body} }}" for name in names)
+    source.write_text(f"unsigned sleep(unsigned);{functions}")
     compiler(f"{own} -shared -fPIC -o $out {source}")
     found = loaded()
     assert isinstance(found, str)
@@ -285,7 +288,7 @@ def test_trial_is_quick_and_imports_no_torch(right: Path) -> None:
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a plugin's source; nothing of it is loaded yet."""
-    monkeypatch.setattr(cpu_compiler, "_loaded", {})
+    monkeypatch.setattr(plugin_library, "_loaded", {})
     path = tmp_path / "own.c"
     path.write_text("int two(void) { return 2; }\n")
     return path
@@ -322,13 +325,13 @@ def test_library_of_a_plugin_that_does_not_open_is_none(
     assert load_compiled(source, tmp_path / "trial.py", opened) is None
 
 
-def test_compiling_declined_loads_nothing(
+def test_c_declined_loads_nothing(
     cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "trial.py").touch()
-    with cpu_compiler.compiling_declined(True):
+    with c_declined(True):
         assert load_compiled(source, tmp_path / "trial.py", never) is None
     with kernels_used("torch"):
         assert load_compiled(source, tmp_path / "trial.py", never) is None
-    with cpu_compiler.compiling_declined(False):
+    with c_declined(False):
         assert load_compiled(source, tmp_path / "trial.py", Path.exists) is True

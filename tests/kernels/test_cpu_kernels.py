@@ -18,6 +18,7 @@ from torch import Tensor
 from specplug import LLM
 from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.cpu_kernels import CPUKernels, CPURows
+from specplug.model.fused_norms import rms_norm
 
 CONTEXT = 96
 FORM = AttentionForm(0.2)
@@ -200,6 +201,54 @@ def test_rows_past_the_table_write_nothing_there(cpu_kernels: CPUKernels, start:
     found = cpu_kernels.attend(batch.q, batch.keys, batch.values, rows, AttentionForm(0.2, 6))
     assert found is not None
     assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [10, 160])
+def test_norm_is_torchs(cpu_kernels: CPUKernels, size: int) -> None:
+    x, weight = torch.randn(5, 2 * size)[:, :size], torch.rand(size)
+    expected = rms_norm(x, weight, torch.tensor(1e-5))
+    found = cpu_kernels.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for other in (x.double(), x.to("meta"), x[:, 1:], x[0], x.t()):
+        assert cpu_kernels.rms_norm(other, weight, 1e-5) is None
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotated_rows_are_torchs(cpu_kernels: CPUKernels, normed: bool) -> None:
+    heads, kv_heads, size = 4, 2, 10
+    qkv, cos, sin = torch.randn(3, 8, size), torch.randn(3, 1, size), torch.randn(3, 1, size)
+    norm = (torch.rand(6, size), torch.full((6, 1), 1e-5)) if normed else None
+    turned = qkv[:, :6] if norm is None else rms_norm(qkv[:, :6], *norm)
+    turned = turned * cos + turned.roll(size // 2, -1) * sin
+    slots, v = torch.tensor([7, 2, 5]), qkv[:, 6:].clone()
+    keys, values = torch.zeros(2, 9, kv_heads, size)
+    before = qkv.clone()
+    args = {"qkv": qkv, "cos": cos, "sin": sin, "slots": slots, "keys": keys, "values": values}
+    for name, own in args.items():
+        for other in (own.to("meta"), own[1:], own.half()):
+            assert not cpu_kernels.rotate_and_write(**{**args, name: other}, norm=norm)
+    for outside in (9, -1):
+        args["slots"] = torch.tensor([7, 2, outside])
+        with pytest.raises(IndexError, match="outside"):
+            cpu_kernels.rotate_and_write(**args, norm=norm)
+    assert torch.equal(qkv, before)
+    assert not keys.any()
+    assert not values.any()
+    assert cpu_kernels.rotate_and_write(qkv, cos, sin, norm, slots, keys, values)
+    torch.testing.assert_close(qkv[:, :heads], turned[:, :heads])
+    torch.testing.assert_close(keys[slots], turned[:, heads:])
+    assert torch.equal(values[slots], v)
+    assert torch.equal(keys.any(-1).any(-1).nonzero().flatten(), slots.sort().values)
+
+
+@pytest.mark.parametrize("size", [10, 416])
+def test_gate_is_torchs(cpu_kernels: CPUKernels, size: int) -> None:
+    both = torch.randn(3, 2 * size) * 30
+    both[0, :4] = torch.tensor([-200.0, -88.0, 0.0, 200.0])
+    expected = F.silu(both[:, :size]) * both[:, size:]
+    torch.testing.assert_close(cpu_kernels.silu_and_mul(both), expected, rtol=1e-5, atol=1e-6)
+    for other in (both.double(), both.to("meta"), both[:, 1:], both[0]):
+        assert cpu_kernels.silu_and_mul(other) is None
 
 
 STRANGE = """

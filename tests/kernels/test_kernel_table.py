@@ -15,7 +15,7 @@ from triton.runtime.jit import KernelInterface
 import specplug
 from specplug import LLM, SamplingParams
 from specplug.errors import UsageError
-from specplug.kernels import card
+from specplug.kernels import card, cpu_kernels
 from specplug.kernels.card import Card
 from specplug.kernels.cpu_kernels import load_cpu_kernels
 from specplug.kernels.kernel_table import (
@@ -27,6 +27,7 @@ from specplug.kernels.kernel_table import (
     Operation,
     attention_kernels,
     choose,
+    kernels_in_c,
     kernels_mode,
     kernels_used,
     table_lines,
@@ -94,7 +95,7 @@ def test_auto_and_triton_launch_and_choose_as_torch(launches: Counter[str]) -> N
             found[mode] = _generate(dtype="float32", warm_up="off", **SPECULATION)
         if mode == "auto" and not torch.cuda.is_available():
             assert not isinstance(load_cpu_kernels(), str), load_cpu_kernels()
-            assert set(launches) == {"C: _attend"}
+            assert set(launches) == {"C: _attend", "C: _norm", "C: _rotate", "C: _silu"}
         if mode == "triton":
             assert launches >= Counter(AROUND_A_PASS), AROUND_A_PASS - set(launches)
             assert not any(name.startswith("C: ") for name in launches)
@@ -111,7 +112,7 @@ def test_choose_auto_depends_on_device_and_dtype(
 
     of_pass = operation in (Operation.ATTENTION, Operation.LAYERS)
     everywhere = "C" if operation is Operation.PLUGINS_C else "torch"
-    single = "C" if operation is Operation.ATTENTION else everywhere
+    single = "C" if of_pass else everywhere
     with kernels_used("auto"):
         assert chosen(CPU) == dict.fromkeys((torch.float64, *HALF), everywhere) | {
             torch.float32: single
@@ -186,9 +187,57 @@ def test_table_printed_has_every_operation_and_why() -> None:
         assert set(told) == set(TABLE) == set(Operation)
         assert all(all(row) for row in rows)
         said = "\n".join(table_lines(CPU, torch.float32))
-    assert said.startswith("C for attention: on one thread")
+    assert said.startswith("C for attention: on one thread; torch for softcaps, sinks")
+    assert "\nC for layers: on one thread\n" in said
     assert all(operation in said for operation in Operation)
     assert {line.partition(" ")[0] for line in said.splitlines()} <= set(Implementation)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_several_threads_leave_c_to_torch() -> None:
+    """The run, its log and the doctor say the same."""
+    told = "C's is for one thread, and torch has 2"
+    with kernels_used("auto"):
+        for operation in (Operation.ATTENTION, Operation.LAYERS):
+            assert choose(operation, CPU, torch.float32, 1).implementation == "C"
+            assert choose(operation, CPU, torch.float32).implementation == "torch"
+            assert kernels_in_c(operation, CPU, torch.float32) is None
+        said = [line for line in table_lines(CPU, torch.float32) if told in line]
+        assert [line.partition(":")[0] for line in said] == ["torch for attention, layers"]
+        rows = [row for row in table_rows(CPU) if "attention" in row[0] and "float32" in row[1]]
+    assert [row[1:3] for row in rows] == [
+        ("float32 (threads: 1)", "C"),
+        ("float32 (threads: 2)", "torch"),
+    ]
+    with LLM(max_running_requests=1, device="cpu", num_threads=2) as llm:
+        assert llm.effective_config["cpu_kernels"] == f"off: {told}"
+
+
+def test_log_of_a_run_without_c_says_disabled(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        kernels_used("auto"),
+        caplog.at_level("INFO", logger="specplug"),
+        LLM(max_running_requests=1, device="cpu", disable_cpu_kernels=True),
+    ):
+        told = [each for each in caplog.messages if each.startswith("SPECPLUG_KERNELS=auto: ")]
+    assert any(" torch for attention, layers: " in each and "disable_cpu" in each for each in told)
+    assert not any(" C for " in each for each in told)
+
+
+def test_no_compiler_is_told_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "load_cpu_kernels", lambda: "there is no C compiler")
+    with kernels_used("auto"):
+        choice = choose(Operation.ATTENTION, CPU, torch.float32, 1)
+    assert choice.implementation == "torch"
+    assert choice.why.endswith("; there is no C compiler")
 
 
 ASKS = {"runs_triton", "runs_tree_kernels", "attention_kernels", "has_kernels", "_runs_kernels"}

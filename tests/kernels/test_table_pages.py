@@ -14,7 +14,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def entered(page_size: int) -> torch.Tensor:
     """The slots of a table of 4 rows after two flushes, pages that went included."""
     table = RequestTable(4, 5 * page_size - 1, page_size, DEVICE)
-    rows = [table.allocate(floor=0, rotary_len=1) for _ in range(3)]
+    rows = [table.take_row(floor=0, rotary_len=1) for _ in range(3)]
     for number, row in enumerate(rows):
         table.write(row, [7 + number, 3, 1 << 33], range(2 + number))
     table.flush()

@@ -10,7 +10,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from specplug.kv.page_pool import PagePool
+from specplug.kv.page_allocator import PageAllocator
 from specplug.kv.prefix_cache import CachedPage, PrefixCache
 
 Tokens = tuple[int, ...]
@@ -45,7 +45,7 @@ def _begin(cache: PrefixCache, tokens: Sequence[int]) -> Holder:
     node = cache.match(tokens, len(tokens))
     cache.lock(node)
     pages = [used.page for used in node.path()][::-1]
-    pages += cache.allocate(cache.pool.pages_for(len(tokens)) - node.depth)
+    pages += cache.take_pages(cache.pool.pages_for(len(tokens)) - node.depth)
     return Holder(cache, list(tokens), pages, node, node.depth * cache.pool.page_size)
 
 
@@ -79,7 +79,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         enabled=st.sampled_from([True, True, True, False]),
     )
     def make(self, page_size: int, pages: int, lookahead: int, enabled: bool) -> None:
-        self.cache = PrefixCache(PagePool(pages + 1, page_size), lookahead, enabled=enabled)
+        self.cache = PrefixCache(PageAllocator(pages + 1, page_size), lookahead, enabled=enabled)
         self.size, self.lookahead, self.pages = page_size, lookahead, pages
         self.free = set(range(1, pages + 1))
         self.known: dict[Tokens, Entry] = {}
@@ -115,7 +115,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def _take(self, count: int) -> list[int]:
         """Take pages of the cache and check which ones it gave."""
         evicted = self._evict(count - len(self.free))
-        given = self.cache.allocate(count)
+        given = self.cache.take_pages(count)
         assert len(set(given)) == len(given) == count
         assert set(given) <= self.free
         assert evicted <= set(given), "free pages go first"
@@ -269,7 +269,7 @@ TestPrefixCache = PrefixCacheMachine.TestCase
 def _cache(
     pages: int = 16, size: int = 2, lookahead: int = 0, *, enabled: bool = True
 ) -> PrefixCache:
-    return PrefixCache(PagePool(pages + 1, size), lookahead, enabled=enabled)
+    return PrefixCache(PageAllocator(pages + 1, size), lookahead, enabled=enabled)
 
 
 def _leave(cache: PrefixCache, tokens: Sequence[int]) -> None:
@@ -374,14 +374,14 @@ def test_eviction_is_least_recent_first_from_path_ends() -> None:
     _leave(cache, [3, 3, 4, 4])
     _leave(cache, [5, 5])
     cache.unlock(_hold(cache, [1, 1]))  # its end has not been used since
-    cache.allocate(2)
+    cache.take_pages(2)
     assert _cached(cache) == {(1, 1), (3, 3), (3, 3, 4, 4), (5, 5)}
     assert cache.evicted == 1
-    cache.allocate(2)
+    cache.take_pages(2)
     assert _cached(cache) == {(1, 1), (5, 5)}
-    cache.allocate(1)
+    cache.take_pages(1)
     assert _cached(cache) == {(1, 1)}
-    cache.allocate(1)
+    cache.take_pages(1)
     assert cache.num_available == 0
     assert cache.evicted == 5
 
@@ -397,7 +397,7 @@ def test_what_is_used_again_while_it_waits_for_its_end_stays() -> None:
     for token in (1, 2, 3):
         _leave(cache, [token, token])
     node = _hold(cache, [1, 1])
-    cache.allocate(2)
+    cache.take_pages(2)
     assert _cached(cache) == {(1, 1)}
     assert cache.num_available == 0
     cache.unlock(node)
@@ -407,9 +407,9 @@ def test_what_is_used_again_while_it_waits_for_its_end_stays() -> None:
 def test_free_pages_go_before_cached_ones() -> None:
     cache = _cache(pages=4)
     _leave(cache, [1, 1, 2, 2])
-    cache.allocate(2)
+    cache.take_pages(2)
     assert (cache.evicted, cache.num_pages) == (0, 2)
-    cache.allocate(1)
+    cache.take_pages(1)
     assert (cache.evicted, cache.num_pages) == (1, 1)
 
 

@@ -25,7 +25,7 @@ class Holder:
     req_index: int = 0
 
     def take(self, table: RequestTable, floor: int = 0) -> None:
-        self.req_index = table.allocate(floor=floor, rotary_len=1)
+        self.req_index = table.take_row(floor=floor, rotary_len=1)
         self.write(table, range(len(self.pages)))
 
     def write(self, table: RequestTable, indices: Iterable[int]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from two_layer_models import NUM_TOKENS, SHAPE, make_model, run_model
 
+from specplug.kernels.cpu_kernels import CPUKernels
 from specplug.model.cpu_layer import fuse_cpu_layers
 from specplug.model.fused_norms import fuse_norms
 
@@ -54,6 +55,22 @@ def test_fused_layers_give_the_models_logits(config: str, dtype: torch.dtype) ->
         torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
     window = FUSED[config].get("sliding_window")
     assert [layer.form.window for layer in fused] == [window, window]
+
+
+@pytest.mark.parametrize("config", FUSED)
+def test_fused_layers_of_kernels_give_the_logits(config: str, cpu_kernels: CPUKernels) -> None:
+    model = build(config, torch.float32, **FUSED[config])
+    expected = run_model(model)
+    fused = fuse_cpu_layers(model, model.model.layers, cpu_kernels)
+    assert [layer.kernels for layer in fused] == [cpu_kernels, cpu_kernels]
+    for found, own in zip(run_model(model), expected, strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    gate_up = fused[0].gate_up
+    assert gate_up is not None
+    assert torch.equal(gate_up[:, :40].t(), mlp.gate_proj.weight)
+    assert mlp.up_proj.weight.data_ptr() == gate_up[:, 40:].data_ptr()
+    assert fused[0].qkv.data_ptr() == attention.q_proj.weight.data_ptr()
 
 
 @pytest.mark.parametrize("config", OTHERS)

@@ -17,7 +17,8 @@ from specplug import LLM, SamplingParams
 from specplug.kernels import paged_attention_kernels as kernels
 from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.paged_attention_kernels import PagedAttention
-from specplug.model.padded_rows import GivenParts, PassPart, size_of
+from specplug.model.model_runner import PassPart
+from specplug.model.padded_rows import GivenParts, size_of
 from specplug.model.pass_form import PassForm
 from specplug.speculative.buckets import row_buckets
 from specplug.speculative.draft import ancestor_mask

@@ -331,7 +331,8 @@ def test_recorded_drafts_are_those_that_are_not(
     def draft_pass(self: EngineRuntime, forward: Callable[..., Any]) -> GraphRunner:
         # Positions before 0 see nothing, which leaves NaN where torch attends.
         pads = name != "MULTI_LAYER_EAGLE"
-        padding = BatchPadding(pads=pads, length=self._kv.key_length)
+        kv = self._kv
+        padding = BatchPadding(pads=pads, length=lambda: kv.key_length)
         runners.append(GraphRunner(forward, padding, GraphRecorder()))
         return runners[-1]
 

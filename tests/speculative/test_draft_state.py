@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specplug import DraftInput, FutureMap, PluginError, StateTensor, received_state
 from specplug.speculative.defaults import CoreDefaults
-from specplug.speculative.draft_state import check_state, state_spec
+from specplug.speculative.draft_state import state_spec
+from specplug.speculative.hook_calls import check_state
 
 SPEC = {
     "hidden": StateTensor((4,), torch.float32),

@@ -44,10 +44,17 @@ from specplug.registry import (
     register_commands,
 )
 from specplug.speculative import hook_calls
-from specplug.speculative.batch import ForwardMode
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.hook_order import Chunks, Committed, Drafted, Half, HookOrder, Scheduled
+from specplug.speculative.hook_order import (
+    Chunks,
+    Committed,
+    Drafted,
+    ForwardMode,
+    Half,
+    HookOrder,
+    Scheduled,
+)
 from specplug.speculative.verify import compact
 
 CPU = torch.device("cpu")

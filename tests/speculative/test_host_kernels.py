@@ -50,3 +50,4 @@ def test_draft_kernels_are_those_of_the_table(cpu_kernels: CPUKernels):
     with kernels_used("torch"):
         assert DraftKernels.of(CPU, torch.float32) == DraftKernels(None, None)
     assert DraftKernels.of(CPU, torch.float32) == DraftKernels(None, cpu_kernels)
+    assert DraftKernels.of(CPU, torch.float64) == DraftKernels(None, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from specplug import (
+    LLM,
+    AlgorithmInfo,
+    CommittedOutput,
+    Draft,
+    DraftInput,
+    Runtime,
+    hookimpl,
     layers,
 )
+from specplug.kernels.cpu_kernels import CPUKernels
+from specplug.kernels.kernel_table import c_declined
 
 H, HEADS, KV_HEADS, D, ROWS = 32, 4, 2, 8, 7
 
@@ -151,6 +162,78 @@ def test_head_that_shares_an_embedding_stays() -> None:
     network["head"].weight = network["embed"].weight
     layers.pack(network)
     assert network["embed"].weight.is_contiguous()
+
+
+def packed_layer(kernels: CPUKernels | None) -> layers.DecoderLayer:
+    layer = layers.DecoderLayer(H, 48, HEADS, KV_HEADS, D, 1e-6)
+    fill(layer)
+    with c_declined(kernels is None):
+        layers.pack(layer)
+    assert layer.mlp._kernels is kernels
+    return layer
+
+
+def test_layer_of_the_cpus_kernels_is_torchs(cpu_kernels: CPUKernels) -> None:
+    results = []
+    for used in (None, cpu_kernels):
+        layer = packed_layer(used)
+        torch.manual_seed(1)
+        x, turn = torch.randn(ROWS, H), torch.randn(2, ROWS, 1, D)
+        with torch.inference_mode():
+            results.append(layer(x, (turn[0], turn[1]), 0, lambda _, q, k, v: q.flatten(1)))
+    torch.testing.assert_close(*results)
+
+
+def test_rows_that_the_cpus_kernels_know_not_are_torchs(cpu_kernels: CPUKernels) -> None:
+    """Of more axes, and of a layer that was cast after it was packed."""
+    plain, layer = packed_layer(None), packed_layer(cpu_kernels)
+    rows = torch.randn(2, ROWS, H)
+    torch.testing.assert_close(layer.mlp(rows), plain.mlp(rows))
+    norm, own = layer.post_attention_layernorm, plain.post_attention_layernorm
+    norm.double(), own.double()
+    assert torch.equal(norm(rows[0].double()), own(rows[0].double()))
+    with pytest.raises(RuntimeError):
+        norm(torch.randn(ROWS, H - 1))
+
+
+class Loading:
+    """Packs a layer while its run loads the draft, after ``first`` was called."""
+
+    def __init__(self, first: Callable[[], None]) -> None:
+        self._first = first
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(name="LOADING", summary="Packs a layer", api_version=1)
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> Loading:
+        self._first()
+        self.layer = layers.DecoderLayer(H, 48, HEADS, KV_HEADS, D, 1e-6)
+        layers.pack(self.layer)
+        return self
+
+    @hookimpl
+    def build_draft_input(self, target_output: CommittedOutput) -> DraftInput:
+        return DraftInput(bonus_tokens=target_output.bonus_tokens)
+
+    @hookimpl
+    def propose(self, draft_input: DraftInput) -> Draft:
+        return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
+
+
+def test_draft_has_the_kernels_of_its_run(cpu_kernels: CPUKernels, tiny_model: Path) -> None:
+    """Whatever else runs in the process: another run is made in the midst of each."""
+    made = {}
+    for off in (True, False):
+
+        def make_another(off: bool = off) -> None:
+            LLM(tiny_model, device="cpu", disable_cpu_kernels=not off).close()
+
+        draft = Loading(make_another)
+        LLM(tiny_model, device="cpu", disable_cpu_kernels=off, speculative_algorithm=draft).close()
+        made[off] = draft.layer.mlp._kernels
+    assert made == {True: None, False: cpu_kernels}
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])

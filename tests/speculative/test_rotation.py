@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specplug import Batch, chunk_tails, rotate_chunks
-from specplug.speculative.batch import ForwardMode
+from specplug.speculative.hook_order import ForwardMode
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)

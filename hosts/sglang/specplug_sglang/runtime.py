@@ -53,6 +53,8 @@ class SglangRuntime(RuntimeBase):
         self.hidden_size = target.hidden_size
         self.num_layers = target.num_hidden_layers
         self.context_len = target.context_len
+        self.model_path = target.model_path
+        self.tokenizer_path = runner.server_args.tokenizer_path
         self.max_running_requests = int(settings.max_running_requests or 0)
         self.page_size = settings.page_size or 1
         chunk = settings.chunked_prefill_size

@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 import specplug
-from specplug import AlgorithmInfo, HostCapabilities, SpecConfig, UsageError
+from specplug import AlgorithmInfo, HostCapabilities, PluginError, SpecConfig, UsageError
 from specplug.settings import Anything, Choice, setting, settings_of
 from specplug.speculative.algorithm_start import StartedAlgorithm, start_algorithm
 from specplug_sglang.capabilities import MASKED, PLANNED, PREFIX, capabilities
 from specplug_sglang.fault_tolerant_hooks import FaultTolerantHooks
-
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +116,11 @@ class SglangSettings:
     )
 
     @classmethod
-    def of(cls, args: ServerArgs, algorithm: str) -> SglangSettings:
+    def of(cls, args: Any, algorithm: str) -> SglangSettings:
         """Return the settings of a process of SGLang's.
+
+        Args:
+            args: SGLang's ``ServerArgs`` or a view of it, with what SGLang has filled in.
 
         Raises:
             UsageError: specplug cannot run with one of them; it names the algorithm.
@@ -153,6 +153,24 @@ class SglangSettings:
                 f"{info.name} cannot begin in the middle of a prompt; start SGLang with "
                 "--disable-radix-cache"
             )
+
+    def check_settled(self, config: SpecConfig) -> None:
+        """Refuse a configuration that differs from these settings, by which SGLang has sized its
+        pools. The algorithm is started in two processes, and validates its own result in the other.
+
+        Raises:
+            PluginError: ``validate_config`` has changed the settings once more.
+        """
+        for name, settled in (
+            ("num_steps", self.speculative_num_steps),
+            ("topk", self.speculative_eagle_topk),
+            ("num_draft_tokens", self.speculative_num_draft_tokens),
+        ):
+            if (found := getattr(config, name)) != settled:
+                raise PluginError(
+                    f"{config.algorithm}: validate_config() changes {name} {settled} to {found} in "
+                    "settings that it returned itself; expected them unchanged; fix the plugin"
+                )
 
 
 def start_in_sglang(

@@ -147,8 +147,11 @@ MEMBERS: Mapping[str, str] = {
 """The members and methods that are used, by ``module:class``."""
 
 OBJECTS: Mapping[str, str] = {
-    "runner": "model_config, device, dtype, model, sampler",
-    "runner.model_config": ("vocab_size, hidden_size, num_hidden_layers, context_len, hf_config"),
+    "runner": "model_config, server_args, device, dtype, model, sampler",
+    "runner.model_config": (
+        "vocab_size, hidden_size, num_hidden_layers, context_len, hf_config, model_path"
+    ),
+    "runner.server_args": "tokenizer_path",
     "request": (
         "rid, origin_input_ids, output_ids, sampling_params, finished_reason, grammar, "
         "custom_logit_processor, kv"

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode as SglangMode
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
 from specplug import Batch, RequestReport
-from specplug.speculative.batch import ForwardMode
-from specplug.speculative.hook_order import Chunks, Drafted, Half, Scheduled, Verified
+from specplug.speculative.hook_order import Chunks, Drafted, ForwardMode, Half, Scheduled, Verified
 from specplug.speculative.host_copy import upload
 from specplug.speculative.paged_plan import LentPlan, PagedPlan
 from specplug_sglang.capabilities import MASKED
@@ -73,8 +73,10 @@ class SpecplugWorker(BaseSpecWorker):
         self._runner = target_worker.model_runner
         check_objects(runner=self._runner)
         target = self._runner.model_config.hf_config.to_dict()
-        settings = SglangSettings.of(server_args, algorithm.algorithm)
+        # The record has what was typed; its view has what SGLang and handle_server_args filled in.
+        settings = SglangSettings.of(resolving_view(server_args), algorithm.algorithm)
         self._started = started = start_in_sglang(algorithm.algorithm, settings, target)
+        settings.check_settled(started.config)
         self._hooks, config = started.hooks, started.config
         self.num_draft_tokens = config.num_draft_tokens
         # SGLang's Triton attention reads a mask, not a plan, and its CUDA graphs have one width.

@@ -162,6 +162,12 @@ def test_engine_whose_plugin_does_not_start_says_so(fragile):
         fragile("create_future_map 1")
 
 
+def test_engine_whose_settings_change_twice_is_refused(fragile, capfd):
+    with pytest.raises(SpecplugError, match="SGLang's engine has ended with exit code"):
+        fragile("validate_config")
+    assert "FRAGILE: validate_config() changes num_draft_tokens 5 to 6" in capfd.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """SGLang's server, started by specplug's command line."""

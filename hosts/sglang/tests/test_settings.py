@@ -6,10 +6,12 @@ import importlib
 import logging
 from pathlib import Path
 
+import attrs
 import pytest
-from engines import MODEL, ON_CPU, running
+from engines import MODEL, ON_CPU, environment, running
 
-from specplug import SpecplugError
+from specplug import PluginError, SpecConfig, SpecplugError
+from specplug_sglang.settings import SglangSettings
 
 
 def settings_of(algorithm, **settings):
@@ -38,6 +40,30 @@ def test_adjusted_setting_is_logged(caplog):
         found = settings_of("MULTI_LAYER_EAGLE", speculative_num_steps=9)
     assert found.speculative_num_steps == 6
     assert "SPECPLUG_MULTI_LAYER_EAGLE: num_steps 9 -> 6: the draft model has one" in caplog.text
+
+
+def test_worker_reads_the_settings_that_sglang_has_filled_in(tmp_path):
+    log = tmp_path / "log"
+    with (
+        environment(LOG_FILE=str(log)),
+        running("MULTI_LAYER_EAGLE", speculative_num_steps=9) as made,
+    ):
+        assert made.seen("run") == [[48, 1, 4096, True, 7]]
+    assert "num_steps 9 -> 6" not in log.read_text()  # it is told where the settings are made
+
+
+@pytest.mark.parametrize("changed", ["num_steps", "topk", "num_draft_tokens"])
+def test_settled_configuration_that_changes_again_is_refused(changed):
+    settings = SglangSettings(
+        speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=7
+    )
+    config = SpecConfig(algorithm="GROWS", num_steps=3, topk=2, num_draft_tokens=7)
+    settings.check_settled(config)
+    grown = attrs.evolve(config, **{changed: getattr(config, changed) + 1})
+    with pytest.raises(
+        PluginError, match=rf"GROWS: validate_config\(\) changes {changed} \d to \d"
+    ):
+        settings.check_settled(grown)
 
 
 def test_mixed_chunks_are_turned_off():

@@ -23,9 +23,9 @@ def register() -> None:
     It does nothing to a version of vLLM that was not tested: a run that chooses an algorithm is
     refused there.
     """
-    from specplug_vllm.versions import untested
+    from specplug_vllm.versions import is_tested
 
-    if untested() is None:
+    if is_tested():
         from specplug_vllm.patches import patch_process
 
         patch_process()

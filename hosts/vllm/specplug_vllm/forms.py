@@ -23,7 +23,7 @@ class Written:
     """An attribute of a model runner that we set.
 
     Attributes:
-        why: we do.
+        why: why we must set it.
         upstream: the change to vLLM that would end it.
         section: heading of docs/hosts.md with the code of that change.
     """

@@ -16,14 +16,13 @@ import attrs
 
 from specplug_vllm import config_patches, vllm_names
 from specplug_vllm.forms import Names, check_function, find
-from specplug_vllm.host import capabilities
 from specplug_vllm.run_settings import algorithm_of
 from specplug_vllm.v1 import cpu_sampling
 from specplug_vllm.v1 import names as v1_names
 from specplug_vllm.v1 import runner_patches as v1_patches
 from specplug_vllm.v2 import names as v2_names
 from specplug_vllm.v2 import runner_patches as v2_patches
-from specplug_vllm.versions import TESTED, WITH_RUNNER_V2, installed_version
+from specplug_vllm.versions import TESTED, WITH_RUNNER_V2, check_version, installed_version
 from specplug_vllm.vllm_names import PROPOSER
 
 _MARK = "_specplug"
@@ -94,19 +93,18 @@ class Patch:
             setattr(sys.modules[self.also], name, wrapped)
 
 
-def _wrap_scheduler(original: Callable[..., Any], config: Any) -> Any:
-    """Before the scheduler is made, wrap it: then there is no need to import it elsewhere."""
+def _patch_scheduler_first(original: Callable[..., Any], config: Any) -> Any:
+    """Patch the scheduler's class before vLLM gets it: no process imports it for the patches."""
     _apply(When.SCHEDULER)
     return original(config)
 
 
 def _make_speculator(original: Callable[..., Any], vllm_config: Any, device: Any) -> Any:
-    """Make our speculator, and wrap what it needs."""
+    """Make our speculator, after its model runner is patched."""
     name = algorithm_of(vllm_config)
     if name is None:
         return original(vllm_config, device)
-    check(v2_names.NAMES, When.V2)
-    _apply(When.V2)
+    patch_runner_v2()
     from specplug_vllm.v2.speculator import VllmSpeculator
 
     return VllmSpeculator(vllm_config, device, name)
@@ -131,7 +129,7 @@ PATCHES = (
     Patch(
         place="vllm.config:SchedulerConfig.get_scheduler_cls",
         parameters="self",
-        wrapper=_wrap_scheduler,
+        wrapper=_patch_scheduler_first,
         why="the scheduler is wrapped, before it is made",
         upstream="what ends the two patches of `Scheduler`",
         section=PROPOSER,
@@ -300,7 +298,20 @@ def patch_runner_v1(*, on_cpu: bool) -> None:
         UsageError: this vLLM was not tested, or has other forms.
     """
     when = (When.V1, When.V1_CPU) if on_cpu else (When.V1,)
-    check(v1_names.NAMES, *when)
+    _patch_runner(v1_names.NAMES, *when)
+
+
+def patch_runner_v2() -> None:
+    """Wrap what model runner V2 needs.
+
+    Raises:
+        UsageError: this vLLM was not tested, or has other forms.
+    """
+    _patch_runner(v2_names.NAMES, When.V2)
+
+
+def _patch_runner(names: Names, *when: When) -> None:
+    check(names, *when)
     _apply(When.START, *when)
 
 
@@ -309,12 +320,12 @@ def check(names: Names, *when: When) -> None:
 
     Args:
         names: of that runner alone.
-        when: the moments of that runner's patches. Modules of the other runner may be missing.
+        when: the moments of that runner's patches; modules of the other runner may be missing.
 
     Raises:
         UsageError: this vLLM was not tested, or has other forms.
     """
-    capabilities()
+    check_version()
     vllm_names.NAMES.check()
     names.check()
     for patch in _patches(When.START, When.SCHEDULER, *when):

@@ -73,6 +73,7 @@ class VllmRuntime(RuntimeBase):
         self.hidden_size = model.get_hidden_size()
         self.num_layers = model.get_total_num_hidden_layers()
         self.context_len = model.max_model_len
+        self.model_path, self.tokenizer_path = model.model, model.tokenizer
         self.max_running_requests = scheduler.max_num_seqs
         self.req_table_size = self.max_running_requests + 1
         self.page_size = vllm_config.cache_config.block_size

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from specplug import UsageError
+
 TESTED = ("0.25.0", "0.32.0")
 """Versions of vLLM."""
 
@@ -30,13 +32,22 @@ def installed_version() -> str | None:
     return next((each.partition("+")[0] for each in found), None)
 
 
-def untested() -> str | None:
-    """Return why the installed vLLM is not one that was tested, a line; None if it is."""
+def is_tested() -> bool:
+    """Return whether the installed vLLM is one that was tested."""
+    return installed_version() in TESTED
+
+
+def check_version() -> None:
+    """Refuse a vLLM that was not tested.
+
+    Raises:
+        UsageError: vLLM is not installed, or its version is not in ``TESTED``.
+    """
+    if is_tested():
+        return
     found = installed_version()
-    if found in TESTED:
-        return None
     told = "vLLM is not installed" if found is None else f"vLLM {found}"
-    return (
+    raise UsageError(
         f"{told}; specplug-vllm was tested with {', '.join(TESTED)}; install one of these "
         "versions, or a specplug-vllm made for yours"
     )

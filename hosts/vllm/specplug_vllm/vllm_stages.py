@@ -8,8 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from specplug import Batch, Draft, PluginError, RequestView
-from specplug.speculative.batch import ForwardMode
-from specplug.speculative.hook_order import Chunks, HookOrder
+from specplug.speculative.hook_order import Chunks, ForwardMode, HookOrder
 from specplug.speculative.host_copy import upload
 from specplug_vllm.runtime import VllmRuntime
 

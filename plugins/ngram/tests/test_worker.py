@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specplug import Batch, DraftInput, SpecConfig
-from specplug.speculative.batch import ForwardMode
+from specplug.speculative.hook_order import ForwardMode
 from specplug_ngram import algorithm
 from specplug_ngram.compiled_drafter import load_library
 from specplug_ngram.draft_tree import Shape

@@ -78,7 +78,8 @@ class Sync(Echo):
 
 
 class Fragile(Echo):
-    """Fails in the call that ``FRAGILE`` names, "propose 4" for the fourth of ``propose``, once."""
+    """Fails in the call that ``FRAGILE`` names, "propose 4" for the fourth of ``propose``, once;
+    "validate_config" wants one more node in each call."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -98,6 +99,12 @@ class Fragile(Echo):
             api_version=1,
             defaults=Defaults(num_steps=3),
         )
+
+    @hookimpl
+    def validate_config(self, config):
+        if os.environ.get("FRAGILE") == "validate_config":
+            return config.adjust("one more", num_draft_tokens=config.num_draft_tokens + 1)
+        return config
 
     @hookimpl
     def create_future_map(self, runtime):
@@ -170,13 +177,19 @@ class FragileMap(FutureMap):
 
 
 class Witness:
-    """Writes down prefill chunks, received prefills, idle steps and ends."""
+    """Writes down the facts of the run, prefill chunks, received prefills, idle steps and ends."""
 
     def write(self, **event) -> None:
         path = os.environ.get("WITNESS_FILE")
         if path:
             with open(path, "a") as file:
                 file.write(json.dumps(event) + "\n")
+
+    @hookimpl(wrapper=True)
+    def create_worker(self, runtime):
+        facts = runtime.max_running_requests, runtime.page_size, runtime.chunked_prefill_size
+        self.write(run=[*facts, runtime.overlap, runtime.config.num_draft_tokens])
+        return (yield)
 
     @hookimpl(wrapper=True)
     def build_draft_input(self, batch: Batch):

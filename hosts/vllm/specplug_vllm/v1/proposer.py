@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from specplug import Batch, CommittedOutput, PluginError
-from specplug.speculative.batch import ForwardMode
-from specplug.speculative.hook_order import Half, Scheduled
+from specplug.speculative.hook_order import ForwardMode, Half, Scheduled
 from specplug.speculative.host_copy import upload
 from specplug.speculative.undrafted import FAILED
 from specplug_vllm import vllm_names

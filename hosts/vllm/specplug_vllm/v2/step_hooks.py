@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from specplug import Batch, CommittedOutput
-from specplug.speculative.batch import ForwardMode
-from specplug.speculative.hook_order import Committed, Half, HookOrder, Scheduled
+from specplug.speculative.hook_order import Committed, ForwardMode, Half, HookOrder, Scheduled
 from specplug.speculative.host_copy import upload
 from specplug_vllm.request_view import VllmRequest
 from specplug_vllm.runtime import VllmRuntime

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 
-class PagePool:
+class PageAllocator:
     """Hands out pages of ``page_size`` slots. Page 0 is padding and is never handed out.
 
     Args:
@@ -40,7 +40,7 @@ class PagePool:
         """Free every page."""
         self._free = deque(range(1, self.num_pages))
 
-    def allocate(self, count: int) -> list[int]:
+    def take(self, count: int) -> list[int]:
         """Take ``count`` free pages; there must be that many."""
         return [self._free.popleft() for _ in range(count)]
 
