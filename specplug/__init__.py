@@ -44,7 +44,7 @@ from specplug.host import (
 if TYPE_CHECKING:
     from specplug import settings
     from specplug.config import EngineConfig
-    from specplug.kernels.argmax import argmax_rows
+    from specplug.kernels.argmax import argmax_rows, likeliest_tokens
     from specplug.kernels.plugin_library import load_compiled
     from specplug.llm import LLM
     from specplug.outputs import Logprob, RequestOutput
@@ -100,6 +100,7 @@ _LAZY = {
     "TargetOutput": "specplug.speculative.verify",
     "VerifyOutput": "specplug.speculative.verify",
     "argmax_rows": "specplug.kernels.argmax",
+    "likeliest_tokens": "specplug.kernels.argmax",
     "load_compiled": "specplug.kernels.plugin_library",
     "verify_tree": "specplug.speculative.verify",
 }
@@ -156,6 +157,7 @@ __all__ = [
     "couple",
     "hookimpl",
     "layers",
+    "likeliest_tokens",
     "load_compiled",
     "received_state",
     "rotate_chunks",

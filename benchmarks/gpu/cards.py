@@ -376,9 +376,10 @@ def choose(vocab: int, dtype: torch.dtype, *, truncated: bool) -> None:
 
 
 def choose_greatest() -> None:
-    from specplug.kernels.sampling import find_greatest, gumbel_noise
+    from specplug.kernels.sampling import find_greatest, find_likeliest, gumbel_noise
 
-    find_greatest(empty(16, 128256, dtype=F32), ints(128256))
+    for find in (find_greatest, find_likeliest):
+        find(empty(16, 128256, dtype=F32), ints(128256))
     gumbel_noise(ints(8), empty(8, dtype=torch.bool), ints(8), ints(32000))
 
 

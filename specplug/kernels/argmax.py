@@ -1,4 +1,4 @@
-"""The greatest of each row."""
+"""The greatest of each row, and its probability."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from specplug.kernels.kernel_table import Operation, runs_triton
+
+_LEAST = float("-inf")
 
 
 def argmax_rows(scores: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -24,27 +26,63 @@ def argmax_rows(scores: Tensor, ids: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: an argument is something else: a kernel would read past its end.
     """
-    if not isinstance(scores, Tensor) or not _has_columns(scores):
+    _check("argmax_rows", "scores", scores, ids)
+    if runs_triton(Operation.GREATEST, scores.device, scores.dtype):
+        from specplug.kernels.sampling import find_greatest
+
+        return find_greatest(scores, None if ids is None else ids.contiguous())
+    best = _argmax(scores)
+    return best if ids is None else ids[best]
+
+
+def likeliest_tokens(logits: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return each row's likeliest token and the logarithm of its probability: a draft's scores.
+
+    The token is that of ``argmax_rows``. A kernel finds both in one read of the logits.
+
+    Args:
+        logits: [R, V] of any floating dtype, V at least 1; the softmax is over these V.
+        ids: [V] int64, the target's token for each column; None: the column itself.
+
+    Returns:
+        [R] int64, and [R] of float64 for logits of float64, else of float32, at most 0. A row with
+        NaN or inf, or without a finite logit, has no softmax: -inf.
+
+    Raises:
+        ValueError: an argument is something else.
+    """
+    _check("likeliest_tokens", "logits", logits, ids)
+    if runs_triton(Operation.GREATEST, logits.device, logits.dtype):
+        from specplug.kernels.sampling import find_likeliest
+
+        return find_likeliest(logits, None if ids is None else ids.contiguous())
+    best = _argmax(logits)
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    logs = logits.log_softmax(-1, dtype=precise).gather(1, best.unsqueeze(1)).squeeze(1)
+    return best if ids is None else ids[best], logs.nan_to_num_(nan=_LEAST, neginf=_LEAST)
+
+
+def _argmax(scores: Tensor) -> Tensor:
+    return scores.max(-1).indices if scores.device.type == "cpu" else scores.argmax(-1)
+
+
+def _check(function: str, name: str, rows: Tensor, ids: Tensor | None) -> None:
+    """Refuse what ``function`` is not made for; ``name`` is that of its first argument."""
+    if not isinstance(rows, Tensor) or not _has_columns(rows):
         raise ValueError(
-            f"argmax_rows: scores {_described(scores)}; expected a tensor [R, V] of floating "
+            f"{function}: {name} {_described(rows)}; expected a tensor [R, V] of floating "
             "dtype, V at least 1: flatten what stands before V"
         )
     if ids is not None and not (
         isinstance(ids, Tensor)
         and ids.dtype == torch.int64
-        and ids.shape == scores.shape[1:]
-        and ids.device == scores.device
+        and ids.shape == rows.shape[1:]
+        and ids.device == rows.device
     ):
         raise ValueError(
-            f"argmax_rows: ids {_described(ids)}; expected [{scores.shape[1]}] of torch.int64 on "
-            f"{scores.device}, the target's token for each column of scores"
+            f"{function}: ids {_described(ids)}; expected [{rows.shape[1]}] of torch.int64 on "
+            f"{rows.device}, the target's token for each column of {name}"
         )
-    if runs_triton(Operation.GREATEST, scores.device, scores.dtype):
-        from specplug.kernels.sampling import find_greatest
-
-        return find_greatest(scores, None if ids is None else ids.contiguous())
-    best = scores.max(-1).indices if scores.device.type == "cpu" else scores.argmax(-1)
-    return best if ids is None else ids[best]
 
 
 def _has_columns(scores: Tensor) -> bool:

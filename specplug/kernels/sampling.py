@@ -46,8 +46,9 @@ _kernel = triton.jit(
         "width", "is_share", "is_last",
     ],
     do_not_specialize_on_alignment=[
-        "best", "best_at", "cut", "req_indices", "positions", "random", "seeds", "masks",
-        "path_tokens", "path_parents", "path_index", "chosen", "maxima", "most", "prefix", "target",
+        "best", "best_at", "sums", "cut", "req_indices", "positions", "random", "seeds", "masks",
+        "path_tokens", "path_parents", "path_index", "chosen", "logs", "maxima", "most", "prefix",
+        "target",
     ],
 )  # fmt: skip
 
@@ -171,6 +172,16 @@ def find_greatest(scores: Tensor, ids: Tensor | None = None) -> Tensor:
     return _best(_with_dense_rows(scores), None, Settings(), rows, ids)
 
 
+def find_likeliest(scores: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return what ``find_greatest`` does, and the logarithm of its probability under the row's
+    softmax: [T] float32, -inf for a row with NaN or inf, or without a finite score. Both come of
+    one read of the scores. How a row is split may change the last bits of the logarithm.
+    """
+    logs = torch.empty(len(scores), dtype=torch.float32, device=scores.device)
+    rows = _rows(Settings(), None, None, None)
+    return _best(_with_dense_rows(scores), None, Settings(), rows, ids, logs), logs
+
+
 def _with_dense_rows(logits: Tensor) -> Tensor:
     """Return logits [T, V] as the kernels read them: the tokens of a row stand side by side."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
@@ -182,9 +193,10 @@ def _best(
     settings: Settings,
     rows: tuple[Any, ...],
     ids: Tensor | None = None,
+    logs: Tensor | None = None,
 ) -> Tensor:
     """Launch the search for the best token of each row, whose tokens stand side by side: [T]
-    int64."""
+    int64. ``logs`` [T] float32 gets the logarithm of its probability, where no row samples."""
     count, vocab_size = logits.shape
     chosen = torch.empty(count, dtype=torch.int64, device=logits.device)
     if not count:
@@ -193,10 +205,14 @@ def _best(
     table = _Table(logits, logits.stride(0), vocab_size, _index_bits(vocab_size), span)
     best = torch.empty(count, parts, dtype=torch.float64, device=logits.device)
     best_at = torch.empty(count, parts, dtype=torch.int32, device=logits.device)
-    _best_of_parts[(parts, count)](table, best, best_at, cut, settings, *rows, TILE=_TILE, **_EXACT)
-    _best_of_rows[(count,)](
-        best, best_at, ids, chosen, parts, vocab_size, PARTS=_most_parts(vocab_size), num_warps=1
+    sums = None if logs is None else torch.empty(count, parts, device=logs.device)
+    _best_of_parts[(parts, count)](
+        table, best, best_at, sums, cut, settings, *rows, TILE=_TILE, **_EXACT
     )
+    _best_of_rows[(count,)](
+        best, best_at, sums, ids, chosen, logs, parts, vocab_size,
+        PARTS=_most_parts(vocab_size), num_warps=1,
+    )  # fmt: skip
     return chosen
 
 
@@ -430,10 +446,11 @@ def _scores(table, row, request, tokens, settings, positions, masks, num_enders,
 
 @_kernel
 def _best_of_parts(
-    table, best, best_at, cut, settings, req_indices, positions, random, masks, num_enders,
+    table, best, best_at, sums, cut, settings, req_indices, positions, random, masks, num_enders,
     path_tokens, path_parents, path_index, path_width, path_depth, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Find the greatest of score + noise in each part of each row, and the first place of it.
+    """Find the greatest of score + noise in each part of each row, and the first place of it; and
+    the sum of exp(score - greatest), if there are ``sums``.
 
     A tile whose scores and bounds of the noise do not reach the best value yet is left out: mostly
     all but the first, so that there are few logarithms.
@@ -446,6 +463,7 @@ def _best_of_parts(
         request = tl.load(req_indices + row)
     greatest = tl.full((), float("-inf"), tl.float64)
     at = tl.minimum(first, vocab_size - 1)
+    total = tl.full((), 0.0, tl.float32)
     samples = False
     if random is not None:
         samples = tl.load(random + row) != 0
@@ -476,20 +494,35 @@ def _best_of_parts(
                     at = tl.min(tl.where(values == value, tokens, vocab_size))
         else:
             value = tl.max(scores).to(tl.float64)
+            if sums is not None:
+                most = tl.maximum(greatest, value).to(tl.float32)
+                most = tl.where(most == float("-inf"), 0.0, most)  # the sum of nothing is 0
+                total *= tl.exp(greatest.to(tl.float32) - most)
+                total += tl.sum(tl.exp(scores - most))
             if value > greatest:
                 greatest = value
                 at = tl.min(tl.where(scores.to(tl.float64) == value, tokens, vocab_size))
     tl.store(best + row * tl.num_programs(0) + part, greatest)
     tl.store(best_at + row * tl.num_programs(0) + part, at)
+    if sums is not None:
+        tl.store(sums + row * tl.num_programs(0) + part, total)
 
 
 @_kernel
-def _best_of_rows(best, best_at, ids, chosen, parts, vocab_size, PARTS: tl.constexpr):
+def _best_of_rows(
+    best, best_at, sums, ids, chosen, logs, parts, vocab_size, PARTS: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     values = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))
     at = tl.load(best_at + row * parts + part, mask=part < parts, other=vocab_size)
-    first = tl.min(tl.where(values == tl.max(values), at, vocab_size))
+    greatest = tl.max(values)
+    first = tl.min(tl.where(values == greatest, at, vocab_size))
+    if sums is not None:
+        shares = tl.load(sums + row * parts + part, mask=part < parts, other=0.0)
+        total = tl.sum(shares * tl.exp((values - greatest).to(tl.float32)))
+        # The greatest's own share is 1; NaN and 0 are sums of no probabilities.
+        tl.store(logs + row, tl.where(total >= 1.0, -tl.log(total), float("-inf")))
     found = tl.minimum(first, vocab_size - 1).to(tl.int64)
     if ids is not None:
         found = tl.load(ids + found)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specplug.errors import UsageError
-from specplug.kernels.argmax import argmax_rows
+from specplug.kernels.argmax import likeliest_tokens
 from specplug.speculative.draft import Draft, DraftInput
 from specplug.speculative.draft_state import StateTensor, received_state
 from specplug.speculative.hook_order import Batch
@@ -184,7 +184,9 @@ class FeatureDrafter(ABC):
         runtime = self._runtime
         received = received_state(batch, self.state_spec())
         state = received.tensors
-        state["tokens"].clamp_(0, runtime.vocab_size - 1)  # a peer's word is not to be trusted
+        # A peer's word is not to be trusted.
+        state["tokens"].clamp_(0, runtime.vocab_size - 1)
+        state["scores"].nan_to_num_(nan=-torch.inf, neginf=-torch.inf).clamp_(max=0)
         if unknown := received.lacking("hidden_states"):
             index, part = self._part(batch, unknown)
             plan = runtime.plan_attention(part, part.seq_lens, 1, offset=-1)
@@ -216,36 +218,42 @@ class FeatureDrafter(ABC):
         steps = min(self._steps, nodes - 1)
         if nodes == 1:
             return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
-        roots, tokens, hidden = (
+        begin = (
             draft_input.bonus_tokens,
             draft_input["tokens"],
+            draft_input["scores"],
             draft_input["hidden_states"],
         )
         if self._topk == 1:
-            return Draft.chain(self._draft_chain(batch, roots, tokens, hidden, steps))
+            drafted, scores = self._draft_chain(batch, *begin, steps)
+            return Draft.chain(drafted, scores=scores)
         beam = self._beam(batch.max_draft_nodes, steps)
-        scores = draft_input["scores"]
-        drafted_tokens, parents, node_scores = self._draft_tree(
-            batch, roots, tokens, scores, hidden, beam, nodes, steps
-        )
-        return Draft.tree(drafted_tokens, parents, steps, scores=node_scores)
+        drafted, parents, scores = self._draft_tree(batch, *begin, beam, nodes, steps)
+        return Draft.tree(drafted, parents, steps, scores=scores)
 
     def _chain(
-        self, batch: Batch, roots: Tensor, tokens: Tensor, hidden: Tensor, steps: int
-    ) -> Tensor:
+        self,
+        batch: Batch,
+        roots: Tensor,
+        tokens: Tensor,
+        scores: Tensor,
+        hidden: Tensor,
+        steps: int,
+    ) -> tuple[Tensor, Tensor]:
         """Draft ``steps`` tokens, each from the one before: nothing to rank, nothing to select.
 
         Returns:
-            [bs, steps + 1] int64, the roots first.
+            Tokens [bs, steps + 1] int64, the roots first, and their scores, float32.
         """
-        token = tokens[:, 0]
-        chain = [roots, token]
+        token, score = tokens[:, 0], scores[:, 0]
+        chain, chain_scores = [roots, token], [torch.zeros_like(score), score]
         for step in range(1, steps):
             plan = self._runtime.plan_attention(batch, batch.seq_lens, 1, offset=step - 1)
             hidden = self._pass(token, hidden, plan)
-            token = self._best_token(batch, hidden, batch.seq_lens.unsqueeze(1), step + 1)
+            score, token = self._best_token(batch, hidden, batch.seq_lens.unsqueeze(1), step + 1)
             chain.append(token)
-        return torch.stack(chain, dim=1)
+            chain_scores.append(score)
+        return torch.stack(chain, dim=1), torch.stack(chain_scores, dim=1).to(torch.float32)
 
     def _tree(
         self,
@@ -351,17 +359,22 @@ class FeatureDrafter(ABC):
                 batch they are not added up.
         """
         if self._topk == 1:
-            best = self._best_token(batch, hidden, *positions).unsqueeze(1)
-            return torch.zeros_like(best, dtype=_precise(hidden.dtype)), best
+            score, token = self._best_token(batch, hidden, *positions)
+            return score.unsqueeze(1), token.unsqueeze(1)
         logits = self._coupled(batch, hidden, *positions)
         # Scores add up over the depth and are compared: half precision would round them away.
         precise = _precise(logits.dtype)
         scores, best = logits.log_softmax(-1, dtype=precise).topk(self._topk, dim=-1)
         return scores, self._token_ids[best]
 
-    def _best_token(self, batch: Batch, hidden: Tensor, *positions: Tensor | int) -> Tensor:
-        """Return the best token of each row, [R] target ids; the arguments as in ``_best``."""
-        return argmax_rows(self._coupled(batch, hidden, *positions), self._token_ids)
+    def _best_token(
+        self, batch: Batch, hidden: Tensor, *positions: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the best token of each row: ([R] log-scores, [R] target ids); the arguments as in
+        ``_best``."""
+        logits = self._coupled(batch, hidden, *positions)
+        token, score = likeliest_tokens(logits, self._token_ids)
+        return score, token
 
     def _coupled(self, batch: Batch, hidden: Tensor, *positions: Tensor | int) -> Tensor:
         """Return the scores of each row, [R, V_draft]; the arguments as in ``_best``."""

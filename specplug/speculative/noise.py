@@ -64,7 +64,9 @@ def couple(
         token_ids: [V] int64, the draft's vocabulary in the target's ids.
 
     Returns:
-        [R, V], to be compared within a row; a softmax of it is a score for trees.
+        [R, V], to be compared within a row. Its softmax gives the drafted tokens' scores, not that
+        of the logits alone: with the noise known, a token is taken if it wins by more than p and q
+        differ, however rare it is under q.
     """
     if batch.greedy:
         return logits

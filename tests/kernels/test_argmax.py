@@ -1,4 +1,5 @@
-"""The greatest of each row is torch's ``argmax``, ties and NaN included."""
+"""The greatest of each row is torch's ``argmax``, ties and NaN included, and its score the log of
+its probability."""
 
 from __future__ import annotations
 
@@ -6,23 +7,45 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from specplug.kernels.argmax import argmax_rows
+from specplug.kernels.argmax import argmax_rows, likeliest_tokens
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_greatest_is_argmax(dtype: torch.dtype) -> None:
+def _scores(dtype: torch.dtype) -> Tensor:
     scores = torch.randint(-3, 4, (40, 300)).to(dtype)  # many ties
     scores[1] = float("-inf")
     scores[2, 17:] = float("nan")
     scores[3, ::7] = float("inf")
+    return scores
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_greatest_is_argmax(dtype: torch.dtype) -> None:
+    scores = _scores(dtype)
     assert torch.equal(argmax_rows(scores), scores.argmax(-1))
     ids = torch.randperm(9999)[:300]
     assert torch.equal(argmax_rows(scores, ids), ids[scores.argmax(-1)])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_likeliest_token_has_its_log_probability(dtype: torch.dtype) -> None:
+    logits = _scores(dtype)
+    ids = torch.randperm(9999)[:300]
+    tokens, scores = likeliest_tokens(logits, ids)
+    assert torch.equal(tokens, argmax_rows(logits, ids))
+    assert torch.equal(likeliest_tokens(logits)[0], argmax_rows(logits))
+    assert scores.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    expected = logits.double().softmax(-1).amax(-1).log()
+    expected[1:4] = float("-inf")  # rows without a softmax
+    torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-6)
+
+
 def test_no_row_has_no_greatest() -> None:
     assert argmax_rows(torch.empty(0, 5)).shape == (0,)
+    assert [each.shape for each in likeliest_tokens(torch.empty(0, 5))] == [(0,), (0,)]
 
 
 SCORES = torch.zeros(2, 5)
@@ -52,3 +75,6 @@ REFUSED = [
 def test_what_is_no_rows_of_scores_is_refused(scores: Any, ids: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         argmax_rows(scores, ids)
+    of_logits = message.replace("argmax_rows", "likeliest_tokens").replace("scores", "logits")
+    with pytest.raises(ValueError, match=of_logits):
+        likeliest_tokens(scores, ids)

@@ -325,6 +325,35 @@ def test_the_greatest_of_a_row_is_torchs_argmax(rows: int, dtype: torch.dtype) -
         found = sampling.find_greatest(each, ids)
         assert found.tolist() == ids[each.argmax(-1)].tolist()
     assert sampling.find_greatest(scores[:0]).tolist() == []
+    assert [found.shape for found in sampling.find_likeliest(scores[:0])] == [(0,), (0,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 40])  # split into parts, and whole
+def test_the_likeliest_of_a_row_has_torchs_log_probability(rows: int, dtype: torch.dtype) -> None:
+    logits = _logits(rows, 5000, dtype)
+    logits[-1, :4000] = float("-inf")
+    ids = torch.randperm(5000).to(DEVICE)
+    for each in (logits, logits[:, 7:], logits * 30):
+        tokens, scores = sampling.find_likeliest(each, ids[: each.shape[1]])
+        assert tokens.tolist() == ids[each.argmax(-1)].tolist()
+        assert scores.dtype == torch.float32
+        expected = each.float().log_softmax(-1).amax(-1)
+        torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter's numpy
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
+def test_a_row_without_a_softmax_has_the_least_score(value: float | None) -> None:
+    logits = _logits(2, 3000)
+    if value is None:
+        logits[0] = float("-inf")
+    else:
+        logits[0, 2500] = value
+    tokens, scores = sampling.find_likeliest(logits)
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+    assert scores[0] == float("-inf")
+    assert scores[1] > -20
 
 
 def test_no_rows_are_no_tokens() -> None:

@@ -13,8 +13,8 @@ from specplug import (
     Draft,
     DraftInput,
     Runtime,
-    argmax_rows,
     couple,
+    likeliest_tokens,
 )
 from specplug_dflash.checkpoint import load_network
 from specplug_dflash.network import DFlashNetwork
@@ -113,25 +113,26 @@ class DFlashWorker:
             )
             for mask in self._block_masks.values()
         ]
-        tokens, *scores = self._draft(batch, roots, rows, *plans)
-        return Draft.chain(tokens, scores=scores[0] if scores else None)
+        tokens, scores = self._draft(batch, roots, rows, *plans)
+        return Draft.chain(tokens, scores=scores)
 
     def _blocks(
         self, batch: Batch, roots: Tensor, rows: int, *plans: AttentionPlan
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor]:
         """Draft blocks of some rows each. ``plans`` are in the order of ``_block_masks``.
 
         Returns:
-            What ``_choose`` returns, each with the roots first.
+            Tokens [bs, N] int64, the roots first, and their scores, float32.
         """
         root = roots.unsqueeze(1)
         masks = self._masks[:, : rows - 1].expand(len(roots), -1)
         hidden = self._hidden(torch.cat((root, masks), dim=1), *plans)
-        tokens, *scores = self._choose(batch, roots, hidden)
-        rooted = [F.pad(each, (1, 0)) for each in scores]
-        return torch.cat((root, tokens), dim=1), *rooted
+        tokens, scores = self._choose(batch, roots, hidden)
+        # The root's score is 0.
+        scores = F.pad(scores.to(torch.float32), (1, 0))
+        return torch.cat((root, tokens), dim=1), scores
 
-    def _choose(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    def _choose(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the tokens of blocks.
 
         Args:
@@ -140,19 +141,22 @@ class DFlashWorker:
                 nothing.
 
         Returns:
-            [bs, N - 1] int64, and their scores [bs, N - 1] float32 where they are known.
+            Tokens [bs, N - 1] int64, and their scores [bs, N - 1]: of each token by itself,
+            whatever stands before it.
         """
         drafting = hidden[:, self._first_row :]
-        scores = self._lm_head(drafting.flatten(0, 1))
+        logits = self._lm_head(drafting.flatten(0, 1))
         bs, count = drafting.shape[:2]
         if not batch.greedy:
             positions = batch.seq_lens.unsqueeze(1) + self._ahead[:count]
-            scores = couple(self._runtime, batch, scores, positions, self._token_ids)
-        return (self._best(scores).view(bs, count),)
+            logits = couple(self._runtime, batch, logits, positions, self._token_ids)
+        tokens, scores = self._likeliest(logits)
+        return tokens.view(bs, count), scores.view(bs, count)
 
-    def _best(self, scores: Tensor) -> Tensor:
-        """Return the best token of each row of [R, V_draft], in the target's ids: [R] int64."""
-        return argmax_rows(scores, self._token_ids if self._has_own_ids else None)
+    def _likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the likeliest token of each row of [R, V_draft], in the target's ids, and its
+        log-probability: [R] int64, [R]."""
+        return likeliest_tokens(logits, self._token_ids if self._has_own_ids else None)
 
     def _hidden(self, block: Tensor, *plans: AttentionPlan) -> Tensor:
         """Run blocks of token ids [bs, rows]. ``plans`` are in the order of ``_block_masks``.

@@ -23,15 +23,18 @@ Fixture = Callable[[], dict[str, Tensor]]
 
 
 class Spy(DFlash):
-    """DFLASH that keeps what it proposed: (prompt, position of the root, tokens, noise)."""
+    """DFLASH that keeps what it proposed: (prompt, position of the root, tokens, noise, scores)."""
 
     def __init__(self) -> None:
-        self.drafts: list[tuple[tuple[int, ...], int, list[int], Tensor]] = []
+        self.drafts: list[tuple[tuple[int, ...], int, list[int], Tensor, Tensor]] = []
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
         draft = super().propose(runtime, batch, draft_input)
-        noise = torch.zeros(batch.size)
+        noise, scores = torch.zeros(batch.size), torch.zeros(batch.size, draft.width)
+        if draft.width > 1:
+            assert draft.scores is not None
+            scores = draft.scores.cpu().clone()
         if not batch.greedy and draft.width > 1:
             ahead = torch.arange(1, draft.width, device=runtime.device)
             ids = torch.arange(runtime.vocab_size, device=runtime.device)
@@ -43,6 +46,7 @@ class Spy(DFlash):
                     int(batch.seq_lens[i]),
                     draft.tokens[i].tolist(),
                     noise[i].double(),
+                    scores[i],
                 )
             )
         return draft
@@ -164,13 +168,16 @@ def assert_drafts(
     temperature: float = 0.0,
 ) -> None:
     assert len(spy.drafts) >= 2 * len(texts)
-    for prompt, root, drafted, noise in spy.drafts:
+    for prompt, root, drafted, noise, scores in spy.drafts:
         committed = texts[prompt][: root + 1]
         assert drafted[0] == committed[-1]
-        scores = reference.logits(committed, steps)
+        logits = reference.logits(committed, steps)
         if temperature:
-            scores = scores / temperature + noise[:, reference.ids]
-        assert drafted[1:] == reference.ids[scores.argmax(-1)].tolist()
+            logits = logits / temperature + noise[:, reference.ids]
+        assert drafted[1:] == reference.ids[logits.argmax(-1)].tolist()
+        assert scores[0] == 0
+        expected = logits.log_softmax(-1).amax(-1).float()
+        torch.testing.assert_close(scores[1:], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 7])
@@ -321,7 +328,7 @@ def test_chunked_prefill_leaves_the_same_drafts(
 def test_a_root_alone_is_legal(target: Path, prompts: list[list[int]], write_draft: Write) -> None:
     params = SamplingParams(max_tokens=4, temperature=1.0, seed=1)
     spy, _ = run(target, write_draft(), prompts[:2], params, speculative_num_draft_tokens=1)
-    assert [len(drafted) for _, _, drafted, _ in spy.drafts] == [1] * 6
+    assert [len(drafted) for _, _, drafted, *_ in spy.drafts] == [1] * 6
 
 
 def test_the_config_of_both_layouts_means_the_same(

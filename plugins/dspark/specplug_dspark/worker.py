@@ -27,29 +27,31 @@ class DSparkWorker(DFlashWorker):
         assert path is not None
         return load(DSparkNetwork, read_config(path), path, runtime)
 
-    def _choose(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    def _choose(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose as ``DFlashWorker`` does. The scores are a confidence head's, if there is one."""
         head, confidence = self.network.markov_head, self.network.confidence_head
         before = None
         if head is None:
-            (tokens,) = super()._choose(batch, roots, hidden)
+            tokens, scores = super()._choose(batch, roots, hidden)
         else:
-            tokens, before = self._draw(head, batch, roots, hidden)
+            tokens, scores, before = self._draw(head, batch, roots, hidden)
         if confidence is None:
-            return (tokens,)
+            return tokens, scores
         drafting = hidden[:, self._first_row :].flatten(0, 1)
-        scores = F.logsigmoid(confidence(drafting, before).float())
-        return tokens, scores.view(tokens.shape)
+        sure = F.logsigmoid(confidence(drafting, before).float())
+        return tokens, sure.view(tokens.shape)
 
     def _draw(
         self, head: MarkovHead, batch: Batch, roots: Tensor, hidden: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw the tokens of blocks, each with the bias of the ones before it.
 
         Args:
             roots, hidden: as in ``_choose``.
 
         Returns:
-            [bs, N - 1] int64 tokens, and [bs * (N - 1), r] embeddings of the tokens before them.
+            Tokens [bs, N - 1] int64, their log-probabilities [bs, N - 1], and the embeddings
+            [bs * (N - 1), r] of the tokens before them.
         """
         first = self._first_row
         by_row = hidden.transpose(0, 1).contiguous()
@@ -58,14 +60,15 @@ class DSparkWorker(DFlashWorker):
         before, state = head.markov_w1(roots), None
         if first:  # the head was trained to pass over the anchor's row, too
             _, state = head.step(before, by_row[0], None)
-        tokens, embeds = [], []
+        drawn, embeds = [], []
         for index, row in enumerate(drafting):
             latent, state = head.step(before, row, state)
-            scores = head.bias(latent, logits[index])
+            row_logits = head.bias(latent, logits[index])
             if not batch.greedy:
                 positions = (batch.seq_lens + 1 + index).unsqueeze(1)
-                scores = couple(self._runtime, batch, scores, positions, self._token_ids)
-            tokens.append(self._best(scores))
+                row_logits = couple(self._runtime, batch, row_logits, positions, self._token_ids)
+            drawn.append(self._likeliest(row_logits))
             embeds.append(before)
-            before = head.markov_w1(tokens[-1])
-        return torch.stack(tokens, dim=1), torch.stack(embeds, dim=1).flatten(0, 1)
+            before = head.markov_w1(drawn[-1][0])
+        tokens, scores = (torch.stack(each, dim=1) for each in zip(*drawn, strict=True))
+        return tokens, scores, torch.stack(embeds, dim=1).flatten(0, 1)

@@ -21,6 +21,7 @@ class Spy(Eagle):
 
     def __init__(self) -> None:
         self.drafts: list[tuple[int, list[int], list[int]]] = []
+        self.scores: list[Tensor | None] = []
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
@@ -28,6 +29,7 @@ class Spy(Eagle):
         width = draft.tokens.shape[1]
         parents = list(range(-1, width - 1)) if draft.parents is None else draft.parents[0].tolist()
         self.drafts.append((int(batch.seq_lens[0]), draft.tokens[0].tolist(), parents))
+        self.scores.append(None if draft.scores is None else draft.scores[0].clone())
         return draft
 
 
@@ -161,6 +163,21 @@ def test_chain_is_that_of_the_plain_network(
         committed = tokens[: root + 1]
         assert drafted[0] == committed[-1]
         assert drafted[1:] == reference.chain(committed, 4)
+
+
+def test_scores_of_a_chain_are_its_log_probabilities(
+    target: Path, prompts: list[list[int]], write_draft: Callable[..., Path]
+) -> None:
+    draft = write_draft()
+    spy, tokens = run(target, draft, prompts[2], speculative_num_steps=4)
+    reference = Reference(draft, target)
+    for (root, drafted, _), scores in zip(spy.drafts, spy.scores, strict=True):
+        expected = [0.0]
+        for depth, token in enumerate(drafted[1:], start=1):
+            log_probs = reference.log_probs(tokens[: root + 1], drafted[1:depth])
+            expected.append(float(log_probs[token]))
+        assert scores is not None
+        torch.testing.assert_close(scores, torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("topk", "steps", "nodes"), [(2, 3, 6), (3, 2, 7), (3, 1, 3), (4, 4, 20)])

@@ -14,15 +14,24 @@ from specplug import LLM, Batch, Draft, DraftInput, Runtime, SamplingParams, hoo
 from specplug_eagle3 import Eagle3
 
 HEADS, KV_HEADS, HEAD_DIM, EPS, THETA = 4, 2, 8, 1e-5, 1e4
+GREEDY = SamplingParams(max_tokens=10)
+SAMPLED = SamplingParams(max_tokens=10, temperature=0.8, seed=7)
 
 
 class Spy(Eagle3):
-    """EAGLE3 that keeps what it proposed: (tokens before the root, node tokens, parents)."""
+    """EAGLE3 that keeps what it proposed: (tokens before the root, node tokens, parents).
+
+    Attributes:
+        scores: [N] of each draft.
+        noise: [N - 1, V_draft] of the target, at the positions of a chain's tokens.
+    """
 
     def __init__(self) -> None:
         self.drafts: list[tuple[int, list[int], list[int]]] = []
         self.rooms: list[int] = []
         self.passes: list[int] = []
+        self.scores: list[Tensor | None] = []
+        self.noise: list[Tensor] = []
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
@@ -35,6 +44,9 @@ class Spy(Eagle3):
         width = draft.tokens.shape[1]
         parents = list(range(-1, width - 1)) if draft.parents is None else draft.parents[0].tolist()
         self.drafts.append((int(batch.seq_lens[0]), draft.tokens[0].tolist(), parents))
+        self.scores.append(None if draft.scores is None else draft.scores[0].clone())
+        ahead = batch.seq_lens.unsqueeze(1) + torch.arange(1, width)
+        self.noise.append(runtime.gumbel_noise(batch, ahead, runtime.worker._token_ids)[0])
         return draft
 
 
@@ -145,7 +157,13 @@ def paths(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
     return set(found[1:])
 
 
-def run(target: Path, draft: Path, prompt: list[int], **settings: object) -> tuple[Spy, list[int]]:
+def run(
+    target: Path,
+    draft: Path,
+    prompt: list[int],
+    params: SamplingParams = GREEDY,
+    **settings: object,
+) -> tuple[Spy, list[int]]:
     spy = Spy()
     llm = LLM(
         target,
@@ -155,7 +173,7 @@ def run(target: Path, draft: Path, prompt: list[int], **settings: object) -> tup
         disable_overlap_schedule=True,
         **settings,
     )
-    output = llm.generate([prompt], SamplingParams(max_tokens=10))[0]
+    output = llm.generate([prompt], params)[0]
     return spy, [*prompt, *output.token_ids]
 
 
@@ -202,6 +220,53 @@ def test_safeailab_head_of_another_width_is_the_plain_one(
     reference = Reference(draft, target)
     for root, drafted, _ in spy.drafts:
         assert drafted[1:] == reference.chain(tokens[: root + 1], 3)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3), (1, 4, 5), (3, 3, 8)], ids=str)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_scores_are_the_softmax_of_what_is_compared(
+    target: Path,
+    prompts: list[list[int]],
+    write_draft: Callable[..., Path],
+    shape: tuple[int, int, int],
+    params: SamplingParams,
+) -> None:
+    """Over the draft's own vocabulary, with the request's temperature and noise."""
+    draft = write_draft()
+    topk, steps, nodes = shape
+    spy, tokens = run(
+        target,
+        draft,
+        prompts[2],
+        params,
+        speculative_num_steps=steps,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=nodes,
+        page_size=1,
+        max_total_tokens=len(prompts[2]) + 10,  # the last drafts are narrow
+    )
+    reference = Reference(draft, target)
+    columns = {int(token): column for column, token in enumerate(reference.ids)}
+    widths = set()
+    for (root, drafted, parents), scores, noise in zip(
+        spy.drafts, spy.scores, spy.noise, strict=True
+    ):
+        widths.add(len(drafted))
+        if len(drafted) == 1:
+            continue
+        assert scores is not None
+        found: list[tuple[int, ...]] = [()]
+        expected = [0.0]
+        for token, parent in zip(drafted[1:], parents[1:], strict=True):
+            path = found[parent]
+            found.append((*path, token))
+            logits = reference.log_probs(tokens[: root + 1], list(path))
+            logits = logits / (params.temperature or 1.0) + noise[len(path)].double()
+            expected.append(float(logits.log_softmax(-1)[columns[token]]))
+        assert scores.dtype == torch.float32
+        torch.testing.assert_close(scores, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+        assert scores[1:].max() < 0
+    assert len(widths) > 1, widths
 
 
 @pytest.mark.parametrize(("topk", "steps", "nodes"), [(2, 3, 6), (3, 2, 7), (3, 1, 3)])

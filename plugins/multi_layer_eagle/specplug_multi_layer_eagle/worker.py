@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specplug import (
@@ -20,9 +21,9 @@ from specplug import (
     FutureMap,
     Runtime,
     StateTensor,
-    argmax_rows,
     chunk_tails,
     couple,
+    likeliest_tokens,
     received_state,
     rotate_chunks,
 )
@@ -49,9 +50,9 @@ class _Window:
 class MultiLayerEagleWorker:
     """MTP layers and their KV cache.
 
-    The state between two steps is the ``drafts`` [bs, S], and the inputs of the last W = S - 1
-    committed positions, which the next pass computes again: the target's ``hidden_states``
-    [bs, W, H], and ``tokens`` [bs, W], the token after each.
+    The state between two steps is the ``drafts`` [bs, S] and their ``scores`` [bs, S], and the
+    inputs of the last W = S - 1 committed positions, which the next pass computes again: the
+    target's ``hidden_states`` [bs, W, H], and ``tokens`` [bs, W], the token after each.
 
     Args:
         runtime: the run's.
@@ -82,19 +83,22 @@ class MultiLayerEagleWorker:
             "hidden_states": StateTensor(shape, self._runtime.dtype, kept="last"),
             "tokens": StateTensor((self._earlier,), torch.int64, kept="last"),
             "drafts": StateTensor((self._steps,), torch.int64, kept="first"),
+            "scores": StateTensor((self._steps,), torch.float32, kept="first"),
         }
 
     def propose(self, draft_input: DraftInput) -> Draft:
         """Return the chain that the last pass drafted."""
         root = draft_input.bonus_tokens.unsqueeze(1)
-        drafts = draft_input.state.get("drafts")
-        return Draft.chain(root if drafts is None else torch.cat((root, drafts), dim=1))
+        if not self._steps:
+            return Draft.chain(root)
+        tokens = torch.cat((root, draft_input["drafts"]), dim=1)
+        return Draft.chain(tokens, scores=F.pad(draft_input["scores"], (1, 0)))
 
     def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
         """Return the state of requests that another instance has prefilled.
 
         An instance with fewer layers has drafted fewer steps. The missing steps repeat the token
-        before them: no layer can run without the target's hidden states.
+        before them, and have the least score: no layer can run without the target's hidden states.
         """
         if not self._steps:
             return DraftInput(bonus_tokens=last_tokens)
@@ -102,12 +106,14 @@ class MultiLayerEagleWorker:
         state = received.tensors
         for name in ("tokens", "drafts"):  # a peer's tokens may be out of range
             state[name].clamp_(0, self._runtime.vocab_size - 1)
-        if received.lacking("drafts"):
-            counts = torch.tensor(received.counts["drafts"]).unsqueeze(1)
-            counts = counts.to(last_tokens.device, non_blocking=True)
+        state["scores"].nan_to_num_(nan=-torch.inf, neginf=-torch.inf).clamp_(max=0)
+        if received.lacking("drafts") or received.lacking("scores"):
+            counts = torch.tensor([received.counts["drafts"], received.counts["scores"]])
+            drafted, scored = counts.to(last_tokens.device, non_blocking=True).unsqueeze(2)
             chain = torch.cat((last_tokens.unsqueeze(1), state["drafts"]), dim=1)
             steps = torch.arange(1, self._steps + 1, device=chain.device)
-            state["drafts"] = chain.gather(1, torch.minimum(steps, counts))
+            state["drafts"] = chain.gather(1, torch.minimum(steps, drafted))
+            state["scores"].masked_fill_(steps > scored, -torch.inf)
         return DraftInput(bonus_tokens=last_tokens, state=state)
 
     def extend(self, batch: Batch, output: CommittedOutput, future_map: FutureMap) -> DraftInput:
@@ -121,7 +127,7 @@ class MultiLayerEagleWorker:
                 batch.size, self._earlier, self._runtime.hidden_size
             ),
             "tokens": window.tokens[kept].view(batch.size, self._earlier),
-            "drafts": self._drafts(batch, window, batch.seq_lens + output.accept_lens),
+            **self._drafts(batch, window, batch.seq_lens + output.accept_lens),
         }
         return DraftInput(bonus_tokens=output.bonus_tokens, state=state)
 
@@ -144,12 +150,12 @@ class MultiLayerEagleWorker:
         ahead = torch.arange(1, bs + 1, device=hidden.device) * earlier
         return _Window(plan, hidden, tokens, output.last_rows + ahead)
 
-    def _drafts(self, batch: Batch, window: _Window, first: Tensor) -> Tensor:
+    def _drafts(self, batch: Batch, window: _Window, first: Tensor) -> dict[str, Tensor]:
         draft = self._draft if batch.is_prefill else self._draft_paths
-        drafted: Tensor = draft(
+        drafts, scores = draft(
             batch, window.plan, window.hidden, window.tokens, window.last_rows, first
         )
-        return drafted
+        return {"drafts": drafts, "scores": scores}
 
     def _draft(
         self,
@@ -159,8 +165,9 @@ class MultiLayerEagleWorker:
         tokens: Tensor,
         last_rows: Tensor,
         first: Tensor,
-    ) -> Tensor:
-        """Run each layer once; return the tokens drafted after the bonus token, [bs, S].
+    ) -> tuple[Tensor, Tensor]:
+        """Run each layer once; return the tokens drafted after the bonus token, [bs, S] int64, and
+        their scores, [bs, S] float32.
 
         Args:
             plan, hidden, tokens, last_rows: of a ``_Window``.
@@ -174,6 +181,7 @@ class MultiLayerEagleWorker:
             return plan.attend(self._cache, layer, q, k, v)
 
         chain: list[Tensor] = []
+        chain_scores: list[Tensor] = []
         for index in range(self._steps):
             if index:
                 tails = chunk_tails(batch, index + 1, chain[-1])
@@ -187,9 +195,12 @@ class MultiLayerEagleWorker:
             ends = hidden if is_last else hidden[last_rows]
             logits = runtime.lm_head(network.head_input(index, ends))
             positions = (first + index + 1).unsqueeze(1)
-            scores = couple(runtime, batch, logits, positions, self._vocabulary)
-            chain.append(argmax_rows(scores))
-        return torch.stack(chain, dim=1)
+            token, score = likeliest_tokens(
+                couple(runtime, batch, logits, positions, self._vocabulary)
+            )
+            chain.append(token)
+            chain_scores.append(score)
+        return torch.stack(chain, dim=1), torch.stack(chain_scores, dim=1).to(torch.float32)
 
 
 def _interleave(earlier: Tensor | None, new: Tensor, widths: list[int], count: int) -> Tensor:

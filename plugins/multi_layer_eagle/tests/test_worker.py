@@ -43,12 +43,14 @@ class Step:
         root: position of the bonus token.
         chain: the bonus token and the drafted ones.
         noise: [S, V] of the target at the positions of the drafted tokens.
+        scores: [S + 1] of the chain.
     """
 
     prompt: tuple[int, ...]
     root: int
     chain: tuple[int, ...]
     noise: Tensor
+    scores: Tensor
 
 
 class Spy(MultiLayerEagle):
@@ -66,14 +68,17 @@ class Spy(MultiLayerEagle):
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
-        tokens = super().propose(runtime, batch, draft_input).tokens
+        draft = super().propose(runtime, batch, draft_input)
+        tokens = draft.tokens
+        assert draft.scores is not None
         ahead = torch.arange(1, tokens.shape[1], device=runtime.device)
         ids = torch.arange(runtime.vocab_size, device=runtime.device)
         noise = runtime.gumbel_noise(batch, batch.seq_lens.unsqueeze(1) + ahead, ids).cpu()
         for b, request in enumerate(batch.requests):
             prompt, root = tuple(request.prompt_token_ids), int(batch.seq_lens[b])
             chain = tuple(tokens[b].tolist())
-            self.steps.append(Step(prompt, root, chain, noise[b].to(torch.float64)))
+            scores = draft.scores[b].cpu().clone()
+            self.steps.append(Step(prompt, root, chain, noise[b].to(torch.float64), scores))
             true = [*prompt, *self.truth[prompt]][root + 1 : root + tokens.shape[1]]
             right = self.random.randrange(len(true) + 1)
             for at, token in enumerate(true):
@@ -206,13 +211,16 @@ class Reference:
         return made, self.norm(made, f"{name}.shared_head.norm")
 
     @torch.inference_mode()
-    def chain(self, committed: list[int], noise: Tensor, temperature: float) -> list[int]:
-        """What is drafted after ``committed`` with its root, under ``noise`` [S, V]."""
+    def chain(
+        self, committed: list[int], noise: Tensor, temperature: float
+    ) -> tuple[list[int], Tensor]:
+        """What is drafted after ``committed`` with its root, under ``noise`` [S, V], and the
+        scores, the root's 0 first."""
         embedding = self.model.get_input_embeddings().weight
         head = self.model.get_output_embeddings().weight
         rows = len(committed) - 1
         hidden = self.target_hidden(committed[:-1])
-        known = list(committed)
+        known, logs = list(committed), [0.0]
         for k in range(1, len(noise) + 1):
             embeds = embedding[torch.tensor(known[k : k + rows])].clone()
             if self.masks_first:
@@ -220,7 +228,8 @@ class Reference:
             hidden, out = self.layer(k, embeds, hidden)
             scores = (out[-1] @ head.T) / (temperature or 1.0) + noise[k - 1]
             known.append(int(scores.argmax()))
-        return known[len(committed) :]
+            logs.append(float(scores.log_softmax(-1).max()))
+        return known[len(committed) :], torch.tensor(logs)
 
 
 class MiMoReference(Reference):
@@ -328,8 +337,9 @@ def assert_drafts(spy: Spy, reference: Reference, temperature: float) -> None:
         if len(committed) <= step.root:
             continue  # drafted after the last token, in a batch that went on
         assert step.chain[0] == committed[-1]
-        expected = reference.chain(committed, step.noise, temperature)
+        expected, scores = reference.chain(committed, step.noise, temperature)
         assert list(step.chain[1:]) == expected, step
+        torch.testing.assert_close(step.scores, scores, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -106,16 +106,18 @@ class CompiledDrafter:
         tables, settings, summed, heap = self._at
         rows, limits, widths = _addresses(requests), array("q", rooms), array("q", bytes(8 * bs))
         tokens, parents = torch.empty(2, bs, self._width, dtype=torch.int64).unbind()
+        scores = torch.empty(bs, self._width, dtype=torch.float32)
         gains = array("d", bytes(8 * self._width))
         self._draft(
             *(tables, settings, rows.buffer_info()[0], limits.buffer_info()[0], bs, least, heap),
-            *(tokens.data_ptr(), parents.data_ptr(), widths.buffer_info()[0]),
-            *(gains.buffer_info()[0], summed),
+            *(tokens.data_ptr(), parents.data_ptr(), scores.data_ptr()),
+            *(widths.buffer_info()[0], gains.buffer_info()[0], summed),
         )
         summary = self._summary
         return Drafts(
             tokens=tokens,
             parents=parents if summary.branches else None,
+            scores=scores,
             widths=widths.tolist(),
             depth=summary.depth,
             nodes=summary.nodes,

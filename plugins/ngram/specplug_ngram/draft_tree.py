@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import islice
@@ -67,6 +68,13 @@ class DraftTree:
     def is_chain(self) -> bool:
         """Whether the tree has no branch."""
         return all(node.parent == place - 1 for place, node in enumerate(self.nodes))
+
+    @property
+    def scores(self) -> list[float]:
+        """The logarithm of each node's probability if its parent is accepted; 0 at the root."""
+        nodes = self.nodes
+        own = (math.log(n.probability / nodes[n.parent].probability) for n in nodes[1:])
+        return [0.0, *own]
 
     def learn(self, novelty: Novelty, tokens: Sequence[int]) -> None:
         """Learn from the next ``tokens`` of the request, whether they were proposed or not."""

@@ -269,18 +269,20 @@ static int draft_one(
 
 /* Draft a tree for each request; a null pointer gets the root alone.
    rooms, widths: [bs]; heap: room for PLACES candidates of each node; tokens, parents:
-   [bs, num_draft_tokens], written whole: 0 at the root and after a request's width;
+   [bs, num_draft_tokens], written whole: 0 at the root and after a request's width; scores alike,
+   -inf after a request's width;
    gains: [num_draft_tokens], the expected number of accepted nodes at each depth. */
 void draft(
     const History *h, const Settings *s, Request *const *requests, const int64_t *rooms, int64_t bs,
-    double least, Candidate *heap, int64_t *tokens, int64_t *parents, int64_t *widths, double *gains,
-    Summary *sum)
+    double least, Candidate *heap, int64_t *tokens, int64_t *parents, float *scores, int64_t *widths,
+    double *gains, Summary *sum)
 {
     const int64_t width = s->num_draft_tokens;
     memset(sum, 0, sizeof *sum);
     memset(gains, 0, sizeof(double) * width);
     memset(tokens, 0, sizeof(int64_t) * bs * width);
     memset(parents, 0, sizeof(int64_t) * bs * width);
+    for (int64_t i = 0; i < bs * width; i++) scores[i] = i % width ? -INFINITY : 0;
     for (int64_t row = 0; row < bs; row++) {
         Request *request = requests[row];
         parents[row * width] = -1;
@@ -292,6 +294,8 @@ void draft(
         for (int i = 1; i < made; i++) {
             tokens[row * width + i] = nodes[i].token;
             parents[row * width + i] = nodes[i].parent;
+            scores[row * width + i] =
+                (float)log(nodes[i].probability / nodes[nodes[i].parent].probability);
             gains[nodes[i].depth] += nodes[i].probability;
             if (nodes[i].depth > sum->depth) sum->depth = nodes[i].depth;
             if (nodes[i].parent != i - 1) sum->branches = 1;

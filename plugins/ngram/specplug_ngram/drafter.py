@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ class Drafts:
     Attributes:
         tokens: [bs, N] int64; 0 at the roots and after a request's nodes.
         parents: [bs, N] int64; None if no tree branches.
+        scores: [bs, N] float32, at each node the logarithm of the probability that it is accepted
+            if its parent is: 0 at the roots, -inf after a request's nodes.
         widths: the number of nodes of each request, the root included.
         depth: the greatest depth of a node.
         nodes: the number of nodes of all trees, without the roots.
@@ -29,6 +32,7 @@ class Drafts:
 
     tokens: Tensor
     parents: Tensor | None
+    scores: Tensor
     widths: list[int]
     depth: int
     nodes: int
@@ -117,6 +121,7 @@ class PlainDrafter:
         return Drafts(
             tokens=_padded([[node.token for node in tree.nodes] for tree in trees], width),
             parents=None if parents is None else _padded(parents, width),
+            scores=_padded([tree.scores for tree in trees], width, -math.inf, torch.float32),
             widths=[len(tree.nodes) for tree in trees],
             depth=max(node.depth for tree in trees for node in tree.nodes),
             nodes=sum(len(tree.nodes) - 1 for tree in trees),
@@ -133,6 +138,8 @@ class PlainDrafter:
         return request.tree
 
 
-def _padded(rows: Sequence[Sequence[int]], width: int) -> Tensor:
-    """Return the rows as [bs, N] int64, padded with 0."""
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int64)
+def _padded(
+    rows: Sequence[Sequence[float]], width: int, fill: float = 0, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Return the rows as [bs, N], padded with ``fill``."""
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=dtype)

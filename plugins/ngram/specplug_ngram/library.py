@@ -9,7 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from ctypes import POINTER, Structure, addressof, c_double, c_int32, c_int64, c_void_p, sizeof
+from ctypes import (
+    POINTER,
+    Structure,
+    addressof,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_void_p,
+    sizeof,
+)
 
 LONGEST, SHORTEST, PLACES = 8, 2, 16
 
@@ -109,7 +119,7 @@ _SIGNATURES = {
     "observe": [_POINTER, _POINTER, _POINTER, _POINTER, c_int64, _POINTER, c_int64],
     "draft": [
         _POINTER, _POINTER, _POINTER, _POINTER, c_int64, c_double,
-        _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER,
+        _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER,
     ],
 }  # fmt: skip
 
@@ -152,15 +162,17 @@ def _try_all(library: ctypes.PyDLL) -> None:
     came, counts = (c_int64 * 6)(5, 6, 7, 0, 0, 0), (c_int64 * 2)(3, 3)
     tokens, parents = ((c_int64 * (2 * nodes))() for _ in range(2))
     widths, heap, summary = (c_int64 * 2)(), (Candidate * (PLACES * nodes))(), Summary()
-    gains = (c_double * nodes)()
+    gains, scores = (c_double * nodes)(), (c_float * (2 * nodes))()
     step = (addressof(history), addressof(settings), requests)
     library.extend(addressof(history), addressof(request), (c_int64 * 7)(*range(4, 11)), 7)
     library.observe(*step, came, 3, counts, 2)
-    out = (tokens, parents, widths, gains, addressof(summary))
+    out = (tokens, parents, scores, widths, gains, addressof(summary))
     library.draft(*step, rooms, 2, 0.0, heap, *out)
     library.observe(*step, came, 3, counts, 2)
-    drafted = (tuple(tokens), tuple(parents), tuple(widths), summary.nodes)
-    expected = ((0, 8, 9, 10, 0, 0, 0, 0), (-1, 0, 1, 2, -1, 0, 0, 0), (4, 1), 3)
+    likely = tuple(-10 < score <= 0 for score in scores)
+    drafted = (tuple(tokens), tuple(parents), likely, tuple(widths), summary.nodes)
+    nodes_of_both = (0, 8, 9, 10, 0, 0, 0, 0), (-1, 0, 1, 2, -1, 0, 0, 0)
+    expected = (*nodes_of_both, (True,) * 5 + (False,) * 3, (4, 1), 3)
     if drafted != expected:
         raise SystemExit(f"error: it drafts {drafted}; expected {expected}")
 

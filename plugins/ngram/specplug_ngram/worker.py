@@ -99,6 +99,10 @@ class NgramWorker:
         A request without a probable continuation gets the root alone, and so do all requests if
         their drafts together do not pay. If the chains of the device should have the same length,
         shorter ones are padded with token 0.
+
+        A node's score is how often its token followed the same tokens before, smoothed by
+        ``Novelty``: the longer the match and the more often it occurred, the surer. The score of
+        padding is -inf.
         """
         if batch.is_warm_up:
             return self._widest(draft_input.bonus_tokens, batch.max_draft_nodes)
@@ -119,28 +123,32 @@ class NgramWorker:
             return Draft.chain(roots.unsqueeze(1))
         tokens = drafts.tokens[:, :width].to(roots.device, non_blocking=True)
         tokens[:, 0] = roots
+        scores = drafts.scores[:, :width].to(roots.device, non_blocking=True)
         if drafts.parents is None:
-            return Draft.chain(tokens, widths)
+            return Draft.chain(tokens, widths, scores=scores)
         parents = drafts.parents[:, :width].to(roots.device, non_blocking=True)
-        return Draft.tree(tokens, parents, drafts.depth, widths)
+        return Draft.tree(tokens, parents, drafts.depth, widths, scores=scores)
 
     def _widest(self, roots: Tensor, rooms: Sequence[int]) -> Draft:
-        """Return the widest draft within ``rooms``, of arbitrary tokens. Each level of a tree is
-        full before the next level begins."""
+        """Return the widest draft within ``rooms``, of arbitrary tokens with the least score. Each
+        level of a tree is full before the next level begins."""
         topk = self._shape.topk
         widths = [min(self._shape.num_draft_tokens, room) for room in rooms]
         width = max(widths)
         nodes = torch.arange(width, device=roots.device)
         tokens = nodes.expand(len(roots), -1).clone()
         tokens[:, 0] = roots
+        scores = torch.full((len(roots), width), -torch.inf, device=roots.device)
+        scores[:, 0] = 0
         if topk == 1 or width == 1:
-            return Draft.chain(tokens, widths)
+            return Draft.chain(tokens, widths, scores=scores)
         parents = torch.div(nodes - 1, topk, rounding_mode="floor")
         depth, level = 0, 0
         while level < width - 1:
             depth += 1
             level += topk**depth
-        return Draft.tree(tokens, parents.expand_as(tokens).clone(), depth, widths)
+        parents = parents.expand_as(tokens).clone()
+        return Draft.tree(tokens, parents, depth, widths, scores=scores)
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended; its tokens stay in the history."""

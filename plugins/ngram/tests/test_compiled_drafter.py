@@ -58,8 +58,9 @@ def _drafted(drafter: Drafter, requests: Sequence[Any], rooms: list[int], least:
     if drafts.parents is not None:  # those of padding nodes mean nothing
         rows = zip(drafts.parents.tolist(), drafts.widths, strict=True)
         parents = [row[:width] for row, width in rows]
-    gains = [*drafts.gains]
-    return drafts.tokens.tolist(), parents, drafts.widths, drafts.depth, drafts.nodes, gains
+    assert drafts.scores.dtype == torch.float32
+    tokens, scores = drafts.tokens.tolist(), drafts.scores.tolist()
+    return tokens, parents, scores, drafts.widths, drafts.depth, drafts.nodes, [*drafts.gains]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)

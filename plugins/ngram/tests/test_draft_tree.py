@@ -76,6 +76,17 @@ def test_without_a_limit_it_is_all_that_followed(text: list[int], topk: int, ste
 
 
 @exactly
+@given(text=texts, topk=st.integers(1, 4), steps=st.integers(1, 5))
+def test_scores_are_counted_continuations(text: list[int], topk: int, steps: int) -> None:
+    tree = _draft(text, Shape(topk, steps, 10_000))
+    counted = _counted(text, topk, steps)
+    assert tree.scores[0] == 0
+    for path, score in zip(_paths(tree)[1:], tree.scores[1:], strict=True):
+        assert math.exp(score) == pytest.approx(counted[path] / counted[path[:-1]])
+        assert score < 0
+
+
+@exactly
 @given(text=texts, topk=st.integers(1, 4), steps=st.integers(1, 5), nodes=st.integers(1, 12))
 def test_with_a_limit_it_is_the_most_probable(
     text: list[int], topk: int, steps: int, nodes: int

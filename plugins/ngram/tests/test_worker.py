@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -153,6 +154,10 @@ def test_chains_on_a_gpu_are_equally_long(make_worker: Make) -> None:
     assert draft.tokens.tolist() == [[24, 0, 0, 0, 0, 0, 0, 0], [7, 8, 9, 1, 5, 6, 7, 0]]
     assert draft.is_chain
     assert draft.widths is None
+    assert draft.scores is not None
+    assert draft.scores[0].tolist() == [0.0, *[-math.inf] * 7]
+    assert draft.scores[1, 7] == -math.inf
+    assert draft.scores[1, :7].isfinite().all()
     short = attrs.evolve(both, max_draft_nodes=(2, 8))
     assert worker.propose(short, _input(24, 7)).widths == (2, 8)
     assert worker.propose(_batch(KNOWS_NOTHING), _input(24)).tokens.tolist() == [[24]]
@@ -165,6 +170,28 @@ def test_a_tree_without_a_branch_is_no_deeper_than_asked(make_worker: Make, cost
     worker.requests["again"].drafted.novelty.log = -2.0
     draft = worker.propose(_batch(again, max_draft_nodes=29), _input(69))
     assert draft.tokens.tolist() == [[69, *range(50, 57)]]
+
+
+def test_draft_has_scores_of_how_often_a_token_followed(make_worker: Make) -> None:
+    worker = make_worker(BRANCHES, KNOWS_NOTHING, topk=4, nodes=5)
+    draft = worker.propose(_batch(BRANCHES, KNOWS_NOTHING), _input(32, 24))
+    assert draft.scores is not None
+    # After (31, 32), 34 followed twice and 33 once.
+    known = Novelty().known(2, 3)
+    of_token = dict(zip(draft.tokens[0].tolist(), draft.scores[0].exp().tolist(), strict=True))
+    assert of_token[34] == pytest.approx(known * 2 / 3)
+    assert of_token[33] == pytest.approx(known / 3)
+    assert draft.scores[1].tolist() == [0.0, *[-math.inf] * (draft.width - 1)]
+
+
+def test_match_that_is_longer_has_the_greater_score(make_worker: Make) -> None:
+    found = []
+    for length in (3, 6):
+        request = Request(str(length), (*range(10, 10 + length + 4), 99, *range(10, 10 + length)))
+        draft = make_worker(request).propose(_batch(request), _input(9 + length))
+        assert draft.scores is not None
+        found.append(float(draft.scores[0, 1]))
+    assert found[0] < found[1] < 0
 
 
 def test_requests_learn_from_one_another(make_worker: Make) -> None:
