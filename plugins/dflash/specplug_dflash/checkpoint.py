@@ -24,13 +24,18 @@ def load_network(runtime: Runtime) -> DFlashNetwork:
 
 
 def load(
-    network_class: type[Network], config: DFlashConfig, path: Path, runtime: Runtime
+    network_class: type[Network],
+    config: DFlashConfig,
+    path: Path,
+    runtime: Runtime,
+    optional: frozenset[str] = frozenset(),
 ) -> Network:
     """Load a checkpoint's tensors into a network of some class, as ``load_network`` does.
 
     Args:
         network_class: called as ``DFlashNetwork`` is.
         config: what ``path / "config.json"`` says.
+        optional: more tensors of the network that a checkpoint may lack.
     """
     checkpoint = Checkpoint.read(path)
     _check_fit(checkpoint, config, runtime)
@@ -51,8 +56,8 @@ def load(
             own_head=reduced or "lm_head.weight" in names,
         )
     network = network.to(runtime.dtype).eval()
-    optional = frozenset({"t2d"}) if reduced else frozenset({"t2d", "d2t"})
-    checkpoint.load_into(network, rename=rename, optional=optional)
+    maps = {"t2d"} if reduced else {"t2d", "d2t"}
+    checkpoint.load_into(network, rename=rename, optional=optional | maps)
     _check_vocabulary(checkpoint, network)
     network.pack()
     return network

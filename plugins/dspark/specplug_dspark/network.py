@@ -82,6 +82,7 @@ class ConfidenceHead(nn.Module):
         rank = config.markov_rank if config.confidence_head_with_markov else 0
         self.with_markov = rank > 0
         self.proj = nn.Linear(config.hidden_size + rank, 1)
+        nn.init.zeros_(self.proj.bias)  # some checkpoints have none
 
     def forward(self, hidden: Tensor, before: Tensor | None) -> Tensor:
         """Return the logits [R] of rows with states [R, hidden] and embeddings [R, r] of the tokens

@@ -25,7 +25,8 @@ class DSparkWorker(DFlashWorker):
     def _load(self, runtime: Runtime) -> DSparkNetwork:
         path = runtime.config.draft_model_path
         assert path is not None
-        return load(DSparkNetwork, read_config(path), path, runtime)
+        optional = frozenset({"confidence_head.proj.bias"})
+        return load(DSparkNetwork, read_config(path), path, runtime, optional)
 
     def _choose(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Choose as ``DFlashWorker`` does. The scores are a confidence head's, if there is one."""
