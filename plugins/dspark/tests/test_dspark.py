@@ -314,8 +314,9 @@ def test_blocks_are_those_of_the_plain_heads(
 
 @pytest.mark.parametrize("head", TYPES)
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, None), (16, 8)])
-@pytest.mark.parametrize("slots", [None, 192])
+@pytest.mark.parametrize(
+    ("page_size", "chunk", "slots"), [(1, None, None), (16, 8, None), (1, None, 90)]
+)
 def test_tokens_are_those_of_none(
     target: Path,
     prompts: list[list[int]],
@@ -341,6 +342,7 @@ def test_tokens_are_those_of_none(
     ) as llm:
         assert tokens_of(llm, prompts) == expected
         llm.check_pool()
+        assert bool(llm.stats()["retractions"]) is (slots is not None)
 
 
 def test_shipped_weights_draft_for_the_default_model(default_completion: Completion) -> None:
