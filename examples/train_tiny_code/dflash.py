@@ -114,7 +114,7 @@ def draft(
         anchors, lengths: [B, A], see `BlockAttention`; anchors + size is at most L.
 
     Returns:
-        [B, A, size - 1, hidden], for the tokens at anchor + 1, anchor + 2, …
+        [B, A, size, hidden], for the tokens at anchor, anchor + 1, …
     """
     batch, length = tokens.shape
     context = network.fuse(features.flatten(0, 1))
@@ -125,7 +125,7 @@ def draft(
     positions = anchors.unsqueeze(2) + torch.arange(size, device=tokens.device)
     embeds = F.embedding(ids.flatten(), embedding)
     hidden = network(embeds, positions.flatten(), attend)
-    return network.norm(hidden).view(*ids.shape, -1)[:, :, 1:]
+    return network.norm(hidden).view(*ids.shape, -1)
 
 
 def draft_loss(
@@ -148,7 +148,7 @@ def draft_loss(
 
     Args:
         head: [vocab, hidden], the target's LM head; final [B, L, hidden]: its input.
-        hidden: [B, A, size - 1, hidden], what `draft` made of these blocks.
+        hidden: [B, A, size - 1, hidden], what `draft` made of these blocks after their anchors.
     """
     logits = F.linear(hidden, head).float()
     offsets = torch.arange(1, hidden.shape[2] + 1, device=tokens.device)
@@ -286,7 +286,7 @@ def main() -> None:
         features = torch.cat(aux, -1)
         hidden = draft(network, embedding, tokens, features, *blocks, config.block_size)
         return loss_of_blocks(
-            head, tokens, hidden, final, *blocks, arguments.gamma, arguments.reach
+            head, tokens, hidden[:, :, 1:], final, *blocks, arguments.gamma, arguments.reach
         )
 
     train(arguments, network, data, loss_of, lambda: save(network, arguments.out))

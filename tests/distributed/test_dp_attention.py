@@ -214,6 +214,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "chunked_prefill_size": 16,
     },
     "MULTI_LAYER_EAGLE chain": {"max_total_tokens": 160},
+    "DSPARK chain": {"max_total_tokens": 160},
     "DFLASH chain, plain": {"disable_overlap_schedule": True, "enable_mixed_chunk": True},
 }
 WITHOUT_WEIGHTS = "NONE", "NGRAM"

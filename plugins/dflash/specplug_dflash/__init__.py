@@ -44,16 +44,9 @@ class DFlash:
 
     @hookimpl
     def validate_config(self, config: SpecConfig) -> SpecConfig:
-        """Limit the draft to a block: the bonus token and ``block_size - 1`` others."""
+        """Limit the draft to a block."""
         assert config.draft_model_path is not None
-        most = read_config(config.draft_model_path).block_size - 1
-        if config.num_steps > most:
-            reason = (
-                f"num_steps {config.num_steps} -> {most}: "
-                f"the draft model was trained for blocks of {most + 1} tokens"
-            )
-            config = config.adjust(reason, num_steps=most)
-        return config.fit_feature_draft()
+        return read_config(config.draft_model_path).fit(config)
 
     @hookimpl
     def create_worker(self, runtime: Runtime) -> DFlashWorker:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TypeVar
+
 from specplug import Checkpoint, CheckpointError, Runtime
 from specplug_dflash.config import DFlashConfig, read_config
 from specplug_dflash.network import DFlashNetwork
+
+Network = TypeVar("Network", bound=DFlashNetwork)
 
 
 def load_network(runtime: Runtime) -> DFlashNetwork:
@@ -15,7 +20,23 @@ def load_network(runtime: Runtime) -> DFlashNetwork:
     """
     path = runtime.config.draft_model_path
     assert path is not None
-    config = read_config(path)
+    return load(DFlashNetwork, read_config(path), path, runtime)
+
+
+def load(
+    network_class: type[Network],
+    config: DFlashConfig,
+    path: Path,
+    runtime: Runtime,
+    optional: frozenset[str] = frozenset(),
+) -> Network:
+    """Load a checkpoint's tensors into a network of some class, as ``load_network`` does.
+
+    Args:
+        network_class: called as ``DFlashNetwork`` is.
+        config: what ``path / "config.json"`` says.
+        optional: more tensors of the network that a checkpoint may lack.
+    """
     checkpoint = Checkpoint.read(path)
     _check_fit(checkpoint, config, runtime)
     names = {rename(name) for name in checkpoint.tensors}
@@ -28,15 +49,15 @@ def load_network(runtime: Runtime) -> DFlashNetwork:
         )
     reduced = config.draft_vocab_size != config.vocab_size
     with runtime.device:
-        network = DFlashNetwork(
+        network = network_class(
             config,
             runtime.context_len,
             own_embedding="embed_tokens.weight" in names,
             own_head=reduced or "lm_head.weight" in names,
         )
     network = network.to(runtime.dtype).eval()
-    optional = frozenset({"t2d"}) if reduced else frozenset({"t2d", "d2t"})
-    checkpoint.load_into(network, rename=rename, optional=optional)
+    maps = {"t2d"} if reduced else {"t2d", "d2t"}
+    checkpoint.load_into(network, rename=rename, optional=optional | maps)
     _check_vocabulary(checkpoint, network)
     network.pack()
     return network

@@ -9,11 +9,10 @@ from typing import Any
 
 import attrs
 
-from specplug import CheckpointError
+from specplug import CheckpointError, SpecConfig
 
 # The supported values of options that change how a block is computed.
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "sample_from_anchor": (None, False),
     "shift_label": (None, False),
     "projector_type": (None, "dflash"),
     "input_embedding_scale": (None, 1),
@@ -34,7 +33,10 @@ class DFlashConfig:
             head.
         attention_bias: whether all four projections of an attention layer have biases.
         rope: the keys that ``layers.Rotary`` reads.
-        block_size: rows of a block, the bonus token included. A pass drafts one token less.
+        block_size: rows of a block, the bonus token included.
+        sample_from_anchor: each row of a block predicts the token after its own, so that the bonus
+            token's row, the anchor, drafts too. False: each row predicts its own token, and the
+            anchor, whose token is known, drafts nothing.
         mask_token_id: the target's id of the mask token, whose embedding drafted rows read.
         feature_layers: the target layers whose *inputs* are fused; the number of layers stands for
             the last one's output.
@@ -60,12 +62,38 @@ class DFlashConfig:
     attention_bias: bool = False
     rope: Mapping[str, Any] = attrs.field(factory=dict)
     block_size: int
+    sample_from_anchor: bool = False
     mask_token_id: int
     feature_layers: tuple[int, ...]
     normed_last: bool = False
     causal: tuple[bool, ...]
     windows: tuple[int | None, ...]
     num_target_layers: int | None = None
+
+    @property
+    def most_steps(self) -> int:
+        """The tokens that a block drafts."""
+        return self.block_size - self.first_row
+
+    @property
+    def first_row(self) -> int:
+        """The first row of a block that drafts a token: 0 where the anchor's does, else 1."""
+        return 0 if self.sample_from_anchor else 1
+
+    def fit(self, config: SpecConfig) -> SpecConfig:
+        """Limit a run's drafts to one block.
+
+        Raises:
+            UsageError: the run asks for trees.
+        """
+        most = self.most_steps
+        if config.num_steps > most:
+            reason = (
+                f"num_steps {config.num_steps} -> {most}: "
+                f"the draft model was trained for blocks of {self.block_size} tokens"
+            )
+            config = config.adjust(reason, num_steps=most)
+        return config.fit_feature_draft()
 
 
 def read_config(path: Path) -> DFlashConfig:
@@ -74,6 +102,15 @@ def read_config(path: Path) -> DFlashConfig:
     Raises:
         CheckpointError: the file is missing, unreadable or incomplete, or has an option that is
             not supported.
+    """
+    return parse_config(read_keys(path), path / "config.json")
+
+
+def read_keys(path: Path) -> dict[str, Any]:
+    """Read the keys of ``path / "config.json"``.
+
+    Raises:
+        CheckpointError: the file is missing or unreadable.
     """
     file = path / "config.json"
     try:
@@ -86,7 +123,7 @@ def read_config(path: Path) -> DFlashConfig:
         raise CheckpointError(f"{file}: not JSON ({error})") from error
     if not isinstance(keys, dict):
         raise CheckpointError(f"{file}: expected a JSON object")
-    return parse_config(keys, file)
+    return keys
 
 
 def parse_config(keys: Mapping[str, Any], file: Path) -> DFlashConfig:
@@ -102,7 +139,7 @@ def parse_config(keys: Mapping[str, Any], file: Path) -> DFlashConfig:
     Raises:
         CheckpointError: a key is missing, or has a value that is not supported.
     """
-    keys = _flatten(keys)
+    keys = flatten(keys)
 
     def require(key: str) -> Any:
         if keys.get(key) is None:
@@ -131,6 +168,7 @@ def parse_config(keys: Mapping[str, Any], file: Path) -> DFlashConfig:
         attention_bias=bool(keys.get("attention_bias")),
         rope=keys,
         block_size=require("block_size"),
+        sample_from_anchor=bool(keys.get("sample_from_anchor")),
         mask_token_id=require("mask_token_id"),
         feature_layers=_feature_layers(keys, file),
         normed_last=not keys.get("aux_hidden_state_layer_ids"),
@@ -142,7 +180,7 @@ def parse_config(keys: Mapping[str, Any], file: Path) -> DFlashConfig:
     return config
 
 
-def _flatten(keys: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten nested keys. Outer keys replace those of ``transformer_layer_config``, and
     ``dflash_config`` replaces both."""
     decoder = keys.get("transformer_layer_config") or {}
@@ -212,10 +250,10 @@ def _windows(keys: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
 
 
 def _check(config: DFlashConfig, file: Path) -> None:
-    if config.block_size < 2:
+    if config.most_steps < 1:
         raise CheckpointError(
-            f"{file}: block_size={config.block_size}, expected at least 2: the bonus token and one "
-            "to be drafted"
+            f"{file}: block_size={config.block_size}, expected at least {1 + config.first_row}: "
+            "the bonus token and one to be drafted"
         )
     if not 0 <= config.mask_token_id < config.vocab_size:
         raise CheckpointError(

@@ -21,7 +21,8 @@ class DFlashNetwork(nn.Module):
     The rows of a block at positions p to p + n - 1 are the bonus token and n - 1 mask tokens. In
     each layer the keys and values of the positions before p are projections of the fused target
     features; those of the block are projections of its own hidden states. Row i's logits are those
-    of the token *at* its own position p + i. Row 0 predicts nothing: its token is known.
+    of the token *at* its own position p + i. Row 0 predicts nothing: its token is known. With
+    ``config.sample_from_anchor`` they are those of the token after it, and row 0 drafts too.
 
     Embedding and LM head are the target's, unless the checkpoint has its own.
 

@@ -17,6 +17,7 @@ from specplug import (
     likeliest_tokens,
 )
 from specplug_dflash.checkpoint import load_network
+from specplug_dflash.network import DFlashNetwork
 
 
 class DFlashWorker:
@@ -31,7 +32,7 @@ class DFlashWorker:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self.network = network = load_network(runtime)
+        self.network = network = self._load(runtime)
         config = network.config
         own_embedding, own_head = network.embed_tokens, network.lm_head
         self._embed = runtime.embed_tokens if own_embedding is None else own_embedding
@@ -40,6 +41,7 @@ class DFlashWorker:
         self._has_own_ids = own_head is not None
         if self._has_own_ids:
             self._token_ids += network.d2t
+        self._first_row = config.first_row
         self._capture(runtime)
         self._width = runtime.config.num_draft_tokens
         # A draft of the root alone needs no layer.
@@ -55,6 +57,10 @@ class DFlashWorker:
         }
         self._draft = runtime.record_draft(self._blocks)
         self._write_paths = runtime.record_draft(self._write)
+
+    def _load(self, runtime: Runtime) -> DFlashNetwork:
+        """Return the draft network of the run's checkpoint."""
+        return load_network(runtime)
 
     def _capture(self, runtime: Runtime) -> None:
         """Ask the target for the features that the network fuses."""
@@ -100,41 +106,63 @@ class DFlashWorker:
         width = min(self._width, max(batch.max_draft_nodes))
         if width == 1:
             return Draft.chain(roots.unsqueeze(1))
+        rows = width - 1 + self._first_row
         plans = [
             self._runtime.plan_attention(
-                batch, batch.seq_lens, width, mask=None if mask is None else mask[:, :width, :width]
+                batch, batch.seq_lens, rows, mask=None if mask is None else mask[:, :rows, :rows]
             )
             for mask in self._block_masks.values()
         ]
-        drafted, scores = self._draft(batch, roots, width, *plans)
-        return Draft.chain(drafted, scores=scores)
+        tokens, scores = self._draft(batch, roots, rows, *plans)
+        return Draft.chain(tokens, scores=scores)
 
     def _blocks(
-        self, batch: Batch, roots: Tensor, width: int, *plans: AttentionPlan
+        self, batch: Batch, roots: Tensor, rows: int, *plans: AttentionPlan
     ) -> tuple[Tensor, Tensor]:
-        """Draft blocks of N = ``width`` tokens. ``plans`` are in the order of ``_block_masks``.
+        """Draft blocks of some rows each. ``plans`` are in the order of ``_block_masks``.
 
         Returns:
-            Tokens [bs, N] int64, the roots first, and their scores, float32: of each token by
-            itself, whatever stands before it.
+            Tokens [bs, N] int64, the roots first, and their scores, float32.
         """
         root = roots.unsqueeze(1)
-        masks = self._masks[:, : width - 1].expand(len(roots), -1)
-        logits = self._logits(torch.cat((root, masks), dim=1), *plans)
-        if not batch.greedy:
-            positions = batch.seq_lens.unsqueeze(1) + self._ahead[: width - 1]
-            logits = couple(self._runtime, batch, logits, positions, self._token_ids)
-        found = likeliest_tokens(logits, self._token_ids if self._has_own_ids else None)
-        drafted, scores = (each.view(-1, width - 1) for each in found)
+        masks = self._masks[:, : rows - 1].expand(len(roots), -1)
+        hidden = self._hidden(torch.cat((root, masks), dim=1), *plans)
+        tokens, scores = self._choose(batch, roots, hidden)
         # The root's score is 0.
         scores = F.pad(scores.to(torch.float32), (1, 0))
-        return torch.cat((root, drafted), dim=1), scores
+        return torch.cat((root, tokens), dim=1), scores
 
-    def _logits(self, block: Tensor, *plans: AttentionPlan) -> Tensor:
-        """Run blocks of token ids [bs, N]. ``plans`` are in the order of ``_block_masks``.
+    def _choose(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the tokens of blocks.
+
+        Args:
+            roots: [bs] int64.
+            hidden: [bs, rows, hidden], the input of the LM head; rows before ``_first_row`` draft
+                nothing.
 
         Returns:
-            Logits [bs * (N - 1), V_draft].
+            Tokens [bs, N - 1] int64, and their scores [bs, N - 1]: of each token by itself,
+            whatever stands before it.
+        """
+        drafting = hidden[:, self._first_row :]
+        logits = self._lm_head(drafting.flatten(0, 1))
+        bs, count = drafting.shape[:2]
+        if not batch.greedy:
+            positions = batch.seq_lens.unsqueeze(1) + self._ahead[:count]
+            logits = couple(self._runtime, batch, logits, positions, self._token_ids)
+        tokens, scores = self._likeliest(logits)
+        return tokens.view(bs, count), scores.view(bs, count)
+
+    def _likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the likeliest token of each row of [R, V_draft], in the target's ids, and its
+        log-probability: [R] int64, [R]."""
+        return likeliest_tokens(logits, self._token_ids if self._has_own_ids else None)
+
+    def _hidden(self, block: Tensor, *plans: AttentionPlan) -> Tensor:
+        """Run blocks of token ids [bs, rows]. ``plans`` are in the order of ``_block_masks``.
+
+        Returns:
+            [bs, rows, hidden], the input of the LM head.
         """
         kinds = dict(zip(self._block_masks, plans, strict=True))
         config = self.network.config
@@ -145,5 +173,5 @@ class DFlashWorker:
             return of_layer[layer].attend(self._cache, layer, q, k, v, window=window)
 
         hidden: Tensor = self.network(self._embed(block.flatten()), plans[0].positions, attend)
-        drafted = hidden.view(*block.shape, -1)[:, 1:].flatten(0, 1)
-        return self._lm_head(self.network.norm(drafted))
+        normed: Tensor = self.network.norm(hidden)
+        return normed.view(*block.shape, -1)

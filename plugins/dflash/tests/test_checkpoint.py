@@ -166,7 +166,7 @@ def test_a_vocabulary_map_that_points_outside_is_refused(
             {"layer_types": ["sliding_attention"] * 2},
             "swa_window_size is None, sliding_window None; expected a number of positions",
         ),
-        ({"sample_from_anchor": True}, "sample_from_anchor=True is not supported"),
+        ({"shift_label": True}, "shift_label=True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, expected 'silu'"),
     ],
 )

@@ -58,6 +58,7 @@ class Reference:
     Args:
         causal, windows: of each layer.
         features: which of transformers' ``hidden_states`` are fused; the last is normed.
+        anchor: whether the root's row drafts.
     """
 
     def __init__(
@@ -67,11 +68,13 @@ class Reference:
         causal: tuple[bool, bool] = (False, False),
         windows: tuple[int | None, int | None] = (None, None),
         features: tuple[int, ...] = (1, 3),
+        anchor: bool = False,
     ):
         from transformers import AutoModelForCausalLM
 
         self.w = load_file(draft / "model.safetensors")
         self.causal, self.windows, self.features = causal, windows, features
+        self.first = 0 if anchor else 1
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
         self.embedding = self.w.get(
             "embed_tokens.weight", self.model.get_input_embeddings().weight
@@ -128,7 +131,7 @@ class Reference:
     def logits(self, committed: list[int], steps: int) -> Tensor:
         """[steps, V_draft] of what follows ``committed``, the root included."""
         context = self.context(committed[:-1])
-        hidden = self.embedding[torch.tensor([committed[-1]] + [MASK] * steps)]
+        hidden = self.embedding[torch.tensor([committed[-1]] + [MASK] * (steps - 1 + self.first))]
         for layer in range(2):
             name = f"layers.{layer}"
             x = self.norm(hidden, f"{name}.input_layernorm")
@@ -138,7 +141,7 @@ class Reference:
             hidden = hidden + self.project(
                 torch.nn.functional.silu(gate) * up, f"{name}.mlp.down_proj"
             )
-        return self.norm(hidden, "norm")[1:] @ self.head.T
+        return self.norm(hidden, "norm")[self.first :] @ self.head.T
 
 
 def run(
@@ -292,6 +295,18 @@ def test_last_target_layer_is_read_after_the_final_norm(
     spy, texts = run(target, draft, prompts[:3], params, speculative_num_steps=4)
     features = tuple(layer + 1 for layer in layers)
     assert_drafts(spy, texts, Reference(draft, target, features=features), 4)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_blocks_may_draft_from_their_anchor(
+    target: Path, prompts: list[list[int]], write_draft: Write, steps: int, temperature: float
+) -> None:
+    """A block of 8 rows then drafts 8 tokens."""
+    draft = write_draft(sample_from_anchor=True)
+    params = SamplingParams(max_tokens=8, temperature=temperature, seed=3)
+    spy, texts = run(target, draft, prompts[:3], params, speculative_num_steps=steps)
+    assert_drafts(spy, texts, Reference(draft, target, anchor=True), steps, temperature)
 
 
 def test_biases_are_used(target: Path, prompts: list[list[int]], write_draft: Write) -> None:

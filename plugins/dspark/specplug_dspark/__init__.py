@@ -1,0 +1,75 @@
+"""DSpark for specplug (arXiv 2607.05147).
+
+Importing this module does not import torch; the worker does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specplug import (
+    DEFAULT_MODEL,
+    AlgorithmInfo,
+    Capabilities,
+    Defaults,
+    SpecConfig,
+    hookimpl,
+)
+from specplug_dspark.config import read_config
+
+if TYPE_CHECKING:
+    from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime
+    from specplug_dspark.worker import DSparkWorker
+
+WEIGHTS = Path(__file__).parent / "weights"
+
+
+class DSpark:
+    """The hooks of ``DSPARK``, which call a ``DSparkWorker``."""
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(
+            name="DSPARK",
+            summary="DSpark: DFlash's block, drawn token by token by a Markov head",
+            api_version=1,
+            capabilities=Capabilities(draft_model=True, captures={"layer_inputs"}),
+            defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
+            paper="https://arxiv.org/abs/2607.05147",
+            weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+            # The context's keys and values depend on the target's features alone.
+            draft_lookahead=0,
+        )
+
+    @hookimpl
+    def validate_config(self, config: SpecConfig) -> SpecConfig:
+        """Limit the draft to a block."""
+        assert config.draft_model_path is not None
+        return read_config(config.draft_model_path).fit(config)
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> DSparkWorker:
+        from specplug_dspark.worker import DSparkWorker
+
+        return DSparkWorker(runtime)
+
+    @hookimpl
+    def build_draft_input(
+        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+    ) -> DraftInput:
+        worker: DSparkWorker = runtime.worker
+        return worker.extend(batch, target_output)
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        worker: DSparkWorker = runtime.worker
+        return worker.propose(batch, draft_input)
+
+    @hookimpl
+    def supports_target_verify_for_draft(self) -> bool:
+        """Return True: the draft's pass has as many rows of each request in every step."""
+        return True
+
+
+algorithm = DSpark()
