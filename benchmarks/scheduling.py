@@ -50,6 +50,7 @@ from specplug.kv.prefix_cache import PrefixCache
 from specplug.kv.request_table import RequestTable
 from specplug.model.sampler import Sampler
 from specplug.registry import Registry, build_plugin_manager
+from specplug.speculative.calibration import Calibration
 from specplug.speculative.defaults import CoreDefaults
 from specplug.speculative.hook_calls import HookCalls
 from specplug.speculative.host_copy import Arrival
@@ -122,7 +123,8 @@ class ReadySteps(StepRunner):
                 tokens=_tokens(size).view(size, 1),
                 accept_lens=_ones(size),
                 outputs=None,
-                widths=(1,) * size,
+                counts=(1,) * size,
+                chances=None,
             )
         for part in ("propose", "target", "verify", "extend"):
             clock.lap(part)
@@ -218,9 +220,10 @@ class Bench:
         plain = Registry().select("NONE")
         hooks = HookCalls(build_plugin_manager(plain, (), CoreDefaults()), plain)
         unused: Any = None
+        order: Any = SimpleNamespace(calibration=Calibration(case.running + 1, CPU))
         self.engine = Engine(
             scheduler=scheduler,
-            steps=ReadySteps(runner, kv, sampler, unused, unused),
+            steps=ReadySteps(runner, kv, sampler, order, unused),
             runtime=unused,
             hooks=hooks,
             overlap=True,

@@ -68,6 +68,9 @@ VARIANTS: Mapping[str, Variant] = {
     "dflash-16": Variant(
         algorithm="DFLASH", draft="dflash", settings=_shape(15, 1, 16), passes=1, heads=1, bar=1.25
     ),
+    "dspark-8": Variant(
+        algorithm="DSPARK", draft="dspark", settings=_shape(7, 1, 8), passes=1, heads=1
+    ),
     "eagle-chain-5": Variant(
         algorithm="EAGLE", draft="eagle", settings=_shape(5, 1, 6), passes=5, heads=5
     ),

@@ -84,7 +84,8 @@ def write_shape(
     """Write a target and drafts for it, those that are not there.
 
     Args:
-        drafts: of ``eagle``, ``eagle3``, ``multi_layer_eagle`` and ``dflash``.
+        drafts: of ``eagle``, ``eagle3``, ``multi_layer_eagle``, ``dflash`` and
+            ``dspark``.
         context: how much a layer adds to the residual stream, whose embedding is 1. At 0.02 the
             last token decides. At 1 the whole context does, and every rounding with it.
 
@@ -221,11 +222,30 @@ def _dflash(target: Mapping[str, Any]) -> Draft:
     return config, tensors
 
 
+def _dspark(target: Mapping[str, Any]) -> Draft:
+    """DFlash's layers and blocks of 7 with a Markov and a confidence head, as deepseek-ai's."""
+    config, tensors = _dflash(target)
+    hidden, vocab_size, rank = target["hidden_size"], target["vocab_size"], 256
+    heads = {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": 7,
+        "markov_rank": rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    tensors["markov_head.markov_w1.weight"] = (vocab_size, rank)
+    tensors["markov_head.markov_w2.weight"] = (vocab_size, rank)
+    tensors["confidence_head.proj.weight"] = (1, hidden + rank)
+    return {**config, **heads}, tensors
+
+
 DRAFTS = {
     "eagle": _eagle,
     "eagle3": _eagle3,
     "multi_layer_eagle": _multi_layer_eagle,
     "dflash": _dflash,
+    "dspark": _dspark,
 }
 
 

@@ -36,6 +36,7 @@ from specplug.model.model_runner import ModelRunner
 from specplug.model.sampler import Sampler
 from specplug.model.target import PassOutput
 from specplug.sampling_params import Needs
+from specplug.speculative.calibration import Calibration
 from specplug.speculative.draft import Draft
 from specplug.speculative.hook_order import (
     Batch,
@@ -68,7 +69,6 @@ class StepRunner:
 
     Attributes:
         runner, kv, sampler: as given.
-        calibration: of the scores of drafts.
     """
 
     def __init__(
@@ -84,7 +84,6 @@ class StepRunner:
         self.sampler = sampler
         self._device = device = runner.target.device
         self._order = order
-        self.calibration = order.calibration
         self._kv_transfer = kv_transfer
         self._masks = GrammarMasks(runner.target.vocab_size, device)
         self._rows = KeptRows(device)
@@ -152,6 +151,11 @@ class StepRunner:
         result = StepResult(step=step, prefill=prefill, decode=decode, clock=clock, arrival=arrival)
         self._masks.expect(result)
         return result
+
+    @property
+    def calibration(self) -> Calibration:
+        """Of the scores of drafts."""
+        return self._order.calibration
 
     # Before the target's pass: received prefills, chunks, and what the algorithm proposes
 

@@ -142,7 +142,7 @@ def test_tree_of_a_draft_model_has_its_probabilities(
 
 
 @pytest.mark.parametrize("topk", [None, 4])
-def test_statistics_show_what_was_predicted_beside_what_was_accepted(topk: int | None) -> None:
+def test_statistics_of_scored_drafts_add_up(topk: int | None) -> None:
     shape: dict[str, Any] = {}
     if topk is not None:
         shape = {"speculative_eagle_topk": topk, "speculative_num_draft_tokens": 12}
