@@ -259,6 +259,34 @@ def test_padded_steps_give_the_same_tokens(
         llm.check_pool()
 
 
+@pytest.mark.parametrize("budget", [8, 11])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_padded_steps_of_a_budget_give_the_same_tokens(
+    mixed: bool, budget: int, tiny_model: Path, reference: Any, scripted: Any
+) -> None:
+    """The forms of passes whose widths the device alone knows are replayed."""
+    known = reference.tokens(["greedy"] * 7)
+    recorder = RunsAgain()
+    with LLM(
+        tiny_model,
+        device="cpu",
+        dtype="float64",
+        speculative_algorithm=scripted(known, right=0.7, ragged=True),
+        verify_budget=budget,
+        enable_mixed_chunk=mixed,
+        chunked_prefill_size=24,
+        disable_radix_cache=True,
+    ) as llm:
+        llm.engine.steps.runner.pad_passes(recorder)
+        for _ in range(2):
+            outputs = llm.generate(reference.prompts, reference.params["greedy"])
+            assert [output.token_ids for output in outputs] == list(known.values())
+        stats = llm.stats()
+        llm.check_pool()
+    assert recorder.replayed > 0
+    assert stats["accepted"] > 1.1 * stats["verifications"], "drafts were not accepted"
+
+
 @needs_cuda
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "penalized and sampled"])

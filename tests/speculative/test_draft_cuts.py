@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from specplug import Draft, verify_tree
 from specplug.speculative.draft_cuts import cut_to_budget
+from specplug.speculative.padding import Padding
 
 exactly = settings(max_examples=150, deadline=None)
 
@@ -107,6 +108,11 @@ def test_cut_draft_is_verified_as_one_of_known_widths(
         bs, width = cut.tokens.shape
         first_rows = [0, *cut.counts.cumsum(0).tolist()]
         assert wide.first_rows(bs, width).tolist() == first_rows
+        host = Padding.of(cut.counts.tolist(), width, cut.tokens.device)
+        assert host is not None
+        assert wide.total == host.total == budget
+        assert torch.equal(wide.flat_index, host.flat_index)
+        assert torch.equal(wide.padded_rows, host.padded_rows)
     tokens = cut.tokens
     choices = st.sampled_from([*tokens.view(-1).tolist(), 999])
     predict = torch.tensor([data.draw(choices) for _ in range(cut.total)])
