@@ -77,6 +77,7 @@ class Calibration:
         )
         self._rates = torch.zeros(self._roots + BINS, dtype=torch.float32, device=device)
         self._kinds = [RequestKind.GREEDY] * req_table_size
+        self._has_kinds = False  # whether a request of another kind has come yet
         self._first_cells = torch.zeros(req_table_size, 1, dtype=torch.int64, device=device)
         self._steps = 0
         self._refresh()
@@ -92,6 +93,7 @@ class Calibration:
         """Say of what kind the request is that gets a row of the request table."""
         if self._kinds[row] is not kind:
             self._kinds[row] = kind
+            self._has_kinds = True
             self._first_cells[row] = kind * DEPTHS * BINS
 
     def count_step(self) -> None:
@@ -159,21 +161,10 @@ class Calibration:
         assert draft.scores is not None
         bins = torch.bucketize(draft.scores.contiguous(), self._bounds, right=True)
         bins[:, 0] = self._roots
-        if draft.parents is None:
-            first = _first_cells(draft.width, bins.device)
-        else:
-            first = (draft.depths - 1).clamp_(0, DEPTHS - 1).mul_(BINS)
-            first[:, 0] = 0
-        bins += first
-        if bins.is_cuda or any(self._kinds):
+        bins += (draft.depths - 1).clamp_(0, DEPTHS - 1).mul_(BINS)  # 0 for the root
+        if bins.is_cuda or self._has_kinds:
             bins[:, 1:] += self._first_cells[req_indices]
         return bins
-
-
-def _first_cells(width: int, device: torch.device) -> Tensor:
-    """Return the first cell of the depth of each node of a chain, [width] int64, and 0 for the
-    root."""
-    return (arange(width, device) - 1).clamp_(0, DEPTHS - 1).mul_(BINS)
 
 
 def _outcomes(draft: Draft, accepted: VerifyOutput) -> tuple[Tensor, Tensor]:
