@@ -16,17 +16,18 @@ from specplug import (
     SpecConfig,
     hookimpl,
 )
+from specplug_dflash import DFlash
 from specplug_dspark.config import read_config
 
 if TYPE_CHECKING:
-    from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime
+    from specplug import Runtime
     from specplug_dspark.worker import DSparkWorker
 
 WEIGHTS = Path(__file__).parent / "weights"
 
 
-class DSpark:
-    """The hooks of ``DSPARK``, which call a ``DSparkWorker``."""
+class DSpark(DFlash):
+    """The hooks of ``DSPARK``: those of ``DFLASH``, of a ``DSparkWorker``."""
 
     @hookimpl
     def describe(self) -> AlgorithmInfo:
@@ -53,23 +54,6 @@ class DSpark:
         from specplug_dspark.worker import DSparkWorker
 
         return DSparkWorker(runtime)
-
-    @hookimpl
-    def build_draft_input(
-        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
-    ) -> DraftInput:
-        worker: DSparkWorker = runtime.worker
-        return worker.extend(batch, target_output)
-
-    @hookimpl
-    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
-        worker: DSparkWorker = runtime.worker
-        return worker.propose(batch, draft_input)
-
-    @hookimpl
-    def supports_target_verify_for_draft(self) -> bool:
-        """Return True: the draft's pass has as many rows of each request in every step."""
-        return True
 
 
 algorithm = DSpark()
