@@ -6,7 +6,6 @@ on `generations.py`'s rows and on the corpus.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,8 @@ from draft_training import (
     parse,
     train,
     training_rows,
+    write_checkpoint,
 )
-from safetensors.torch import save_file
 from target import forward
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -212,7 +211,6 @@ def build(config: DFlashConfig, target: LlamaForCausalLM, text: Tensor) -> DFlas
 
 def save(network: DFlashNetwork, out: Path) -> None:
     """Writes config.json and model.safetensors (bfloat16) in z-lab's layout."""
-    out.mkdir(parents=True, exist_ok=True)
     config = network.config
     values = {
         "architectures": ["DFlashDraftModel"],
@@ -239,12 +237,7 @@ def save(network: DFlashNetwork, out: Path) -> None:
         "tie_word_embeddings": True,
         "vocab_size": config.vocab_size,
     }
-    (out / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-    state = {
-        name: value.to(torch.bfloat16).cpu().contiguous()
-        for name, value in network.state_dict().items()
-    }
-    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    write_checkpoint(out, values, network.state_dict())
 
 
 def main() -> None:

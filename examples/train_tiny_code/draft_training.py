@@ -7,13 +7,16 @@ runs along, so no features are stored.
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from ranks import Ranks, join
+from safetensors.torch import save_file
 from target import clock, forward, learning_rate, load, optimizer_of, rows
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -148,3 +151,14 @@ def train(
         if done >= 1.0:
             break
     ranks.leave()
+
+
+def write_checkpoint(out: Path, config: dict[str, Any], state: Mapping[str, Tensor]) -> None:
+    """Writes config.json and model.safetensors, whose floating tensors are of bfloat16."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {
+        name: (value.to(torch.bfloat16) if value.is_floating_point() else value).cpu().contiguous()
+        for name, value in state.items()
+    }
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

@@ -8,15 +8,14 @@ and on the corpus.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import attrs
 import torch
 import torch.nn.functional as F
 from dflash import choose_blocks, draft
-from draft_training import arguments_of, load_target, parse, train, training_rows
-from safetensors.torch import load_file, save_file
+from draft_training import arguments_of, load_target, parse, train, training_rows, write_checkpoint
+from safetensors.torch import load_file
 from target import forward
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -155,7 +154,6 @@ def draft_loss(
 
 def save(network: DSparkNetwork, out: Path) -> None:
     """Writes config.json and model.safetensors (bfloat16) in `speculators`' layout."""
-    out.mkdir(parents=True, exist_ok=True)
     config = network.config
     values = {
         "architectures": ["DSparkDraftModel"],
@@ -187,12 +185,7 @@ def save(network: DSparkNetwork, out: Path) -> None:
             "vocab_size": config.vocab_size,
         },
     }
-    (out / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-    state = {
-        name: value.to(torch.bfloat16).cpu().contiguous()
-        for name, value in network.state_dict().items()
-    }
-    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    write_checkpoint(out, values, network.state_dict())
 
 
 def main() -> None:

@@ -10,15 +10,13 @@ better.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import attrs
 import torch
 import torch.nn.functional as F
-from draft_training import arguments_of, load_target, parse, train, training_rows
+from draft_training import arguments_of, load_target, parse, train, training_rows, write_checkpoint
 from eagle3 import unroll
-from safetensors.torch import save_file
 from target import forward
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -80,7 +78,6 @@ def draft_loss(
 
 def save(network: EagleNetwork, out: Path) -> None:
     """Writes config.json and model.safetensors (bfloat16) in SafeAILab's layout."""
-    out.mkdir(parents=True, exist_ok=True)
     values = attrs.asdict(network.config)
     rope, bias = values.pop("rope"), values.pop("fc_bias")
     config = {
@@ -92,9 +89,7 @@ def save(network: EagleNetwork, out: Path) -> None:
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
     }
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    state = {n: v.to(torch.bfloat16).cpu().contiguous() for n, v in network.state_dict().items()}
-    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    write_checkpoint(out, config, network.state_dict())
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ on `generations.py`'s rows and on the corpus.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from draft_training import (
     parse,
     train,
     training_rows,
+    write_checkpoint,
 )
-from safetensors.torch import save_file
 from target import forward
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -231,7 +230,6 @@ def begin_like(layer: nn.Module, last: nn.Module) -> None:
 
 def save(network: Eagle3Network, out: Path) -> None:
     """Writes config.json and model.safetensors (bfloat16) in the published checkpoints' layout."""
-    out.mkdir(parents=True, exist_ok=True)
     values = attrs.asdict(network.config)
     aux, rope = values.pop("aux_layer_ids"), values.pop("rope")
     config = {
@@ -246,12 +244,7 @@ def save(network: Eagle3Network, out: Path) -> None:
         # The layers whose outputs are read: one less than those whose inputs are.
         "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in aux],
     }
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    state = {
-        name: (value.to(torch.bfloat16) if value.is_floating_point() else value).cpu().contiguous()
-        for name, value in network.state_dict().items()
-    }
-    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    write_checkpoint(out, config, network.state_dict())
 
 
 def main() -> None:

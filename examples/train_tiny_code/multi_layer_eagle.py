@@ -7,14 +7,12 @@ is frozen and runs along; its embedding and LM head are shared.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from draft_training import arguments_of, load_target, parse, train, training_rows
-from safetensors.torch import save_file
+from draft_training import arguments_of, load_target, parse, train, training_rows, write_checkpoint
 from target import forward
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -105,7 +103,6 @@ def name_in_file(name: str, first: int) -> str:
 
 def save(network: MTPNetwork, target: LlamaConfig, out: Path) -> None:
     """Writes config.json and model.safetensors (bfloat16), without embedding and LM head."""
-    out.mkdir(parents=True, exist_ok=True)
     config = network.config
     keys = {
         "architectures": ["LlamaForCausalLM"],
@@ -125,12 +122,11 @@ def save(network: MTPNetwork, target: LlamaConfig, out: Path) -> None:
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
     }
-    (out / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
     state = {
-        name_in_file(name, target.num_hidden_layers): value.to(torch.bfloat16).cpu().contiguous()
+        name_in_file(name, target.num_hidden_layers): value
         for name, value in network.state_dict().items()
     }
-    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    write_checkpoint(out, keys, state)
 
 
 def main() -> None:
