@@ -312,6 +312,37 @@ def test_blocks_are_those_of_the_plain_heads(
     assert blocks >= 4
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("confidence", [False, True])
+def test_without_a_markov_head_blocks_are_dflashs(
+    target: Path,
+    prompts: list[list[int]],
+    tmp_path: Path,
+    confidence: bool,
+    temperature: float,
+) -> None:
+    """Each token is the likeliest of its row, and a confidence head scores it all the same."""
+    changes = {"enable_confidence_head": confidence, "confidence_head_with_markov": False}
+    tensors = write(tmp_path, NESTED, markov_rank=0, **changes)
+    zeros = {
+        "markov_head.markov_w1.weight": torch.zeros(VOCAB, RANK, dtype=torch.float64),
+        "markov_head.markov_w2.weight": torch.zeros(DRAFT_VOCAB, RANK, dtype=torch.float64),
+    }
+    heads = Heads(tensors | zeros, target, "vanilla")
+    spy = Spy()
+    with load(target, tmp_path, spy, speculative_num_steps=4) as llm:
+        spy.seen.clear()
+        llm.generate(prompts[:2], SamplingParams(max_tokens=6, temperature=temperature, seed=3))
+    assert spy.seen
+    for roots, hidden, tokens, scores, noise in spy.seen:
+        for i, root in enumerate(roots.tolist()):
+            row = noise[i] if temperature else noise
+            drawn, logs, sure = heads.draw(root, hidden[i], 1, temperature, row)
+            assert tokens[i].tolist() == drawn
+            wanted = sure if confidence else logs
+            assert scores[i].tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+
+
 @pytest.mark.parametrize("head", TYPES)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
