@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from specplug.speculative.rotation import chunk_tails, rotate_chunks
     from specplug.speculative.runtime import AttentionPlan, KVCache, Runtime
     from specplug.speculative.token_map import TokenMap
+    from specplug.speculative.tree import select_nodes
     from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput, verify_tree
 
 __version__ = "0.1.0"
@@ -96,6 +97,7 @@ _LAZY = {
     "TokenMap": "specplug.speculative.token_map",
     "chunk_tails": "specplug.speculative.rotation",
     "rotate_chunks": "specplug.speculative.rotation",
+    "select_nodes": "specplug.speculative.tree",
     "CommittedOutput": "specplug.speculative.verify",
     "TargetOutput": "specplug.speculative.verify",
     "VerifyOutput": "specplug.speculative.verify",
@@ -161,6 +163,7 @@ __all__ = [
     "load_compiled",
     "received_state",
     "rotate_chunks",
+    "select_nodes",
     "settings",
     "verify_tree",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from specplug import CheckpointError, SpecConfig
+from specplug import CheckpointError, SpecConfig, UsageError
 
 # The supported values of options that change how a block is computed.
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -81,10 +81,10 @@ class DFlashConfig:
         return 0 if self.sample_from_anchor else 1
 
     def fit(self, config: SpecConfig) -> SpecConfig:
-        """Limit a run's drafts to one block.
+        """Limit a run's drafts to one block, or to a tree of its candidates.
 
         Raises:
-            UsageError: the run asks for trees.
+            UsageError: the run asks for a tree that there cannot be.
         """
         most = self.most_steps
         if config.num_steps > most:
@@ -93,7 +93,31 @@ class DFlashConfig:
                 f"the draft model was trained for blocks of {self.block_size} tokens"
             )
             config = config.adjust(reason, num_steps=most)
-        return config.fit_feature_draft()
+        if config.topk == 1:
+            return config.fit_feature_draft()
+        return self._fit_tree(config)
+
+    def _fit_tree(self, config: SpecConfig) -> SpecConfig:
+        """Limit a tree of S levels, whose nodes have K children each, to N nodes."""
+        steps, topk, nodes = config.num_steps, config.topk, config.num_draft_tokens
+        if nodes < 2:
+            raise UsageError(
+                f"num_draft_tokens={nodes}: expected at least 2 with topk={topk}, "
+                "the root and one candidate"
+            )
+        if topk > self.draft_vocab_size:
+            raise UsageError(
+                f"topk={topk}: the draft model knows {self.draft_vocab_size} tokens; "
+                "expected no more than these"
+            )
+        if steps > nodes - 1:
+            reason = f"num_steps {steps} -> {nodes - 1}: {nodes} nodes reach no deeper"
+            config = config.adjust(reason, num_steps=nodes - 1)
+        most = sum(topk**level for level in range(config.num_steps + 1))
+        if nodes > most:
+            reason = f"num_draft_tokens {nodes} -> {most}: all paths of {config.num_steps} steps"
+            config = config.adjust(reason, num_draft_tokens=most)
+        return config
 
 
 def read_config(path: Path) -> DFlashConfig:

@@ -17,6 +17,7 @@ from specplug import (
     likeliest_tokens,
 )
 from specplug_dflash.checkpoint import load_network
+from specplug_dflash.lattice import Lattice, likeliest_tree
 from specplug_dflash.network import DFlashNetwork
 
 
@@ -44,18 +45,22 @@ class DFlashWorker:
         self._first_row = config.first_row
         self._capture(runtime)
         self._width = runtime.config.num_draft_tokens
+        self._topk = runtime.config.topk
+        steps = runtime.config.num_steps if self._width > 1 else 0
         # A draft of the root alone needs no layer.
         layers = config.num_hidden_layers if self._width > 1 else 0
         self._cache = runtime.allocate_kv(layers, config.num_key_value_heads, config.head_dim)
-        device, width = runtime.device, self._width
-        self._masks = torch.full((1, width - 1), config.mask_token_id, device=device)
-        self._ahead = torch.arange(1, width, device=device)
-        all_seen = torch.ones(1, width, width, dtype=torch.bool, device=device)
+        device = runtime.device
+        self._masks = torch.full((1, steps), config.mask_token_id, device=device)
+        self._ahead = torch.arange(1, steps + 1, device=device)
+        all_seen = torch.ones(1, steps + 1, steps + 1, dtype=torch.bool, device=device)
         # The masks within a block, for causal and for other layers.
         self._block_masks = {
             causal: None if causal else all_seen for causal in sorted(set(config.causal))
         }
-        self._draft = runtime.record_draft(self._blocks)
+        self._steps = steps
+        self._draft_chain = runtime.record_draft(self._chain)
+        self._draft_tree = runtime.record_draft(self._tree)
         self._write_paths = runtime.record_draft(self._write)
 
     def _load(self, runtime: Runtime) -> DFlashNetwork:
@@ -101,36 +106,64 @@ class DFlashWorker:
             plan.write(self._cache, layer, k, v)
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
-        """Draft a chain of one block for each request in one pass, within ``max_draft_nodes``."""
+        """Draft one block for each request in one pass, within ``max_draft_nodes``: its chain if
+        ``topk`` is 1, else a tree of its candidates."""
         roots = draft_input.bonus_tokens
-        width = min(self._width, max(batch.max_draft_nodes))
-        if width == 1:
+        nodes = min(self._width, max(batch.max_draft_nodes))
+        if nodes == 1:
             return Draft.chain(roots.unsqueeze(1))
-        rows = width - 1 + self._first_row
+        steps = min(self._steps, nodes - 1)
+        rows = steps + self._first_row
         plans = [
             self._runtime.plan_attention(
                 batch, batch.seq_lens, rows, mask=None if mask is None else mask[:, :rows, :rows]
             )
             for mask in self._block_masks.values()
         ]
-        tokens, scores = self._draft(batch, roots, rows, *plans)
-        return Draft.chain(tokens, scores=scores)
+        if self._topk == 1:
+            tokens, scores = self._draft_chain(batch, roots, rows, *plans)
+            return Draft.chain(tokens, scores=scores)
+        tokens, parents, scores = self._draft_tree(batch, roots, nodes, rows, *plans)
+        return Draft.tree(tokens, parents, steps, scores=scores)
 
-    def _blocks(
+    def _chain(
         self, batch: Batch, roots: Tensor, rows: int, *plans: AttentionPlan
     ) -> tuple[Tensor, Tensor]:
-        """Draft blocks of some rows each. ``plans`` are in the order of ``_block_masks``.
+        """Draft blocks of some rows each.
 
         Returns:
             Tokens [bs, N] int64, the roots first, and their scores, float32.
         """
-        root = roots.unsqueeze(1)
-        masks = self._masks[:, : rows - 1].expand(len(roots), -1)
-        hidden = self._hidden(torch.cat((root, masks), dim=1), *plans)
+        hidden = self._hidden(roots, rows, *plans)
         tokens, scores = self._choose(batch, roots, hidden)
         # The root's score is 0.
         scores = F.pad(scores.to(torch.float32), (1, 0))
-        return torch.cat((root, tokens), dim=1), scores
+        return torch.cat((roots.unsqueeze(1), tokens), dim=1), scores
+
+    def _tree(
+        self, batch: Batch, roots: Tensor, nodes: int, rows: int, *plans: AttentionPlan
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draft trees of some nodes each, of the candidates of blocks of some rows.
+
+        Returns:
+            Tokens and parents, [bs, nodes] int64 each, and scores, [bs, nodes] float32.
+        """
+        lattice = self._lattice(batch, roots, self._hidden(roots, rows, *plans))
+        return likeliest_tree(lattice, roots, self._topk, nodes)
+
+    def _lattice(self, batch: Batch, roots: Tensor, hidden: Tensor) -> Lattice:
+        """Return the ``topk`` best candidates of each position of blocks, by themselves.
+
+        Args:
+            roots, hidden: as in ``_choose``.
+        """
+        logits = self._logits(batch, hidden)
+        # Scores add up over the depth and are compared: half precision would round them away.
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        scores, best = logits.log_softmax(-1, dtype=precise).topk(self._topk, dim=-1)
+        tokens = self._token_ids[best]
+        positions = tokens.view(len(roots), -1, self._topk).unbind(1)
+        return Lattice(positions, scores.view(len(roots), -1, 1, self._topk).unbind(1))
 
     def _choose(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the tokens of blocks.
@@ -144,26 +177,37 @@ class DFlashWorker:
             Tokens [bs, N - 1] int64, and their scores [bs, N - 1]: of each token by itself,
             whatever stands before it.
         """
+        tokens, scores = self._likeliest(self._logits(batch, hidden))
+        return tokens.view(len(roots), -1), scores.view(len(roots), -1)
+
+    def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """Return the logits of the drafting rows of blocks, [bs * (rows - first row), V_draft],
+        coupled with the target's noise.
+
+        Args:
+            hidden: as in ``_choose``.
+        """
         drafting = hidden[:, self._first_row :]
-        logits = self._lm_head(drafting.flatten(0, 1))
-        bs, count = drafting.shape[:2]
-        if not batch.greedy:
-            positions = batch.seq_lens.unsqueeze(1) + self._ahead[:count]
-            logits = couple(self._runtime, batch, logits, positions, self._token_ids)
-        tokens, scores = self._likeliest(logits)
-        return tokens.view(bs, count), scores.view(bs, count)
+        logits: Tensor = self._lm_head(drafting.flatten(0, 1))
+        if batch.greedy:
+            return logits
+        positions = batch.seq_lens.unsqueeze(1) + self._ahead[: drafting.shape[1]]
+        return couple(self._runtime, batch, logits, positions, self._token_ids)
 
     def _likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the likeliest token of each row of [R, V_draft], in the target's ids, and its
         log-probability: [R] int64, [R]."""
         return likeliest_tokens(logits, self._token_ids if self._has_own_ids else None)
 
-    def _hidden(self, block: Tensor, *plans: AttentionPlan) -> Tensor:
-        """Run blocks of token ids [bs, rows]. ``plans`` are in the order of ``_block_masks``.
+    def _hidden(self, roots: Tensor, rows: int, *plans: AttentionPlan) -> Tensor:
+        """Run blocks of some rows: the roots [bs], and mask tokens. ``plans`` are in the order of
+        ``_block_masks``.
 
         Returns:
             [bs, rows, hidden], the input of the LM head.
         """
+        masks = self._masks[:, : rows - 1].expand(len(roots), -1)
+        block = torch.cat((roots.unsqueeze(1), masks), dim=1)
         kinds = dict(zip(self._block_masks, plans, strict=True))
         config = self.network.config
         of_layer = [kinds[causal] for causal in config.causal]

@@ -208,8 +208,26 @@ def test_settings_are_adjusted_and_the_reasons_told(target: Path, write_draft: W
     )
     llm = load(target, write_draft(), speculative_num_steps=6, speculative_num_draft_tokens=4)
     assert llm.effective_config["num_steps"] == 3
-    with pytest.raises(UsageError, match="topk=2: DFLASH drafts chains only"):
-        load(target, write_draft(), speculative_eagle_topk=2)
+
+
+def test_trees_are_adjusted_and_the_reasons_told(target: Path, write_draft: Write) -> None:
+    settings = {"speculative_eagle_topk": 2, "speculative_num_steps": 3}
+    llm = load(target, write_draft(), **settings, speculative_num_draft_tokens=40)
+    assert llm.effective_config["adjustments"] == (
+        "num_draft_tokens 40 -> 15: all paths of 3 steps",
+    )
+    llm = load(target, write_draft(), **settings, speculative_num_draft_tokens=3)
+    assert llm.effective_config["adjustments"] == ("num_steps 3 -> 2: 3 nodes reach no deeper",)
+    with pytest.raises(UsageError, match="num_draft_tokens=1: expected at least 2 with topk=2"):
+        load(target, write_draft(), **settings, speculative_num_draft_tokens=1)
+
+
+def test_topk_greater_than_the_vocabulary_is_refused(
+    target: Path, write_draft: Write, speculators: Callable[..., Any]
+) -> None:
+    draft = write_draft(*speculators(32))
+    with pytest.raises(UsageError, match="topk=60: the draft model knows 50 tokens"):
+        load(target, draft, speculative_eagle_topk=60)
 
 
 def test_the_graph_runner_is_told_that_the_draft_is_a_verify() -> None:

@@ -18,7 +18,7 @@ def expected(target: Path, prompts: list[list[int]]) -> Tokens:
     return plain_tokens(target, prompts)
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(("steps", "topk", "nodes"), [(1, 1, None), (4, 1, None), (4, 3, 12)])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("chunk", [None, 8])
@@ -28,6 +28,8 @@ def test_tokens_are_those_of_none(
     expected: Tokens,
     write_draft: Callable[..., Path],
     steps: int,
+    topk: int,
+    nodes: int | None,
     overlap: bool,
     page_size: int,
     chunk: int | None,
@@ -38,6 +40,8 @@ def test_tokens_are_those_of_none(
         speculative_algorithm=algorithm,
         speculative_draft_model_path=write_draft(),
         speculative_num_steps=steps,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=nodes,
         disable_overlap_schedule=not overlap,
         page_size=page_size,
         chunked_prefill_size=chunk,

@@ -23,10 +23,12 @@ Fixture = Callable[[], dict[str, Tensor]]
 
 
 class Spy(DFlash):
-    """DFLASH that keeps what it proposed: (prompt, position of the root, tokens, noise, scores)."""
+    """DFLASH that keeps what it proposed: (prompt, position of the root, tokens, noise, scores);
+    of trees also the parents."""
 
     def __init__(self) -> None:
         self.drafts: list[tuple[tuple[int, ...], int, list[int], Tensor, Tensor]] = []
+        self.parents: list[list[int]] = []
 
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
@@ -36,10 +38,12 @@ class Spy(DFlash):
             assert draft.scores is not None
             scores = draft.scores.cpu().clone()
         if not batch.greedy and draft.width > 1:
-            ahead = torch.arange(1, draft.width, device=runtime.device)
+            ahead = torch.arange(1, draft.depth + 1, device=runtime.device)
             ids = torch.arange(runtime.vocab_size, device=runtime.device)
             noise = runtime.gumbel_noise(batch, batch.seq_lens.unsqueeze(1) + ahead, ids).cpu()
         for i, request in enumerate(batch.requests):
+            if draft.parents is not None:
+                self.parents.append(draft.parents[i].tolist())
             self.drafts.append(
                 (
                     tuple(request.prompt_token_ids),
@@ -307,6 +311,56 @@ def test_blocks_may_draft_from_their_anchor(
     params = SamplingParams(max_tokens=8, temperature=temperature, seed=3)
     spy, texts = run(target, draft, prompts[:3], params, speculative_num_steps=steps)
     assert_drafts(spy, texts, Reference(draft, target, anchor=True), steps, temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("layout", ["z-lab", "speculators"])
+def test_trees_have_the_likeliest_paths_of_the_marginals(
+    target: Path,
+    prompts: list[list[int]],
+    write_draft: Write,
+    speculators: Callable[..., Any],
+    temperature: float,
+    layout: str,
+) -> None:
+    """Each node is likelier, with all above it, than any path that was left out: its next
+    sibling, and its first child."""
+    draft = write_draft(*speculators(32)) if layout == "speculators" else write_draft()
+    steps, topk, nodes = 4, 3, 12
+    spy, texts = run(
+        target,
+        draft,
+        prompts[:3],
+        SamplingParams(max_tokens=8, temperature=temperature, seed=3),
+        speculative_num_steps=steps,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=nodes,
+    )
+    reference = Reference(draft, target)
+    assert len(spy.parents) == len(spy.drafts) >= 6
+    for (prompt, root, tokens, noise, scores), parents in zip(spy.drafts, spy.parents, strict=True):
+        logits = reference.logits(texts[prompt][: root + 1], steps)
+        if temperature:
+            logits = logits / temperature + noise[:, reference.ids]
+        marginals, best = logits.log_softmax(-1).topk(topk, dim=-1)
+        ids = reference.ids[best].tolist()
+        paths: list[tuple[int, ...]] = [()]
+        sums = [0.0]
+        for token, parent, score in zip(tokens[1:], parents[1:], scores[1:].tolist(), strict=True):
+            depth = len(paths[parent])
+            rank = ids[depth].index(token)
+            assert score == pytest.approx(float(marginals[depth, rank]), abs=1e-5)
+            paths.append((*paths[parent], rank))
+            sums.append(sums[parent] + score)
+        left_out = {
+            (*path, rank) for path in paths if len(path) < steps for rank in range(topk)
+        } - set(paths)
+        likeliest = max(
+            sum(float(marginals[depth, rank]) for depth, rank in enumerate(path))
+            for path in left_out
+        )
+        assert min(sums) >= likeliest - 1e-5
+        assert sums == sorted(sums, reverse=True)
 
 
 def test_biases_are_used(target: Path, prompts: list[list[int]], write_draft: Write) -> None:
