@@ -53,6 +53,12 @@ if TYPE_CHECKING:
     from specplug.speculative import layers
     from specplug.speculative.draft import Draft, DraftInput
     from specplug.speculative.draft_checkpoint import Checkpoint
+    from specplug.speculative.draft_joining import (
+        append_nodes,
+        choose_drafts,
+        keep_likeliest,
+        merge_drafts,
+    )
     from specplug.speculative.draft_state import ReceivedState, StateTensor, received_state
     from specplug.speculative.feature_drafter import FeatureDrafter
     from specplug.speculative.future_map import FutureMap
@@ -101,6 +107,10 @@ _LAZY = {
     "CommittedOutput": "specplug.speculative.verify",
     "TargetOutput": "specplug.speculative.verify",
     "VerifyOutput": "specplug.speculative.verify",
+    "append_nodes": "specplug.speculative.draft_joining",
+    "choose_drafts": "specplug.speculative.draft_joining",
+    "keep_likeliest": "specplug.speculative.draft_joining",
+    "merge_drafts": "specplug.speculative.draft_joining",
     "argmax_rows": "specplug.kernels.argmax",
     "likeliest_tokens": "specplug.kernels.argmax",
     "load_compiled": "specplug.kernels.plugin_library",
@@ -154,13 +164,17 @@ __all__ = [
     "UsageError",
     "VerifyOutput",
     "__version__",
+    "append_nodes",
     "argmax_rows",
+    "choose_drafts",
     "chunk_tails",
     "couple",
     "hookimpl",
+    "keep_likeliest",
     "layers",
     "likeliest_tokens",
     "load_compiled",
+    "merge_drafts",
     "received_state",
     "rotate_chunks",
     "select_nodes",

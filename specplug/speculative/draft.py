@@ -98,7 +98,8 @@ class Draft:
 
         Args:
             tokens: [bs, N] int64; siblings differ.
-            parents: [bs, N] int64, -1 at node 0, ``parents[b, i] < i``.
+            parents: [bs, N] int64, -1 at node 0, ``parents[b, i] < i``. Another node with parent -1
+                and score -inf is absent: it takes a row, and is never accepted.
             depth: the greatest depth of any node, known on the host (``num_steps``). A node that
                 is deeper is never accepted.
             widths: nodes that count; None if all do.
@@ -400,18 +401,22 @@ class Draft:
 
     def _check_tree(self, parents: Tensor) -> None:
         order = torch.arange(self.width, device=parents.device)
+        absent = torch.zeros_like(parents, dtype=torch.bool)
+        if self.scores is not None:
+            absent = (parents < 0) & (self.scores == -torch.inf)
         _expect((parents[:, 0] == -1).all(), "node 0 must be the root, with parent -1", parents)
         _expect((parents < order).all(), "a parent must stand before its children", parents)
-        _expect((parents[:, 1:] >= 0).all(), "only node 0 is a root", parents)
+        rooted = (parents >= 0) | absent
+        _expect(rooted[:, 1:].all(), "only node 0 is a root, unless a score is -inf", parents)
         mask = ancestor_mask(parents, self.width)
-        deep = mask.sum(-1) - 1 > self.depth
+        deep = (mask.sum(-1) - 1 > self.depth) & ~absent
         _expect(~deep.any(), f"a node is deeper than the declared depth {self.depth}", parents)
         same = (parents.unsqueeze(1) == parents.unsqueeze(2)) & (
             self.tokens.unsqueeze(1) == self.tokens.unsqueeze(2)
         )
-        valid = torch.ones_like(parents, dtype=torch.bool)
+        valid = ~absent
         if self.widths is not None:
-            valid = order < torch.tensor(self.widths, device=parents.device).unsqueeze(1)
+            valid &= order < torch.tensor(self.widths, device=parents.device).unsqueeze(1)
         same &= valid.unsqueeze(1) & valid.unsqueeze(2)
         _expect((same.sum((1, 2)) == valid.sum(1)).all(), "siblings must differ", self.tokens)
 
