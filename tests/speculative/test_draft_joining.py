@@ -164,3 +164,9 @@ def test_the_same_tokens_in_another_order_are_no_twins() -> None:
     for paths, one, two in zip(merged, rows, turned.tolist(), strict=True):
         expected = {tuple(row[1 : 1 + n]) for row in (one, two) for n in (1, 2, 3)}
         assert set(paths) == expected
+
+
+def test_an_absent_node_is_no_twin() -> None:
+    first = merge_drafts(_draft([{(1,): 0.0, (1, 2): 0.0}]), _draft([{(1,): 0.0, (1, 2): 0.0}]))
+    merged = merge_drafts(first, _draft([{(2,): -1.0}]))
+    assert _paths(merged) == [{(1,): 0, (1, 2): 0, (2,): -1}]
