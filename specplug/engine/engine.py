@@ -11,8 +11,6 @@ from itertools import count
 from threading import get_ident
 from typing import Protocol
 
-import numpy as np
-
 from specplug.debug import DEBUG
 from specplug.distributed.rank_group import RankGroup
 from specplug.engine.engine_runtime import EngineRuntime
@@ -24,11 +22,9 @@ from specplug.engine.step import StepRunner
 from specplug.engine.step_values import KVSlice, SchedulerOutput, StepResult
 from specplug.speculative.calibration import RequestKind
 from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.report import RELIABILITY_STEP, RequestReport, StepReport
+from specplug.speculative.report import RequestReport, StepReport
 
 _log = logging.getLogger(__name__)
-
-_LAST_BIN = 100 // RELIABILITY_STEP - 1
 
 
 class RemotePrefill(Protocol):
@@ -432,31 +428,12 @@ def _prefill_slice(kv: KVSlice, token: int) -> PrefillSlice:
     return PrefillSlice(kv=kv, first_token=token, outputs=dict(ChainMap(*outputs)))
 
 
-def _predicted(chances: np.ndarray) -> tuple[float, ...]:
-    """Return how many drafted tokens of each request were expected to be accepted, of the
-    ``chances`` [bs, N] of a step."""
-    return tuple(np.abs(chances[:, 1:]).sum(1).tolist())
-
-
-def _reliability(chances: np.ndarray, kept: Sequence[int]) -> dict[int, tuple[int, float, int]]:
-    """Return what ``StepReport.reliability`` says of the ``chances`` [bs, N] of a step."""
-    nodes = chances[np.fromiter(kept, np.int64) > 0, 1:].ravel()
-    nodes = nodes[nodes != 0]
-    chance = np.abs(nodes)
-    bins = np.minimum((chance * (100 / RELIABILITY_STEP)).astype(np.int64), _LAST_BIN)
-    rows = np.bincount(bins), np.bincount(bins, chance), np.bincount(bins, nodes > 0)
-    return {
-        RELIABILITY_STEP * place: (count, predicted, int(accepted))
-        for place, (count, predicted, accepted) in enumerate(
-            zip(*(row.tolist() for row in rows), strict=True)
-        )
-        if count
-    }
-
-
 def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) -> StepReport:
     step, decode = result.step, result.decode
-    chances = None if decode is None or decode.chances is None else decode.chances.numpy()
+    chances = None
+    if decode is not None and decode.chances is not None:
+        chances = decode.chances.numpy()
+        chances.flags.writeable = False
     chunks = step.prefill.chunks if step.prefill else ()
     return StepReport(
         number=result.number,
@@ -471,8 +448,7 @@ def _report(result: StepResult, sampled: Sequence[bool], kept: Sequence[int]) ->
         depth=decode.tokens.shape[1] - 1 if decode else 0,
         accept_lens=tuple(decode.accept_lens.tolist()) if decode else (),
         kept=tuple(kept),
-        predicted=() if chances is None else _predicted(chances),
-        reliability={} if chances is None else _reliability(chances, kept),
+        chances=chances,
         retracted_ids=tuple(request.request_id for request in step.retracted),
         evicted_pages=step.evicted_pages,
         num_running=step.num_running,

@@ -7,8 +7,39 @@ from itertools import accumulate
 from typing import Any
 
 import attrs
+import numpy as np
 
-from specplug.speculative.report import RequestReport, StepReport
+from specplug.speculative.report import Reliability, RequestReport, StepReport, reliability_of
+
+_FOLDED = 64
+"""Steps whose nodes are summed up together: a sum of few takes as long as one of many."""
+
+
+@attrs.define(eq=False)
+class ScoredNodes:
+    """The reliability of the nodes of many steps, summed up when it is read."""
+
+    _sums: dict[int, tuple[int, float, int]] = attrs.field(init=False, factory=dict)
+    _steps: list[np.ndarray] = attrs.field(init=False, factory=list)
+
+    def add(self, nodes: np.ndarray) -> None:
+        """Count the nodes of a step, as ``StepReport.scored_nodes`` has them."""
+        self._steps.append(nodes)
+        if len(self._steps) >= _FOLDED:
+            self._fold()
+
+    def _fold(self) -> None:
+        steps, self._steps = self._steps, []
+        for percentage, more in reliability_of(np.concatenate(steps)).items():
+            nodes, predicted, accepted = self._sums.get(percentage, (0, 0.0, 0))
+            self._sums[percentage] = nodes + more[0], predicted + more[1], accepted + more[2]
+
+    @property
+    def reliability(self) -> Reliability:
+        """Of all nodes so far, in ascending order."""
+        if self._steps:
+            self._fold()
+        return dict(sorted(self._sums.items()))
 
 
 @attrs.define(kw_only=True)
@@ -29,10 +60,6 @@ class Statistics:
         accepted_by_length: how often a verification gave 1, 2, … tokens.
         drafted_by_depth: how often a verified draft was 0, 1, 2, … tokens deep below its root.
         widths: how often 1, 2, … nodes were verified for a request.
-        scored: drafted nodes with a score, by the predicted percentage of being accepted; 35 stands
-            for 35 to 40, and so on.
-        predicted: of these, the sum of what was predicted, 1 a node at most.
-        accepted_of_scored: of these, how many were accepted.
         received: requests that another instance has prefilled; each came with a first token.
         received_bytes: of their KV and draft state.
         stateless: how many of these came without the draft state that the algorithm carries, and
@@ -60,9 +87,7 @@ class Statistics:
     accepted_by_length: Counter[int] = attrs.field(factory=Counter)
     drafted_by_depth: Counter[int] = attrs.field(factory=Counter)
     widths: Counter[int] = attrs.field(factory=Counter)
-    scored: Counter[int] = attrs.field(factory=Counter)
-    predicted: dict[int, float] = attrs.field(factory=dict)
-    accepted_of_scored: Counter[int] = attrs.field(factory=Counter)
+    _scored_nodes: ScoredNodes = attrs.field(init=False, factory=ScoredNodes)
     received: int = 0
     received_bytes: int = 0
     stateless: int = 0
@@ -106,6 +131,22 @@ class Statistics:
         gaps = (abs(self.predicted[b] - self.accepted_of_scored[b]) for b in self.scored)
         return sum(gaps) / nodes if nodes else 0.0
 
+    @property
+    def scored(self) -> dict[int, int]:
+        """Drafted nodes with a score, by the predicted percentage of being accepted; 35 stands for
+        35 to 40, and so on."""
+        return {bin: nodes for bin, (nodes, _, _) in self._scored_nodes.reliability.items()}
+
+    @property
+    def predicted(self) -> dict[int, float]:
+        """Of these, the sum of what was predicted, 1 a node at most."""
+        return {bin: found for bin, (_, found, _) in self._scored_nodes.reliability.items()}
+
+    @property
+    def accepted_of_scored(self) -> dict[int, int]:
+        """Of these, how many were accepted."""
+        return {bin: found for bin, (_, _, found) in self._scored_nodes.reliability.items()}
+
     def add(self, step: StepReport) -> None:
         """Count a step."""
         self.steps[step.mode] += 1
@@ -142,10 +183,7 @@ class Statistics:
         for width, count in Counter(widths).items():
             self.drafted_by_depth[min(width - 1, step.depth)] += count
             self.widths[width] += count
-        for percentage, (nodes, predicted, accepted) in step.reliability.items():
-            self.scored[percentage] += nodes
-            self.predicted[percentage] = self.predicted.get(percentage, 0.0) + predicted
-            self.accepted_of_scored[percentage] += accepted
+        self._scored_nodes.add(step.scored_nodes)
 
     def add_request(self, request: RequestReport) -> None:
         """Count an ended request."""
@@ -160,9 +198,12 @@ class Statistics:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        values = attrs.asdict(self, value_serializer=_plain)
+        values = attrs.asdict(self, filter=_is_public, value_serializer=_plain)
         values["steps"].setdefault("idle", 0)
         derived = (
+            "scored",
+            "predicted",
+            "accepted_of_scored",
             "mean_accept_length",
             "cache_hit_rate",
             "calibration_error",
@@ -176,6 +217,10 @@ def _at_least(counts: Counter[int]) -> list[int]:
     """Return how many of the counted numbers are at least 1, at least 2, …, up to the greatest."""
     numbers = range(max(counts, default=0), 0, -1)
     return list(accumulate(counts[number] for number in numbers))[::-1]
+
+
+def _is_public(attribute: Any, value: Any) -> bool:
+    return not attribute.name.startswith("_")
 
 
 def _plain(instance: Any, attribute: Any, value: Any) -> Any:

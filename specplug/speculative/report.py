@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import attrs
+import numpy as np
 
 RELIABILITY_STEP = 5
 """Percent."""
+
+Reliability = Mapping[int, tuple[int, float, int]]
+"""By the predicted percentage of being accepted, in steps of ``RELIABILITY_STEP``: how many nodes,
+the sum of what was predicted (1 a node at most), and how many were accepted."""
+
+
+def reliability_of(nodes: np.ndarray) -> Reliability:
+    """Return the reliability of nodes [n] float32: the probability with which each was expected to
+    be accepted, negative if it was not, 0 if it does not count."""
+    nodes = nodes[nodes != 0]
+    chances = np.abs(nodes)
+    last = 100 // RELIABILITY_STEP - 1
+    bins = np.minimum((chances * (100 / RELIABILITY_STEP)).astype(np.int64), last)
+    rows = np.bincount(bins), np.bincount(bins, chances), np.bincount(bins, nodes > 0)
+    return {
+        RELIABILITY_STEP * place: (count, predicted, int(accepted))
+        for place, (count, predicted, accepted) in enumerate(
+            zip(*(row.tolist() for row in rows), strict=True)
+        )
+        if count
+    }
 
 
 @attrs.frozen(kw_only=True)
@@ -28,12 +51,9 @@ class StepReport:
         depth: of the deepest draft, below its root.
         accept_lens: tokens accepted for each, the bonus token included.
         kept: how many of these it took; fewer if one of them ended it, none if it had ended.
-        predicted: drafted tokens that were expected to be accepted, for each; () if the drafts had
-            no scores. Their sum beside that of ``accept_lens`` less one each says how well scores
-            are calibrated.
-        reliability: of the drafts of requests that took tokens, by the predicted percentage of
-            being accepted in steps of ``RELIABILITY_STEP``: how many nodes, the sum of what was
-            predicted (1 a node at most), and how many were accepted.
+        chances: [bs, N] float32, at each node after the root the probability with which it was
+            expected to be accepted, negative if it was not, and 0 if it does not count; None if the
+            drafts had no scores.
         retracted_ids: requests that lost their pages when the step was scheduled.
         evicted_pages: pages that the prefix cache lost then.
         received_ids: requests whose prefill came from another instance and went into the pool.
@@ -63,8 +83,7 @@ class StepReport:
     depth: int = 0
     accept_lens: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
-    predicted: tuple[float, ...] = ()
-    reliability: Mapping[int, tuple[int, float, int]] = attrs.field(factory=dict)
+    chances: np.ndarray | None = attrs.field(default=None, eq=False, repr=False)
     retracted_ids: tuple[str, ...] = ()
     evicted_pages: int = 0
     received_ids: tuple[str, ...] = ()
@@ -76,6 +95,32 @@ class StepReport:
     free_pages: int = 0
     cached_pages: int = 0
     seconds: dict[str, float]
+
+    @cached_property
+    def predicted(self) -> tuple[float, ...]:
+        """Drafted tokens that were expected to be accepted, for each; () if the drafts had no
+        scores. Their sum beside that of ``accept_lens`` less one each says how well scores are
+        calibrated."""
+        if self.chances is None:
+            return ()
+        return tuple(np.abs(self.chances[:, 1:]).sum(1).tolist())
+
+    @property
+    def scored_nodes(self) -> np.ndarray:
+        """[n] float32, the ``chances`` of the nodes after the roots, of requests that took
+        tokens."""
+        if self.chances is None:
+            return np.zeros(0, np.float32)
+        nodes = self.chances[:, 1:]
+        if not all(self.kept):
+            nodes = nodes[np.fromiter(self.kept, np.int64) > 0]
+        return nodes.ravel()
+
+    @cached_property
+    def reliability(self) -> Reliability:
+        """What was predicted beside what was accepted, of the drafts of requests that took
+        tokens."""
+        return reliability_of(self.scored_nodes)
 
 
 @attrs.frozen(kw_only=True)

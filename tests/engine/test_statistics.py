@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 
 from specplug import LLM, RequestOutput, SamplingParams, hookimpl
@@ -147,7 +148,28 @@ def test_it_is_json_in_a_fixed_order() -> None:
     assert read["drafted_by_position"] == [2, 2, 1]
     assert read["accepted_by_position"] == [1, 1, 0]
     assert read["cache_hit_rate"] == 0.0
-    assert counted.keys() > set(attrs.fields_dict(Statistics))
+    public = {name for name in attrs.fields_dict(Statistics) if not name.startswith("_")}
+    assert counted.keys() > public | {"scored", "predicted", "accepted_of_scored"}
+
+
+def test_scored_nodes_add_up_over_many_steps() -> None:
+    """A node that does not count, one of a request that had ended, and one that is certain."""
+    chances = np.array([[1, 0.31, -0.34, 0], [1, 0.9, 0.9, 0.9], [1, 1.0, -0.12, 0]], np.float32)
+    step = _decode([3, 4, 3], [2, 4, 2], kept=(2, 0, 2), chances=chances)
+    assert step.predicted == pytest.approx((0.65, 2.7, 1.12))
+    assert step.reliability == {
+        10: (1, pytest.approx(0.12), 0),
+        30: (2, pytest.approx(0.65), 1),
+        95: (1, 1.0, 1),
+    }
+    count = 150
+    statistics = _sum(*[step] * count, _decode([1], [1]))
+    for _ in range(2):  # reading changes nothing
+        assert statistics.scored == {10: count, 30: 2 * count, 95: count}
+        assert list(statistics.scored) == [10, 30, 95]
+        assert statistics.accepted_of_scored == {10: 0, 30: count, 95: count}
+        assert statistics.predicted == pytest.approx({10: 18, 30: 97.5, 95: 150}, rel=1e-5)
+    assert statistics.calibration_error == pytest.approx((0.12 + 0.35) / 4, rel=1e-5)
 
 
 # Real runs
