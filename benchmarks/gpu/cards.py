@@ -397,6 +397,21 @@ def draft(width: int) -> None:
     )
 
 
+def scored_nodes(width: int) -> None:
+    from specplug.kernels.score_tables import BINS, Outcome, ScoreTables
+    from specplug.kernels.scored_nodes import score_nodes
+
+    tables = ScoreTables(
+        bounds=empty(BINS - 1, dtype=F32), first_cells=ints(8, 1), rates=empty(999, dtype=F32),
+        seen=ints(999), taken=ints(999),
+    )  # fmt: skip
+    scores, mask = empty(4, width, dtype=F32), empty(4, width, width, dtype=torch.bool)
+    outcome = Outcome(ints(4, 6), ints(4), ints(4), None)
+    score_nodes(scores, None, tables, ints(4), outcome)
+    score_nodes(scores, (ints(4, width), mask, ints(4, width)), tables, ints(4), outcome)
+    score_nodes(scores, None, tables, ints(4))
+
+
 def publish() -> None:
     from specplug.kernels.host_write import host_write
     from specplug.kernels.publish import publish, publish_step
@@ -422,6 +437,7 @@ def step_cases(*, extremes: bool) -> Iterator[Case]:
     yield "greatest of 128256", choose_greatest
     for width in (64,) if extremes else (16, 64):
         yield f"drafts of {width}", partial(draft, width)
+        yield f"scores of {width}", partial(scored_nodes, width)
     yield "4 requests", publish
 
 

@@ -20,6 +20,7 @@ from specplug.kernels import cpu_library
 from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.cpu_compiler import CompilerError, load_or_reason
 from specplug.kernels.cpu_library import open_library
+from specplug.kernels.score_tables import BINS, DEPTHS, Outcome, ScoreTables
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _HEAD_STEP = 16
@@ -27,6 +28,8 @@ _HEAD_STEP = 16
 _NO_MEMORY = 1
 """Returned by the attention; 2: an index stands outside."""
 _CPU = torch.device("cpu")
+_NO_TREE = None, None, None
+_NO_OUTCOME: tuple[int | None, ...] = None, 0, None, None, None
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -108,6 +111,7 @@ class CPUKernels:
         self._norm = library.rms_norm
         self._rotate = library.rotate_and_write
         self._silu = library.silu_and_mul
+        self._score = library.score_nodes
 
     def attend(
         self,
@@ -260,6 +264,42 @@ class CPUKernels:
         rows, size = both.shape[0], both.shape[1] // 2
         out = torch.empty(rows, size, dtype=torch.float32, device=_CPU)
         self._silu(both.data_ptr(), rows, size, out.data_ptr())
+        return out
+
+    def score_nodes(
+        self,
+        scores: Tensor,
+        tree: tuple[Tensor, Tensor, Tensor] | None,
+        tables: ScoreTables,
+        req_indices: Tensor,
+        outcome: Outcome | None = None,
+    ) -> Tensor:
+        """Do as ``kernels.scored_nodes.score_nodes``, whose arguments these are. The core's own
+        tensors stand here, but for ``scores``, which ``Draft.check`` has seen.
+
+        Raises:
+            IndexError: a request's row stands outside of the tables.
+        """
+        scores = scores.contiguous()
+        bs, width = scores.shape
+        out = torch.empty(bs, width, dtype=torch.float32, device=_CPU)
+        # They hold what C reads until it has returned.
+        shape = () if tree is None else tuple(each.contiguous() for each in tree)
+        taken = _NO_OUTCOME
+        if outcome is not None:
+            index, lens, offsets, counts = outcome
+            taken = (
+                index.data_ptr(), index.shape[1], lens.data_ptr(), offsets.data_ptr(),
+                None if counts is None else counts.data_ptr(),
+            )  # fmt: skip
+        failed = self._score(
+            scores.data_ptr(), *([each.data_ptr() for each in shape] or _NO_TREE), bs, width,
+            req_indices.data_ptr(), tables.first_cells.data_ptr(), len(tables.first_cells),
+            tables.bounds.data_ptr(), BINS, DEPTHS, tables.rates.data_ptr(), len(tables.rates),
+            *taken, tables.seen.data_ptr(), tables.taken.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        if failed:
+            raise IndexError(f"req_indices outside of {len(tables.first_cells)} rows of requests")
         return out
 
 

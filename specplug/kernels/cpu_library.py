@@ -23,6 +23,11 @@ _SIGNATURES: dict[str, list[Any]] = {
         _POINTER, _POINTER, _INT,
     ],
     "silu_and_mul": [_POINTER, _INT, _INT, _POINTER],
+    "score_nodes": [
+        _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER,
+        _INT, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER,
+        _POINTER, _POINTER,
+    ],
 }  # fmt: skip
 """The functions of the library, and the types of their arguments."""
 
@@ -64,6 +69,11 @@ def _try_all(library: ctypes.CDLL) -> None:
         length,
     )
     library.silu_and_mul(floats(length * width), length, width // 2, out)
+    cells = ints(*(0,) * 4)
+    library.score_nodes(
+        *(floats(2), None, None, None, 1, 2, ints(1), ints(0, 0), 2, floats(1), 2, 2, floats(4), 4),
+        *(ints(0, -1), 2, ints(1), ints(0), None, cells, cells, out),
+    )
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ class Operation(StrEnum):
     NOISE = "noise"
     GREATEST = "greatest"
     TREES = "trees"
+    SCORES = "scores"
     TABLE_PAGES = "table pages"
     PUBLISH = "publish"
     STATE_ROWS = "state rows"
@@ -107,6 +108,11 @@ TABLE = {
     Operation.NOISE: Kernels(),
     Operation.GREATEST: Kernels(triton=_SINGLE),
     Operation.TREES: Kernels(),
+    Operation.SCORES: Kernels(
+        triton=(torch.float32,),
+        c=(torch.float32,),
+        torch_for=f"drafts of more than {MOST_NODES} nodes",
+    ),
     Operation.TABLE_PAGES: Kernels(),
     Operation.PUBLISH: Kernels(),
     Operation.STATE_ROWS: Kernels(),

@@ -11,23 +11,17 @@ Counts are integers, so that they do not depend on the order in which a device a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from specplug.kernels.kernel_table import MOST_NODES, Operation, kernels_in_c, runs_triton
+from specplug.kernels.score_tables import BINS, DEPTHS, LOGITS, Outcome, ScoreTables
 from specplug.sampling_params import Needs
 from specplug.speculative.draft import Draft, arange
 from specplug.speculative.verify import VerifyOutput
-
-DEPTHS = 16
-"""Depths that are counted apart; deeper nodes count as of the last one."""
-
-_LOGITS = [step / 4 for step in range(-24, 25)]
-"""The bounds of the bins of scores, as log-odds: bins are fine where probabilities are near 0 or 1.
-"""
-
-BINS = len(_LOGITS) + 1
 
 _PRIOR = 16
 """Observations for which a bin's own probability counts, and for which a bin's rate over all depths
@@ -65,43 +59,44 @@ class Calibration:
     """
 
     def __init__(self, req_table_size: int, device: torch.device) -> None:
-        bounds = torch.tensor(_LOGITS, dtype=torch.float32, device=device)
-        self._bounds = torch.nn.functional.logsigmoid(bounds)
-        odds = [_LOGITS[0] - 0.125, *(bound + 0.125 for bound in _LOGITS)]
+        bounds = torch.tensor(LOGITS, dtype=torch.float32, device=device)
+        odds = [LOGITS[0] - 0.125, *(bound + 0.125 for bound in LOGITS)]
         self._own = torch.tensor(odds, dtype=torch.float32, device=device).sigmoid_()
         # Roots have cells of their own, the last ones: their rate is 1, and their counts are
         # nothing.
         self._roots = len(RequestKind) * DEPTHS * BINS
-        self._seen, self._taken = torch.zeros(
-            2, self._roots + BINS, dtype=torch.int64, device=device
+        seen, taken = torch.zeros(2, self._roots + BINS, dtype=torch.int64, device=device)
+        self._tables = ScoreTables(
+            bounds=torch.nn.functional.logsigmoid(bounds),
+            first_cells=torch.zeros(req_table_size, 1, dtype=torch.int64, device=device),
+            rates=torch.zeros(self._roots + BINS, dtype=torch.float32, device=device),
+            seen=seen,
+            taken=taken,
         )
-        self._rates = torch.zeros(self._roots + BINS, dtype=torch.float32, device=device)
         self._kinds = [RequestKind.GREEDY] * req_table_size
-        self._has_kinds = False  # whether a request of another kind has come yet
-        self._first_cells = torch.zeros(req_table_size, 1, dtype=torch.int64, device=device)
+        self._in_c = kernels_in_c(Operation.SCORES, device, torch.float32)
         self._steps = 0
         self._refresh()
 
     def clear(self) -> None:
         """Forget all that was counted."""
         self._steps = 0
-        self._seen.zero_()
-        self._taken.zero_()
+        self._tables.seen.zero_()
+        self._tables.taken.zero_()
         self._refresh()
 
     def admit(self, row: int, kind: RequestKind) -> None:
         """Say of what kind the request is that gets a row of the request table."""
         if self._kinds[row] is not kind:
             self._kinds[row] = kind
-            self._has_kinds = True
-            self._first_cells[row] = kind * DEPTHS * BINS
+            self._tables.first_cells[row] = kind * DEPTHS * BINS
 
     def count_step(self) -> None:
         """Count a step; from time to time compute the rates anew, of counts that fade."""
         self._steps += 1
         if self._steps % _HALF_LIFE == 0:
-            self._seen.bitwise_right_shift_(1)
-            self._taken.bitwise_right_shift_(1)
+            self._tables.seen.bitwise_right_shift_(1)
+            self._tables.taken.bitwise_right_shift_(1)
         if self._steps % _REFRESH == 0:
             self._refresh()
 
@@ -110,7 +105,7 @@ class Calibration:
         and the bin's own probability, each the less the more there is of the one before."""
         seen, taken, logs = (
             each[: self._roots].view(len(RequestKind), DEPTHS, BINS)
-            for each in (self._seen, self._taken, self._rates)
+            for each in (self._tables.seen, self._tables.taken, self._tables.rates)
         )
         all_taken, all_seen = taken.sum(1, keepdim=True), seen.sum(1, keepdim=True)
         rates = (all_taken + _PRIOR * self._own) / (all_seen + _PRIOR)
@@ -125,7 +120,10 @@ class Calibration:
         """
         if draft.scores is None:
             return None
-        return draft.along_paths(self._rates[self._cells(draft, req_indices)])
+        kernel = self._kernel_for(draft.scores)
+        if kernel is not None:
+            return kernel(draft.scores, _tree(draft), self._tables, req_indices)
+        return draft.along_paths(self._tables.rates[self._cells(draft, req_indices)])
 
     def observe(self, draft: Draft, req_indices: Tensor, accepted: VerifyOutput) -> Tensor | None:
         """Count what the target took of a draft.
@@ -142,29 +140,48 @@ class Calibration:
         """
         if draft.scores is None:
             return None
+        kernel = self._kernel_for(draft.scores)
+        if kernel is not None:
+            counts = draft.counts if draft.is_ragged else None
+            outcome = Outcome(accepted.accept_index, accepted.accept_lens, draft.offsets, counts)
+            return kernel(draft.scores, _tree(draft), self._tables, req_indices, outcome)
         cells = self._cells(draft, req_indices)
-        chances = draft.along_paths(self._rates[cells]).exp_()
+        chances = draft.along_paths(self._tables.rates[cells]).exp_()
         is_accepted, follows = _outcomes(draft, accepted)
         if draft.is_ragged:
             order = arange(draft.width, cells.device)
             is_node = order < draft.counts.unsqueeze(1)
             follows, chances = follows & is_node, torch.where(is_node, chances, 0.0)
-        if cells.is_cuda:  # batches of recordings are padded
-            follows = follows & (req_indices > 0).unsqueeze(1)
+        follows = follows & (req_indices > 0).unsqueeze(1)  # batches of recordings are padded
         taken = (is_accepted & follows).long()
-        self._seen.scatter_add_(0, cells.view(-1), follows.reshape(-1).long())
-        self._taken.scatter_add_(0, cells.view(-1), taken.view(-1))
+        self._tables.seen.scatter_add_(0, cells.view(-1), follows.reshape(-1).long())
+        self._tables.taken.scatter_add_(0, cells.view(-1), taken.view(-1))
         return torch.where(is_accepted, chances, -chances)
+
+    def _kernel_for(self, scores: Tensor) -> Callable[..., Tensor] | None:
+        """Return the kernel that computes both; None: torch does."""
+        if scores.shape[1] > MOST_NODES:
+            return None
+        if self._in_c is not None:
+            return self._in_c.score_nodes
+        if runs_triton(Operation.SCORES, scores.device, scores.dtype):
+            from specplug.kernels.scored_nodes import score_nodes
+
+            return score_nodes
+        return None
 
     def _cells(self, draft: Draft, req_indices: Tensor) -> Tensor:
         """Return the cell of each node, [bs, N] int64."""
         assert draft.scores is not None
-        bins = torch.bucketize(draft.scores.contiguous(), self._bounds, right=True)
+        bins = torch.bucketize(draft.scores.contiguous(), self._tables.bounds, right=True)
         bins[:, 0] = self._roots
         bins += (draft.depths - 1).clamp_(0, DEPTHS - 1).mul_(BINS)  # 0 for the root
-        if bins.is_cuda or self._has_kinds:
-            bins[:, 1:] += self._first_cells[req_indices]
+        bins[:, 1:] += self._tables.first_cells[req_indices]
         return bins
+
+
+def _tree(draft: Draft) -> tuple[Tensor, Tensor, Tensor] | None:
+    return None if draft.parents is None else (draft.parents, draft.mask, draft.depths)
 
 
 def _outcomes(draft: Draft, accepted: VerifyOutput) -> tuple[Tensor, Tensor]:

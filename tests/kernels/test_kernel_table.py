@@ -47,7 +47,7 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.8, top_k=9, seed=3, ignore_e
 
 AROUND_A_PASS = {
     "_root_trees", "_verify_drafts", "_move_accepted", "_publish", "_copy_rows", "_enter_pages",
-    "_adjusted_scores", "_best_of_parts", "_noise",
+    "_adjusted_scores", "_best_of_parts", "_noise", "_score_nodes",
 }  # fmt: skip
 """Kernels that a step in float32 launches."""
 
@@ -95,7 +95,13 @@ def test_auto_and_triton_launch_and_choose_as_torch(launches: Counter[str]) -> N
             found[mode] = _generate(dtype="float32", warm_up="off", **SPECULATION)
         if mode == "auto" and not torch.cuda.is_available():
             assert not isinstance(load_cpu_kernels(), str), load_cpu_kernels()
-            assert set(launches) == {"C: _attend", "C: _norm", "C: _rotate", "C: _silu"}
+            assert set(launches) == {
+                "C: _attend",
+                "C: _norm",
+                "C: _rotate",
+                "C: _silu",
+                "C: _score",
+            }
         if mode == "triton":
             assert launches >= Counter(AROUND_A_PASS), AROUND_A_PASS - set(launches)
             assert not any(name.startswith("C: ") for name in launches)
@@ -112,7 +118,7 @@ def test_choose_auto_depends_on_device_and_dtype(
 
     of_pass = operation in (Operation.ATTENTION, Operation.LAYERS)
     everywhere = "C" if operation is Operation.PLUGINS_C else "torch"
-    single = "C" if of_pass else everywhere
+    single = "C" if of_pass or operation is Operation.SCORES else everywhere
     with kernels_used("auto"):
         assert chosen(CPU) == dict.fromkeys((torch.float64, *HALF), everywhere) | {
             torch.float32: single
@@ -125,6 +131,8 @@ def test_choose_auto_depends_on_device_and_dtype(
         expected[torch.float32] = "torch" if of_pass else "triton"
         of_single = of_pass or operation in (Operation.SAMPLING, Operation.GREATEST)
         expected[torch.float64] = "torch" if of_single else "triton"
+        if operation is Operation.SCORES:
+            expected = dict.fromkeys(expected, "torch") | {torch.float32: "triton"}
         assert chosen(CUDA) == expected
     with kernels_used("torch"):
         assert set(chosen(CUDA).values()) == set(chosen(CPU).values()) == {"torch"}
@@ -206,12 +214,15 @@ def test_several_threads_leave_c_to_torch() -> None:
     """The run, its log and the doctor say the same."""
     told = "C's is for one thread, and torch has 2"
     with kernels_used("auto"):
-        for operation in (Operation.ATTENTION, Operation.LAYERS):
+        for operation in (Operation.ATTENTION, Operation.LAYERS, Operation.SCORES):
             assert choose(operation, CPU, torch.float32, 1).implementation == "C"
             assert choose(operation, CPU, torch.float32).implementation == "torch"
             assert kernels_in_c(operation, CPU, torch.float32) is None
         said = [line for line in table_lines(CPU, torch.float32) if told in line]
-        assert [line.partition(":")[0] for line in said] == ["torch for attention, layers"]
+        assert [line.partition(":")[0] for line in said] == [
+            "torch for attention, layers",
+            "torch for scores",
+        ]
         rows = [row for row in table_rows(CPU) if "attention" in row[0] and "float32" in row[1]]
     assert [row[1:3] for row in rows] == [
         ("float32 (threads: 1)", "C"),

@@ -85,7 +85,7 @@ def test_kind_follows_from_what_a_request_needs(needs: Needs, kind: RequestKind)
 
 def _counts(calibration: Calibration) -> Tensor:
     """[depths, 2]: seen, taken."""
-    both = torch.stack((calibration._seen, calibration._taken), dim=1)[:-BINS]
+    both = torch.stack((calibration._tables.seen, calibration._tables.taken), dim=1)[:-BINS]
     return both.view(len(RequestKind), DEPTHS, BINS, 2).sum((0, 2))
 
 
