@@ -8,6 +8,7 @@ from specplug import Checkpoint, CheckpointError, Runtime, layers
 from specplug_eagle3.network import Eagle3Config, Eagle3Network
 
 _OPTIONAL = frozenset({"t2d", "d2t"})
+_RENAMED = {f"aux_norm_{level}": f"fc_norm.{i}" for i, level in enumerate(("low", "mid", "high"))}
 
 
 def load_network(runtime: Runtime) -> Eagle3Network:
@@ -35,12 +36,16 @@ def rename(name: str) -> str | None:
     target.
 
     SGLang's exports may put ``model.`` before the layer's names. ``speculators`` calls the layer
-    ``layers.0``, and may save tensors of the target (``verifier_…``).
+    ``layers.0``, and may save tensors of the target (``verifier_…``). SGLang also reads the norms
+    of EAGLE-3.1 by older names, ``aux_norm_low``, ``aux_norm_mid`` and ``aux_norm_high``.
     """
     name = name.removeprefix("model.")
     if name.startswith("verifier_"):
         return None
-    return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+    head, dot, rest = name.partition(".")
+    if name.startswith("layers.0."):
+        return name.replace("layers.0.", "midlayer.", 1)
+    return _RENAMED.get(head, head) + dot + rest
 
 
 def flatten_config(checkpoint: Checkpoint) -> Checkpoint:
@@ -81,9 +86,21 @@ def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) ->
     ``eagle_aux_hidden_state_layer_ids`` are layers whose *outputs* are fused. The network counts
     inputs, so each id is increased by one. The default is that of SafeAILab's code, a low, a
     middle and a high layer: the inputs of layers 2, L // 2 and L - 3.
+
+    EAGLE-3.1 has ``fc_norm`` (in SGLang also ``use_aux_norm``), with a tensor for each fused layer,
+    and ``norm_output``, without a tensor of its own.
+
+    Raises:
+        CheckpointError: a key is missing, or says what the network does not compute.
     """
     checkpoint.check_plain_layers()
     keys = checkpoint.config
+    fc_norm = bool(keys.get("fc_norm") or keys.get("use_aux_norm"))
+    if fc_norm and keys.get("norm_before_fc"):
+        raise CheckpointError(
+            f"draft model {checkpoint.path}: fc_norm and norm_before_fc are both true; expected "
+            "one of them, which norm the features by layer or joined"
+        )
     heads = checkpoint.require("num_attention_heads")
     hidden_size = checkpoint.require("hidden_size")
     vocab_size = checkpoint.require("vocab_size")
@@ -107,6 +124,8 @@ def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) ->
         aux_layer_ids=tuple(inputs),
         norm_before_residual=bool(keys.get("norm_before_residual")),
         norm_before_fc=bool(keys.get("norm_before_fc")),
+        fc_norm=fc_norm,
+        norm_output=bool(keys.get("norm_output")),
         attention_bias="midlayer.self_attn.q_proj.bias" in shapes,
         query_key_norm="midlayer.self_attn.q_norm.weight" in shapes,
     )

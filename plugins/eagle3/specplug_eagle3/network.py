@@ -27,7 +27,9 @@ class Eagle3Config:
         aux_layer_ids: the target layers whose *inputs* are fused.
         norm_before_residual: the residual stream begins with the normed hidden state instead of
             the hidden state itself (an option of ``speculators``).
-        norm_before_fc: the features are normed before they are fused (also ``speculators``).
+        norm_before_fc: the joined features are normed before they are fused (also ``speculators``).
+        fc_norm: each layer's features are normed by themselves before that (EAGLE-3.1).
+        norm_output: what a pass returns is normed, so the next one reads it so (EAGLE-3.1).
         attention_bias: queries, keys and values have biases.
         query_key_norm: queries and keys are normed by head (Qwen3).
         own_embedding_size: width of the token embedding that the checkpoint brings, where it is
@@ -48,6 +50,8 @@ class Eagle3Config:
     aux_layer_ids: tuple[int, ...]
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     attention_bias: bool = False
     query_key_norm: bool = False
     own_embedding_size: int | None = None
@@ -99,13 +103,17 @@ class Eagle3Network(nn.Module):
         self.embed_tokens = (
             layers.Embedding(config.vocab_size, config.embedding_size) if own_embedding else None
         )
-        fused = config.target_hidden_size * len(config.aux_layer_ids)
-        self.input_norm = (
-            layers.RMSNorm(fused, config.rms_norm_eps) if config.norm_before_fc else None
+        count, size, eps = len(config.aux_layer_ids), config.target_hidden_size, config.rms_norm_eps
+        fused = count * size
+        self.input_norm = layers.RMSNorm(fused, eps) if config.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(layers.RMSNorm(size, eps) for _ in range(count))
+            if config.fc_norm
+            else None
         )
         self.fc = nn.Linear(fused, config.hidden_size, bias=False)
         self.midlayer = MidLayer(config)
-        self.norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = layers.RMSNorm(config.hidden_size, eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
@@ -113,9 +121,12 @@ class Eagle3Network(nn.Module):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Fuse target features [R, len(aux_layer_ids) * target_hidden] to [R, hidden]."""
-        return layers.linear(
-            aux if self.input_norm is None else self.input_norm(aux), self.fc.weight
-        )
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
+        if self.fc_norm is not None:
+            parts = aux.chunk(len(self.fc_norm), dim=1)
+            aux = layers.joined_norms(*zip(self.fc_norm, parts, strict=True))
+        return layers.linear(aux, self.fc.weight)
 
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: layers.Attend
@@ -130,16 +141,30 @@ class Eagle3Network(nn.Module):
             attend: a ``specplug.layers.Attend``.
 
         Returns:
-            [R, hidden], before the final norm: the next step's ``hidden``, and ``logits``' input.
+            [R, hidden], the next step's ``hidden``, and ``logits``' input.
         """
+        return self.finish(self.run_midlayer(embeds, hidden, self.rotary(positions), attend))
+
+    def run_midlayer(
+        self, embeds: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: layers.Attend
+    ) -> Tensor:
+        """Run ``midlayer``, as layer 0 of ``attend``: the arguments of ``forward``, but the
+        rotation for the positions, to [R, hidden]."""
         layer = self.midlayer
         x = layers.joined_norms((layer.input_layernorm, embeds), (layer.hidden_norm, hidden))
-        mixed = attend(0, *layer.self_attn.qkv(x, *self.rotary(positions)))
+        mixed = attend(0, *layer.self_attn.qkv(x, *rotary))
         residual = x[:, embeds.shape[1] :] if self.config.norm_before_residual else hidden
         hidden = layer.self_attn.output(mixed, residual)
         output: Tensor = layer.mlp(layer.post_attention_layernorm(hidden), hidden)
         return output
 
+    def finish(self, hidden: Tensor) -> Tensor:
+        """Norm what leaves the last layer, [R, hidden], if ``norm_output`` says so."""
+        finished: Tensor = self.norm(hidden) if self.config.norm_output else hidden
+        return finished
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the draft's logits: [R, hidden] to [R, draft_vocab]."""
-        return layers.linear(self.norm(hidden), self.lm_head.weight)
+        if not self.config.norm_output:
+            hidden = self.norm(hidden)
+        return layers.linear(hidden, self.lm_head.weight)

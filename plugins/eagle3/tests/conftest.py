@@ -104,8 +104,9 @@ def write_draft(tmp_path: Path) -> Callable[..., Path]:
 def write_speculator(tmp_path: Path) -> Callable[..., tuple[Path, dict[str, Tensor]]]:
     """Write a draft as ``speculators`` does; its folder, and its tensors by SafeAILab's names."""
 
-    def write(*, qwen3: bool = False, norm_before_fc: bool = False, **changes: Any) -> Any:
-        tensors = random_tensors(query_key_norm=qwen3, norm_before_fc=norm_before_fc)
+    def write(*, qwen3: bool = False, norms: tuple[str, ...] = (), **changes: Any) -> Any:
+        options = dict.fromkeys(norms, True)
+        tensors = random_tensors(query_key_norm=qwen3, **options)
         top = ("architectures", "draft_vocab_size", "target_hidden_size")
         layer = {key: value for key, value in CONFIG.items() if key not in top}
         layer |= {"model_type": "qwen3" if qwen3 else "llama", "attention_bias": False}
@@ -116,9 +117,12 @@ def write_speculator(tmp_path: Path) -> Callable[..., tuple[Path, dict[str, Tens
             "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy"},
             "draft_vocab_size": DRAFT_VOCAB,
             "target_hidden_size": HIDDEN,
-            "norm_before_fc": norm_before_fc,
+            "norm_before_fc": False,
+            "fc_norm": False,
+            "norm_output": False,
             "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
             "transformer_layer_config": layer,
+            **options,
             **changes,
         }
         (tmp_path / "config.json").write_text(json.dumps(config))

@@ -89,15 +89,51 @@ def test_speculators_layout_loads(
     assert config.aux_layer_ids == (1, 2, 3)
     assert config.norm_before_residual
     assert_loaded(llm, tensors)
-    draft, tensors = write_speculator(qwen3=True, norm_before_fc=True, norm_before_residual=False)
+    draft, tensors = write_speculator(
+        qwen3=True, norms=("norm_before_fc",), norm_before_residual=False
+    )
     llm = load(target, draft)
     assert not network_of(llm).config.norm_before_residual
     assert_loaded(llm, tensors)
 
 
+def test_eagle_3_1_layouts_load(
+    target: Path,
+    write_draft: Write,
+    write_speculator: Callable[..., tuple[Path, dict[str, Tensor]]],
+) -> None:
+    """``fc_norm.0.weight`` and so on, in ``speculators``' layout, under ``model.``, and by the
+    names that SGLang still reads."""
+    draft, tensors = write_speculator(norms=("fc_norm", "norm_output"))
+    llm = load(target, draft)
+    assert network_of(llm).config.norm_output
+    assert_loaded(llm, tensors)
+    norms = [name for name in tensors if "fc_norm" in name]
+    assert norms == ["fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"]
+    prefixed = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    llm = load(target, write_draft(prefixed, fc_norm=True, norm_output=True))
+    assert_loaded(llm, tensors)
+    older = dict(zip("012", ("low", "mid", "high"), strict=True))
+    aux = {
+        f"aux_norm_{older[name[8]]}.weight" if "fc_norm" in name else name: tensor
+        for name, tensor in tensors.items()
+    }
+    llm = load(target, write_draft(aux, use_aux_norm=True))
+    assert not network_of(llm).config.norm_output
+    assert_loaded(llm, tensors)
+
+
+def test_both_norms_of_the_features_are_refused(target: Path, write_draft: Write) -> None:
+    draft = write_draft(fc_norm=True, norm_before_fc=True)
+    with pytest.raises(CheckpointError, match="fc_norm and norm_before_fc are both true"):
+        load(target, draft)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "norm_before_residual": {"norm_before_residual": True},
     "norm_before_fc": {"norm_before_fc": True},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True},
     "attention_bias": {"more": {"midlayer.self_attn.q_proj.bias": torch.zeros(32)}},
     "query_key_norm": {"more": {"midlayer.self_attn.q_norm.weight": torch.zeros(8)}},
     "own_embedding_size": {"more": {"embed_tokens.weight": torch.zeros(VOCAB, 24)}},

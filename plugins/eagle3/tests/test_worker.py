@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +60,9 @@ class Reference:
 
         saved = load_file(draft / "model.safetensors")
         self.w = {name.replace("layers.0.", "midlayer."): t for name, t in saved.items()}
-        self.norm_before_residual = "speculators" in (draft / "config.json").read_text()
+        config = json.loads((draft / "config.json").read_text())
+        self.norm_before_residual = "speculators_version" in config
+        self.norm_output = config.get("norm_output", False)
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
         self.ids = torch.arange(len(self.w["d2t"])) + self.w["d2t"]
 
@@ -69,6 +73,9 @@ class Reference:
         aux = torch.cat([out.hidden_states[i][0] for i in (1, 2, 3)], dim=-1)
         if "input_norm.weight" in self.w:
             aux = self.norm(aux, "input_norm")
+        if "fc_norm.0.weight" in self.w:
+            parts = enumerate(aux.chunk(3, dim=1))
+            aux = torch.cat([self.norm(part, f"fc_norm.{i}") for i, part in parts], dim=1)
         return aux @ self.w["fc.weight"].T
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -119,7 +126,8 @@ class Reference:
         hidden = self.features(committed[:-1])
         out = self.layer(committed[1:], hidden)
         for length in range(1, len(path) + 1):
-            hidden = torch.cat((hidden, out[-1:]))
+            last = self.norm(out[-1:], "norm") if self.norm_output else out[-1:]
+            hidden = torch.cat((hidden, last))
             out = self.layer([*committed[1:], *path[:length]], hidden)
         logits = self.norm(out[-1], "norm") @ self.w["lm_head.weight"].T
         return logits.log_softmax(-1)
@@ -193,13 +201,25 @@ def test_chain_is_that_of_the_plain_network(
         assert drafted[1:] == reference.chain(committed, 4)
 
 
-@pytest.mark.parametrize("options", [{}, {"qwen3": True}, {"norm_before_fc": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"qwen3": True},
+        {"norms": ("norm_before_fc",)},
+        {"norms": ("fc_norm",)},
+        {"norms": ("norm_output",)},
+        {"norms": ("fc_norm", "norm_output"), "qwen3": True},
+    ],
+    ids=str,
+)
 def test_a_speculator_is_that_of_the_plain_network(
     target: Path,
     prompts: list[list[int]],
     write_speculator: Callable[..., tuple[Path, dict[str, Tensor]]],
-    options: dict[str, bool],
+    options: dict[str, Any],
 ) -> None:
+    """Also with the norms of EAGLE-3.1: ``fc_norm`` and ``norm_output``."""
     draft, _ = write_speculator(**options)
     spy, tokens = run(target, draft, prompts[2], speculative_num_steps=3)
     reference = Reference(draft, target)
