@@ -46,4 +46,4 @@ class EagleWorker(FeatureDrafter):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the target's LM head: [R, hidden] to [R, V]."""
-        return self._runtime.lm_head(hidden)
+        return self.runtime.lm_head(hidden)

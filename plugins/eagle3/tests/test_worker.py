@@ -48,7 +48,7 @@ class Spy(Eagle3):
         self.drafts.append((int(batch.seq_lens[0]), draft.tokens[0].tolist(), parents))
         self.scores.append(None if draft.scores is None else draft.scores[0].clone())
         ahead = batch.seq_lens.unsqueeze(1) + torch.arange(1, width)
-        self.noise.append(runtime.gumbel_noise(batch, ahead, runtime.worker._token_ids)[0])
+        self.noise.append(runtime.gumbel_noise(batch, ahead, runtime.worker.token_ids)[0])
         return draft
 
 
