@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from specplug.kernels.argmax import argmax_rows, likeliest_tokens
     from specplug.kernels.plugin_library import load_compiled
     from specplug.llm import LLM
+    from specplug.model.paged_model import PagedModel
     from specplug.outputs import Logprob, RequestOutput
     from specplug.registry import Registry
     from specplug.sampling_params import SamplingParams
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.rotation import chunk_tails, rotate_chunks
     from specplug.speculative.runtime import AttentionPlan, KVCache, Runtime
+    from specplug.speculative.token_drafter import TokenDrafter
     from specplug.speculative.token_map import TokenMap
     from specplug.speculative.tree import select_nodes
     from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput, verify_tree
@@ -79,6 +81,7 @@ _MODULES = {"layers": "specplug.speculative.layers", "settings": "specplug.setti
 _LAZY = {
     "EngineConfig": "specplug.config",
     "LLM": "specplug.llm",
+    "PagedModel": "specplug.model.paged_model",
     "Logprob": "specplug.outputs",
     "RequestOutput": "specplug.outputs",
     "Registry": "specplug.registry",
@@ -100,6 +103,7 @@ _LAZY = {
     "KVCache": "specplug.speculative.runtime",
     "Runtime": "specplug.speculative.runtime",
     "StateTensor": "specplug.speculative.draft_state",
+    "TokenDrafter": "specplug.speculative.token_drafter",
     "TokenMap": "specplug.speculative.token_map",
     "chunk_tails": "specplug.speculative.rotation",
     "rotate_chunks": "specplug.speculative.rotation",
@@ -142,6 +146,7 @@ __all__ = [
     "KVCache",
     "Logprob",
     "MeasuredEngine",
+    "PagedModel",
     "PerTokenOutput",
     "PluginError",
     "RankError",
@@ -159,6 +164,7 @@ __all__ = [
     "StateTensor",
     "StepReport",
     "TargetOutput",
+    "TokenDrafter",
     "TokenMap",
     "UnknownAlgorithm",
     "UsageError",

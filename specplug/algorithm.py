@@ -200,6 +200,23 @@ class SpecConfig:
             fitted = attrs.evolve(fitted, num_draft_slots=topk * max(depth - 1, 1))
         return fitted
 
+    def fit_token_draft(self) -> SpecConfig:
+        """Adjust the settings to those that ``TokenDrafter`` can use: to those of
+        ``fit_feature_draft``, with the slots of the pass that reads what was accepted, and pages
+        shared only where the keys of their tokens were written.
+
+        Raises:
+            UsageError: a tree of the root alone.
+        """
+        fitted = self.fit_feature_draft()
+        steps = fitted.num_steps
+        expanded = 1 + fitted.topk * (steps - 1) if fitted.topk > 1 else 0
+        return attrs.evolve(
+            fitted,
+            num_draft_slots=max(steps + 2, expanded),
+            draft_lookahead=min(steps + 1, MAX_NUM_STEPS),
+        )
+
     @classmethod
     def resolve(
         cls,

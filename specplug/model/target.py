@@ -212,6 +212,11 @@ class Target:
         kept = self.capture.collect_points() if points else {}
         return out.logits.squeeze(0), self.capture.collect(), kept
 
+    def unfuse_layers(self) -> None:
+        """Have the decoder layers run as transformers wrote them."""
+        for layer in self.capture.layers:
+            layer.__dict__.pop("forward", None)
+
     def close(self) -> None:
         """Free the weights and the cache, even if a plugin still holds the model."""
         drop_tensors(self.cache)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from specplug.algorithm import DATA_ONLY
 from specplug.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from specplug.speculative.runtime import Runtime
 
 _ROLES = ("bos_token_id", "eos_token_id")
 """Special tokens that mean the same whatever they are called."""
@@ -90,6 +94,26 @@ class TokenMap:
             reads[list(unknown)] = torch.tensor(_last_pieces(draft, list(unknown.values())))
         reads[target_ids] = draft_ids
         return cls(target_ids.contiguous(), draft_ids.contiguous(), reads, draft_vocab_size)
+
+    @classmethod
+    def of_draft(cls, runtime: Runtime, path: str | Path, draft_vocab_size: int) -> TokenMap:
+        """Map the tokens of a run's target and of a draft model, on the run's device.
+
+        Args:
+            runtime: the run's.
+            path: the draft model's folder or hub id, where its tokenizer is.
+            draft_vocab_size: of its logits.
+
+        Raises:
+            CheckpointError: as in ``between``.
+        """
+        return cls.between(
+            runtime.tokenizer,
+            find_tokenizer(str(path)),
+            vocab_size=runtime.vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            name=str(path),
+        ).to(runtime.device)
 
     @classmethod
     def identity(cls, vocab_size: int) -> TokenMap:
