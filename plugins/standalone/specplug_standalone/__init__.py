@@ -1,0 +1,85 @@
+"""A small language model drafts for the target (arXiv 2211.17192, 2302.01318).
+
+Its vocabulary may be another one (token-level intersection, arXiv 2502.05202). Importing this
+module does not import torch; the worker does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specplug import (
+    DEFAULT_MODEL,
+    AlgorithmInfo,
+    Capabilities,
+    Defaults,
+    SpecConfig,
+    hookimpl,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime
+    from specplug_standalone.worker import StandaloneWorker
+
+WEIGHTS = Path(__file__).parent / "weights"
+
+
+class Standalone:
+    """The hooks of ``STANDALONE``, which call a ``StandaloneWorker``."""
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(
+            name="STANDALONE",
+            summary="A small language model of its own: any vocabulary, chains and trees",
+            api_version=1,
+            capabilities=Capabilities(branching=True, draft_model=True),
+            defaults=Defaults(num_steps=4, topk=1, num_draft_tokens=5),
+            paper="https://arxiv.org/abs/2211.17192",
+            weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+        )
+
+    @hookimpl
+    def validate_config(self, config: SpecConfig) -> SpecConfig:
+        return config.fit_token_draft()
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> StandaloneWorker:
+        from specplug_standalone.worker import StandaloneWorker
+
+        return StandaloneWorker(runtime)
+
+    @hookimpl
+    def build_draft_input(
+        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+    ) -> DraftInput:
+        worker: StandaloneWorker = runtime.worker
+        return worker.extend(batch, target_output)
+
+    @hookimpl
+    def export_draft_state(self) -> dict[str, Tensor]:
+        """Return nothing: all of a prompt is in the draft's cache."""
+        return {}
+
+    @hookimpl
+    def build_disagg_draft_input(
+        self, runtime: Runtime, batch: Batch, last_tokens: Tensor
+    ) -> DraftInput:
+        worker: StandaloneWorker = runtime.worker
+        return worker.receive(batch, last_tokens)
+
+    @hookimpl
+    def supports_target_verify_for_draft(self) -> bool:
+        """Return True: all passes of a step have the same rows for every request."""
+        return True
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        worker: StandaloneWorker = runtime.worker
+        return worker.propose(batch, draft_input)
+
+
+algorithm = Standalone()
