@@ -198,9 +198,22 @@ def _last_pieces(tokenizer: Any, tokens: Sequence[tuple[bool, bytes]]) -> list[i
     """Return the last token that a tokenizer makes of each token's text; where it makes none its
     unknown token, or token 0."""
     texts = [token.decode(errors="replace") for _, token in tokens]
-    made = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    try:
+        made = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    except Exception:  # some of them have no piece
+        made = [_pieces(tokenizer, text) for text in texts]
     nothing = getattr(tokenizer, "unk_token_id", None) or 0
     return [ids[-1] if ids else nothing for ids in made]
+
+
+def _pieces(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text, none where a vocabulary without an unknown token, for which
+    ``tokenizers`` raise a plain ``Exception``, has none for it."""
+    try:
+        pieces: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    except Exception:
+        return []
+    return pieces
 
 
 # How vocabularies spell bytes

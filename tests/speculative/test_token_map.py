@@ -67,6 +67,17 @@ def test_smaller_vocabulary_is_an_intersection() -> None:
     assert found.shared(torch.zeros(2, len(kept))).shape == (2, len(kept))
 
 
+def test_token_that_cannot_be_spelled_is_read_as_token_0() -> None:
+    """The draft's vocabulary of words has no unknown token: its tokenizer fails at such a text."""
+    known = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"other": 0, "cat": 1}))
+    )
+    target = words("dog", "cat", "other")
+    found = between(target, known, (3, 2))
+    assert pairs(found) == [(1, 1), (2, 0)]
+    assert found.reads.tolist() == [0, 1, 0]
+
+
 def test_unknown_token_is_read_as_its_last_piece() -> None:
     target = default_tokenizer()
     draft, kept = without(lambda token, id_: id_ % 2 == 1)
