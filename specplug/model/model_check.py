@@ -99,7 +99,7 @@ class ModelCheck:
             2, 2 * self._length, self._length, context_len, self._device, kernels, cpu_kernels
         )
         self.attentions: set[AttentionKind] = set()
-        self._kept = windows_of_cache(model.config.get_text_config())
+        self._kept = _windows_of_cache(model.config.get_text_config())
         self._lengths = torch.full((self._length,), self._length, device=self._device)
         self._own_logits = self._run_own(model)
         self._own_states, self._states = self._states, []
@@ -368,7 +368,7 @@ def _gaps(found: Tensor, expected: Tensor) -> Tensor:
     return gaps.div(size.clamp(min=0.1 * size.mean().item() + 1e-20))
 
 
-def windows_of_cache(config: Any) -> dict[int, int]:
+def _windows_of_cache(config: Any) -> dict[int, int]:
     """Return the window of ``generate``'s cache for each layer whose cache has one."""
     from transformers import DynamicCache
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from specplug.errors import CheckpointError
 from specplug.kernels.attention_form import AttentionForm
 from specplug.model.attention import running
-from specplug.model.model_check import windows_of_cache
 from specplug.model.target import Target
 from specplug.speculative.paged_plan import PagedKVCache, plan_of
 from specplug.speculative.runtime import AttentionPlan, KVCache, Runtime
@@ -36,6 +35,8 @@ class PagedModel:
         vocab_size: V of its logits.
         context_len: tokens of the longest sequence that it was made for. Later positions are taken
             for the last one.
+        has_windows: whether some layers see a sliding window of their context alone, which the
+            plan of a tree cannot give them.
 
     Raises:
         CheckpointError: there is no such model, it cannot be loaded, or its attention is none that
@@ -57,13 +58,11 @@ class PagedModel:
         shape = target.kv_shape
         self._cache: Any = runtime.allocate_kv(shape.num_layers, shape.num_kv_heads, shape.head_dim)
         if not isinstance(self._cache, PagedKVCache):
+            _check_foreign(str(path), target)
             target.unfuse_layers()  # a fused one writes to the cache's tensors
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether some layers see a sliding window of their context alone."""
-        windows = windows_of_cache(self._target.config)
-        return any(window < self.context_len for window in windows.values())
+        self.has_windows = any(
+            kind.window is not None and kind.window < self.context_len for kind in target.attentions
+        )
 
     @property
     def model(self) -> Any:
@@ -118,10 +117,15 @@ class _ForeignPlan:
         form: AttentionForm,
     ) -> Tensor:
         """Write keys and values, then attend."""
-        if form.softcap is not None or form.sinks is not None:
-            what = "a softcap" if form.softcap is not None else "sinks"
-            raise CheckpointError(
-                f"the draft model: its attention has {what}, which the plans of this host do not "
-                "compute; expected scores of a scale and a window alone: choose another model"
-            )
         return self.plan.attend(cache, layer, q, k, v, form.scale, form.window)
+
+
+def _check_foreign(name: str, target: Target) -> None:
+    """Refuse a model whose attention an ``AttentionPlan`` does not compute."""
+    for kind in target.attentions:
+        if kind.softcap is not None or kind.has_sinks:
+            what = "a softcap" if kind.softcap is not None else "sinks"
+            raise CheckpointError(
+                f"draft model {name}: its attention has {what}, which the plans of this host do "
+                "not compute; expected scores of a scale and a window alone: choose another model"
+            )

@@ -80,6 +80,7 @@ class Target:
         capture: what its passes keep besides logits.
         cache: of its keys and values; the run's pool fills it.
         kv_shape: of that cache.
+        attentions: the kinds of attention of its layers; none if it was not checked.
         context_len: tokens of the longest sequence.
         fingerprint: of its weights as they were loaded; None if it was not wanted.
         row_invariance: whether each row's bits depend on nothing but the row: "on", "on, " and what
@@ -133,6 +134,7 @@ class Target:
         self.cpu_kernels_state = "on" if reason is None else f"off: {reason}"
         check = None if skip_check else self._begin_check(path)
         self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
+        self.attentions = frozenset(check.attentions if check else ())
         self.num_layers = len(self.capture.layers)
         self._fused_layers: Sequence[FusedLayer] = []
         if self.kernels is None:
