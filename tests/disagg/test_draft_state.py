@@ -31,7 +31,7 @@ PROMPT = TEXT[:110]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.7, seed=1)
 Proposals = dict[tuple[int, ...], list[tuple[int, int]]]
 NAMES = [name for name in Registry().names() if name != "NONE"]
-STATEFUL = [name for name in NAMES if name not in ("NGRAM", "DFLASH", "DSPARK")]
+STATEFUL = [name for name in NAMES if name not in ("NGRAM", "DFLASH", "DSPARK", "STANDALONE")]
 
 
 @pytest.fixture(scope="module")

@@ -215,6 +215,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "MULTI_LAYER_EAGLE chain": {"max_total_tokens": 160},
     "DSPARK chain": {"max_total_tokens": 160},
+    "STANDALONE tree": {
+        "speculative_eagle_topk": 3,
+        "speculative_num_steps": 3,
+        "speculative_num_draft_tokens": 8,
+        "chunked_prefill_size": 16,
+    },
     "DFLASH chain, plain": {"disable_overlap_schedule": True, "enable_mixed_chunk": True},
 }
 WITHOUT_WEIGHTS = "NONE", "NGRAM"
