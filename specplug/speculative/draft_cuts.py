@@ -15,6 +15,9 @@ from torch import Tensor
 from specplug.speculative.draft import Draft, arange
 from specplug.speculative.tree import likeliest_nodes
 
+_LEAST_SCORE = -1e4
+"""A score that is no greater, as minus infinity, ends a path (``Drafter.keep``)."""
+
 
 def narrow(draft: Draft, max_draft_nodes: Sequence[int], survival: Tensor | None = None) -> Draft:
     """Keep at most ``max_draft_nodes[b]`` nodes, at least 1, of each request: of a tree those of
@@ -74,8 +77,15 @@ def cut_to_budget(draft: Draft, budget: int, survival: Tensor | None = None) -> 
 
 
 def _of_nodes(draft: Draft, survival: Tensor) -> Tensor:
-    """Return the survival of the nodes that count, in a tensor of its own; the rest comes last."""
+    """Return the survival of the nodes that count, in a tensor of its own; the rest comes last.
+    Before it come the paths that the drafter has ended, whatever was learnt of such scores."""
+    if draft.scores is not None:
+        ended = torch.where(draft.scores > _LEAST_SCORE, 0.0, _LEAST_SCORE)
+        ended[:, 0] = 0.0
+        survival = survival + draft.along_paths(ended)
+    else:
+        survival = survival.clone()
     if draft.widths is None:
-        return survival.clone()
+        return survival
     is_node = arange(draft.width, survival.device) < draft.counts.unsqueeze(1)
     return torch.where(is_node, survival, float("-inf"))

@@ -40,7 +40,9 @@ def test_list_says_that_all_built_in_algorithms_run():
     assert found["engine"] == f"SGLang {installed()}"
     told = {each["name"]: each["obstacles"] for each in found["algorithms"]}
     drafting = {"DFLASH", "DSPARK", "EAGLE", "EAGLE3", "MULTI_LAYER_EAGLE", "NGRAM", "STANDALONE"}
-    assert told == {name: [] for name in ("NONE", *drafting, "ECHO", "FRAGILE", "FRAGILE_TREE", "SYNC")}
+    assert told == {
+        name: [] for name in ("NONE", *drafting, "ECHO", "FRAGILE", "FRAGILE_TREE", "SYNC")
+    }
 
 
 def test_doctor_knows_the_versions():
