@@ -123,6 +123,7 @@ class ReadySteps(StepRunner):
                 tokens=_tokens(size).view(size, 1),
                 accept_lens=_ones(size),
                 outputs=None,
+                proposed=(1,) * size,
                 counts=(1,) * size,
                 chances=None,
             )

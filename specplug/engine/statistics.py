@@ -55,7 +55,8 @@ class Statistics:
         output_tokens: generated and kept.
         decode_steps: steps with a decode half (each for a whole batch).
         verifications: decode steps times the requests in them.
-        drafted: nodes proposed beyond the roots.
+        proposed: nodes proposed beyond the roots, those too that were cut before the target's pass.
+        drafted: nodes verified beyond the roots.
         accepted: tokens that came out of verifications, bonus tokens included.
         accepted_by_length: how often a verification gave 1, 2, … tokens.
         drafted_by_depth: how often a verified draft was 0, 1, 2, … tokens deep below its root.
@@ -82,6 +83,7 @@ class Statistics:
     output_tokens: int = 0
     decode_steps: int = 0
     verifications: int = 0
+    proposed: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_by_length: Counter[int] = attrs.field(factory=Counter)
@@ -177,6 +179,7 @@ class Statistics:
         accept_lens = [step.accept_lens[i] for i in counted]
         self.decode_steps += 1
         self.verifications += len(counted)
+        self.proposed += sum(step.proposed[i] - 1 for i in counted)
         self.drafted += sum(widths) - len(widths)
         self.accepted += sum(accept_lens)
         self.accepted_by_length.update(accept_lens)

@@ -326,6 +326,7 @@ class DecodeResult:
         accept_lens: [bs] int64.
         outputs: what requests asked for, of these bs·C rows; None if nothing.
         chances: of the nodes, as ``Committed.chances``.
+        proposed: nodes of each request's draft before it was cut.
         counts: nodes verified for each request; a tensor [bs] int64 where the device alone knew
             them.
     """
@@ -333,6 +334,7 @@ class DecodeResult:
     tokens: Tensor
     accept_lens: Tensor
     outputs: HostOutputs | None
+    proposed: tuple[int, ...]
     counts: tuple[int, ...] | Tensor
     chances: Tensor | None
 
@@ -346,6 +348,7 @@ class DecodeResult:
             tokens=report[:, :-1],
             accept_lens=report[:, -1],
             outputs=wanted.send(output.per_node, len(output.next_tokens)) if wanted else None,
+            proposed=rows.drafted.proposed,
             counts=draft.host_counts(),
             chances=None if committed.chances is None else host_copy(committed.chances),
         )

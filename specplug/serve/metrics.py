@@ -53,7 +53,8 @@ TOTALS = (
     Total("output_tokens", "output_tokens", "Generated tokens."),
     Total("steps", "steps", "Steps.", "mode"),
     Total("verifications", "verifications", "Drafts verified, one per request and step."),
-    Total("drafted", "drafted_tokens", "Nodes drafted."),
+    Total("proposed", "proposed_tokens", "Nodes drafted."),
+    Total("drafted", "drafted_tokens", "Of these, how many were verified: the rest was cut."),
     Total("accepted", "accepted_tokens", "Tokens accepted, bonus tokens included."),
     Total(
         "drafted_by_position",

@@ -210,10 +210,12 @@ class Drafted(Half):
         seq_lens: [bs] int64, committed tokens of each request before this step. Node i of a request
             has the slot ``seq_lens + i``.
         draft: T nodes of all requests; its roots are the core's.
+        proposed: nodes of each request before the cuts, the root included.
     """
 
     seq_lens: Tensor
     draft: Draft
+    proposed: tuple[int, ...]
 
     @property
     def tokens(self) -> Tensor:
@@ -333,6 +335,7 @@ class HookOrder:
             map_rows=scheduled.map_rows,
             seq_lens=starts,
             draft=self._cut(draft, scheduled),
+            proposed=draft.widths or (draft.width,) * len(draft.tokens),
         )
 
     def _cut(self, draft: Draft, scheduled: Scheduled) -> Draft:

@@ -47,7 +47,8 @@ class StepReport:
             first of its steps; then 0.
         sampled: for each, whether the step ended its prompt and so gave a token.
         decode_ids: requests that took a decode step.
-        widths: nodes verified for each, the root included.
+        proposed: nodes of each one's draft as the algorithm made it, the root included.
+        widths: nodes verified for each, the root included: fewer where a draft was cut.
         depth: of the deepest draft, below its root.
         accept_lens: tokens accepted for each, the bonus token included.
         kept: how many of these it took; fewer if one of them ended it, none if it had ended.
@@ -79,6 +80,7 @@ class StepReport:
     cached_tokens: tuple[int, ...] = ()
     sampled: tuple[bool, ...] = ()
     decode_ids: tuple[str, ...] = ()
+    proposed: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     depth: int = 0
     accept_lens: tuple[int, ...] = ()

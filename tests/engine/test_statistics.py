@@ -26,6 +26,7 @@ def _decode(widths: Sequence[int], accepted: Sequence[int], **changes: Any) -> S
         number=1,
         mode="decode",
         decode_ids=tuple(str(i) for i in range(len(widths))),
+        proposed=tuple(width + 2 for width in widths),
         widths=tuple(widths),
         depth=3,
         accept_lens=tuple(accepted),
@@ -71,6 +72,7 @@ def test_chains() -> None:
     assert statistics.drafted_by_depth == {0: 1, 2: 1, 3: 2}
     assert statistics.widths == {1: 1, 3: 1, 4: 2}
     assert (statistics.drafted, statistics.verifications, statistics.decode_steps) == (8, 4, 2)
+    assert statistics.proposed == 16
     assert (statistics.accepted, statistics.output_tokens) == (9, 9)
     assert statistics.mean_accept_length == 9 / 4
     assert statistics.seconds == {"propose": 0.5, "target": 2.0, "host": 1.0}
@@ -114,7 +116,7 @@ def test_prefills() -> None:
 
 def test_mixed_step_takes_the_time_of_its_decode_half() -> None:
     prefill, decode = _prefill([5], sampled=(True,)), _decode([4], [2])
-    ours = ("mode", "decode_ids", "widths", "depth", "accept_lens", "kept")
+    ours = ("mode", "decode_ids", "proposed", "widths", "depth", "accept_lens", "kept")
     mixed = attrs.evolve(prefill, **{n: getattr(decode, n) for n in ours} | {"mode": "mixed"})
     statistics = _sum(mixed)
     assert statistics.steps == {"mixed": 1}
