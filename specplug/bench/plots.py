@@ -37,6 +37,11 @@ SPLIT = (
     "reading the prompts; other: scheduling, detokenizing, waiting"
 )
 
+RELIABILITY = (
+    "drafted nodes by the probability that they would be accepted, as the run had learnt it from "
+    "their scores; on the broken line as many were; the larger a mark, the more nodes"
+)
+
 INK, FAINT = "#1A1A1A", "#5C5C5C"
 PLATE = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
 """A background for text, so that no line crosses it."""
@@ -67,9 +72,12 @@ Color = tuple[float, float, float]
 
 
 def save(report: Report, folder: Path) -> list[str]:
-    """Write the plots of ``PLOTS``, that of the parts of a step if the engine knows them; return
-    their names."""
-    names = [name for name in PLOTS if report.knows_parts or PLOTS[name] is not draw_time_split]
+    """Write the plots of ``PLOTS``, those of the parts of a step and of scores if the engine knows
+    them; return their names."""
+    unknown = set() if report.knows_parts else {draw_time_split}
+    if not any(summary.reliability for summary in report.summaries):
+        unknown.add(draw_reliability)
+    names = [name for name in PLOTS if PLOTS[name] not in unknown]
     for name in names:
         with rc_context(STYLE):
             PLOTS[name](report).savefig(folder / name, dpi=DPI)
@@ -157,14 +165,8 @@ def draw_time_split(report: Report) -> Figure:
 
 def draw_acceptance(report: Report) -> Figure:
     """Draw a line for each variant that drafts: how often each draft position is accepted."""
-    sizes = report.batch_sizes
-    columns = min(2, len(sizes))
-    rows = -(-len(sizes) // columns)
-    figure = _figure(report, 1.2 + 3.4 * rows, "How often a drafted token is accepted", POSITIONS)
-    grid = figure.subplots(rows, columns, squeeze=False, sharey=True, sharex=True).flatten()
-    for axes in grid[len(sizes) :]:
-        axes.set_visible(False)
-    for number, (axes, size) in enumerate(zip(grid, sizes, strict=False)):
+    figure, panels = _squares(report, "How often a drafted token is accepted", POSITIONS)
+    for axes, size in zip(panels, report.batch_sizes, strict=True):
         drafting = [summary for summary in report.of(size) if summary.drafted]
         for summary in drafting:
             positions = range(1, len(summary.drafted) + 1)
@@ -174,20 +176,46 @@ def draw_acceptance(report: Report) -> Figure:
                 positions, summary.acceptance, f"{marker}-", color=color, markersize=6.5,
                 markeredgecolor="white", linewidth=2, label=_name(report, summary), clip_on=False,
             )  # fmt: skip
-        axes.set_title(f"batch size {size}")
-        axes.set_ylim(0, 1)
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.xaxis.set_tick_params(labelbottom=True)
         axes.set_xlabel("draft position")
-        if number % columns == 0:
-            axes.set_ylabel("accepted, of drafts that reach it")
-        axes.grid()
         if not drafting:
             axes.text(0.5, 0.5, "nothing was drafted", ha="center", color=FAINT)
-    lines = {line.get_label(): line for axes in grid for line in axes.get_lines()}
-    if lines:
-        figure.legend(handles=list(lines.values()), loc="outside right upper", fontsize=9)
+    for axes in panels[::2]:
+        axes.set_ylabel("accepted, of drafts that reach it")
+    _name_lines(figure, panels)
+    return figure
+
+
+def draw_reliability(report: Report) -> Figure:
+    """Draw a line for each variant with scores: the accepted share of nodes by what was
+    predicted."""
+    figure, panels = _squares(report, "How well scores foresee what is accepted", RELIABILITY)
+    for axes, size in zip(panels, report.batch_sizes, strict=True):
+        axes.plot([0, 1], [0, 1], color=INK, linewidth=1, linestyle=(0, (4, 3)))
+        scored = [summary for summary in report.of(size) if summary.reliability]
+        for summary in scored:
+            points = list(summary.reliability.values())
+            most = max(each.nodes for each in points)
+            predicted = [each.predicted / each.nodes for each in points]
+            accepted = [each.accepted / each.nodes for each in points]
+            color = _color(report, summary)
+            axes.plot(
+                predicted, accepted, "-", color=color, linewidth=1.2, label=_name(report, summary)
+            )
+            areas = [60 * each.nodes / most for each in points]
+            axes.scatter(
+                predicted, accepted, areas, color=color, marker=_marker(report, summary),
+                clip_on=False,
+            )  # fmt: skip
+        axes.set_xlim(0, 1)
+        axes.xaxis.set_major_formatter(PercentFormatter(1))
+        axes.set_xlabel("predicted (share of nodes)")
+        if not scored:
+            axes.text(0.5, 0.5, "nothing was foreseen", ha="center", color=FAINT)
+    for axes in panels[::2]:
+        axes.set_ylabel("accepted, with all before it")
+    _name_lines(figure, panels)
     return figure
 
 
@@ -195,6 +223,7 @@ PLOTS: dict[str, Callable[[Report], Figure]] = {
     "speedup.png": draw_speed_up,
     "acceptance.png": draw_acceptance,
     "time_split.png": draw_time_split,
+    "reliability.png": draw_reliability,
 }
 """The drawing function of each file name."""
 
@@ -211,6 +240,32 @@ def _rows(report: Report, title: str, *remarks: str, sharex: bool) -> tuple[Figu
     for axes, size in zip(panels, report.batch_sizes, strict=True):
         axes.set_title(f"batch size {size}")
     return figure, panels
+
+
+def _squares(report: Report, title: str, *remarks: str) -> tuple[Figure, Sequence[Axes]]:
+    """Make a panel for each batch size, two in a row, for shares from 0 to 1."""
+    sizes = report.batch_sizes
+    columns = min(2, len(sizes))
+    rows = -(-len(sizes) // columns)
+    figure = _figure(report, 1.2 + 3.4 * rows, title, *remarks)
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True, sharex=True).flatten()
+    for axes in grid[len(sizes) :]:
+        axes.set_visible(False)
+    panels = list(grid[: len(sizes)])
+    for axes, size in zip(panels, sizes, strict=True):
+        axes.set_title(f"batch size {size}")
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.grid()
+    return figure, panels
+
+
+def _name_lines(figure: Figure, panels: Sequence[Axes]) -> None:
+    """Label the lines of variants beside the panels, each once."""
+    lines = {line.get_label(): line for axes in panels for line in axes.get_lines()}
+    named = [line for label, line in lines.items() if not str(label).startswith("_")]
+    if named:
+        figure.legend(handles=named, loc="outside right upper", fontsize=9)
 
 
 def _figure(report: Report, height: float, title: str, *remarks: str) -> Figure:

@@ -18,6 +18,9 @@ PARTS = ("draft", "verify", "prefill", "other")
 
 _ROUNDS_FOR_QUARTILES = 2
 
+_TENTHS = 10
+"""Columns of a reliability in a table."""
+
 
 @attrs.frozen(kw_only=True)
 class Spread:
@@ -79,6 +82,33 @@ class TimeSplit:
 
 
 @attrs.frozen
+class ScoredNodes:
+    """Drafted nodes that were expected to be accepted with like probability.
+
+    Attributes:
+        nodes: how many.
+        predicted: the sum of the probabilities.
+        accepted: how many were accepted.
+    """
+
+    nodes: int = 0
+    predicted: float = 0.0
+    accepted: int = 0
+
+    def __add__(self, other: ScoredNodes) -> ScoredNodes:
+        return ScoredNodes(
+            self.nodes + other.nodes,
+            self.predicted + other.predicted,
+            self.accepted + other.accepted,
+        )
+
+    @property
+    def gap(self) -> float:
+        """How many nodes were accepted more than predicted, or fewer."""
+        return abs(self.accepted - self.predicted)
+
+
+@attrs.frozen
 class Difference:
     """A prompt after which a variant generated other tokens than the baseline.
 
@@ -130,6 +160,44 @@ class Summary:
         """Mean tokens of a verification, with the bonus token; None if nothing was verified."""
         accepted, verifications = self._total("accepted"), self._total("verifications")
         return accepted / verifications if verifications else None
+
+    @cached_property
+    def proposed_nodes(self) -> float | None:
+        """Mean nodes of a draft as it was made, the root included; None where that is not known."""
+        return self._per_verification("proposed")
+
+    @cached_property
+    def verified_nodes(self) -> float | None:
+        """Mean nodes of a draft that were verified, the root included; None where that is not
+        known."""
+        return self._per_verification("drafted")
+
+    @cached_property
+    def reliability(self) -> dict[int, ScoredNodes]:
+        """By the predicted percentage of being accepted, in ascending order, the nodes with scores;
+        35 stands for 35 to 40, and so on. Empty if there are none."""
+        found: dict[int, ScoredNodes] = {}
+        for run in self.series.runs:
+            counts = run.statistics
+            for percentage, nodes in counts.get("scored", {}).items():
+                more = ScoredNodes(
+                    nodes,
+                    counts["predicted"][percentage],
+                    counts["accepted_of_scored"][percentage],
+                )
+                found[percentage] = found.get(percentage, ScoredNodes()) + more
+        return dict(sorted(found.items()))
+
+    @property
+    def scored(self) -> ScoredNodes:
+        """All nodes with scores."""
+        return sum(self.reliability.values(), ScoredNodes())
+
+    @property
+    def calibration_error(self) -> float | None:
+        """The expected calibration error, as ``LLM.stats()`` has it; None without scores."""
+        gaps = sum(each.gap for each in self.reliability.values())
+        return gaps / self.scored.nodes if self.scored.nodes else None
 
     @cached_property
     def drafted(self) -> list[int]:
@@ -185,6 +253,12 @@ class Summary:
             "tokens_per_second": attrs.asdict(self.tokens_per_second),
             "speed_up": attrs.asdict(self.speed_up),
             "mean_accept_length": self.mean_accept_length,
+            "proposed_nodes": self.proposed_nodes,
+            "verified_nodes": self.verified_nodes,
+            "calibration_error": self.calibration_error,
+            "reliability": {
+                str(percentage): attrs.asdict(each) for percentage, each in self.reliability.items()
+            },
             "acceptance_by_position": self.acceptance,
             "drafted_by_position": self.drafted,
             "accepted_by_position": self.accepted,
@@ -206,6 +280,12 @@ class Summary:
 
     def _total(self, name: str) -> int:
         return sum(run.statistics[name] for run in self.series.runs)
+
+    def _per_verification(self, name: str) -> float | None:
+        """Return the mean nodes with the root; None if nothing was drafted or counted."""
+        if not self.drafted or not all(name in run.statistics for run in self.series.runs):
+            return None
+        return 1 + self._total(name) / self._total("verifications")
 
     def _by_position(self, name: str) -> list[int]:
         counts = (run.statistics[name] for run in self.series.runs)
@@ -299,7 +379,7 @@ class Table:
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    left: Sequence[str] = ("algorithm", "identical")
+    left: Sequence[str] = ("algorithm", "identical", "reliability")
 
     @property
     def right(self) -> list[str]:
@@ -309,7 +389,7 @@ class Table:
 
 def tables(report: Report) -> list[Table]:
     """Make the tables: speed, time by part if the engine knows it and, if anything was drafted,
-    acceptance by position."""
+    acceptance by position, and what drafts were expected to bring."""
     shape, rate = ("S", "K", "N"), ("tokens/s", "speed-up", "quartiles")
     speed = Table(
         ("algorithm", "batch", *shape, *rate, "accept length", "identical"),
@@ -324,7 +404,13 @@ def tables(report: Report) -> list[Table]:
         ("algorithm", "batch", *(f"pos {position}" for position in range(1, depth + 1))),
         [_acceptance(summary, depth) for summary in report.summaries if summary.drafted],
     )
-    return [speed, *([time] if report.knows_parts else []), *([acceptance] if depth else [])]
+    scores = Table(
+        ("algorithm", "batch", "drafted", "verified", "accept length", "predicted", "accepted",
+         "error", "reliability"),
+        [_scores(summary) for summary in report.summaries if summary.scored.nodes],
+    )  # fmt: skip
+    drafts = [table for table in (acceptance, scores) if table.rows]
+    return [speed, *([time] if report.knows_parts else []), *drafts]
 
 
 def legend(report: Report) -> list[str]:
@@ -342,7 +428,16 @@ def legend(report: Report) -> list[str]:
         "accept length: tokens per verification, bonus token included",
         f"{parts if report.knows_parts else ''}pos i: share of the drafts reaching position i in "
         "which it was accepted",
+        *([_SCORES] if any(summary.scored.nodes for summary in report.summaries) else []),
     ]
+
+
+_SCORES = (
+    "drafted, verified: nodes of a draft, the root included, before and after cuts; predicted, "
+    "accepted: of all drafted nodes, the share expected to be accepted by their scores, and the "
+    "share that was; error: the expected calibration error; reliability: of nodes predicted at 0 "
+    "to 9 %, 10 to 19 % and so on, how many tenths were accepted (0123456789 is foreseen; . none)"
+)
 
 
 def caption(report: Report) -> list[str]:
@@ -414,6 +509,31 @@ def _time(summary: Summary) -> list[str]:
     milliseconds = 1000 * summary.time.wall / summary.output_tokens
     each = (f"{100 * share:.0f}%" for share in shares)
     return [summary.label, str(summary.batch_size), f"{milliseconds:.2f}", *each]
+
+
+def _scores(summary: Summary) -> list[str]:
+    scored, error, length = summary.scored, summary.calibration_error, summary.mean_accept_length
+    means = summary.proposed_nodes, summary.verified_nodes, length
+    shares = (each / scored.nodes for each in (scored.predicted, scored.accepted))
+    return [
+        summary.label,
+        str(summary.batch_size),
+        *("-" if mean is None else f"{mean:.2f}" for mean in means),
+        *(f"{100 * share:.1f}%" for share in shares),
+        f"{error:.3f}",
+        _digits(summary.reliability),
+    ]
+
+
+def _digits(reliability: Mapping[int, ScoredNodes]) -> str:
+    """Return the accepted tenths of the nodes of each predicted tenth, a digit each."""
+    tenths = [ScoredNodes()] * _TENTHS
+    for percentage, nodes in reliability.items():
+        tenths[percentage * _TENTHS // 100] += nodes
+    return "".join(
+        str(min(each.accepted * _TENTHS // each.nodes, _TENTHS - 1)) if each.nodes else "."
+        for each in tenths
+    )
 
 
 def _acceptance(summary: Summary, depth: int) -> list[str]:

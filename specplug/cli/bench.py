@@ -101,7 +101,8 @@ MEASUREMENT = (
     click.Option(
         ["--output"],
         type=click.Path(file_okay=False, path_type=Path),
-        help="Folder for bench.json, speedup.png, acceptance.png and time_split.png.",
+        help="Folder for bench.json and plots: speedup.png, acceptance.png, time_split.png, "
+        "reliability.png.",
     ),
     click.Option(["--json", "as_json"], is_flag=True, help="Print JSON instead of the tables."),
 )

@@ -28,6 +28,11 @@ def _run(seconds: float, outputs: Sequence[Sequence[int]], drafted: Sequence[int
             "extend": 0.1 * seconds,
         },
         "prefill_seconds": 0.2 * seconds,
+        "proposed": 2 * sum(drafted),
+        "drafted": sum(drafted),
+        "scored": {10: 8, 45: 10, 95: 4} if drafted else {},
+        "predicted": {10: 1.0, 45: 4.75, 95: 3.9},
+        "accepted_of_scored": {10: 2, 45: 5, 95: 4},
     }
     return Run(seconds=seconds, outputs=tuple(map(tuple, outputs)), statistics=statistics)
 

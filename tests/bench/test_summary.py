@@ -9,6 +9,7 @@ import pytest
 from specplug.bench.summary import (
     PARTS,
     Difference,
+    ScoredNodes,
     Spread,
     Summary,
     TimeSplit,
@@ -125,7 +126,7 @@ def test_problems(make_series, make_report, skipped):
 
 def test_tables(make_series, make_report):
     more = make_series("A,B", {k: [s / 4 for s in v] for k, v in SECONDS.items()}, batch_size=8)
-    speed, time, acceptance = tables(make_report(make_series("A,B", SECONDS), more))
+    speed, time, acceptance, scores = tables(make_report(make_series("A,B", SECONDS), more))
     assert speed.rows[:3] == [
         ["NONE", "1", "-", "-", "-", "1.0", "1.00", "-", "1.00", "yes"],
         ["B", "1", "3", "1", "4", "4.0", "4.00", "4.00 to 6.00", "2.10", "yes"],
@@ -136,13 +137,39 @@ def test_tables(make_series, make_report):
     assert acceptance.columns == ("algorithm", "batch", "pos 1", "pos 2", "pos 3")
     assert [row[0] for row in acceptance.rows] == ["B", "A", "B", "A"]
     assert acceptance.rows[0][2:] == ["50%"] * 3
-    for table in (speed, time, acceptance):
+    assert scores.rows[0] == [
+        *("B", "1", "5.40", "3.20", "2.10", "43.9%", "50.0%", "0.061", ".2..5....9")
+    ]
+    assert [row[0] for row in scores.rows] == ["B", "A", "B", "A"]
+    for table in (speed, time, acceptance, scores):
         assert all(len(row) == len(table.columns) for row in table.rows)
-        assert set(table.right) == set(table.columns) - {"algorithm", "identical"}
+        assert set(table.right) == set(table.columns) - {"algorithm", "identical", "reliability"}
 
 
 def test_without_drafts_there_is_no_third_table(make_series, make_report):
-    assert len(tables(make_report(make_series("NONE", {"NONE": [1.0]})))) == 2
+    report = make_report(make_series("NONE", {"NONE": [1.0]}))
+    assert len(tables(report)) == 2
+    assert "reliability" not in " ".join(legend(report))
+
+
+def test_without_scores_there_is_no_fourth_table(make_series, make_report):
+    series = make_series("A", SECONDS)
+    for run in series[1].runs:
+        for name in ("scored", "predicted", "accepted_of_scored", "proposed"):
+            del run.statistics[name]
+    report = make_report(series)
+    assert [table.columns[-1] for table in tables(report)] == ["identical", "other", "pos 3"]
+    found = report.as_mapping()["results"][1]
+    assert (found["calibration_error"], found["reliability"]) == (None, {})
+    assert (found["proposed_nodes"], found["verified_nodes"]) == (None, 3.2)
+
+
+def test_reliability_adds_up_the_rounds(make_series):
+    a = Summary(*reversed(make_series("A", SECONDS)))
+    rounds = len(SECONDS["A"])
+    assert list(a.reliability) == [10, 45, 95]
+    assert a.reliability[45] == ScoredNodes(10 * rounds, 4.75 * rounds, 5 * rounds)
+    assert a.calibration_error == pytest.approx((1.0 + 0.25 + 0.1) / 22)
 
 
 def test_words(make_series, make_report):

@@ -18,7 +18,7 @@ from specplug.cli import main
 from specplug.registry import Registry
 
 QUICK = "--rounds", "1", "--num-prompts", "1", "--batch-sizes", "1", "--max-new-tokens", "8"
-PLOTS = {"speedup.png", "acceptance.png", "time_split.png"}
+PLOTS = {"speedup.png", "acceptance.png", "time_split.png", "reliability.png"}
 
 
 REPEAT = '''
@@ -90,7 +90,7 @@ LABELS = {"NONE", "NGRAM", "EAGLE3:steps=2,topk=2"}
 
 def test_tables_in_a_pipe(measured):
     done, _ = measured
-    speed, times, acceptance, words = done.stdout.split("\n\n")
+    speed, times, acceptance, scores, words = done.stdout.split("\n\n")
     heading, *rows = speed.splitlines()
     assert " ".join(heading.split()) == (
         "ALGORITHM BATCH S K N TOKENS/S SPEED-UP QUARTILES ACCEPT LENGTH IDENTICAL"
@@ -104,6 +104,12 @@ def test_tables_in_a_pipe(measured):
     heading = " ".join(times.splitlines()[0].split())
     assert heading == "ALGORITHM BATCH MS/TOKEN DRAFT VERIFY PREFILL OTHER"
     assert acceptance.splitlines()[0].split("  ")[-1].startswith("POS ")
+    heading, *rows = scores.splitlines()
+    assert " ".join(heading.split()) == (
+        "ALGORITHM BATCH DRAFTED VERIFIED ACCEPT LENGTH PREDICTED ACCEPTED ERROR RELIABILITY"
+    )
+    assert {row.split()[0] for row in rows} == LABELS - {"NONE"}
+    assert all(len(row.split()[-1]) == 10 for row in rows)
     assert (
         "greedy, at most 12 new tokens per prompt, page size 4; 2 rounds of 2 prompts of" in words
     )
@@ -162,6 +168,9 @@ def check_result(result):
     assert bool(result["acceptance_by_position"]) is drafts
     assert all(0 <= rate <= 1 for rate in result["acceptance_by_position"])
     assert result["mean_accept_length"] >= 1
+    assert bool(result["reliability"]) is drafts
+    scored = sum(each["nodes"] for each in result["reliability"].values())
+    assert scored == sum(each["statistics"]["drafted"] for each in result["rounds"])
     assert drafts or result["speed_up"] == {"median": 1.0, "low": 1.0, "high": 1.0}
 
 
