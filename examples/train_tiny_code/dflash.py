@@ -123,7 +123,7 @@ def draft(
     ids[..., 0] = tokens.gather(1, anchors)
     positions = anchors.unsqueeze(2) + torch.arange(size, device=tokens.device)
     embeds = F.embedding(ids.flatten(), embedding)
-    hidden = network(embeds, positions.flatten(), attend)
+    hidden = network(embeds, positions.flatten(), attend, size)
     return network.norm(hidden).view(*ids.shape, -1)
 
 
@@ -210,16 +210,20 @@ def build(config: DFlashConfig, target: LlamaForCausalLM, text: Tensor) -> DFlas
 
 
 def save(network: DFlashNetwork, out: Path) -> None:
-    """Writes config.json and model.safetensors (bfloat16) in z-lab's layout."""
+    """Writes config.json and model.safetensors (bfloat16) in z-lab's layout, DFlash 2's if the
+    network has its parts."""
     config = network.config
+    sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    second = {name: getattr(config, name) for name in sizes} if config.selector_rank else {}
     values = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"],
         "attention_bias": False,
         "block_size": config.block_size,
         # The layers whose outputs are read: one less than those whose inputs are.
         "dflash_config": {
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": [layer - 1 for layer in config.feature_layers],
+            **second,
         },
         "dtype": "bfloat16",
         "head_dim": config.head_dim,

@@ -66,10 +66,12 @@ def load(
 def rename(name: str) -> str | None:
     """Return the network's name of a stored tensor; None for a tensor that is not loaded.
 
-    Some exports put ``model.`` before a name. ``speculators`` may save copies of the target's norm
-    and LM head, which only its training reads.
+    Some exports put ``model.`` before a name, or ``.weight`` after a codebook's. ``speculators``
+    may save copies of the target's norm and LM head, which only its training reads.
     """
-    return None if name.startswith("verifier_") else name.removeprefix("model.")
+    if name.startswith("verifier_"):
+        return None
+    return name.removeprefix("model.").replace("_codebook.weight", "_codebook")
 
 
 def _check_fit(checkpoint: Checkpoint, config: DFlashConfig, runtime: Runtime) -> None:

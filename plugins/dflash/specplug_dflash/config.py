@@ -15,9 +15,6 @@ from specplug import CheckpointError, SpecConfig, UsageError
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "shift_label": (None, False),
     "projector_type": (None, "dflash"),
-    "input_embedding_scale": (None, 1),
-    "output_multiplier": (None, 1),
-    "final_logit_softcapping": (None, 0),
     "hidden_act": (None, "silu"),
 }
 
@@ -47,6 +44,13 @@ class DFlashConfig:
             all. A row of a layer that is not causal sees the later rows of its block in any case.
         num_target_layers: the number of layers of the target that it was trained for; None if the
             checkpoint does not say.
+        conv_kernel_size, conv_group_size: the taps of the convolutions in each layer, and the
+            channels that share a kernel's variable part; 0 taps: there are none (DFlash 2).
+        selector_rank, selector_top_k: the rank of the candidate selector, and the candidates of
+            each row that it chooses among; rank 0: there is none (DFlash 2).
+        input_embedding_scale, output_multiplier: of the embeddings that are read, and of the
+            logits.
+        final_logit_softcapping: the bound of the logits; 0: none.
     """
 
     hidden_size: int
@@ -69,6 +73,13 @@ class DFlashConfig:
     causal: tuple[bool, ...]
     windows: tuple[int | None, ...]
     num_target_layers: int | None = None
+    conv_kernel_size: int = 0
+    conv_group_size: int = 1
+    selector_rank: int = 0
+    selector_top_k: int = 1
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
 
     @property
     def most_steps(self) -> int:
@@ -110,6 +121,10 @@ class DFlashConfig:
                 f"topk={topk}: the draft model knows {self.draft_vocab_size} tokens; "
                 "expected no more than these"
             )
+        if self.selector_rank and topk > self.selector_top_k:
+            reason = f"topk {topk} -> {self.selector_top_k}: the draft model's candidates of a row"
+            topk = self.selector_top_k
+            config = config.adjust(reason, topk=topk)
         if steps > nodes - 1:
             reason = f"num_steps {steps} -> {nodes - 1}: {nodes} nodes reach no deeper"
             config = config.adjust(reason, num_steps=nodes - 1)
@@ -199,6 +214,10 @@ def parse_config(keys: Mapping[str, Any], file: Path) -> DFlashConfig:
         causal=_causal(keys, file),
         windows=_windows(keys, file),
         num_target_layers=keys.get("num_target_layers"),
+        **_second_version(keys, file),
+        input_embedding_scale=keys.get("input_embedding_scale") or 1.0,
+        output_multiplier=keys.get("output_multiplier") or 1.0,
+        final_logit_softcapping=keys.get("final_logit_softcapping") or 0.0,
     )
     _check(config, file)
     return config
@@ -210,6 +229,23 @@ def flatten(keys: Mapping[str, Any]) -> dict[str, Any]:
     decoder = keys.get("transformer_layer_config") or {}
     outer = {key: value for key, value in keys.items() if value is not None}
     return {**decoder, **outer, **(keys.get("dflash_config") or {})}
+
+
+def _second_version(keys: Mapping[str, Any], file: Path) -> dict[str, int]:
+    """Return the sizes of DFlash 2's parts, as far as a checkpoint has them."""
+    found = {}
+    for names in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
+        values = [keys.get(name) for name in names]
+        if values == [None, None]:
+            continue
+        for name, value in zip(names, values, strict=True):
+            if type(value) is not int or value < 1:
+                raise CheckpointError(
+                    f"{file}: {name}={value!r}, expected a number of at least 1, as "
+                    f"{' and '.join(names)} stand together"
+                )
+            found[name] = value
+    return found
 
 
 def _feature_layers(keys: Mapping[str, Any], file: Path) -> tuple[int, ...]:
@@ -274,6 +310,16 @@ def _windows(keys: Mapping[str, Any], file: Path) -> tuple[int | None, ...]:
 
 
 def _check(config: DFlashConfig, file: Path) -> None:
+    if config.hidden_size % config.conv_group_size:
+        raise CheckpointError(
+            f"{file}: conv_group_size={config.conv_group_size}, expected a divisor of hidden_size "
+            f"{config.hidden_size}"
+        )
+    if config.selector_top_k > config.draft_vocab_size:
+        raise CheckpointError(
+            f"{file}: selector_top_k={config.selector_top_k}, expected at most the draft's "
+            f"{config.draft_vocab_size} tokens"
+        )
     if config.most_steps < 1:
         raise CheckpointError(
             f"{file}: block_size={config.block_size}, expected at least {1 + config.first_row}: "

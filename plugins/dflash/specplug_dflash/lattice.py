@@ -1,7 +1,7 @@
-"""Trees through a lattice: some candidates at each position of a block.
+"""Paths and trees through a lattice: some candidates at each position of a block.
 
-DDTree (arXiv 2604.12989): of all paths from the root, the nodes that survive most likely, where the
-draft gives each position a distribution of its own.
+A tree has the nodes of all paths that survive most likely: DDTree, arXiv 2604.12989. A chain is
+the path of which the target is expected to take most.
 """
 
 from __future__ import annotations
@@ -28,6 +28,38 @@ class Lattice:
 
     tokens: Sequence[Tensor]
     scores: Sequence[Tensor]
+
+
+def longest_path(lattice: Lattice) -> tuple[Tensor, Tensor]:
+    """Find the path that is expected to be accepted furthest: the sum of its nodes' survivals is
+    greatest.
+
+    From a candidate on, the best that can follow it does not depend on what stands before it, so it
+    is found from the last position to the first.
+
+    Returns:
+        Tokens [bs, S] int64 and scores [bs, S].
+    """
+    probabilities = [scores.exp() for scores in lattice.scores]
+    chosen, ahead = [], torch.zeros_like(probabilities[-1][:, 0])
+    for after in reversed(probabilities):
+        # What follows each candidate counts only if the candidate is taken.
+        best = (after * (1 + ahead).unsqueeze(1)).max(2)
+        chosen.append(best.indices)
+        ahead = best.values
+        if after.shape[1] == 1:
+            ahead = ahead.expand(-1, after.shape[2])
+    path, scores = [], []
+    rank = torch.zeros_like(chosen[-1][:, :1])
+    for tokens, of_pair, next_ranks in zip(
+        lattice.tokens, lattice.scores, reversed(chosen), strict=True
+    ):
+        before = rank if of_pair.shape[1] > 1 else torch.zeros_like(rank)
+        rank = next_ranks.gather(1, before)
+        path.append(tokens.gather(1, rank))
+        row = before.unsqueeze(2).expand(-1, 1, of_pair.shape[2])
+        scores.append(of_pair.gather(1, row).squeeze(1).gather(1, rank))
+    return torch.cat(path, dim=1), torch.cat(scores, dim=1)
 
 
 def likeliest_tree(

@@ -17,8 +17,9 @@ from specplug import (
     likeliest_tokens,
 )
 from specplug_dflash.checkpoint import load_network
-from specplug_dflash.lattice import Lattice, likeliest_tree
+from specplug_dflash.lattice import Lattice, likeliest_tree, longest_path
 from specplug_dflash.network import DFlashNetwork
+from specplug_dflash.selector import CandidateSelector
 
 
 class DFlashWorker:
@@ -152,18 +153,46 @@ class DFlashWorker:
         return likeliest_tree(lattice, roots, self._topk, nodes)
 
     def _lattice(self, batch: Batch, roots: Tensor, hidden: Tensor) -> Lattice:
-        """Return the ``topk`` best candidates of each position of blocks, by themselves.
+        """Return the best candidates of each position of blocks: ``selector_top_k`` where there is
+        a selector, which scores their pairs, else ``topk``.
 
         Args:
             roots, hidden: as in ``_choose``.
         """
+        selector = self.network.candidate_selector
+        count = self.network.config.selector_top_k if selector is not None else self._topk
         logits = self._logits(batch, hidden)
         # Scores add up over the depth and are compared: half precision would round them away.
         precise = torch.promote_types(logits.dtype, torch.float32)
-        scores, best = logits.log_softmax(-1, dtype=precise).topk(self._topk, dim=-1)
-        tokens = self._token_ids[best]
-        positions = tokens.view(len(roots), -1, self._topk).unbind(1)
-        return Lattice(positions, scores.view(len(roots), -1, 1, self._topk).unbind(1))
+        scores, best = logits.log_softmax(-1, dtype=precise).topk(count, dim=-1)
+        tokens = self._token_ids[best].view(len(roots), -1, count)
+        scores = scores.view(*tokens.shape[:2], 1, count)
+        if selector is None:
+            return Lattice(tokens.unbind(1), scores.unbind(1))
+        pairs = self._pairs(selector, batch, roots, hidden, tokens)
+        # The selector says which candidate, not whether it is any of them.
+        of_any = scores.logsumexp(-1, keepdim=True)
+        scores = (scores + pairs).log_softmax(-1) + of_any
+        return Lattice(tokens.unbind(1), [scores[:, 0, :1], *scores[:, 1:].unbind(1)])
+
+    def _pairs(
+        self,
+        selector: CandidateSelector,
+        batch: Batch,
+        roots: Tensor,
+        hidden: Tensor,
+        tokens: Tensor,
+    ) -> Tensor:
+        """Score the candidates [bs, S, C] of blocks after each of the position before: [bs, S, C,
+        C]. At the first position all rows are the same, after the root."""
+        root = roots.view(-1, 1, 1).expand(-1, 1, tokens.shape[2])
+        before = torch.cat((root, tokens[:, :-1]), dim=1)
+        drafting = hidden[:, self._first_row :].flatten(0, 1)
+        pairs: Tensor = selector(drafting, before.flatten(0, 1), tokens.flatten(0, 1))
+        pairs = pairs.view(*tokens.shape, -1)
+        if batch.greedy:
+            return pairs
+        return pairs / self._runtime.temperatures(batch).view(-1, 1, 1, 1)
 
     def _choose(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the tokens of blocks.
@@ -175,8 +204,10 @@ class DFlashWorker:
 
         Returns:
             Tokens [bs, N - 1] int64, and their scores [bs, N - 1]: of each token by itself,
-            whatever stands before it.
+            whatever stands before it, where there is no selector.
         """
+        if self.network.candidate_selector is not None:
+            return longest_path(self._lattice(batch, roots, hidden))
         tokens, scores = self._likeliest(self._logits(batch, hidden))
         return tokens.view(len(roots), -1), scores.view(len(roots), -1)
 
@@ -188,11 +219,15 @@ class DFlashWorker:
             hidden: as in ``_choose``.
         """
         drafting = hidden[:, self._first_row :]
-        logits: Tensor = self._lm_head(drafting.flatten(0, 1))
+        logits = self._unary(drafting.flatten(0, 1))
         if batch.greedy:
             return logits
         positions = batch.seq_lens.unsqueeze(1) + self._ahead[: drafting.shape[1]]
         return couple(self._runtime, batch, logits, positions, self._token_ids)
+
+    def _unary(self, drafting: Tensor) -> Tensor:
+        """Return the logits of rows [R, hidden], each by itself: [R, V_draft]."""
+        return self.network.scaled(self._lm_head(drafting))
 
     def _likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the likeliest token of each row of [R, V_draft], in the target's ids, and its
@@ -216,6 +251,7 @@ class DFlashWorker:
             window = config.windows[layer]
             return of_layer[layer].attend(self._cache, layer, q, k, v, window=window)
 
-        hidden: Tensor = self.network(self._embed(block.flatten()), plans[0].positions, attend)
+        embeds = self._embed(block.flatten())
+        hidden: Tensor = self.network(embeds, plans[0].positions, attend, rows)
         normed: Tensor = self.network.norm(hidden)
         return normed.view(*block.shape, -1)

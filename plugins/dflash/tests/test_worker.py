@@ -429,7 +429,7 @@ def test_packing_changes_nothing(write_draft: Write) -> None:
 
     def results() -> list[Tensor]:
         context = network.fuse(features)
-        block = network(context, places, mix)
+        block = network(context, places, mix, 5)
         return [block, *(x for pair in network.context_kv(context, places) for x in pair)]
 
     unpacked = results()

@@ -57,7 +57,7 @@ class DSparkWorker(DFlashWorker):
         first = self._first_row
         by_row = hidden.transpose(0, 1).contiguous()
         drafting = by_row[first:]
-        logits = self._lm_head(drafting.flatten(0, 1)).view(*drafting.shape[:2], -1)
+        logits = self._unary(drafting.flatten(0, 1)).view(*drafting.shape[:2], -1)
         before, state = head.markov_w1(roots), None
         if first:  # the head was trained to pass over the anchor's row, too
             _, state = head.step(before, by_row[0], None)
