@@ -213,8 +213,11 @@ def save(network: DFlashNetwork, out: Path) -> None:
     """Writes config.json and model.safetensors (bfloat16) in z-lab's layout, DFlash 2's if the
     network has its parts."""
     config = network.config
-    sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    second = {name: getattr(config, name) for name in sizes} if config.selector_rank else {}
+    second = {}
+    if config.conv_kernel_size:
+        second = {name: getattr(config, name) for name in ("conv_kernel_size", "conv_group_size")}
+    if config.selector_rank:
+        second |= {name: getattr(config, name) for name in ("selector_rank", "selector_top_k")}
     values = {
         "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"],
         "attention_bias": False,

@@ -41,6 +41,31 @@ Z_LAB = {
     "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2]},
 }
 
+CONV_GROUP, RANK, TOP_K = 8, 12, 4
+
+SECOND = {
+    "conv_kernel_size": 2,
+    "conv_group_size": CONV_GROUP,
+    "selector_rank": RANK,
+    "selector_top_k": TOP_K,
+}
+"""What DFlash 2 adds to a checkpoint's keys."""
+
+Z_LAB_2 = {
+    **{key: value for key, value in Z_LAB.items() if key != "block_size"},
+    "architectures": ["DFlash2DraftModel"],
+    "is_causal": False,
+    "dflash_config": {
+        "block_size": BLOCK,
+        "mask_token_id": MASK,
+        "target_layer_ids": [0, 2],
+        **SECOND,
+        "input_embedding_scale": 0.8,
+        "output_multiplier": 0.7,
+        "final_logit_softcapping": 20.0,
+    },
+}
+
 SPECULATORS = {
     "architectures": ["DFlashDraftModel"],
     "speculators_model_type": "dflash",
@@ -91,6 +116,27 @@ def z_lab_tensors(hidden: int = HIDDEN) -> dict[str, Tensor]:
     return {n: torch.randn(shape, dtype=torch.float64) * 0.5 for n, shape in shapes.items()}
 
 
+def second_tensors(hidden: int = HIDDEN) -> dict[str, Tensor]:
+    """Random tensors of z-lab's layout of DFlash 2."""
+    tensors = z_lab_tensors(hidden)
+    shapes = {
+        "candidate_selector.predecessor_codebook": (VOCAB, RANK),
+        "candidate_selector.successor_codebook": (VOCAB, RANK),
+        "candidate_selector.hidden_projection.weight": (RANK, hidden),
+        **{
+            f"layers.{i}.{name}_conv.{key}": shape
+            for i in range(2)
+            for name in ("attention", "mlp")
+            for key, shape in (
+                ("base_kernel", (2, 2, hidden)),
+                ("kernel_projection.weight", (2 * 2 * hidden // CONV_GROUP, hidden)),
+            )
+        },
+    }
+    drawn = {n: torch.randn(shape, dtype=torch.float64) * 0.5 for n, shape in shapes.items()}
+    return {**tensors, **drawn}
+
+
 def speculators_tensors(hidden: int = HIDDEN) -> dict[str, Tensor]:
     """Random tensors of ``speculators``' layout: a head of its own over fewer tokens."""
     tensors = z_lab_tensors(hidden)
@@ -122,6 +168,12 @@ def write_draft(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path
 
     return write
+
+
+@pytest.fixture
+def second() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and config of DFlash 2, in z-lab's layout."""
+    return second_tensors(), Z_LAB_2
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,79 @@ def test_z_lab_layout_loads(target: Path, write_draft: Write, tensors: dict[str,
     assert (config.feature_layers, config.block_size, config.mask_token_id) == ((1, 3), 8, 96)
     assert config.causal == (False, False)
     assert_loaded(llm, tensors)
+
+
+Second = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+@pytest.mark.parametrize("codebooks", ["", ".weight"])
+def test_second_z_lab_layout_loads(
+    target: Path, write_draft: Write, second: Second, codebooks: str
+) -> None:
+    """Some exports name the codebooks as embeddings."""
+    tensors, layout = second
+    named = {
+        f"{name}{codebooks}" if "codebook" in name else name: tensor
+        for name, tensor in tensors.items()
+    }
+    llm = load(target, write_draft(named, layout))
+    config = network_of(llm).config
+    assert (config.block_size, config.causal) == (8, (False, False))
+    assert (config.conv_kernel_size, config.conv_group_size) == (2, 8)
+    assert (config.selector_rank, config.selector_top_k) == (12, 4)
+    scales = config.input_embedding_scale, config.output_multiplier
+    assert (*scales, config.final_logit_softcapping) == (0.8, 0.7, 20.0)
+    assert_loaded(llm, tensors)
+
+
+def test_second_speculators_layout_loads(
+    target: Path, write_draft: Write, second: Second, speculators: Speculators
+) -> None:
+    """Its keys stand at the top; its vocabulary is the target's."""
+    tensors, layout = second
+    sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    draft = write_draft(
+        tensors,
+        speculators(32)[1],
+        speculators_model_type="dflash2",
+        architectures=["DFlash2DraftModel"],
+        draft_vocab_size=97,
+        sliding_window_non_causal=True,
+        **{name: layout["dflash_config"][name] for name in sizes},
+    )
+    llm = load(target, draft)
+    config = network_of(llm).config
+    assert config.feature_layers == (1, 3)
+    assert (config.selector_rank, config.conv_group_size) == (12, 8)
+    assert_loaded(llm, tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"conv_group_size": None}, "conv_group_size=None, expected a number of at least 1"),
+        ({"selector_rank": "x"}, "selector_rank='x', expected a number of at least 1"),
+        ({"conv_group_size": 7}, "conv_group_size=7, expected a divisor of hidden_size 32"),
+        ({"selector_top_k": 98}, "selector_top_k=98, expected at most the draft's 97 tokens"),
+    ],
+)
+def test_second_layout_with_wrong_sizes_is_refused(
+    target: Path, write_draft: Write, second: Second, changes: dict[str, Any], reason: str
+) -> None:
+    tensors, layout = second
+    keys = {**layout["dflash_config"], **changes}
+    with pytest.raises(CheckpointError, match=re.escape(reason)):
+        load(target, write_draft(tensors, layout, dflash_config=keys))
+
+
+def test_topk_greater_than_the_candidates_is_adjusted(
+    target: Path, write_draft: Write, second: Second
+) -> None:
+    llm = load(target, write_draft(*second), speculative_eagle_topk=6, speculative_num_steps=2)
+    assert llm.effective_config["topk"] == 4
+    assert llm.effective_config["adjustments"][0] == (
+        "topk 6 -> 4: the draft model's candidates of a row"
+    )
 
 
 def test_speculators_layout_loads(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from default_completion import Completion
 from drafted_tokens import Tokens, check_shipped_weights, plain_tokens, tokens_of
+from torch import Tensor
 
 from specplug import LLM
 from specplug_dflash import algorithm
@@ -18,6 +20,7 @@ def expected(target: Path, prompts: list[list[int]]) -> Tokens:
     return plain_tokens(target, prompts)
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(("steps", "topk", "nodes"), [(1, 1, None), (4, 1, None), (4, 3, 12)])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -27,6 +30,8 @@ def test_tokens_are_those_of_none(
     prompts: list[list[int]],
     expected: Tokens,
     write_draft: Callable[..., Path],
+    second: tuple[dict[str, Tensor], dict[str, Any]],
+    version: int,
     steps: int,
     topk: int,
     nodes: int | None,
@@ -34,11 +39,12 @@ def test_tokens_are_those_of_none(
     page_size: int,
     chunk: int | None,
 ) -> None:
+    draft = write_draft() if version == 1 else write_draft(*second)
     llm = LLM(
         target,
         dtype="float64",
         speculative_algorithm=algorithm,
-        speculative_draft_model_path=write_draft(),
+        speculative_draft_model_path=draft,
         speculative_num_steps=steps,
         speculative_eagle_topk=topk,
         speculative_num_draft_tokens=nodes,

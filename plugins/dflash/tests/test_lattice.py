@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
 from specplug import Draft
-from specplug_dflash.lattice import Lattice, likeliest_tree
+from specplug_dflash.lattice import Lattice, likeliest_tree, longest_path
 
 
 def random_lattice(bs: int, steps: int, width: int, *, pairs: bool) -> Lattice:
@@ -74,6 +75,33 @@ def test_tree_has_the_nodes_that_best_first_finds(
         expected = best_first(lattice, request, topk, nodes - 1)
         assert found.keys() == expected.keys()
         assert found == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(("steps", "width"), [(1, 4), (2, 4), (5, 3)])
+def test_path_is_expected_to_be_accepted_furthest(pairs: bool, steps: int, width: int) -> None:
+    lattice = random_lattice(3, steps, width, pairs=pairs)
+    tokens, scores = longest_path(lattice)
+    for request in range(3):
+        everything = best_first(lattice, request, width, sum(width**s for s in range(1, steps + 1)))
+        whole = [path for path in everything if len(path) == steps]
+
+        def furthest(path: tuple[int, ...], sums: dict[tuple[int, ...], float]) -> float:
+            return sum(math.exp(sums[path[: i + 1]]) for i in range(len(path)))
+
+        best = max(whole, key=lambda path: furthest(path, everything))
+        assert tuple(tokens[request].tolist()) == best
+        assert float(scores[request].sum()) == pytest.approx(everything[best])
+
+
+def test_path_prefers_a_sure_start_to_a_likelier_whole() -> None:
+    """Greedy takes b, then has 0.1 ahead; the likeliest whole is a's."""
+    first = torch.tensor([[[0.4, 0.6]]]).log()
+    then = torch.tensor([[[0.9, 0.1], [0.5, 0.5]]]).log()
+    tokens = [torch.tensor([[10, 11]]), torch.tensor([[20, 21]])]
+    path, scores = longest_path(Lattice(tokens, [first, then]))
+    assert path.tolist() == [[11, 20]]  # 0.6 + 0.3 against 0.4 + 0.36
+    torch.testing.assert_close(scores.exp(), torch.tensor([[0.6, 0.5]]))
 
 
 def test_tree_of_no_request_has_no_row() -> None:

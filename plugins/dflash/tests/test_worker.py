@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ HEADS, KV_HEADS, HEAD_DIM, EPS, THETA, MASK = 4, 2, 8, 1e-5, 1e4, 96
 CONTEXT = 160
 
 Write = Callable[..., Path]
+Second = tuple[dict[str, Tensor], dict[str, Any]]
 Fixture = Callable[[], dict[str, Tensor]]
 
 
@@ -84,6 +87,7 @@ class Reference:
             "embed_tokens.weight", self.model.get_input_embeddings().weight
         ).detach()
         self.head = self.w.get("lm_head.weight", self.model.lm_head.weight).detach()
+        self.keys = json.loads((draft / "config.json").read_text()).get("dflash_config", {})
         d2t = self.w.get("d2t", torch.zeros(len(self.head), dtype=torch.int64))
         self.ids = torch.arange(len(self.head)) + d2t
 
@@ -131,21 +135,64 @@ class Reference:
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(n, -1)
         return self.project(mixed, f"{name}.o_proj")
 
+    def convolve(self, x: Tensor, kernel: Tensor, base: Tensor) -> Tensor:
+        """Convolve the rows of one block.
+
+        Args:
+            x: [n, hidden].
+            kernel: [n, taps, groups].
+            base: [taps, hidden].
+        """
+        size = x.shape[1] // kernel.shape[2]
+        rows = []
+        for i in range(len(x)):
+            taps = kernel[i].repeat_interleave(size, dim=1) + base
+            rows.append(taps[0] * x[i] + (taps[1] * x[i - 1] if i else 0))
+        return torch.stack(rows)
+
+    def around(self, name: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply a sublayer to [n, hidden], with its convolutions if there are some."""
+        if f"{name}.base_kernel" not in self.w:
+            return sublayer(x)
+        base = self.w[f"{name}.base_kernel"]
+        before, after = (
+            self.project(x, f"{name}.kernel_projection").view(len(x), 2, 2, -1).unbind(1)
+        )
+        return self.convolve(sublayer(self.convolve(x, before, base[0])), after, base[1])
+
+    def mlp(self, layer: int, x: Tensor) -> Tensor:
+        name = f"layers.{layer}.mlp"
+        gate, up = (self.project(x, f"{name}.{p}_proj") for p in ("gate", "up"))
+        return self.project(torch.nn.functional.silu(gate) * up, f"{name}.down_proj")
+
     @torch.inference_mode()
-    def logits(self, committed: list[int], steps: int) -> Tensor:
-        """[steps, V_draft] of what follows ``committed``, the root included."""
+    def hidden(self, committed: list[int], steps: int) -> Tensor:
+        """[steps, hidden] of the rows that draft what follows ``committed``, the root included."""
         context = self.context(committed[:-1])
         hidden = self.embedding[torch.tensor([committed[-1]] + [MASK] * (steps - 1 + self.first))]
+        hidden = hidden * self.keys.get("input_embedding_scale", 1)
         for layer in range(2):
             name = f"layers.{layer}"
             x = self.norm(hidden, f"{name}.input_layernorm")
-            hidden = hidden + self.attention(layer, x, context)
+            attend = partial(self.attention, layer, context=context)
+            hidden = hidden + self.around(f"{name}.attention_conv", x, attend)
             y = self.norm(hidden, f"{name}.post_attention_layernorm")
-            gate, up = (self.project(y, f"{name}.mlp.{p}_proj") for p in ("gate", "up"))
-            hidden = hidden + self.project(
-                torch.nn.functional.silu(gate) * up, f"{name}.mlp.down_proj"
-            )
-        return self.norm(hidden, "norm")[self.first :] @ self.head.T
+            hidden = hidden + self.around(f"{name}.mlp_conv", y, partial(self.mlp, layer))
+        return self.norm(hidden, "norm")[self.first :]
+
+    def logits(self, committed: list[int], steps: int) -> Tensor:
+        """[steps, V_draft] of what follows ``committed``, each token by itself."""
+        logits = self.hidden(committed, steps) @ self.head.T
+        logits = logits * self.keys.get("output_multiplier", 1)
+        cap = self.keys.get("final_logit_softcapping")
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+    def pair(self, hidden: Tensor, before: int, token: int) -> float:
+        """What the selector adds to the logit of a token after another one, at a row's state."""
+        name = "candidate_selector"
+        gate = self.w[f"{name}.hidden_projection.weight"] @ hidden
+        a, b = (self.w[f"{name}.{n}_codebook"] for n in ("predecessor", "successor"))
+        return float((a[before] * gate * b[token]).sum())
 
 
 def run(
@@ -361,6 +408,110 @@ def test_trees_have_the_likeliest_paths_of_the_marginals(
         )
         assert min(sums) >= likeliest - 1e-5
         assert sums == sorted(sums, reverse=True)
+
+
+def conditional(
+    reference: Reference, hidden: Tensor, logits: Tensor, before: int, temperature: float
+) -> dict[int, float]:
+    """The logarithms of the probabilities of a row's candidates after a token.
+
+    Args:
+        hidden: [hidden] of the row.
+        logits: [V] of each token by itself, with the temperature and the noise.
+    """
+    top = logits.log_softmax(-1).topk(reference.keys["selector_top_k"])
+    tokens = reference.ids[top.indices].tolist()
+    pairs = torch.tensor([reference.pair(hidden, before, token) for token in tokens])
+    scores = (top.values + pairs / (temperature or 1)).log_softmax(-1) + top.values.logsumexp(-1)
+    return dict(zip(tokens, scores.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_selector_drafts_the_path_expected_furthest(
+    target: Path,
+    prompts: list[list[int]],
+    write_draft: Write,
+    second: Second,
+    temperature: float,
+    steps: int,
+) -> None:
+    """All paths through the candidates are compared."""
+    draft = write_draft(*second)
+    params = SamplingParams(max_tokens=8, temperature=temperature, seed=3)
+    spy, texts = run(target, draft, prompts[:3], params, speculative_num_steps=steps)
+    reference = Reference(draft, target)
+    assert len(spy.drafts) >= 6
+    for prompt, root, drafted, noise, scores in spy.drafts:
+        committed = texts[prompt][: root + 1]
+        hidden, logits = (f(committed, steps) for f in (reference.hidden, reference.logits))
+        if temperature:
+            logits = logits / temperature + noise[:, reference.ids]
+        paths: list[tuple[float, float, list[int], list[float]]] = [(0.0, 0.0, [drafted[0]], [])]
+        for row in range(steps):
+            after = {
+                before: conditional(reference, hidden[row], logits[row], before, temperature)
+                for before in {path[2][-1] for path in paths}
+            }
+            paths = [
+                (expected + math.exp(total + score), total + score, [*path, token], [*own, score])
+                for expected, total, path, own in paths
+                for token, score in after[path[-1]].items()
+            ]
+        _, _, path, own = max(paths)
+        assert drafted == path
+        assert scores[1:].tolist() == pytest.approx(own, abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_selector_drafts_trees_of_its_candidates(
+    target: Path,
+    prompts: list[list[int]],
+    write_draft: Write,
+    second: Second,
+    temperature: float,
+) -> None:
+    draft = write_draft(*second)
+    steps, topk, nodes = 3, 2, 9
+    spy, texts = run(
+        target,
+        draft,
+        prompts[:3],
+        SamplingParams(max_tokens=8, temperature=temperature, seed=3),
+        speculative_num_steps=steps,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=nodes,
+    )
+    reference = Reference(draft, target)
+    for (prompt, root, tokens, noise, scores), parents in zip(spy.drafts, spy.parents, strict=True):
+        committed = texts[prompt][: root + 1]
+        hidden, logits = (f(committed, steps) for f in (reference.hidden, reference.logits))
+        if temperature:
+            logits = logits / temperature + noise[:, reference.ids]
+        found = {(): 0.0}
+        level = [((), 0.0)]
+        for row in range(steps):
+            level = [
+                ((*path, token), total + score)
+                for path, total in level
+                for token, score in sorted(
+                    conditional(
+                        reference,
+                        hidden[row],
+                        logits[row],
+                        path[-1] if path else tokens[0],
+                        temperature,
+                    ).items(),
+                    key=lambda item: -item[1],
+                )[:topk]
+            ]
+            found |= dict(level)
+        best = sorted(found, key=lambda path: -found[path])[:nodes]
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent, score in zip(tokens[1:], parents[1:], scores[1:].tolist(), strict=True):
+            paths.append((*paths[parent], token))
+            assert score == pytest.approx(found[paths[-1]] - found[paths[parent]], abs=1e-5)
+        assert set(paths) == set(best)
 
 
 def test_biases_are_used(target: Path, prompts: list[list[int]], write_draft: Write) -> None:
