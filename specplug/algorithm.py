@@ -63,6 +63,7 @@ class Capabilities:
             state of every position and cannot compute it from the tokens.
         captures: the hidden states of the target that it reads with every checkpoint, names of
             ``CAPTURES``. A host without them refuses it before anything is loaded.
+        target_drafts: it drafts with the target's own layers (``Runtime.target_layers``).
     """
 
     branching: bool = False
@@ -74,6 +75,7 @@ class Capabilities:
         converter=names_of,
         validator=validators.deep_iterable(validators.in_(CAPTURES)),
     )
+    target_drafts: bool = False
 
 
 @attrs.frozen(kw_only=True)

@@ -41,6 +41,7 @@ class HostCapabilities:
         foreseeable_noise: ``Runtime.gumbel_noise`` is the noise with which the host will choose.
             Without it drafts choose as for greedy requests.
         disaggregation: prefill and decode instances exchange draft states.
+        target_drafts: the target's own layers run for drafts, over its cache or a part of it.
     """
 
     name: str = attrs.field(validator=validators.instance_of(str))
@@ -56,6 +57,7 @@ class HostCapabilities:
     exact_sampling: bool = False
     foreseeable_noise: bool = False
     disaggregation: bool = False
+    target_drafts: bool = False
 
     def obstacles(
         self, info: AlgorithmInfo, config: SpecConfig | None = None, *, own_verify: bool = False
@@ -70,6 +72,11 @@ class HostCapabilities:
         able = info.capabilities
         if able.draft_model and not self.draft_models:
             yield f"{info.name} has a draft model, and {self.name} runs none"
+        if able.target_drafts and not self.target_drafts:
+            yield (
+                f"{info.name} drafts with the target's own layers, and {self.name} runs them for "
+                "its own passes alone"
+            )
         for capture in sorted(able.captures - self.captures):
             yield f"{info.name} reads {CAPTURES[capture]}, and {self.name} does not give them"
         if own_verify and not self.verify:

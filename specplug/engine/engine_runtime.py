@@ -12,10 +12,12 @@ from specplug.algorithm import CAPTURES, SpecConfig, find_model
 from specplug.config import EngineConfig
 from specplug.engine.cuda_graphs import CudaGraphs
 from specplug.engine.kv_pool import KVPool
+from specplug.engine.target_drafts import DraftingLayers, TargetDrafts, WatchedLayer
 from specplug.errors import PluginError
 from specplug.host import HostCapabilities
 from specplug.kv.tensors import KVShape
 from specplug.model.hidden_states import AUX_HIDDEN_STATES, LM_HEAD_INPUT
+from specplug.model.layer_range import LayerRange
 from specplug.model.sampler import Sampler
 from specplug.model.target import Target
 from specplug.speculative.draft import described
@@ -26,6 +28,7 @@ from specplug.speculative.padding import Padding
 from specplug.speculative.paged_plan import LentPlan, PagedKVCache, PagedPlan
 from specplug.speculative.runtime import RankInfo
 from specplug.speculative.runtime_base import RuntimeBase
+from specplug.speculative.target_plan import LentTargetPlan, ViewShape
 
 EMBEDDED = HostCapabilities(
     name="the embedded engine",
@@ -37,6 +40,7 @@ EMBEDDED = HostCapabilities(
     exact_sampling=True,
     foreseeable_noise=True,
     disaggregation=True,
+    target_drafts=True,
 )
 """What the embedded engine gives: all that there is."""
 
@@ -80,6 +84,7 @@ class EngineRuntime(RuntimeBase):
         self._graphs = graphs
         self._draft_verifies = draft_verifies
         self._outputs = outputs
+        self._target_drafts = TargetDrafts(target, kv)
         self._num_lookahead_slots = spec.num_lookahead_slots
         self.device = target.device
         self.dtype = target.dtype
@@ -156,6 +161,82 @@ class EngineRuntime(RuntimeBase):
                 padding=padding,
             )
         )
+
+    def target_layers(self, first: int, last: int) -> DraftingLayers:
+        self.check_open("target_layers")
+        return DraftingLayers(self._target_drafts, LayerRange(self._target, first, last))
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        return self._target_drafts.final_norm(hidden)
+
+    def target_attention(self, layer: int, page_size: int) -> WatchedLayer:
+        self.check_open("target_attention")
+        if page_size < 1:
+            raise PluginError(f"target_attention: page_size {page_size}; expected at least 1")
+        return WatchedLayer(self._kv, LayerRange(self._target, layer, layer + 1), page_size)
+
+    def plan_target(
+        self,
+        batch: Batch,
+        starts: Tensor,
+        width: int,
+        *,
+        offset: int = 0,
+        sinks: int = 0,
+        window: int | None = None,
+        pages: Tensor | None = None,
+        page_size: int | None = None,
+    ) -> LentTargetPlan:
+        self._check_plan(batch, starts, width, offset, None, None)
+        room, view = self._num_lookahead_slots, None
+        if not 0 <= offset <= room - width:
+            raise PluginError(
+                f"plan_target: width {width} at offset {offset}; expected slots from starts on, at "
+                f"most {room}; plan less, or raise num_draft_slots in validate_config()"
+            )
+        if window is not None:
+            view = ViewShape(
+                sinks=sinks, window=window, page_size=page_size or self.page_size, room=room
+            )
+        self._check_view(batch, sinks, window, pages, page_size)
+        return self._target_drafts.plan(
+            batch, starts, width, offset, view=view, pages=pages, room=room
+        )
+
+    def _check_view(
+        self,
+        batch: Batch,
+        sinks: int,
+        window: int | None,
+        pages: Tensor | None,
+        page_size: int | None,
+    ) -> None:
+        """Refuse what is no part of a context."""
+        if window is None and (sinks or pages is not None):
+            raise PluginError(
+                "plan_target: sinks or pages without a window; expected window=, the last tokens "
+                "that are seen: without one all are"
+            )
+        if sinks < 0 or (window or 0) < 0 or (page_size is not None and page_size < 1):
+            raise PluginError(
+                f"plan_target: sinks {sinks}, window {window}, page_size {page_size}; expected "
+                "numbers of tokens"
+            )
+        if pages is not None and (
+            pages.dim() != 2
+            or len(pages) != batch.size
+            or pages.dtype != torch.int64
+            or pages.device != batch.seq_lens.device
+        ):
+            raise PluginError(
+                f"plan_target: pages {described(pages)}; expected [{batch.size}, pages] of "
+                f"torch.int64 on {batch.seq_lens.device}"
+            )
+
+    def watch_committed(self, lengths: Tensor) -> None:
+        """Take the core's own committed lengths, by request row: the target's drafts write to no
+        slot before them."""
+        self._target_drafts.committed = lengths
 
     def _check_plan(
         self,

@@ -45,12 +45,14 @@ class HiddenStateCapture:
         CheckpointError: it has no list of layers.
 
     Attributes:
+        decoder: the module that has the layers.
+        layers: the decoder layers.
         routed_rows: the pass's own among the rows that the routers see.
     """
 
     def __init__(self, model: Any) -> None:
-        self._decoder = _decoder(model)
-        self.layers = _layers(self._decoder, type(model).__name__)
+        self.decoder = _decoder(model)
+        self.layers = _layers(self.decoder, type(model).__name__)
         self._routers = _routers(model)
         self._layer_ids: tuple[int, ...] = ()
         self._keeps_lm_head_input = False
@@ -62,7 +64,7 @@ class HiddenStateCapture:
     @property
     def hooked(self) -> tuple[nn.Module, ...]:
         """The modules that hooks may be on: all others may be called without looking for any."""
-        return (self._decoder, *self.layers, *self._routers)
+        return (self.decoder, *self.layers, *self._routers)
 
     @property
     def num_routers(self) -> int:
@@ -99,7 +101,7 @@ class HiddenStateCapture:
 
     def keep_lm_head_input(self) -> str:
         """Keep what leaves the final norm on every pass."""
-        self._decoder.register_forward_hook(_keep_output(self._kept, LM_HEAD_INPUT))
+        self.decoder.register_forward_hook(_keep_output(self._kept, LM_HEAD_INPUT))
         self._keeps_lm_head_input = True
         return LM_HEAD_INPUT
 
@@ -117,7 +119,7 @@ class HiddenStateCapture:
             router = self._routers[point.number]
             return router.register_forward_hook(_keep_experts(self._kept, point))
         if point.number == len(self.layers):
-            return self._decoder.register_forward_hook(_keep_output(self._kept, point))
+            return self.decoder.register_forward_hook(_keep_output(self._kept, point))
         hook = _keep_input(self._kept, point)
         return self.layers[point.number].register_forward_pre_hook(hook, with_kwargs=True)
 

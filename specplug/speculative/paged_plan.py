@@ -211,6 +211,11 @@ class PagedPlan:
             return self._places[1]
         return self._flat(self._positions).clamp(max=self.requests.last_position)
 
+    @property
+    def _window_positions(self) -> Tensor:
+        """[R] int64, the positions from which sliding windows are counted."""
+        return self.positions
+
     @cached_property
     def lengths(self) -> Tensor | None:
         """[R] int64, the sequence length that sets each row's rotary frequencies; None: they follow
@@ -238,7 +243,7 @@ class PagedPlan:
             table=self.requests.slots,
             req_indices=self.req_indices,
             starts=self.starts,
-            positions=self.positions,
+            positions=self._window_positions,
             offset=self.offset,
             width=self.width,
             order=order,
@@ -427,9 +432,19 @@ class LentPlan:
         v: Tensor,
         scale: float | None = None,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write keys and values, then attend, as ``AttentionPlan.attend`` says."""
-        form = kept_form(q.shape[2] ** -0.5 if scale is None else scale, window)
+        scale = q.shape[2] ** -0.5 if scale is None else scale
+        if sinks is None:
+            form = kept_form(scale, window)
+        elif sinks.shape == q.shape[1:2]:
+            form = AttentionForm(scale, window, sinks=sinks)
+        else:
+            raise PluginError(
+                f"attend: sinks {described(sinks)}; expected [{q.shape[1]}], one for each head of "
+                "the queries"
+            )
         return self._plan.attend(_own(cache), layer, q, k, v, form)
 
     def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:

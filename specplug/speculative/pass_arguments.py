@@ -98,7 +98,7 @@ def _plan_like(
     value: PagedPlan | LentPlan, plan: PagedPlan, left: Iterator[Tensor]
 ) -> PagedPlan | LentPlan:
     made = plan.with_tensors([next(left) for _ in plan.tensors])
-    return LentPlan(made) if isinstance(value, LentPlan) else made
+    return type(value)(made) if isinstance(value, LentPlan) else made
 
 
 def _batch_like(batch: Batch, left: Iterator[Tensor]) -> Batch:

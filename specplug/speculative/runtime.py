@@ -48,6 +48,7 @@ class AttentionPlan(Protocol):
         v: Tensor,
         scale: float | None = None,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write the rows' keys and values to their slots, then attend.
 
@@ -57,6 +58,8 @@ class AttentionPlan(Protocol):
             scale: of the scores; ``D ** -0.5`` if None.
             window: positions that a row looks back, its own included (a sliding window); None:
                 all. With a mask the plan's ``offset`` must be 0.
+            sinks: [H], a score of each head that takes part in the softmax without a value
+                (gpt-oss); None: there is none.
 
         Returns:
             [R, H * D].
@@ -65,6 +68,17 @@ class AttentionPlan(Protocol):
     def write(self, cache: KVCache, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the rows' keys and values, [R, Hkv, D], to their slots without attending: a
         context that a later pass looks at."""
+
+
+class TargetPlan(AttentionPlan, Protocol):
+    """A plan of ``Runtime.plan_target``, for the target's own layers."""
+
+    def next(self) -> TargetPlan:
+        """Return the plan of as many rows after these, which see these rows too.
+
+        Raises:
+            PluginError: ``config.num_lookahead_slots`` end before.
+        """
 
 
 @attrs.frozen(kw_only=True)
@@ -192,6 +206,74 @@ class Runtime(Protocol):
                 differ; ``starts + offset + i`` if None.
             mask: [bs or 1, width, offset + width] bool over the slots from ``starts`` on; only
                 with ``offset`` >= 0. All true: the rows see one another, as in block diffusion.
+        """
+
+    def target_layers(self, first: int, last: int) -> Callable[[Tensor, TargetPlan], Tensor]:
+        """Return the target's own decoder layers ``first`` to ``last - 1``, for drafts.
+
+        Call it in ``create_worker``, of an algorithm that declares
+        ``Capabilities(target_drafts=True)``. What it returns takes hidden states [R, hidden_size]
+        and the plan of these R rows, and gives what leaves the last of the layers. Before layer 0
+        stands ``embed_tokens``; after the last one ``final_norm`` and ``lm_head``.
+
+        The layers write their keys and values to the rows' slots of the target's own cache, where
+        the verification writes over them; rows at committed positions write nothing.
+
+        Raises:
+            UsageError: the target has no such layers, its layers do not run by themselves, its MLPs
+                are sharded over ranks, or the host runs the target for its own passes alone.
+        """
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Apply the norm after the target's last layer: [R, hidden_size] -> [R, hidden_size]."""
+
+    def plan_target(
+        self,
+        batch: Batch,
+        starts: Tensor,
+        width: int,
+        *,
+        offset: int = 0,
+        sinks: int = 0,
+        window: int | None = None,
+        pages: Tensor | None = None,
+        page_size: int | None = None,
+    ) -> TargetPlan:
+        """Plan rows of the target's drafts, ``width`` of each request in a chain.
+
+        Each row sees the rows up to itself, from ``starts`` on, and of the committed tokens before
+        ``starts`` all, or with a ``window`` the first and the last ones and the chosen pages. Where
+        these meet, a token counts once. Positions stay what they are: nothing moves together.
+
+        A layer of a sliding window looks back over the tokens of the part, as if there were no
+        others.
+
+        Args:
+            starts: [bs] int64 committed length of each request.
+            width: rows per request, R = bs * width.
+            offset: the first slot, counted from ``starts``; ``offset + width`` is at most
+                ``config.num_lookahead_slots``.
+            sinks: first tokens that are seen.
+            window: last committed tokens that are seen; None: all are.
+            pages: [bs, P] int64, numbers of pages that are seen too: page p has the tokens from
+                ``p * page_size`` on. Below 0: none. Distinct and in ascending order.
+            page_size: of ``pages``; the KV pool's if None. It need not be a multiple of that.
+        """
+
+    def target_attention(
+        self, layer: int, page_size: int
+    ) -> Callable[[Batch, Tensor, Tensor], Tensor]:
+        """Return what tells how much attention a layer of the target pays to each page.
+
+        Call it in ``create_worker``. What it returns takes the batch, the hidden states before that
+        layer [bs, hidden_size] of one committed row of each request, as ``capture_layer_inputs``
+        has them, and the rows' positions [bs] int64. It computes the row's queries again, reads all
+        keys of that layer up to the row, and gives [bs, pages] float32: the share of each page of
+        ``page_size`` tokens, the mean over the heads. The number of pages is the host's: it covers
+        all requests. Not for ``record_draft``.
+
+        Raises:
+            UsageError: as ``target_layers``.
         """
 
     def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from specplug.algorithm import SpecConfig
 from specplug.errors import PluginError, UsageError
@@ -13,6 +15,9 @@ from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.output_kind import PerTokenOutput
 from specplug.speculative.runtime import RankInfo
 from specplug.speculative.token_map import find_tokenizer
+
+if TYPE_CHECKING:
+    from specplug.speculative.hook_order import Batch
 
 
 class RuntimeBase:
@@ -61,6 +66,25 @@ class RuntimeBase:
         raise UsageError(
             f"output {output.name!r}: {self.host.name} hands out its own outputs alone; expected "
             "none of a plugin's; disable the extension that adds it (SPECPLUG_DISABLE)"
+        )
+
+    def target_layers(self, first: int, last: int) -> Any:
+        raise self._no_target_drafts(f"target_layers({first}, {last})")
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        raise self._no_target_drafts("final_norm()")
+
+    def plan_target(self, batch: Batch, starts: Tensor, width: int, **view: Any) -> Any:
+        raise self._no_target_drafts("plan_target()")
+
+    def target_attention(self, layer: int, page_size: int) -> Any:
+        raise self._no_target_drafts(f"target_attention({layer}, {page_size})")
+
+    def _no_target_drafts(self, what: str) -> UsageError:
+        """Return the refusal of a host that runs the target for its own passes alone."""
+        return UsageError(
+            f"{what}: {self.host.name} runs the target's layers for its own passes alone; expected "
+            "a host whose target drafts, as the embedded engine's does"
         )
 
     # What a host does with it

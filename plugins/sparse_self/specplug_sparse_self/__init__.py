@@ -1,0 +1,76 @@
+"""Sparse self-speculation for specplug: the target drafts over a part of its own context.
+
+After Vegas (arXiv 2602.07223) and MagicDec (arXiv 2408.11049). There is no draft model. A step of a
+long context takes its time from keys and values, of which a draft reads a few: the first tokens,
+the last ones, and the pages that the last verification looked at most. Importing this module does
+not import torch; the worker does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specplug import AlgorithmInfo, Capabilities, Defaults, SpecConfig, hookimpl
+from specplug_sparse_self.view import View
+
+if TYPE_CHECKING:
+    from specplug import Batch, CommittedOutput, Draft, DraftInput, Runtime
+    from specplug_sparse_self.worker import SparseSelfWorker
+
+__all__ = ["SparseSelf", "View", "algorithm"]
+
+
+class SparseSelf:
+    """The hooks of ``SPARSE_SELF``, which call a ``SparseSelfWorker``.
+
+    Args:
+        view: what drafts see; None: a quarter of the longest context, at most 4,096 tokens.
+        watched: the layers whose attention chooses the pages; None: two of the target's middle.
+    """
+
+    def __init__(self, view: View | None = None, watched: tuple[int, ...] | None = None) -> None:
+        self._view = view
+        self._watched = watched
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(
+            name="SPARSE_SELF",
+            summary="The target itself over a part of its context; for long ones; no draft model",
+            api_version=1,
+            capabilities=Capabilities(captures={"layer_inputs"}, target_drafts=True),
+            defaults=Defaults(num_steps=4, topk=1, num_draft_tokens=5),
+            paper="https://arxiv.org/abs/2602.07223",
+        )
+
+    @hookimpl
+    def validate_config(self, config: SpecConfig) -> SpecConfig:
+        """Limit the draft to a chain of ``num_steps`` tokens."""
+        return config.fit_feature_draft()
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> SparseSelfWorker:
+        from specplug_sparse_self.worker import SparseSelfWorker
+
+        view = self._view or View.of_context(runtime.context_len)
+        return SparseSelfWorker(runtime, view, self._watched)
+
+    @hookimpl
+    def build_draft_input(
+        self, runtime: Runtime, batch: Batch, target_output: CommittedOutput
+    ) -> DraftInput:
+        worker: SparseSelfWorker = runtime.worker
+        return worker.choose(batch, target_output)
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        worker: SparseSelfWorker = runtime.worker
+        return worker.propose(batch, draft_input)
+
+    @hookimpl
+    def supports_target_verify_for_draft(self) -> bool:
+        """Return True: the target's drafts are recorded, a whole chain at once."""
+        return True
+
+
+algorithm = SparseSelf()

@@ -1,0 +1,128 @@
+"""What the target does for drafts: it runs some of its layers, over all it has cached or a part."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from specplug.engine.kv_pool import KVPool
+from specplug.errors import PluginError
+from specplug.model.layer_range import AttentionWatch, LayerRange, final_norm
+from specplug.model.target import Target
+from specplug.speculative.draft import described
+from specplug.speculative.hook_order import Batch
+from specplug.speculative.target_plan import LentTargetPlan, TargetPlan, ViewShape, view_of
+
+
+class TargetDrafts:
+    """The target as a draft model. Its committed keys and values stay as they are: a row writes to
+    the slots after them, over which the verification writes.
+
+    Args:
+        target: of the run.
+        kv: of the run.
+
+    Attributes:
+        committed: [rows of the request table] int64, the core's own committed lengths.
+    """
+
+    def __init__(self, target: Target, kv: KVPool) -> None:
+        self._target = target
+        self._kv = kv
+        self.committed: Tensor | None = None
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Apply the target's final norm, [R, H] to [R, H]."""
+        found = final_norm(self._target.capture.decoder)
+        if found is None:
+            raise PluginError(
+                f"final_norm: {type(self._target.model).__name__} has none; call target_layers() "
+                "in create_worker(), which refuses such a target"
+            )
+        rows: Tensor = found[1](hidden.unsqueeze(0)).squeeze(0)
+        return rows
+
+    def plan(
+        self,
+        batch: Batch,
+        starts: Tensor,
+        width: int,
+        offset: int,
+        *,
+        view: ViewShape | None,
+        pages: Tensor | None,
+        room: int,
+    ) -> LentTargetPlan:
+        """Return the plan of rows; ``view``: of what they see; None: all."""
+        rows, requests = batch.req_indices, self._kv.request_slots
+        places, first, length, given = rows, starts, self._kv.key_length, None
+        if view is not None:
+            requests, first = view_of(requests, rows, starts, pages, view)
+            places = torch.arange(len(rows), device=rows.device)
+            length = requests.slots.shape[1]
+            order = torch.arange(offset, offset + width, device=rows.device)
+            given = starts.unsqueeze(1) + order
+        return LentTargetPlan(
+            TargetPlan(
+                requests=requests,
+                req_indices=places,
+                starts=first,
+                width=width,
+                length=length,
+                offset=offset,
+                given_positions=given,
+                request_rows=rows,
+                room=room,
+                is_view=view is not None,
+            )
+        )
+
+
+@attrs.frozen(eq=False)
+class DraftingLayers:
+    """Layers of the target for drafts: [R, H] and the plan of the R rows -> [R, H]."""
+
+    drafts: TargetDrafts
+    layers: LayerRange
+
+    def __call__(self, hidden: Tensor, plan: LentTargetPlan) -> Tensor:
+        """Run the layers.
+
+        Raises:
+            PluginError: the plan is not of ``plan_target``.
+        """
+        if not isinstance(plan, LentTargetPlan):
+            raise PluginError(
+                f"the target's layers: the plan is {described(plan)}; expected what plan_target() "
+                "returned: other plans may write committed positions"
+            )
+        assert self.drafts.committed is not None
+        return self.layers(hidden, plan._plan.guarded(self.drafts.committed))
+
+
+@attrs.frozen(eq=False)
+class WatchedLayer:
+    """A layer of the target whose attention is looked at."""
+
+    kv: KVPool
+    layer: LayerRange
+    page_size: int
+
+    def __call__(self, batch: Batch, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Return how much of its attention each row gives to each page.
+
+        Args:
+            hidden: [bs, H], what goes into the layer.
+            positions: [bs] int64 of the rows.
+
+        Returns:
+            [bs, pages] float32.
+        """
+        rows, requests = batch.req_indices, self.kv.request_slots
+        table = requests.slots[:, : self.kv.key_length].index_select(0, rows)
+        lengths = requests.lengths
+        if lengths is not None:
+            lengths = torch.maximum(positions + 1, lengths[rows])
+        positions = positions.clamp(max=requests.last_position)
+        return AttentionWatch(table, positions, lengths, self.page_size).of(self.layer, hidden)
