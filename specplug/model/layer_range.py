@@ -98,9 +98,7 @@ class LayerRange:
         requests = TrialRequests(
             1, length, length, target.context_len, target.device, target.kernels, target.cpu_kernels
         )
-        fill_cache(
-            target.cache, target.kv_shape, requests.num_slots, target.dtype, target.device
-        )
+        fill_cache(target.cache, target.kv_shape, requests.num_slots, target.dtype, target.device)
         tokens = random_tokens(target.vocab_size, (length,)).to(target.device)
         try:
             before, after, out = self._whole_pass(tokens, requests.plan((0,), (length,)))

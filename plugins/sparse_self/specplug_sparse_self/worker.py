@@ -32,6 +32,7 @@ class SparseSelfWorker:
 
     Attributes:
         view: as given.
+        width: nodes of a draft, its root included.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class SparseSelfWorker:
     ) -> None:
         self._runtime = runtime
         self.view = view
-        self._width = runtime.config.num_draft_tokens
+        self.width = runtime.config.num_draft_tokens
         if watched is None:
             watched = tuple(sorted({runtime.num_layers // 2, runtime.num_layers * 3 // 4}))
         self._watched = [
@@ -101,7 +102,7 @@ class SparseSelfWorker:
         """Draft a chain for each request; the roots alone where drafts would see whole contexts,
         and so cost what plain decoding costs."""
         roots = draft_input.bonus_tokens
-        width = min(self._width, max(batch.max_draft_nodes))
+        width = min(self.width, max(batch.max_draft_nodes))
         if width == 1 or not (batch.is_warm_up or self._is_long(batch)):
             return Draft.chain(roots.unsqueeze(1))
         tokens, scores = self._draft(batch, roots, draft_input[PAGES], width - 1)
