@@ -322,7 +322,7 @@ def _make_engine(loaded: Loaded, caches: _Caches, remote: DecodeInstance | None)
     kv, cache, runtime = caches.kv, caches.prefix_cache, caches.runtime
     transfer = KVTransfer(kv, state_spec(runtime.worker), cache.lookahead)
     order = loaded.algorithm.begin(runtime)
-    runtime.watch_committed(order.committed.seq_lens)
+    kv.committed = order.committed.seq_lens
     return Engine(
         scheduler=Scheduler(caches.limits, cache, kv.table),
         steps=StepRunner(loaded.runner, kv, caches.sampler, order, transfer),

@@ -164,7 +164,7 @@ class EngineRuntime(RuntimeBase):
 
     def target_layers(self, first: int, last: int) -> DraftingLayers:
         self.check_open("target_layers")
-        return DraftingLayers(self._target_drafts, LayerRange(self._target, first, last))
+        return DraftingLayers(self._kv, LayerRange(self._target, first, last))
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         return self._target_drafts.final_norm(hidden)
@@ -232,11 +232,6 @@ class EngineRuntime(RuntimeBase):
                 f"plan_target: pages {described(pages)}; expected [{batch.size}, pages] of "
                 f"torch.int64 on {batch.seq_lens.device}"
             )
-
-    def watch_committed(self, lengths: Tensor) -> None:
-        """Take the core's own committed lengths, by request row: the target's drafts write to no
-        slot before them."""
-        self._target_drafts.committed = lengths
 
     def _check_plan(
         self,

@@ -47,6 +47,8 @@ class KVPool:
         request_slots: what the plans of passes read of it.
         key_length: slots of each request that a pass of the present step reads: all that are in
             use, rounded up to a few sizes.
+        committed: [rows of the table] int64, the core's own committed lengths, which the start of a
+            run sets; None before. The target's drafts write to no slot before them.
         tensors: of the target's cache, then of the draft models', each [layers, 2, slots, Hkv, D];
             none before ``allocate``.
 
@@ -66,6 +68,7 @@ class KVPool:
             self.context_len + limits.steps_in_flight * limits.columns + limits.num_lookahead_slots
         )
         self.table = self._make_table()
+        self.committed: Tensor | None = None
         self.tensors: list[Tensor] = []
         self._caches = [(target.cache, target.kv_shape)]
         self.key_length = LENGTH_STEP

@@ -12,6 +12,7 @@ from specplug.model.layer_range import AttentionWatch, LayerRange, final_norm
 from specplug.model.target import Target
 from specplug.speculative.draft import described
 from specplug.speculative.hook_order import Batch
+from specplug.speculative.runtime import TargetPlan as RuntimePlan
 from specplug.speculative.target_plan import LentTargetPlan, TargetPlan, ViewShape, view_of
 
 
@@ -22,15 +23,11 @@ class TargetDrafts:
     Args:
         target: of the run.
         kv: of the run.
-
-    Attributes:
-        committed: [rows of the request table] int64, the core's own committed lengths.
     """
 
     def __init__(self, target: Target, kv: KVPool) -> None:
         self._target = target
         self._kv = kv
-        self.committed: Tensor | None = None
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the target's final norm, [R, H] to [R, H]."""
@@ -83,10 +80,10 @@ class TargetDrafts:
 class DraftingLayers:
     """Layers of the target for drafts: [R, H] and the plan of the R rows -> [R, H]."""
 
-    drafts: TargetDrafts
+    kv: KVPool
     layers: LayerRange
 
-    def __call__(self, hidden: Tensor, plan: LentTargetPlan) -> Tensor:
+    def __call__(self, hidden: Tensor, plan: RuntimePlan) -> Tensor:
         """Run the layers.
 
         Raises:
@@ -97,8 +94,9 @@ class DraftingLayers:
                 f"the target's layers: the plan is {described(plan)}; expected what plan_target() "
                 "returned: other plans may write committed positions"
             )
-        assert self.drafts.committed is not None
-        return self.layers(hidden, plan._plan.guarded(self.drafts.committed))
+        committed = self.kv.committed
+        assert committed is not None, "drafts come after the start of the run"
+        return self.layers(hidden, plan._plan.guarded(committed))
 
 
 @attrs.frozen(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -235,10 +236,11 @@ class AttentionWatch:
         self, cache: PagedKVCache, layer: int, q: Tensor, form: AttentionForm
     ) -> Tensor:
         """Look at the attention, and leave the layer."""
-        keys, (bs, length) = cache.keys[layer], self._table.shape
-        row_bytes = length * keys[0].nbytes
+        keys = cache.keys[layer]
+        row_bytes = self._table.shape[1] * keys[0].nbytes
         at_once = max(1, _GATHERED_BYTES // max(row_bytes, 1))
-        parts = zip(*(t.split(at_once) for t in (q, self._table, self.positions)), strict=True)
+        given = q, self._table, self.positions
+        parts = zip(*(torch.split(each, at_once) for each in given), strict=True)
         shares = [
             page_shares(each, keys[table], last, form, self._page_size)
             for each, table, last in parts
@@ -253,10 +255,8 @@ class AttentionWatch:
             layers: the layer, a range of one.
             hidden: [bs, H], what goes into it.
         """
-        try:
+        with suppress(_Attended):
             layers(hidden, self)
-        except _Attended:
-            pass
         assert self.shares is not None
         return self.shares
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -15,9 +15,6 @@ from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.output_kind import PerTokenOutput
 from specplug.speculative.runtime import RankInfo
 from specplug.speculative.token_map import find_tokenizer
-
-if TYPE_CHECKING:
-    from specplug.speculative.hook_order import Batch
 
 
 class RuntimeBase:
@@ -74,7 +71,7 @@ class RuntimeBase:
     def final_norm(self, hidden: Tensor) -> Tensor:
         raise self._no_target_drafts("final_norm()")
 
-    def plan_target(self, batch: Batch, starts: Tensor, width: int, **view: Any) -> Any:
+    def plan_target(self, *given: Any, **named: Any) -> Any:
         raise self._no_target_drafts("plan_target()")
 
     def target_attention(self, layer: int, page_size: int) -> Any:
