@@ -62,12 +62,14 @@ step, so its buffers may be used again. Where a hook returns a subclass of ``Dra
 or ``VerifyOutput``, the engine takes the values of its fields and calls no method of it.
 
 **KV.** A draft model writes to caches of its own alone (``runtime.allocate_kv``), through an
-``AttentionPlan``, never to the target's. A request's committed tokens fill its slots from 0 to
-``seq_lens - 1``. While drafting, the slots from ``seq_lens`` on may be written, as many as
-``batch.max_draft_nodes`` says; what is written further on is lost. ``build_draft_input`` may write
-committed positions again, but those that a shared page of the prefix cache holds are kept. On
-acceptance the engine moves the **target's** KV to consecutive slots and compacts every tensor of
-``per_node``. It moves **no draft cache**: ``build_draft_input`` writes the accepted rows there.
+``AttentionPlan``, never to the target's. Only the target's own layers write there for a draft
+(``runtime.target_layers``), to slots from the committed length on, over which the verification
+writes. A request's committed tokens fill its slots from 0 to ``seq_lens - 1``. While drafting, the
+slots from ``seq_lens`` on may be written, as many as ``batch.max_draft_nodes`` says; what is
+written further on is lost. ``build_draft_input`` may write committed positions again, but those
+that a shared page of the prefix cache holds are kept. On acceptance the engine moves the
+**target's** KV to consecutive slots and compacts every tensor of ``per_node``. It moves **no draft
+cache**: ``build_draft_input`` writes the accepted rows there.
 
 **max_draft_nodes binds.** A request's draft is cut to its ``batch.max_draft_nodes``, whatever was
 proposed: of a tree with ``scores`` the nodes that survive least likely first, else the last nodes.
