@@ -175,6 +175,8 @@ OTHER_SETTINGS: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
     "fewer branches": ("EAGLE", {TOPK: 1}, {TOPK: 3}),
     "more branches": ("EAGLE3", {TOPK: 3, NODES: 6}, {TOPK: 1}),
     "more steps": ("EAGLE3", {STEPS: 4}, {STEPS: 2, TOPK: 2}),
+    "fewer candidates": ("MULTI_LAYER_EAGLE", {STEPS: 4, TOPK: 2}, {STEPS: 5, TOPK: 3}),
+    "a chain of a tree's": ("MULTI_LAYER_EAGLE", {TOPK: 1}, {TOPK: 3}),
     "fewer layers": ("MULTI_LAYER_EAGLE", {STEPS: 3}, {STEPS: 5}),
     "a smaller block": ("DFLASH", {STEPS: 3, NODES: 4}, {STEPS: 7, NODES: 8}),
 }
@@ -213,6 +215,24 @@ def test_layers_that_the_prefill_lacks_change_no_others(plain: Plain) -> None:
     for place in shared:
         assert len(ours[place]) == 6
         assert ours[place][:4] == expected[place][:4]
+
+
+def test_candidates_that_the_prefill_lacks_change_no_others(plain: Plain) -> None:
+    """The chain of each tree is that of a single process; what hangs beside it in the first one is
+    any token, and from then on the same."""
+    name, shape = "MULTI_LAYER_EAGLE", {STEPS: 3, TOPK: 3, NODES: 10}
+    ours, expected = proposals_apart(plain, name, shape, {STEPS: 3, NODES: 4})
+    shared = ours.keys() & expected.keys()
+    assert len(shared) > 5
+    assert sum(sorted(ours[place]) == sorted(expected[place]) for place in shared) > 2
+    for place in shared:
+        assert spine(ours[place]) == spine(expected[place])
+
+
+def spine(nodes: list[tuple[int, int]]) -> list[int]:
+    """The tokens of the nodes that have children."""
+    above = [parent for _, parent in nodes]
+    return [token for at, (token, _) in enumerate(nodes) if at in above]
 
 
 def test_the_kv_that_came_is_not_written_again(plain: Plain) -> None:
@@ -340,7 +360,10 @@ def test_empty_and_stateless_batches_have_the_same_form(name: str, topk: int | N
         assert shapes["tokens"] == shapes["scores"] == (topk or 1,)
     elif name == "MULTI_LAYER_EAGLE":
         assert shapes["hidden_states"] == (steps - 1, hidden)
-        assert (shapes["tokens"], shapes["drafts"]) == ((steps - 1,), (steps,))
+        assert shapes["tokens"] == (steps - 1,)
+        ranks = ["", *(f"_{rank}" for rank in range(1, topk or 1))]
+        named = {f"{name}{rank}" for name in ("drafts", "scores") for rank in ranks}
+        assert {name for name, shape in shapes.items() if shape == (steps,)} == named
     else:
         assert shapes == {}
 

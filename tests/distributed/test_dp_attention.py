@@ -214,6 +214,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "chunked_prefill_size": 16,
     },
     "MULTI_LAYER_EAGLE chain": {"max_total_tokens": 160},
+    "MULTI_LAYER_EAGLE tree": {"speculative_eagle_topk": 3, "chunked_prefill_size": 16},
     "DSPARK chain": {"max_total_tokens": 160},
     "STANDALONE tree": {
         "speculative_eagle_topk": 3,

@@ -314,7 +314,14 @@ def test_requests_of_all_kinds_get_the_same_recorded_or_not(
 
 @pytest.mark.skipif(ON_GPU, reason="there drafts are recorded in all tests")
 @pytest.mark.parametrize(
-    ("name", "topk"), [("EAGLE3", 1), ("EAGLE3", 4), ("MULTI_LAYER_EAGLE", None), ("DFLASH", None)]
+    ("name", "topk"),
+    [
+        ("EAGLE3", 1),
+        ("EAGLE3", 4),
+        ("MULTI_LAYER_EAGLE", 1),
+        ("MULTI_LAYER_EAGLE", 3),
+        ("DFLASH", None),
+    ],
 )
 def test_recorded_drafts_are_those_that_are_not(
     name: str, topk: int | None, shallow: ShallowTarget, monkeypatch: pytest.MonkeyPatch

@@ -35,9 +35,9 @@ class MultiLayerEagle:
     def describe(self) -> AlgorithmInfo:
         return AlgorithmInfo(
             name="MULTI_LAYER_EAGLE",
-            summary="Multi-token-prediction layers: one layer for each drafted token, chains",
+            summary="Multi-token-prediction layers: one layer for each drafted token",
             api_version=1,
-            capabilities=Capabilities(draft_model=True, captures={"lm_head_input"}),
+            capabilities=Capabilities(branching=True, draft_model=True, captures={"lm_head_input"}),
             defaults=Defaults(num_steps=5),
             paper="https://arxiv.org/abs/2412.19437",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
@@ -47,9 +47,9 @@ class MultiLayerEagle:
     def validate_config(self, config: SpecConfig) -> SpecConfig:
         from specplug_multi_layer_eagle.checkpoint import fit_depth
 
-        fitted = fit_depth(config).fit_feature_draft()
+        fitted = fit_tree(fit_depth(config)).fit_feature_draft()
         # The last layer's key at a position depends on the token num_steps after it.
-        return attrs.evolve(fitted, draft_lookahead=fitted.num_steps)
+        return attrs.evolve(fitted, draft_lookahead=fitted.num_steps, num_draft_slots=0)
 
     @hookimpl
     def create_worker(self, runtime: Runtime) -> MultiLayerEagleWorker:
@@ -83,7 +83,17 @@ class MultiLayerEagle:
     @hookimpl
     def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
         worker: MultiLayerEagleWorker = runtime.worker
-        return worker.propose(draft_input)
+        return worker.propose(batch, draft_input)
+
+
+def fit_tree(config: SpecConfig) -> SpecConfig:
+    """Limit a tree to the K candidates of each layer: only the likeliest has children."""
+    depth = min(config.num_steps, max(config.num_draft_tokens - 1, 1))
+    nodes, most = config.num_draft_tokens, 1 + depth * config.topk
+    if config.topk == 1 or nodes <= most:
+        return config
+    reason = f"num_draft_tokens {nodes} -> {most}: all candidates of {depth} steps"
+    return config.adjust(reason, num_draft_tokens=most)
 
 
 algorithm = MultiLayerEagle()

@@ -3,6 +3,10 @@
 Layer k reads, at a position p, the token at p + k. For the last k - 1 committed positions that
 token is only drafted when the pass runs. So the next pass begins S - 1 positions before its new
 rows, and computes these positions again with the committed tokens: no stale key remains.
+
+Each layer reads the likeliest token of the layer before it. The K likeliest of a layer are the
+children of that one's: a tree of a chain and of leaves beside its nodes, each with the probability
+that its own layer gives it.
 """
 
 from __future__ import annotations
@@ -21,11 +25,13 @@ from specplug import (
     FutureMap,
     Runtime,
     StateTensor,
+    UsageError,
     chunk_tails,
     couple,
     likeliest_tokens,
     received_state,
     rotate_chunks,
+    select_nodes,
 )
 from specplug_multi_layer_eagle.checkpoint import load_network
 
@@ -50,9 +56,13 @@ class _Window:
 class MultiLayerEagleWorker:
     """MTP layers and their KV cache.
 
-    The state between two steps is the ``drafts`` [bs, S] and their ``scores`` [bs, S], and the
-    inputs of the last W = S - 1 committed positions, which the next pass computes again: the
-    target's ``hidden_states`` [bs, W, H], and ``tokens`` [bs, W], the token after each.
+    The state between two steps is K * S drafts and their scores: ``drafts`` and ``scores`` [bs, S]
+    of the likeliest token of each layer, ``drafts_1`` and ``scores_1`` of the second, and so on.
+    With it go the inputs of the last W = S - 1 committed positions, which the next pass computes
+    again: the target's ``hidden_states`` [bs, W, H], and ``tokens`` [bs, W], the token after each.
+
+    Raises:
+        UsageError: ``topk`` is greater than the vocabulary.
 
     Args:
         runtime: the run's.
@@ -64,7 +74,16 @@ class MultiLayerEagleWorker:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         # A draft of the root alone needs no layer.
-        self._steps = runtime.config.num_steps if runtime.config.num_draft_tokens > 1 else 0
+        self._width = runtime.config.num_draft_tokens
+        self._steps = runtime.config.num_steps if self._width > 1 else 0
+        self._topk = runtime.config.topk
+        if self._topk > runtime.vocab_size:
+            raise UsageError(
+                f"topk={self._topk}: the target knows {runtime.vocab_size} tokens; "
+                "expected no more than these"
+            )
+        suffixes = ["", *(f"_{rank}" for rank in range(1, self._topk))]
+        self._names = [(f"drafts{suffix}", f"scores{suffix}") for suffix in suffixes]
         self._earlier = max(self._steps - 1, 0)
         self.network = load_network(runtime)
         self._captured = runtime.capture_lm_head_input()
@@ -72,6 +91,10 @@ class MultiLayerEagleWorker:
         self._cache = runtime.allocate_kv(self._steps, config.num_key_value_heads, config.head_dim)
         self._vocabulary = torch.arange(runtime.vocab_size, device=runtime.device)
         self._draft_paths = runtime.record_draft(self._draft)
+        self._select = runtime.record_draft(self._tree)
+        # Each node's parent is the first of the layer before it.
+        first = torch.arange(-1, self._steps - 1, device=runtime.device) * self._topk
+        self._parents = first.clamp(min=-1).repeat_interleave(self._topk)
         self._back = torch.arange(-self._earlier, 0, device=runtime.device) + 1
 
     def state_spec(self) -> dict[str, StateTensor]:
@@ -82,38 +105,73 @@ class MultiLayerEagleWorker:
         return {
             "hidden_states": StateTensor(shape, self._runtime.dtype, kept="last"),
             "tokens": StateTensor((self._earlier,), torch.int64, kept="last"),
-            "drafts": StateTensor((self._steps,), torch.int64, kept="first"),
-            "scores": StateTensor((self._steps,), torch.float32, kept="first"),
+            **{
+                name: StateTensor((self._steps,), dtype, kept="first")
+                for names in self._names
+                for name, dtype in zip(names, (torch.int64, torch.float32), strict=True)
+            },
         }
 
-    def propose(self, draft_input: DraftInput) -> Draft:
-        """Return the chain that the last pass drafted."""
-        root = draft_input.bonus_tokens.unsqueeze(1)
-        if not self._steps:
-            return Draft.chain(root)
-        tokens = torch.cat((root, draft_input["drafts"]), dim=1)
-        return Draft.chain(tokens, scores=F.pad(draft_input["scores"], (1, 0)))
+    def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
+        """Return the chain, or the tree within ``max_draft_nodes``, that the last pass drafted."""
+        roots = draft_input.bonus_tokens
+        nodes = min(self._width, max(batch.max_draft_nodes))
+        if not self._steps or nodes == 1:
+            return Draft.chain(roots.unsqueeze(1))
+        if self._topk == 1:
+            tokens = torch.cat((roots.unsqueeze(1), draft_input["drafts"]), dim=1)
+            return Draft.chain(tokens, scores=F.pad(draft_input["scores"], (1, 0)))
+        ranks = (draft_input[name] for names in self._names for name in names)
+        tokens, parents, scores = self._select(roots, nodes, *ranks)
+        return Draft.tree(tokens, parents, self._steps, scores=scores)
+
+    def _tree(self, roots: Tensor, nodes: int, *ranks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keep the likeliest of all candidates.
+
+        Args:
+            nodes: of each request, its root included.
+            ranks: [bs, S] each: drafts and scores of the likeliest tokens, of the second, …
+
+        Returns:
+            Tokens and parents, [bs, nodes] int64 each, and scores, [bs, nodes] float32.
+        """
+        tokens, scores = torch.stack(ranks[::2], dim=2), torch.stack(ranks[1::2], dim=2)
+        chain = F.pad(scores[:, :-1, 0].cumsum(1), (1, 0))
+        sums = chain.unsqueeze(2) + scores
+        parents = self._parents.expand(len(roots), -1)
+        return select_nodes(roots, sums.flatten(1), tokens.flatten(1), parents, nodes)
 
     def receive(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
         """Return the state of requests that another instance has prefilled.
 
-        An instance with fewer layers has drafted fewer steps. The missing steps repeat the token
-        before them, and have the least score: no layer can run without the target's hidden states.
+        An instance with fewer layers has drafted fewer steps, one with a lower ``topk`` fewer
+        tokens for each. No layer can run without the target's hidden states: so a missing step
+        repeats the token before it, another missing token is any, and both have the least score.
         """
         if not self._steps:
             return DraftInput(bonus_tokens=last_tokens)
         received = received_state(batch, self.state_spec())
         state = received.tensors
-        for name in ("tokens", "drafts"):  # a peer's tokens may be out of range
-            state[name].clamp_(0, self._runtime.vocab_size - 1)
-        state["scores"].nan_to_num_(nan=-torch.inf, neginf=-torch.inf).clamp_(max=0)
-        if received.lacking("drafts") or received.lacking("scores"):
-            counts = torch.tensor([received.counts["drafts"], received.counts["scores"]])
-            drafted, scored = counts.to(last_tokens.device, non_blocking=True).unsqueeze(2)
-            chain = torch.cat((last_tokens.unsqueeze(1), state["drafts"]), dim=1)
-            steps = torch.arange(1, self._steps + 1, device=chain.device)
-            state["drafts"] = chain.gather(1, torch.minimum(steps, drafted))
-            state["scores"].masked_fill_(steps > scored, -torch.inf)
+        vocab_size = self._runtime.vocab_size
+        steps = torch.arange(1, self._steps + 1, device=last_tokens.device)
+        state["tokens"].clamp_(0, vocab_size - 1)  # a peer's tokens may be out of range
+        better: list[Tensor] = []
+        for drafts, scores in self._names:
+            counts = torch.tensor(
+                [received.counts[drafts], received.counts[scores]], dtype=torch.int64
+            )
+            drafted, scored = counts.to(steps.device, non_blocking=True).unsqueeze(2)
+            tokens = state[drafts].clamp_(0, vocab_size - 1)
+            if not better:
+                chain = torch.cat((last_tokens.unsqueeze(1), tokens), dim=1)
+                tokens = chain.gather(1, torch.minimum(steps, drafted))
+            for _ in better:  # and they may be the same
+                taken = torch.stack([tokens == other for other in better]).any(0)
+                tokens = torch.where(taken, (tokens + 1) % vocab_size, tokens)
+            better.append(tokens)
+            state[drafts] = tokens
+            state[scores].nan_to_num_(nan=-torch.inf, neginf=-torch.inf).clamp_(max=0)
+            state[scores].masked_fill_(steps > torch.minimum(drafted, scored), -torch.inf)
         return DraftInput(bonus_tokens=last_tokens, state=state)
 
     def extend(self, batch: Batch, output: CommittedOutput, future_map: FutureMap) -> DraftInput:
@@ -152,10 +210,9 @@ class MultiLayerEagleWorker:
 
     def _drafts(self, batch: Batch, window: _Window, first: Tensor) -> dict[str, Tensor]:
         draft = self._draft if batch.is_prefill else self._draft_paths
-        drafts, scores = draft(
-            batch, window.plan, window.hidden, window.tokens, window.last_rows, first
-        )
-        return {"drafts": drafts, "scores": scores}
+        ranks = draft(batch, window.plan, window.hidden, window.tokens, window.last_rows, first)
+        names = (name for names in self._names for name in names)
+        return dict(zip(names, ranks, strict=True))
 
     def _draft(
         self,
@@ -165,9 +222,9 @@ class MultiLayerEagleWorker:
         tokens: Tensor,
         last_rows: Tensor,
         first: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Run each layer once; return the tokens drafted after the bonus token, [bs, S] int64, and
-        their scores, [bs, S] float32.
+        their scores, [bs, S] float32, those of the likeliest tokens first.
 
         Args:
             plan, hidden, tokens, last_rows: of a ``_Window``.
@@ -184,7 +241,7 @@ class MultiLayerEagleWorker:
         chain_scores: list[Tensor] = []
         for index in range(self._steps):
             if index:
-                tails = chunk_tails(batch, index + 1, chain[-1])
+                tails = chunk_tails(batch, index + 1, chain[-1][:, 0])
                 tokens = rotate_chunks(tokens, last_rows, tails)
             is_last = index + 1 == self._steps
             rows = last_rows if is_last else None  # the last layer's other rows are not read
@@ -195,12 +252,24 @@ class MultiLayerEagleWorker:
             ends = hidden if is_last else hidden[last_rows]
             logits = runtime.lm_head(network.head_input(index, ends))
             positions = (first + index + 1).unsqueeze(1)
-            token, score = likeliest_tokens(
+            found, scores = self._likeliest(
                 couple(runtime, batch, logits, positions, self._vocabulary)
             )
-            chain.append(token)
-            chain_scores.append(score)
-        return torch.stack(chain, dim=1), torch.stack(chain_scores, dim=1).to(torch.float32)
+            chain.append(found)
+            chain_scores.append(scores)
+        tokens, logs = torch.stack(chain, dim=1), torch.stack(chain_scores, dim=1)
+        ranks = zip(tokens.unbind(2), logs.to(torch.float32).unbind(2), strict=True)
+        return tuple(part.contiguous() for rank in ranks for part in rank)
+
+    def _likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the K likeliest tokens of each row of [R, V], the likeliest first, and their
+        log-probabilities: [R, K] each."""
+        if self._topk == 1:
+            token, score = likeliest_tokens(logits)
+            return token.unsqueeze(1), score.unsqueeze(1)
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        scores, tokens = logits.log_softmax(-1, dtype=precise).topk(self._topk, dim=-1)
+        return tokens, scores
 
 
 def _interleave(earlier: Tensor | None, new: Tensor, widths: list[int], count: int) -> Tensor:

@@ -271,5 +271,11 @@ def test_settings_are_adjusted_and_the_reason_told(target: Path, write_draft: Wr
     short = "num_steps 3 -> 1: 2 nodes reach no deeper"
     assert settings(speculative_num_steps=3, speculative_num_draft_tokens=2) == (1, 2, (short,))
     assert settings(speculative_num_steps=4) == (4, 5, ())
-    with pytest.raises(UsageError, match="topk=2: MULTI_LAYER_EAGLE drafts chains only"):
-        load(target, draft, speculative_eagle_topk=2)
+    tree = {"speculative_num_steps": 3, "speculative_eagle_topk": 2}
+    assert settings(**tree) == (3, 7, ())
+    wide = "num_draft_tokens 9 -> 7: all candidates of 3 steps"
+    assert settings(**tree, speculative_num_draft_tokens=9) == (3, 7, (wide,))
+    with pytest.raises(UsageError, match="num_draft_tokens=1: expected at least 2 with topk=2"):
+        load(target, draft, **tree, speculative_num_draft_tokens=1)
+    with pytest.raises(UsageError, match="topk=64: the target knows"):
+        load(target, draft, speculative_eagle_topk=64, speculative_num_steps=1)

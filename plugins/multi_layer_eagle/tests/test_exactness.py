@@ -12,14 +12,14 @@ from drafted_tokens import Tokens, check_shipped_weights, plain_tokens, tokens_o
 from specplug import LLM
 from specplug_multi_layer_eagle import algorithm
 
-SHAPES = [(1, 1), (1, 2), (4, 1), (4, 5)]
+SHAPES = [(1, 1, 1), (1, 1, 2), (1, 4, 1), (1, 4, 5), (3, 1, 4), (2, 3, 4), (4, 4, 17)]
 SIZES = [(1, None), (16, 8), (3, 5), (16, 1)]
 SETTINGS = [
     (shape, sizes, (i + j) % 2 == 0)
     for i, shape in enumerate(SHAPES)
     for j, sizes in enumerate(SIZES)
 ]
-"""Steps and nodes, with page and chunk sizes; either loop with each of both."""
+"""Topk, steps and nodes, with page and chunk sizes; either loop with each of both."""
 
 
 @pytest.fixture(scope="session")
@@ -33,17 +33,18 @@ def test_tokens_are_those_of_none(
     prompts: list[list[int]],
     expected: Tokens,
     write_draft: Callable[..., Path],
-    shape: tuple[int, int],
+    shape: tuple[int, int, int],
     sizes: tuple[int, int | None],
     overlap: bool,
 ) -> None:
-    steps, nodes = shape
+    topk, steps, nodes = shape
     page_size, chunk = sizes
     llm = LLM(
         target,
         dtype="float64",
         speculative_algorithm=algorithm,
         speculative_draft_model_path=write_draft(),
+        speculative_eagle_topk=topk,
         speculative_num_steps=steps,
         speculative_num_draft_tokens=nodes,
         disable_overlap_schedule=not overlap,

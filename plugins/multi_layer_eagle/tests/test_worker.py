@@ -102,6 +102,32 @@ class Spy(MultiLayerEagle):
         return made
 
 
+class TreeSpy(MultiLayerEagle):
+    """Keeps, for each request, what it proposed: prompt, the root's position, the path to each node
+    but the root with the node's score, and the noise [S, V] of the target."""
+
+    def __init__(self) -> None:
+        self.trees: list[tuple[tuple[int, ...], int, dict[tuple[int, ...], float], Tensor]] = []
+
+    @hookimpl
+    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+        draft = super().propose(runtime, batch, draft_input)
+        ahead = torch.arange(1, draft.depth + 1, device=runtime.device)
+        ids = torch.arange(runtime.vocab_size, device=runtime.device)
+        noise = runtime.gumbel_noise(batch, batch.seq_lens.unsqueeze(1) + ahead, ids)
+        assert draft.parents is not None
+        assert draft.scores is not None
+        for b, request in enumerate(batch.requests):
+            paths: list[tuple[int, ...]] = [()]
+            pairs = zip(draft.tokens[b, 1:].tolist(), draft.parents[b, 1:].tolist(), strict=True)
+            for token, parent in pairs:
+                paths.append((*paths[parent], token))
+            scores = dict(zip(paths[1:], draft.scores[b, 1:].tolist(), strict=True))
+            prompt = tuple(request.prompt_token_ids)
+            self.trees.append((prompt, int(batch.seq_lens[b]), scores, noise[b].double()))
+        return draft
+
+
 class Watched:
     """A runtime, watched: the last token of each look-up is kept in ``read``."""
 
@@ -210,17 +236,39 @@ class Reference:
         made = self.block(self.linear(torch.cat(joined, -1), f"{name}.eh_proj"), name)
         return made, self.norm(made, f"{name}.shared_head.norm")
 
-    @torch.inference_mode()
     def chain(
         self, committed: list[int], noise: Tensor, temperature: float
     ) -> tuple[list[int], Tensor]:
         """What is drafted after ``committed`` with its root, under ``noise`` [S, V], and the
         scores, the root's 0 first."""
+        best = [logs.max(0) for logs in self.logs(committed, noise, temperature)]
+        scores = [0.0, *(float(each.values) for each in best)]
+        return [int(each.indices) for each in best], torch.tensor(scores)
+
+    def tree(
+        self, committed: list[int], noise: Tensor, temperature: float, topk: int, nodes: int
+    ) -> dict[tuple[int, ...], float]:
+        """The path to each node but the root, and the node's score: each layer's K likeliest, after
+        the likeliest of the layers before it; of these the ones likeliest to be reached."""
+        path: tuple[int, ...] = ()
+        reached, found = 0.0, []
+        for logs in self.logs(committed, noise, temperature):
+            best = logs.topk(topk)
+            for score, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                found.append((reached + score, (*path, token), score))
+            path, reached = (*path, int(best.indices[0])), reached + float(best.values[0])
+        found.sort(key=lambda each: -each[0])
+        return {way: score for _, way, score in found[: nodes - 1]}
+
+    @torch.inference_mode()
+    def logs(self, committed: list[int], noise: Tensor, temperature: float) -> list[Tensor]:
+        """The log-probabilities [V] of each layer, which reads the likeliest tokens of those before
+        it, under ``noise`` [S, V]."""
         embedding = self.model.get_input_embeddings().weight
         head = self.model.get_output_embeddings().weight
         rows = len(committed) - 1
         hidden = self.target_hidden(committed[:-1])
-        known, logs = list(committed), [0.0]
+        known, found = list(committed), []
         for k in range(1, len(noise) + 1):
             embeds = embedding[torch.tensor(known[k : k + rows])].clone()
             if self.masks_first:
@@ -228,8 +276,8 @@ class Reference:
             hidden, out = self.layer(k, embeds, hidden)
             scores = (out[-1] @ head.T) / (temperature or 1.0) + noise[k - 1]
             known.append(int(scores.argmax()))
-            logs.append(float(scores.log_softmax(-1).max()))
-        return known[len(committed) :], torch.tensor(logs)
+            found.append(scores.log_softmax(-1))
+        return found
 
 
 class MiMoReference(Reference):
@@ -371,6 +419,32 @@ def test_drafts_are_those_of_the_plain_network(
     )
     assert spy.accept_lens >= {1, 2, 3, 4, 5}
     assert_drafts(spy, Reference(draft, target), params.temperature)
+
+
+@pytest.mark.parametrize(("topk", "nodes"), [(3, 8), (2, 9), (4, 3)])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_trees_are_those_of_the_plain_network(
+    target: Path,
+    prompts: list[list[int]],
+    write_draft: Write,
+    topk: int,
+    nodes: int,
+    params: SamplingParams,
+) -> None:
+    draft, spy, truth = write_draft(), TreeSpy(), truth_of(target, prompts, params)
+    shape = {"speculative_eagle_topk": topk, "speculative_num_draft_tokens": nodes}
+    llm = load(target, draft, spy, chunked_prefill_size=8, **shape)
+    outputs = llm.generate(prompts, params)
+    assert [list(o.token_ids) for o in outputs] == list(truth.values())
+    reference, seen = Reference(draft, target), 0
+    for prompt, root, scores, noise in spy.trees:
+        committed = [*prompt, *truth[prompt]][: root + 1]
+        if len(committed) <= root:
+            continue
+        expected = reference.tree(committed, noise, params.temperature, topk, nodes)
+        assert scores == pytest.approx(expected, rel=1e-4, abs=1e-4)
+        seen += 1
+    assert seen > 10
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
