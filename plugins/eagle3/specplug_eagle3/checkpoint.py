@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import attrs
 
 from specplug import Checkpoint, CheckpointError, Runtime, layers
 from specplug_eagle3.network import Eagle3Config, Eagle3Network
+
+Network = TypeVar("Network", bound=Eagle3Network)
 
 _OPTIONAL = frozenset({"t2d", "d2t"})
 _RENAMED = {f"aux_norm_{level}": f"fc_norm.{i}" for i, level in enumerate(("low", "mid", "high"))}
@@ -18,12 +22,27 @@ def load_network(runtime: Runtime) -> Eagle3Network:
         CheckpointError: the checkpoint is missing or incomplete, or was made for another target.
     """
     assert runtime.config.draft_model_path is not None
-    checkpoint = flatten_config(Checkpoint.read(runtime.config.draft_model_path))
+    checkpoint = flatten_config(Checkpoint.read(runtime.config.draft_model_path), "eagle3")
+    layers_told = checkpoint.config.get("num_hidden_layers", 1)
+    if "speculators_model_type" in checkpoint.config and layers_told != 1:
+        raise CheckpointError(
+            f"draft model {checkpoint.path}: {layers_told} draft layers; expected 1"
+        )
     config = network_config(checkpoint, runtime.num_layers, runtime.context_len)
+    return load(Eagle3Network, config, checkpoint, runtime)
+
+
+def load(kind: type[Network], config: Any, checkpoint: Checkpoint, runtime: Runtime) -> Network:
+    """Load a network of this kind, as ``load_network`` does.
+
+    Args:
+        config: the first argument of ``kind``, an ``Eagle3Config``.
+        checkpoint: from ``flatten_config``.
+    """
     _check_fit(checkpoint, config, runtime)
     own_embedding = "embed_tokens.weight" in {rename(name) for name in checkpoint.tensors}
     with runtime.device:
-        network = Eagle3Network(config, own_embedding=own_embedding).to(runtime.dtype).eval()
+        network = kind(config, own_embedding=own_embedding).to(runtime.dtype).eval()
     optional = _OPTIONAL if config.draft_vocab_size == config.vocab_size else frozenset({"t2d"})
     checkpoint.load_into(network, rename=rename, optional=optional)
     checkpoint.target_ids(network.d2t, config.vocab_size)
@@ -48,29 +67,28 @@ def rename(name: str) -> str | None:
     return _RENAMED.get(head, head) + dot + rest
 
 
-def flatten_config(checkpoint: Checkpoint) -> Checkpoint:
+def flatten_config(checkpoint: Checkpoint, expected: str) -> Checkpoint:
     """Flatten ``config.json`` to SafeAILab's layout, with all keys at the top.
 
     SGLang keeps some keys under ``eagle_config``. ``speculators`` keeps the layer's sizes under
     ``transformer_layer_config``, and its default of ``norm_before_residual`` is true. Its
     ``eagle_aux_hidden_state_layer_ids`` count the *inputs* of layers, SGLang's their outputs.
 
+    Args:
+        expected: the ``speculators_model_type`` that can be loaded.
+
     Raises:
-        CheckpointError: the checkpoint is a speculator of another kind, or has several layers.
+        CheckpointError: the checkpoint is a speculator of another kind.
     """
     keys = dict(checkpoint.config)
     kind = keys.get("speculators_model_type")
     if kind is None:
         return attrs.evolve(checkpoint, config={**(keys.get("eagle_config") or {}), **keys})
-    if kind != "eagle3":
+    if kind != expected:
         raise CheckpointError(
-            f"draft model {checkpoint.path}: speculators_model_type {kind!r}; expected 'eagle3'"
+            f"draft model {checkpoint.path}: speculators_model_type {kind!r}; expected {expected!r}"
         )
     layer = checkpoint.require("transformer_layer_config")
-    if layer.get("num_hidden_layers", 1) != 1:
-        raise CheckpointError(
-            f"draft model {checkpoint.path}: {layer['num_hidden_layers']} draft layers; expected 1"
-        )
     inputs = keys.get("eagle_aux_hidden_state_layer_ids")
     keys["eagle_aux_hidden_state_layer_ids"] = inputs and [i - 1 for i in inputs]
     keys.setdefault("norm_before_residual", True)
@@ -127,6 +145,7 @@ def network_config(checkpoint: Checkpoint, num_layers: int, context_len: int) ->
         fc_norm=fc_norm,
         norm_output=bool(keys.get("norm_output")),
         attention_bias="midlayer.self_attn.q_proj.bias" in shapes,
+        output_bias="midlayer.self_attn.o_proj.bias" in shapes,
         query_key_norm="midlayer.self_attn.q_norm.weight" in shapes,
     )
 

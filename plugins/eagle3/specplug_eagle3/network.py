@@ -31,6 +31,7 @@ class Eagle3Config:
         fc_norm: each layer's features are normed by themselves before that (EAGLE-3.1).
         norm_output: what a pass returns is normed, so the next one reads it so (EAGLE-3.1).
         attention_bias: queries, keys and values have biases.
+        output_bias: the attention's output projection has one.
         query_key_norm: queries and keys are normed by head (Qwen3).
         own_embedding_size: width of the token embedding that the checkpoint brings, where it is
             not the target's (SafeAILab's is as wide as the draft).
@@ -53,6 +54,7 @@ class Eagle3Config:
     fc_norm: bool = False
     norm_output: bool = False
     attention_bias: bool = False
+    output_bias: bool = False
     query_key_norm: bool = False
     own_embedding_size: int | None = None
 
@@ -75,6 +77,7 @@ class MidLayer(nn.Module):
             config.num_key_value_heads,
             config.head_dim,
             bias=config.attention_bias,
+            output_bias=config.output_bias,
             norm_eps=eps if config.query_key_norm else None,
         )
         self.mlp = layers.GatedMLP(hidden, config.intermediate_size)
@@ -118,6 +121,11 @@ class Eagle3Network(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
         self.rotary = layers.Rotary(config.rope, config.head_dim, config.max_position_embeddings)
+
+    @property
+    def num_layers(self) -> int:
+        """The layers that call ``attend``."""
+        return 1
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Fuse target features [R, len(aux_layer_ids) * target_hidden] to [R, hidden]."""

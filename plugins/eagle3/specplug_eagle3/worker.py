@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specplug import CommittedOutput, FeatureDrafter, Runtime, layers
 from specplug_eagle3.checkpoint import load_network
+from specplug_eagle3.network import Eagle3Network
 
 
 class Eagle3Worker(FeatureDrafter):
@@ -20,7 +21,7 @@ class Eagle3Worker(FeatureDrafter):
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self.network = load_network(runtime)
+        self.network = self._load(runtime)
         config = self.network.config
         self._captured = runtime.capture_layer_inputs(config.aux_layer_ids)
         self._embed = self.network.embed_tokens or runtime.embed_tokens
@@ -29,10 +30,14 @@ class Eagle3Worker(FeatureDrafter):
             runtime,
             hidden_size=config.hidden_size,
             token_ids=order + self.network.d2t,
-            num_layers=1,
+            num_layers=self.network.num_layers,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
         )
+
+    def _load(self, runtime: Runtime) -> Eagle3Network:
+        """Return the draft network of the run's checkpoint."""
+        return load_network(runtime)
 
     def features(self, output: CommittedOutput) -> Tensor:
         """Return the fused features of the chosen target layers, [R, hidden]."""

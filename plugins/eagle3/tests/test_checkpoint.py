@@ -135,6 +135,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fc_norm": {"fc_norm": True},
     "norm_output": {"norm_output": True},
     "attention_bias": {"more": {"midlayer.self_attn.q_proj.bias": torch.zeros(32)}},
+    "output_bias": {"more": {"midlayer.self_attn.o_proj.bias": torch.zeros(24)}},
     "query_key_norm": {"more": {"midlayer.self_attn.q_norm.weight": torch.zeros(8)}},
     "own_embedding_size": {"more": {"embed_tokens.weight": torch.zeros(VOCAB, 24)}},
 }

@@ -58,6 +58,7 @@ class PEagleNetwork(Eagle3Network):
                     config.head_dim,
                     config.rms_norm_eps,
                     bias=config.attention_bias,
+                    output_bias=config.output_bias,
                     qk_norm=config.query_key_norm,
                 )
                 for index in range(1, config.num_hidden_layers)
@@ -65,6 +66,11 @@ class PEagleNetwork(Eagle3Network):
         )
         # The target's features of a mask, before they are fused.
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, self.fc.in_features))
+
+    @property
+    def num_layers(self) -> int:
+        """The layers that call ``attend``."""
+        return self.config.num_hidden_layers
 
     def mask_feature(self) -> Tensor:
         """Compute the feature of a mask, [1, hidden]."""

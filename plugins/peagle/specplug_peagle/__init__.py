@@ -1,0 +1,49 @@
+"""P-EAGLE for specplug (arXiv 2602.01469).
+
+Importing this module does not import torch; the worker does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specplug import (
+    DEFAULT_MODEL,
+    AlgorithmInfo,
+    Capabilities,
+    Defaults,
+    hookimpl,
+)
+from specplug_eagle3 import Eagle3
+
+if TYPE_CHECKING:
+    from specplug import Runtime
+    from specplug_peagle.worker import PEagleWorker
+
+WEIGHTS = Path(__file__).parent / "weights"
+
+
+class PEagle(Eagle3):
+    """The hooks of ``PEAGLE``: those of ``EAGLE3``, of a ``PEagleWorker``."""
+
+    @hookimpl
+    def describe(self) -> AlgorithmInfo:
+        return AlgorithmInfo(
+            name="PEAGLE",
+            summary="P-EAGLE: EAGLE-3's network, several layers deep, drafts a chain in one pass",
+            api_version=1,
+            capabilities=Capabilities(draft_model=True, captures={"layer_inputs"}),
+            defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
+            paper="https://arxiv.org/abs/2602.01469",
+            weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
+        )
+
+    @hookimpl
+    def create_worker(self, runtime: Runtime) -> PEagleWorker:
+        from specplug_peagle.worker import PEagleWorker
+
+        return PEagleWorker(runtime)
+
+
+algorithm = PEagle()
