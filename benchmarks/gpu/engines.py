@@ -71,6 +71,9 @@ VARIANTS: Mapping[str, Variant] = {
     "dspark-8": Variant(
         algorithm="DSPARK", draft="dspark", settings=_shape(7, 1, 8), passes=1, heads=1
     ),
+    "peagle-chain-7": Variant(
+        algorithm="PEAGLE", draft="peagle", settings=_shape(7, 1, 8), passes=2
+    ),
     "eagle-chain-5": Variant(
         algorithm="EAGLE", draft="eagle", settings=_shape(5, 1, 6), passes=5, heads=5
     ),

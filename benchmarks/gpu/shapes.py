@@ -84,8 +84,8 @@ def write_shape(
     """Write a target and drafts for it, those that are not there.
 
     Args:
-        drafts: of ``eagle``, ``eagle3``, ``multi_layer_eagle``, ``dflash`` and
-            ``dspark``.
+        drafts: of ``eagle``, ``eagle3``, ``peagle``, ``multi_layer_eagle``, ``dflash``
+            and ``dspark``.
         context: how much a layer adds to the residual stream, whose embedding is 1. At 0.02 the
             last token decides. At 1 the whole context does, and every rounding with it.
 
@@ -178,6 +178,18 @@ def _eagle3(target: Mapping[str, Any]) -> Draft:
     }
 
 
+def _peagle(target: Mapping[str, Any]) -> Draft:
+    """EAGLE-3's layer and three more, in vLLM's layout."""
+    config, tensors = _eagle3(target)
+    hidden = target["hidden_size"]
+    for index in range(1, 4):
+        tensors |= _layer(target, hidden, f"layers.{index}.")
+        tensors[f"layers.{index}.input_layernorm.weight"] = (hidden,)
+    tensors["mask_hidden"] = (1, 3 * hidden)
+    masks = {"num_hidden_layers": 4, "ptd_token_id": target["vocab_size"] - 1}
+    return {**config, **masks, "parallel_drafting": True}, tensors
+
+
 def _multi_layer_eagle(target: Mapping[str, Any]) -> Draft:
     """A layer for each drafted token, in DeepSeek-V3's layout."""
     hidden, depth, count = target["hidden_size"], target["num_hidden_layers"], MTP_LAYERS
@@ -243,6 +255,7 @@ def _dspark(target: Mapping[str, Any]) -> Draft:
 DRAFTS = {
     "eagle": _eagle,
     "eagle3": _eagle3,
+    "peagle": _peagle,
     "multi_layer_eagle": _multi_layer_eagle,
     "dflash": _dflash,
     "dspark": _dspark,

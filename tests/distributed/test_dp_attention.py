@@ -222,6 +222,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "speculative_num_draft_tokens": 8,
         "chunked_prefill_size": 16,
     },
+    "PEAGLE chain": {"max_total_tokens": 160, "chunked_prefill_size": 16},
     "DFLASH chain, plain": {"disable_overlap_schedule": True, "enable_mixed_chunk": True},
 }
 WITHOUT_WEIGHTS = "NONE", "NGRAM"

@@ -39,7 +39,8 @@ def test_list_says_that_all_built_in_algorithms_run():
     found = json.loads(specplug("list", "--engine", "sglang", "--json").stdout)
     assert found["engine"] == f"SGLang {installed()}"
     told = {each["name"]: each["obstacles"] for each in found["algorithms"]}
-    drafting = {"DFLASH", "DSPARK", "EAGLE", "EAGLE3", "MULTI_LAYER_EAGLE", "NGRAM", "STANDALONE"}
+    drafting = {"DFLASH", "DSPARK", "EAGLE", "EAGLE3", "MULTI_LAYER_EAGLE", "NGRAM", "PEAGLE"}
+    drafting |= {"STANDALONE"}
     assert told == {
         name: [] for name in ("NONE", *drafting, "ECHO", "FRAGILE", "FRAGILE_TREE", "SYNC")
     }
