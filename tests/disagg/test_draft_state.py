@@ -355,7 +355,7 @@ def test_empty_and_stateless_batches_have_the_same_form(name: str, topk: int | N
             forms[size] = {n: (tuple(t.shape[1:]), t.dtype) for n, t in state.items()}
     assert forms[0] == forms[2]
     shapes = {n: shape for n, (shape, _) in forms[0].items()}
-    if name in ("EAGLE", "EAGLE3"):
+    if name in ("EAGLE", "EAGLE3", "PEAGLE"):
         assert shapes.keys() == {"hidden_states", "tokens", "scores"}
         assert shapes["tokens"] == shapes["scores"] == (topk or 1,)
     elif name == "MULTI_LAYER_EAGLE":

@@ -65,6 +65,7 @@ def plain() -> list[list[int]]:
         ("NGRAM", {**TREE, "page_size": 3}),
         ("DFLASH", {"max_total_tokens": 224}),
         ("MULTI_LAYER_EAGLE", {}),
+        ("PEAGLE", {"page_size": 3}),
         ("MULTI_LAYER_EAGLE", {**TREE, "page_size": 3}),
         ("NONE", {}),
     ],

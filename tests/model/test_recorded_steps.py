@@ -320,6 +320,7 @@ def test_requests_of_all_kinds_get_the_same_recorded_or_not(
         ("EAGLE3", 4),
         ("MULTI_LAYER_EAGLE", 1),
         ("MULTI_LAYER_EAGLE", 3),
+        ("PEAGLE", None),
         ("DFLASH", None),
     ],
 )
