@@ -35,31 +35,25 @@ class PEagleWorker(Eagle3Worker):
     def _load(self, runtime: Runtime) -> PEagleNetwork:
         return load_network(runtime)
 
-    def _chain(
+    def chain(
         self,
         batch: Batch,
         roots: Tensor,
         tokens: Tensor,
         scores: Tensor,
-        hidden: Tensor,
+        hidden: Tensor | None,
         steps: int,
     ) -> tuple[Tensor, Tensor]:
-        """Draft ``steps`` tokens: the first is known, one pass finds the others.
-
-        Returns:
-            Tokens [bs, steps + 1] int64, the roots first, and their scores, float32.
-        """
+        """Draft ``steps`` tokens: the first is known, one pass finds the others."""
         bs, masks = batch.size, steps - 1
-        chain = torch.cat((roots.unsqueeze(1), tokens), dim=1)
-        chain_scores = torch.cat((torch.zeros_like(scores), scores), dim=1)
+        drafted, logs = [roots.unsqueeze(1), tokens], [torch.zeros_like(scores), scores]
         if masks:
-            plan = self._runtime.plan_attention(batch, batch.seq_lens, masks)
             rows = bs * masks
-            hidden = self._pass(
-                self._mask_token.expand(rows), self._mask_feature.expand(rows, -1), plan
-            )
+            plan = self.runtime.plan_attention(batch, batch.seq_lens, masks)
+            feature = self._mask_feature.expand(rows, -1)
+            logits, _ = self.advance(self._mask_token.expand(rows), feature, plan)
             positions = batch.seq_lens.unsqueeze(1), self._ahead[:masks]
-            score, token = self._best_token(batch, hidden, *positions)
-            chain = torch.cat((chain, token.view(bs, masks)), dim=1)
-            chain_scores = torch.cat((chain_scores, score.view(bs, masks)), dim=1)
-        return chain, chain_scores.to(torch.float32)
+            found, score = self.likeliest_token(batch, logits, *positions)
+            drafted.append(found.view(bs, masks))
+            logs.append(score.view(bs, masks))
+        return torch.cat(drafted, dim=1), torch.cat(logs, dim=1).to(torch.float32)
