@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import kernel_trace
+import long_contexts
 import measurement
 import points
 import pytest
@@ -302,3 +303,18 @@ def test_measured_commit_without_a_checkout_is_asked_for(
     monkeypatch.setattr(measurement, "__file__", str(tmp_path / "measurement.py"))
     with pytest.raises(SystemExit, match="set SPECPLUG_COMMIT"):
         measurement.measured_commit()
+
+
+def test_long_contexts_accept_as_set_and_change_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of contexts that are longer than what drafts see."""
+    output = tmp_path / "results"
+    words = ["--tiny", "--rounds", "1", "--models", str(tmp_path), "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["long_contexts.py", *words])
+    long_contexts.main()
+    rows = [row for row in measurement.read_results(output / "results.jsonl") if row["kind"] == "long"]
+    assert len(rows) == len(long_contexts.TINY) * len(long_contexts.MODES)
+    for row in rows:
+        assert (row["differ"], row["tokens"] > 0) == (0, True)
+        assert (row["accept_length"] > 2) is (row["steps"] > 0)

@@ -85,6 +85,8 @@ VARIANTS: Mapping[str, Variant] = {
         heads=MTP_LAYERS,
     ),
     "ngram": Variant(algorithm=RefusedNgram()),
+    # It drafts where contexts are longer than 4,096 tokens.
+    "sparse-self": Variant(algorithm="SPARSE_SELF", settings=_shape(4, 1, 5)),
 }
 """By name. ``verify-…`` are drafts that cost nothing. All drafts are wrong."""
 

@@ -86,7 +86,7 @@ def test_tokens_are_those_of_none(
         assert llm.stats()["drafted"] > 0
 
 
-def test_a_view_of_the_whole_context_drafts_what_the_target_takes(
+def test_view_of_all_drafts_what_the_target_takes(
     target: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By pages alone: the window is empty."""
@@ -118,7 +118,7 @@ def test_pages_are_those_of_the_greatest_shares() -> None:
     assert found.tolist() == [[3, 5], [0, 2]]
 
 
-def test_pages_are_chosen_by_the_attention_of_the_watched_layers(
+def test_pages_follow_the_attention_of_watched_layers(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the last committed row, as the target's own attention has it after a prefill."""
