@@ -313,7 +313,9 @@ def test_long_contexts_accept_as_set_and_change_no_token(
     words = ["--tiny", "--rounds", "1", "--models", str(tmp_path), "--output", str(output)]
     monkeypatch.setattr(sys, "argv", ["long_contexts.py", *words])
     long_contexts.main()
-    rows = [row for row in measurement.read_results(output / "results.jsonl") if row["kind"] == "long"]
+    rows = [
+        row for row in measurement.read_results(output / "results.jsonl") if row["kind"] == "long"
+    ]
     assert len(rows) == len(long_contexts.TINY) * len(long_contexts.MODES)
     for row in rows:
         assert (row["differ"], row["tokens"] > 0) == (0, True)

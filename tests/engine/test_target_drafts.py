@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_targets import DEEPSEEK_V3, TINY_SHAPE, VOCAB_SIZE
 from torch import Tensor
 
@@ -37,9 +35,7 @@ from specplug import (
 )
 from specplug.kernels.attention_form import AttentionForm
 from specplug.model.layer_range import LayerRange, page_shares
-from specplug.speculative.paged_plan import RequestSlots
 from specplug.speculative.runtime_base import RuntimeBase
-from specplug.speculative.target_plan import ViewShape, view_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples/early_exit/specplug_early_exit.py"
 EarlyExit: Any = runpy.run_path(str(EXAMPLE))["EarlyExit"]
@@ -341,39 +337,6 @@ def test_what_cannot_be_planned_is_refused(
 
 
 # The part of a context
-
-
-@settings(deadline=None, derandomize=True, database=None, max_examples=60)
-@given(
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
-    sinks=st.integers(0, 9),
-    window=st.integers(0, 30),
-    page_size=st.sampled_from([1, 3, 8]),
-    room=st.integers(1, 5),
-    data=st.data(),
-)
-def test_a_view_has_each_token_once_and_in_order(
-    lengths: list[int], sinks: int, window: int, page_size: int, room: int, data: Any
-) -> None:
-    numbers = st.lists(st.integers(-1, 50), min_size=3, max_size=3, unique=True).map(sorted)
-    chosen = [data.draw(numbers) for _ in lengths]
-    table = torch.arange(1, (len(lengths) + 2) * 50 + 1).view(-1, 50)
-    rows = torch.arange(len(lengths)) + 1
-    view, counts = view_of(
-        RequestSlots(slots=table, last_position=49),
-        rows,
-        torch.tensor(lengths),
-        torch.tensor(chosen),
-        ViewShape(sinks=sinks, window=window, page_size=page_size, room=room),
-    )
-    for b, length in enumerate(lengths):
-        seen = set(range(min(sinks, length))) | set(range(max(length - window, 0), length))
-        for page in chosen[b]:
-            of_page = range(page * page_size, (page + 1) * page_size) if page >= 0 else ()
-            seen |= {position for position in of_page if position < length}
-        places = [*sorted(seen), *range(length, length + room)]
-        assert int(counts[b]) == len(seen)
-        assert view.slots[b, : len(places)].tolist() == table[b + 1, places].tolist()
 
 
 class Views:
