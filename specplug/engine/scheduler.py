@@ -66,6 +66,11 @@ class SchedulerConfig:
             steps_in_flight=2 if overlap else 1,
         )
 
+    def budget_for(self, bs: int) -> int | None:
+        """Return the most nodes that a decode step of ``bs`` requests verifies, their roots at
+        least; None: no limit."""
+        return None if self.verify_budget is None else max(self.verify_budget, bs)
+
 
 class Scheduler:
     """Holds the waiting and the running requests, and chooses what each step launches.
@@ -325,15 +330,9 @@ class Scheduler:
         return Decode(
             requests=tuple(requests),
             max_draft_nodes=tuple(max_draft_nodes),
-            verify_budget=self._verify_budget(len(requests)),
+            verify_budget=self.config.budget_for(len(requests)),
             slots=tuple(r.max_computed_tokens - columns + lookahead for r in requests),
         )
-
-    def _verify_budget(self, bs: int) -> int | None:
-        """Return the most nodes that a decode step of ``bs`` requests verifies, their roots at
-        least; None: no limit."""
-        budget = self.config.verify_budget
-        return None if budget is None else max(budget, bs)
 
     def _short(self, requests: Sequence[Request], slots: int) -> list[tuple[Request, int]]:
         """Return the requests that lack pages for ``slots`` after their committed length, and how

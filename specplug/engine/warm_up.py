@@ -147,7 +147,7 @@ class WarmUp:
         for rooms in self._rooms(size):
             # Prefilled each time anew, or they would grow by what a step accepts.
             yield _prefill(requests)
-            yield _step(decode=_decode_half(requests, rooms, self._limits.num_lookahead_slots))
+            yield _step(decode=self._decode_half(requests, rooms))
 
     def _mixed(self) -> Iterator[SchedulerOutput]:
         """Yield steps that decode at every batch size, and that a prompt fills."""
@@ -158,8 +158,20 @@ class WarmUp:
             width = max(1, self._most_rows - size * self._limits.num_draft_tokens)
             *requests, prompt = self._requests([_PROMPT] * size + [width])
             yield _prefill(requests)
-            decode = _decode_half(requests, (whole,) * size, whole)
+            decode = self._decode_half(requests, (whole,) * size)
             yield _step(prefill=_chunks([prompt]), decode=decode, admitted=(prompt,))
+
+    def _decode_half(self, requests: Sequence[Request], rooms: tuple[int, ...]) -> Decode:
+        """Return the decode half of requests with room for so many nodes each, cut to the budget of
+        the run."""
+        limits = self._limits
+        end = max(len(request.token_ids) for request in requests) + limits.num_lookahead_slots
+        return Decode(
+            requests=tuple(requests),
+            max_draft_nodes=rooms,
+            verify_budget=limits.budget_for(len(requests)),
+            slots=(end,) * len(requests),
+        )
 
     def _rooms(self, size: int) -> Iterator[tuple[int, ...]]:
         """Yield the nodes that the drafts of a batch may have. A draft model fills the room that
@@ -196,14 +208,6 @@ class WarmUp:
             )
             for row, length in enumerate(lengths, 1)
         )
-
-
-def _decode_half(
-    requests: Sequence[Request], rooms: tuple[int, ...], num_lookahead_slots: int
-) -> Decode:
-    end = max(len(request.token_ids) for request in requests) + num_lookahead_slots
-    slots = (end,) * len(requests)
-    return Decode(requests=tuple(requests), max_draft_nodes=rooms, slots=slots)
 
 
 def _prefill(requests: Sequence[Request], *, is_last: bool = True) -> SchedulerOutput:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specplug import LLM, SamplingParams
-from specplug.engine.scheduler import Scheduler
+from specplug.engine.scheduler import SchedulerConfig
 from specplug.engine.statistics import Statistics
 from specplug.speculative.report import StepReport
 
@@ -80,10 +80,10 @@ def test_tokens_do_not_depend_on_a_random_budget(
     """Another budget each step, with grammars, penalties, outputs and noise in one batch."""
     choice = random.Random(f"{algorithm}{settings}{overlap}")
 
-    def verify_budget(self: Scheduler, bs: int) -> int | None:
+    def budget_for(self: SchedulerConfig, bs: int) -> int | None:
         return None if choice.random() < 0.2 else bs + choice.randint(0, 3 * bs)
 
-    monkeypatch.setattr(Scheduler, "_verify_budget", verify_budget)
+    monkeypatch.setattr(SchedulerConfig, "budget_for", budget_for)
     how = {"speculative_algorithm": algorithm, "disable_overlap_schedule": not overlap}
     with LLM(**how, **settings) as llm:
         for _ in range(2):

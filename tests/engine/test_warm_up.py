@@ -64,12 +64,15 @@ class Watched:
     Attributes:
         warmed, served: (hook, bucket of the batch, widest draft or chunk, greedy) of each step.
         told: reports.
+        cut_sizes: by whether they were warm-up, the batch sizes of steps whose drafts were cut to a
+            budget.
     """
 
     def __init__(self) -> None:
         self.warmed: set[tuple[Any, ...]] = set()
         self.served: set[tuple[Any, ...]] = set()
         self.told: list[Any] = []
+        self.cut_sizes: dict[bool, set[int]] = {True: set(), False: set()}
         self.fails = False
         self.goes_on = Event()
         self.goes_on.set()
@@ -105,6 +108,7 @@ class Watched:
     def verify(self, batch: Batch, draft: Draft, target_output: TargetOutput) -> None:
         if batch.size:
             self._note("verify", batch, draft.width)
+            self.cut_sizes[batch.is_warm_up] |= {batch.size} if draft.places is not None else set()
 
     @hookimpl
     def on_step(self, report: StepReport) -> None:
@@ -130,6 +134,17 @@ def test_warm_up_covers_what_requests_bring(tiny_model: Path) -> None:
         assert {form[2] for form in plugin.warmed if form[0] == "extend"} >= {1, 2, 4, 8, 16}
         assert plugin.told[0].number == 1
         assert llm.effective_config["warm_up"] == "on"
+
+
+def test_warm_up_covers_cuts_to_the_budget(tiny_model: Path) -> None:
+    """Every draft has 4 nodes: from 2 requests on they are more than the budget."""
+    plugin = Watched()
+    settings = {"max_running_requests": 8, "chunked_prefill_size": 32, "verify_budget": 6}
+    with LLM(tiny_model, speculative_algorithm=plugin, warm_up="on", **settings) as llm:
+        assert plugin.cut_sizes[True] == {2, 4, 8}
+        for count in (1, 2, 4, 8):
+            llm.generate([[7] * 8] * count, PARAMS[0])
+        assert {2, 4, 8} <= plugin.cut_sizes[False]
 
 
 def test_warm_up_is_off_where_nothing_is_compiled(tiny_model: Path) -> None:
