@@ -29,6 +29,8 @@ DEFAULT_MODEL = "tiny-code"
 """Name of the model that ships with specplug; plugins key their shipped weights by it."""
 
 
+_NAME = "[A-Z][A-Z0-9_]*"
+
 ASSETS = Path(__file__).parent / "assets"
 """The models and prompts that ship with specplug."""
 
@@ -61,6 +63,7 @@ class Capabilities:
         prefix_cache: a request may begin in the middle of its prompt, with the target's and the
             draft model's KV before it from the prefix cache. False if the algorithm keeps other
             state of every position and cannot compute it from the tokens.
+        parts: it holds other algorithms (``Runtime.part``).
         captures: the hidden states of the target that it reads with every checkpoint, names of
             ``CAPTURES``. A host without them refuses it before anything is loaded.
         target_drafts: it drafts with the target's own layers (``Runtime.target_layers``).
@@ -70,6 +73,7 @@ class Capabilities:
     draft_model: bool = False
     overlap: bool = True
     prefix_cache: bool = True
+    parts: bool = False
     captures: frozenset[str] = attrs.field(
         default=frozenset(),
         converter=names_of,
@@ -101,7 +105,8 @@ class AlgorithmInfo:
     """An algorithm's declaration, returned by its ``describe`` hook.
 
     Attributes:
-        name: what users type, upper case; equal to the entry point's name.
+        name: what users type, upper case; equal to the entry point's name. Names joined by "+" are
+            the core's, for one algorithm that proposes and others that grow its drafts.
         summary: one line.
         api_version: the ``API_VERSION`` that the plugin was written for, as a literal.
         capabilities: what it supports.
@@ -113,7 +118,7 @@ class AlgorithmInfo:
             without a warning.
     """
 
-    name: str = attrs.field(validator=validators.matches_re(r"[A-Z][A-Z0-9_]*"))
+    name: str = attrs.field(validator=validators.matches_re(_NAME + rf"(\+{_NAME})*"))
     summary: str = attrs.field(validator=validators.instance_of(str))
     api_version: int
     capabilities: Capabilities = attrs.field(

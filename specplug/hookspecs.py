@@ -18,7 +18,8 @@ accept.
 ``create_worker``, then the KV pool is made, ``create_future_map``. In a run, ``HookOrder`` in
 ``specplug/speculative/hook_order.py`` is the order, and every host drives it::
 
-    decode    resolve the future map -> propose -> the target's pass over T nodes -> verify
+    decode    resolve the future map -> propose (a part of another algorithm: or grow_draft)
+              -> the target's pass over T nodes -> verify
               -> compact the accepted path -> build_draft_input (the draft extend)
               -> publish and stash in the future map
     prefill   the target's pass over the chunks -> build_draft_input -> publish, stash
@@ -83,6 +84,11 @@ many count is known on the device alone. ``draft.counts``, ``offsets``, ``flatte
 the target takes it where it took its parent; 0 at the root. What the draft's softmax says will do:
 a plugin need not calibrate. The core counts on the device how often the target took nodes of such a
 score at such a depth, and calibrates. Scores decide which nodes a cut keeps, and change no token.
+
+**Parts.** An algorithm may hold others (``runtime.part``), and calls their hooks. Each has its own
+configuration, worker, state and future map. A name like ``EAGLE3+NGRAM`` is an algorithm of the
+core that does so: the first proposes, the others grow its drafts (``grow_draft``), and all hear of
+every committed token. What a part's hook raises is an error that names both.
 
 **Errors.** What a hook raises is a ``PluginError`` that names the plugin, its version and the hook,
 ``sys.exit`` too; so is a result of another type, dtype, shape or device than is said here. The
@@ -286,6 +292,29 @@ def propose(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:  
         propose has width 1. The engine puts in the root itself; a token outside the vocabulary
         becomes one inside; a node that is deeper than the declared depth, or has no parent before
         it, is never accepted. None is refused.
+    """
+
+
+@hookspec(firstresult=True)
+def grow_draft(
+    runtime: Runtime, batch: Batch, draft_input: DraftInput, draft: Draft
+) -> Draft | None:
+    """Add nodes to what another algorithm has proposed.
+
+    Called in each decode step after ``propose``, where the algorithm is a part of another one
+    (``runtime.part``), as NGRAM is of ``EAGLE3+NGRAM``. Of the run's own algorithm it is not asked.
+
+    Args:
+        runtime: the part's: ``runtime.config`` says how much may be added.
+        batch: the requests, as in ``propose``. ``batch.max_draft_nodes`` binds the grown draft.
+        draft_input: the roots, and the state that the part left in the last step.
+        draft: the proposal, checked. Its tokens are known on the device alone.
+
+    Returns:
+        A draft of the same roots, by ``append_nodes``, ``merge_drafts`` and ``keep_likeliest`` for
+        example: at most ``num_draft_tokens - 1`` nodes wider than ``draft`` and ``num_steps``
+        deeper, as the part's settings say. It may leave out nodes of ``draft``. None: the draft as
+        it is.
     """
 
 

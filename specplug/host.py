@@ -42,6 +42,7 @@ class HostCapabilities:
             Without it drafts choose as for greedy requests.
         disaggregation: prefill and decode instances exchange draft states.
         target_drafts: the target's own layers run for drafts, over its cache or a part of it.
+        parts: an algorithm may hold others (``Runtime.part``).
     """
 
     name: str = attrs.field(validator=validators.instance_of(str))
@@ -58,6 +59,7 @@ class HostCapabilities:
     foreseeable_noise: bool = False
     disaggregation: bool = False
     target_drafts: bool = False
+    parts: bool = False
 
     def obstacles(
         self, info: AlgorithmInfo, config: SpecConfig | None = None, *, own_verify: bool = False
@@ -77,6 +79,8 @@ class HostCapabilities:
                 f"{info.name} drafts with the target's own layers, and {self.name} runs them for "
                 "its own passes alone"
             )
+        if able.parts and not self.parts:
+            yield f"{info.name} holds other algorithms, and {self.name} runs one alone"
         for capture in sorted(able.captures - self.captures):
             yield f"{info.name} reads {CAPTURES[capture]}, and {self.name} does not give them"
         if own_verify and not self.verify:

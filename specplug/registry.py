@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -175,16 +175,20 @@ class Registry:
         """Import the algorithm to run, and no other.
 
         Args:
-            algorithm: a name, in upper or lower case, or a plugin object that is not installed.
+            algorithm: a name, in upper or lower case; several joined by "+", of which the first
+                proposes and the others grow its drafts; or a plugin object that is not installed.
 
         Raises:
             UnknownAlgorithm: none of that name is installed.
             PluginError: it is broken, disabled, or two distributions claim the name.
+            UsageError: several cannot be joined so.
         """
         if isinstance(algorithm, SelectedAlgorithm):
             return algorithm
         if not isinstance(algorithm, str):
             return _select_object(algorithm)
+        if "+" in algorithm:
+            return _join([self.select(name) for name in algorithm.split("+")])
         entry = self._find(algorithm)[0]
         if entry.disabled:
             raise PluginError(
@@ -345,6 +349,24 @@ def _select_object(plugin: object) -> SelectedAlgorithm:
         name=info.name,
         value=f"{type(plugin).__module__}:{kind}",
         distribution="not installed",
+        summary=info.summary,
+        examined=True,
+    )
+    return SelectedAlgorithm(info.name, plugin, info, entry)
+
+
+def _join(parts: Sequence[SelectedAlgorithm]) -> SelectedAlgorithm:
+    """Select the core's own algorithm that holds others."""
+    from specplug import __version__
+
+    place = "specplug.speculative.joint_algorithm", "JointAlgorithm"
+    plugin = getattr(import_module(place[0]), place[1])(parts)
+    info: AlgorithmInfo = plugin.describe()
+    entry = AlgorithmEntry(
+        name=info.name,
+        value=":".join(place),
+        distribution=hookspecs.PROJECT,
+        version=__version__,
         summary=info.summary,
         examined=True,
     )

@@ -41,6 +41,7 @@ EMBEDDED = HostCapabilities(
     foreseeable_noise=True,
     disaggregation=True,
     target_drafts=True,
+    parts=True,
 )
 """What the embedded engine gives: all that there is."""
 
@@ -285,6 +286,7 @@ class EngineRuntime(RuntimeBase):
     def close(self) -> None:
         """Free the draft models, even while a plugin still holds this object."""
         self.worker = None
+        self.close_parts()
         for runner in self._draft_passes:
             runner.close()
         self._draft_passes.clear()

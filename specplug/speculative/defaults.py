@@ -50,6 +50,10 @@ class CoreDefaults:
         return DraftInput(bonus_tokens=last_tokens, state=received.tensors)
 
     @hookimpl(trylast=True)
+    def grow_draft(self, draft: Draft) -> Draft:
+        return draft
+
+    @hookimpl(trylast=True)
     def verify(self, draft: Draft, target_output: TargetOutput) -> VerifyOutput:
         from specplug.speculative.verify import verify_tree
 

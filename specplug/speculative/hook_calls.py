@@ -16,9 +16,9 @@ object whose methods were replaced, is of no effect. Tensors are torch's own (``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import attrs
 import pluggy
@@ -32,6 +32,7 @@ from specplug.speculative.draft import Draft, DraftInput, described, is_dense
 from specplug.speculative.draft_state import StateTensor, state_spec
 from specplug.speculative.future_map import FutureMap, is_plain
 from specplug.speculative.lent_runtime import LentRuntime
+from specplug.speculative.parts_future_map import PartsFutureMap
 from specplug.speculative.plugin_guard import PluginGuard
 from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput, verify_tree
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from specplug.registry import Extension, SelectedAlgorithm
     from specplug.speculative.defaults import CoreDefaults
     from specplug.speculative.hook_order import Batch
+    from specplug.speculative.part import Part
     from specplug.speculative.report import RequestReport, StepReport
     from specplug.speculative.runtime import Runtime
 
@@ -79,6 +81,11 @@ class HookCalls:
     def declares_state(self) -> bool:
         """Whether the worker declares a draft state."""
         return bool(self._spec)
+
+    @property
+    def state_spec(self) -> Mapping[str, StateTensor]:
+        """What the worker declares; nothing before it is made."""
+        return self._spec
 
     @property
     def running(self) -> str | None:
@@ -133,6 +140,9 @@ class HookCalls:
             self._plugins.refuse(
                 hook, f"returned a future map of {rows} rows", f"runtime.req_table_size={least}"
             )
+        parts = parts_of(runtime)
+        if parts:
+            made = PartsFutureMap(made, parts)
         self._plugins.guard(f"{type(made).__name__}.declare", made.declare, self._spec)
         return made
 
@@ -153,12 +163,39 @@ class HookCalls:
         Args:
             roots: [bs] int64, the bonus tokens; not those that the plugin was lent.
         """
+        hook, config, vocab_size = "propose", runtime.config, runtime.vocab_size
         found = self._plugins.call(
-            "propose", runtime=self._lend(runtime), batch=batch, draft_input=draft_input
+            hook, runtime=self._lend(runtime), batch=batch, draft_input=draft_input
         )
-        vocab_size = runtime.vocab_size
-        draft = check_draft(self._plugins, found, runtime.config, roots, vocab_size)
-        return draft.rooted(roots, vocab_size)
+        most = Limits(config.num_draft_tokens, config.num_steps)
+        return check_draft(self._plugins, hook, found, most, roots, vocab_size)
+
+    def grow_draft(
+        self,
+        runtime: Runtime,
+        batch: Batch,
+        draft_input: DraftInput,
+        draft: Draft,
+        *,
+        roots: Tensor,
+    ) -> Draft:
+        """Return a draft with what the algorithm adds, from the engine's roots.
+
+        Args:
+            roots: [bs] int64, as in ``propose``.
+        """
+        hook, config, vocab_size = "grow_draft", runtime.config, runtime.vocab_size
+        most = Limits(
+            draft.width + config.num_draft_tokens - 1, draft.depth + config.num_steps, added=True
+        )
+        found = self._plugins.call(
+            hook,
+            runtime=self._lend(runtime),
+            batch=batch,
+            draft_input=draft_input,
+            draft=attrs.evolve(draft),  # its tensors are the holder's own
+        )
+        return check_draft(self._plugins, hook, found, most, roots, vocab_size)
 
     def verify(
         self, runtime: Runtime, batch: Batch, draft: Draft, target_output: TargetOutput
@@ -207,7 +244,7 @@ class HookCalls:
             runtime=self._lend(runtime),
             batch=batch,
             target_output=target_output,
-            future_map=future_map,
+            future_map=own_map(future_map),
         )
         return check_draft_input(self._plugins, hook, made, size, like, self._spec)
 
@@ -229,7 +266,7 @@ class HookCalls:
             runtime=self._lend(runtime),
             batch=batch,
             last_tokens=last_tokens,
-            future_map=future_map,
+            future_map=own_map(future_map),
         )
         return check_draft_input(self._plugins, hook, made, size, last_tokens, self._spec)
 
@@ -243,12 +280,15 @@ class HookCalls:
         """
         hook = "export_draft_state"
         found = self._plugins.call(
-            hook, runtime=self._lend(runtime), batch=batch, future_map=future_map
+            hook, runtime=self._lend(runtime), batch=batch, future_map=own_map(future_map)
         )
         size = len(req_indices)
-        return check_tensors(
+        state = check_tensors(
             self._plugins, hook, "a state", found, size, req_indices, may_lack=True
         )
+        for part in parts_of(runtime):
+            state |= part.export_draft_state(batch)
+        return state
 
     # The future map, which may be of the algorithm's own class
 
@@ -294,13 +334,50 @@ class HookCalls:
     def on_step(self, runtime: Runtime, report: StepReport) -> None:
         """Tell all plugins of a processed step."""
         self._plugins.call("on_step", runtime=self._lend(runtime), report=report)
+        for part in parts_of(runtime):
+            part.hooks.on_step(part.runtime, report)
 
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:
         """Tell all plugins of an ended request."""
         self._plugins.call("on_request_finished", runtime=self._lend(runtime), report=report)
+        for part in parts_of(runtime):
+            part.hooks.on_request_finished(part.runtime, report)
+
+
+def parts_of(runtime: Runtime) -> Sequence[Part]:
+    """Return the parts that a runtime's algorithm holds."""
+    return tuple(getattr(runtime, "parts", {}).values())
+
+
+def own_map(future_map: FutureMap) -> FutureMap:
+    """Return the future map that an algorithm's hooks get: its own, without those of its parts."""
+    return future_map.own if isinstance(future_map, PartsFutureMap) else future_map
 
 
 # The checks of what hooks return
+
+
+class Limits(NamedTuple):
+    """What a draft may have.
+
+    Attributes:
+        nodes: N, the root included.
+        depth: S.
+        added: whether an algorithm grows a draft, by as much as its settings say.
+    """
+
+    nodes: int
+    depth: int
+    added: bool = False
+
+    def __str__(self) -> str:
+        """As messages tell them."""
+        if self.added:
+            return (
+                f"at most {self.nodes} nodes, {self.depth} deep: num_draft_tokens - 1 nodes and "
+                "num_steps levels added"
+            )
+        return f"at most num_draft_tokens={self.nodes} nodes, num_steps={self.depth} deep"
 
 
 def check_type(
@@ -324,49 +401,49 @@ def rebuilt(plugins: PluginGuard, hook: str, found: Any, kind: type[Made], calle
 
 
 def check_draft(
-    plugins: PluginGuard, found: Any, config: SpecConfig, roots: Tensor, vocab_size: int
+    plugins: PluginGuard, hook: str, found: Any, most: Limits, roots: Tensor, vocab_size: int
 ) -> Draft:
-    """Return what ``propose`` gave if it is a draft for as many requests as ``roots`` [bs] int64
-    has, within the run's settings. Its tensors are still the plugin's."""
-    hook = "propose"
+    """Return what ``hook`` gave, rooted, in tensors of the core's own, if it is a draft within
+    ``most`` for as many requests as ``roots`` [bs] int64 has."""
     draft = rebuilt(plugins, hook, found, Draft, "a specplug.Draft")
     if isinstance(draft.widths, tuple | list):
         draft.widths = plugins.guard(hook, tuple, draft.widths)
-    _check_form(plugins, draft, values=False)
+    _check_form(plugins, hook, draft, values=False)
     size, width = draft.tokens.shape
-    most, steps = config.num_draft_tokens, config.num_steps
-    if size != len(roots) or width > most or draft.depth > steps:
+    if size != len(roots) or width > most.nodes or draft.depth > most.depth:
         plugins.refuse(
             hook,
             f"drafted {width} nodes, {draft.depth} deep, for {size} requests",
-            f"at most num_draft_tokens={most} nodes, num_steps={steps} deep, for {len(roots)}",
+            f"{most}, for {len(roots)}",
             "draft less, or raise these in validate_config()",
         )
     if draft.tokens.device != roots.device:
         drafted = f"drafted tokens {described(draft.tokens)}"
         plugins.refuse(hook, drafted, f"them on runtime.device, {roots.device}")
     if DEBUG:
-        _check_form(plugins, draft, values=True)
-        _check_tokens(plugins, draft, roots, vocab_size)
-    return draft
+        _check_form(plugins, hook, draft, values=True)
+        _check_tokens(plugins, hook, draft, roots, vocab_size)
+    return draft.rooted(roots, vocab_size)
 
 
-def _check_form(plugins: PluginGuard, draft: Draft, *, values: bool) -> None:
+def _check_form(plugins: PluginGuard, hook: str, draft: Draft, *, values: bool) -> None:
     try:
         draft.check(values=values)
     except ValueError as error:
-        plugins.refuse("propose", f"drafted {error}", fix="make it by Draft.chain or Draft.tree")
+        plugins.refuse(hook, f"drafted {error}", fix="make it by Draft.chain or Draft.tree")
 
 
-def _check_tokens(plugins: PluginGuard, draft: Draft, roots: Tensor, vocab_size: int) -> None:
+def _check_tokens(
+    plugins: PluginGuard, hook: str, draft: Draft, roots: Tensor, vocab_size: int
+) -> None:
     first, tokens = draft.tokens[:, 0].tolist(), draft.flatten(draft.tokens).tolist()
     if first != roots.tolist():
         expected = f"draft_input.bonus_tokens, {roots.tolist()}"
-        plugins.refuse("propose", f"drafted from the roots {first}", expected)
+        plugins.refuse(hook, f"drafted from the roots {first}", expected)
     outside = [token for token in tokens if not 0 <= token < vocab_size]
     if outside:
         found = f"drafted the tokens {outside}"
-        plugins.refuse("propose", found, f"tokens from 0 to {vocab_size - 1}")
+        plugins.refuse(hook, found, f"tokens from 0 to {vocab_size - 1}")
 
 
 def check_verified(

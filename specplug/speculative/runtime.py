@@ -19,6 +19,7 @@ from specplug.speculative.output_kind import PerTokenOutput
 
 if TYPE_CHECKING:
     from specplug.speculative.hook_order import Batch
+    from specplug.speculative.part import Part
 
 
 class KVCache:
@@ -172,6 +173,26 @@ class Runtime(Protocol):
 
         Raises:
             PluginError: there is an output of that name already.
+        """
+
+    def part(self, algorithm: str | object, **settings: Any) -> Part:
+        """Make another algorithm a part of this one, which calls its hooks.
+
+        Call it in ``create_worker``. The part has a configuration, a worker, a state and a future
+        map of its own; everything else is the run's. The holder calls its ``build_draft_input`` for
+        all that is committed, ``propose`` or ``grow_draft`` in a decode step, ``fixup_idle`` and
+        ``build_disagg_draft_input`` where these are called of itself, and returns the states that
+        they give, joined. The core tells it of ended requests, and exports its state.
+
+        Args:
+            algorithm: a name as users type it, or a plugin object.
+            settings: ``num_steps``, ``topk``, ``num_draft_tokens`` and ``draft_model_path``, over
+                the part's defaults.
+
+        Raises:
+            UsageError: the host runs no parts (``host.parts``), or the part cannot run so.
+            PluginError: it writes more slots than the holder's configuration reserves, or there is
+                a part of that name.
         """
 
     def allocate_kv(self, num_layers: int, num_kv_heads: int, head_dim: int) -> KVCache:

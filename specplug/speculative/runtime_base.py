@@ -13,11 +13,12 @@ from specplug.errors import PluginError, UsageError
 from specplug.host import HostCapabilities
 from specplug.speculative.graph_runner import PassRunner
 from specplug.speculative.output_kind import PerTokenOutput
+from specplug.speculative.part import PartHolder
 from specplug.speculative.runtime import RankInfo
 from specplug.speculative.token_map import find_tokenizer
 
 
-class RuntimeBase:
+class RuntimeBase(PartHolder):
     """The part of a ``Runtime`` that no host does its own way: a door that closes when the worker
     is made, and the passes of draft models, each recorded or not.
 
@@ -39,6 +40,7 @@ class RuntimeBase:
     tokenizer_path: str | None = None
 
     def __init__(self, host: HostCapabilities, config: SpecConfig) -> None:
+        super().__init__()
         self.host = host
         self.config = config
         self._is_sealed = False

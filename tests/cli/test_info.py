@@ -77,6 +77,7 @@ def test_json(full):
             "draft_model": True,
             "overlap": True,
             "prefix_cache": True,
+            "parts": False,
             "captures": ["layer_inputs"],
         },
         "defaults": {"num_steps": 3, "topk": 2, "num_draft_tokens": None},
@@ -93,6 +94,7 @@ def test_json(full):
                 "validate_config",
                 "create_future_map",
                 "build_disagg_draft_input",
+                "grow_draft",
                 "fixup_idle",
                 "supports_target_verify_for_draft",
                 "export_draft_state",
@@ -117,7 +119,7 @@ def test_for_people(full):
     assert shown["ALGORITHM"] == "FULL"
     assert shown["paper"] == "arXiv 2503.01840"
     assert shown["distribution"] == "specplug-full 1.0"
-    able = "branching=yes, draft_model=yes, overlap=yes, prefix_cache=yes"
+    able = "branching=yes, draft_model=yes, overlap=yes, prefix_cache=yes, parts=no"
     assert shown["capabilities"] == able
     assert shown["reads"] == "the hidden states before layers (capture_layer_inputs)"
     assert shown["defaults"] == "num_steps=3, topk=2, num_draft_tokens=from depth and width"

@@ -164,6 +164,13 @@ class Everything:
         return Draft.tree(tokens, parents, 2)
 
     @hookimpl
+    def grow_draft(
+        self, runtime: Any, batch: Batch, draft_input: DraftInput, draft: Draft
+    ) -> Draft | None:
+        self._note("grow_draft", runtime, batch, draft_input, draft)
+        return None
+
+    @hookimpl
     def verify(
         self, runtime: Any, batch: Batch, draft: Draft, target_output: TargetOutput
     ) -> VerifyOutput | None:
@@ -455,6 +462,9 @@ def calls() -> Mapping[str, list[tuple[Any, ...]]]:
     host.order.export_draft_state(host.prefill({2: PROMPTS[2]}))
     host.receive({4: PROMPTS[4]})
     host.decode([2, 4])
+    draft = Draft.chain(roots := ids([1]).unsqueeze(1))
+    batch, given = plugin.calls["propose"][0][1], DraftInput(bonus_tokens=roots[0])
+    host.hooks.grow_draft(host.runtime, batch, given, draft, roots=roots[0])
     host.order.idle(torch.zeros(0, VOCAB))
     host.hooks.on_step(host.runtime, StepReport(number=1, mode="decode", seconds={}))
     report = RequestReport(

@@ -1,0 +1,285 @@
+"""An algorithm that another one holds as a part: its hooks, bound to a runtime of its own.
+
+``runtime.part("NGRAM")`` in ``create_worker`` makes one. The algorithm that holds it calls its
+hooks, with the batches of the run. Their results are checked as those of a run's algorithm are, and
+their errors name the part's plugin. Extensions wrap the hooks of the run's algorithm alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+from torch import Tensor
+
+from specplug.algorithm import SpecConfig
+from specplug.errors import PluginError, UsageError
+from specplug.registry import Registry, build_plugin_manager
+from specplug.speculative.defaults import CoreDefaults
+from specplug.speculative.draft import Draft, DraftInput
+from specplug.speculative.draft_state import StateTensor
+from specplug.speculative.future_map import FutureMap
+from specplug.speculative.graph_runner import PassRunner
+from specplug.speculative.hook_calls import HookCalls
+from specplug.speculative.verify import CommittedOutput
+
+if TYPE_CHECKING:
+    from specplug.speculative.hook_order import Batch, RequestView
+    from specplug.speculative.runtime import Runtime
+
+
+class PartHolder:
+    """A runtime whose algorithm may hold parts.
+
+    Attributes:
+        parts: those that ``create_worker`` asked for, by name.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[str, Part] = {}
+
+    def close_parts(self) -> None:
+        """Free the parts' models."""
+        for part in self.parts.values():
+            part.close()
+        self.parts.clear()
+
+    def part(self, algorithm: str | object, **settings: Any) -> Part:
+        runtime = cast("Runtime", self)
+        cast("Any", self).check_open("part")
+        if not runtime.host.parts:
+            raise UsageError(f"{runtime.host.name} runs one algorithm alone, without parts")
+        made = Part(runtime, algorithm, settings)
+        if made.name in self.parts:
+            raise PluginError(f"part: there is a part {made.name} already; expected another name")
+        self.parts[made.name] = made
+        return made
+
+
+class PartRuntime(PartHolder):
+    """The ``Runtime`` of a part: configuration and worker are its own, everything else the run's.
+
+    Args:
+        runtime: of the algorithm that holds the part.
+        config: the part's.
+        records: whether its passes have the shape of a target verify.
+    """
+
+    def __init__(self, runtime: Runtime, config: SpecConfig, *, records: bool) -> None:
+        super().__init__()
+        self._runtime = runtime
+        self._records = records
+        self._eager: list[PassRunner] = []
+        self.config = config
+        self.worker: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def record_draft(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        if self._records or not callable(forward):
+            return self._runtime.record_draft(forward)
+        self._eager.append(PassRunner(forward))
+        return self._eager[-1]
+
+    def close(self) -> None:
+        """Free what belongs to the part alone."""
+        self.worker = None
+        for runner in self._eager:
+            runner.close()
+        self._eager.clear()
+        self.close_parts()
+
+
+class Part:
+    """One algorithm inside of another one.
+
+    The state that a part leaves has its names after the part's, as ``NGRAM.tokens``, wherever the
+    holder sees it: in ``DraftInput.state`` and in ``state_spec()``.
+
+    Args:
+        runtime: of the algorithm that holds it.
+        algorithm: a name as users type it, or a plugin object.
+        settings: what ``SpecConfig.resolve`` takes of the user, over the part's defaults.
+
+    Attributes:
+        name: the algorithm's.
+        config: its settings, as it takes them.
+
+    Raises:
+        UsageError: the part refuses its settings, or cannot be a part here.
+        CheckpointError: its weights cannot be loaded.
+    """
+
+    def __init__(
+        self, runtime: Runtime, algorithm: str | object, settings: Mapping[str, Any]
+    ) -> None:
+        selected = Registry().select(algorithm)
+        self.name, held = selected.name, runtime.config
+        self._prefix = f"{self.name}."
+        self._hooks = HookCalls(build_plugin_manager(selected, (), CoreDefaults()), selected)
+        if not self._hooks.core_verifies:
+            raise UsageError(f"{self.name} has a verify() of its own: it cannot be a part")
+        resolved = SpecConfig.resolve(
+            selected.info,
+            model_name=runtime.model_path,
+            target_config=held.target_config,
+            **settings,
+        )
+        self.config = self._hooks.validate_config(resolved)
+        if self.config.num_lookahead_slots > held.num_lookahead_slots:
+            raise PluginError(
+                f"part: {self.name} writes {self.config.num_lookahead_slots} slots while it "
+                f"drafts; expected at most the {held.num_lookahead_slots} of {held.algorithm}; "
+                "raise num_draft_slots or num_draft_tokens in its validate_config()"
+            )
+        records = self._hooks.supports_target_verify_for_draft()
+        self._own = PartRuntime(runtime, self.config, records=records)
+        self._runtime = cast("Runtime", self._own)
+        self._own.worker = self._hooks.create_worker(self._runtime)
+        self._future_map: FutureMap | None = None
+
+    @property
+    def worker(self) -> Any:
+        """What its ``create_worker`` returned."""
+        return self._runtime.worker
+
+    def state_spec(self) -> dict[str, StateTensor]:
+        """Return what its worker declares, for the ``state_spec()`` of the worker that holds it."""
+        return self._named(self._hooks.state_spec)
+
+    def close(self) -> None:
+        """Free its model."""
+        self._own.close()
+
+    # Its hooks, for the algorithm that holds it
+
+    def build_draft_input(self, batch: Batch, target_output: CommittedOutput) -> DraftInput:
+        """Feed it what the target has computed; see the hook."""
+        own = self._lend(batch)
+        output = attrs.evolve(
+            target_output,
+            next_tokens=target_output.next_tokens.clone(),
+            own_tokens=target_output.own_tokens.clone(),
+            last_rows=target_output.last_rows.clone(),
+            accept_lens=target_output.accept_lens.clone(),
+            bonus_tokens=target_output.bonus_tokens.clone(),
+        )
+        made = self._hooks.build_draft_input(self._runtime, own, output, self.future_map)
+        return self._of_holder(made)
+
+    def build_disagg_draft_input(self, batch: Batch, last_tokens: Tensor) -> DraftInput:
+        """Return what it drafts from after another instance's prefill; see the hook."""
+        views = tuple(PartRequest(request, self._prefix) for request in batch.requests)
+        own = attrs.evolve(self._lend(batch), requests=views)
+        made = self._hooks.build_disagg_draft_input(
+            self._runtime, own, last_tokens.clone(), self.future_map
+        )
+        return self._of_holder(made)
+
+    def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
+        """Return what it drafts; see the hook.
+
+        Args:
+            draft_input: the holder's.
+        """
+        given = self._of_part(draft_input)
+        roots = draft_input.bonus_tokens
+        return self._hooks.propose(self._runtime, self._lend(batch), given, roots=roots)
+
+    def grow_draft(self, batch: Batch, draft_input: DraftInput, draft: Draft) -> Draft:
+        """Return another algorithm's draft, with what this one adds; see the hook.
+
+        Args:
+            draft_input: the holder's.
+        """
+        given = self._of_part(draft_input)
+        roots = draft_input.bonus_tokens
+        return self._hooks.grow_draft(self._runtime, self._lend(batch), given, draft, roots=roots)
+
+    def fixup_idle(self, batch: Batch, draft_input: DraftInput) -> DraftInput:
+        """Return its draft input of no request; see the hook."""
+        given = self._of_part(draft_input)
+        return self._of_holder(self._hooks.fixup_idle(self._runtime, self._lend(batch), given))
+
+    def export_draft_state(self, batch: Batch) -> dict[str, Tensor | None]:
+        """Return its state that travels with prefilled requests; see the hook."""
+        own = self._lend(batch)
+        found = self._hooks.export_draft_state(
+            self._runtime, own, self.future_map, req_indices=batch.req_indices
+        )
+        return self._named(found)
+
+    # For the core alone
+
+    @property
+    def hooks(self) -> HookCalls:
+        """Of its plugin alone."""
+        return self._hooks
+
+    @property
+    def runtime(self) -> Runtime:
+        """As it is lent."""
+        return self._runtime
+
+    @property
+    def future_map(self) -> FutureMap:
+        """Its own."""
+        assert self._future_map is not None, "begin() makes it"
+        return self._future_map
+
+    def begin(self) -> None:
+        """Make its future map: ``runtime.req_table_size`` is final."""
+        self._future_map = self._hooks.create_future_map(self._runtime)
+
+    def resolve(self, req_indices: Tensor) -> dict[str, Tensor | None]:
+        """Return the state that it left for these requests [bs], under the holder's names."""
+        return self._named(self._hooks.resolve(self.future_map, req_indices.clone())[1].state)
+
+    def publish_and_stash(
+        self,
+        req_indices: Tensor,
+        seq_lens: Tensor,
+        output: CommittedOutput,
+        draft_input: DraftInput,
+    ) -> None:
+        """Publish and stash in its own map; ``draft_input`` is the holder's."""
+        own = self._of_part(draft_input)
+        self._hooks.publish_and_stash(self.future_map, req_indices, seq_lens, output, own)
+
+    def owns(self, name: str) -> bool:
+        """Return whether a state of the holder's is this part's."""
+        return name.startswith(self._prefix)
+
+    def _lend(self, batch: Batch) -> Batch:
+        """Return a batch of the part's own: other parts get theirs."""
+        rows, lens = batch.req_indices.clone(), batch.seq_lens.clone()
+        return attrs.evolve(batch, req_indices=rows, seq_lens=lens)
+
+    def _named(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {self._prefix + name: value for name, value in state.items()}
+
+    def _of_holder(self, made: DraftInput) -> DraftInput:
+        return DraftInput(bonus_tokens=made.bonus_tokens, state=self._named(made.state))
+
+    def _of_part(self, given: DraftInput) -> DraftInput:
+        start = len(self._prefix)
+        state = {name[start:]: t for name, t in given.state.items() if self.owns(name)}
+        return DraftInput(bonus_tokens=given.bonus_tokens.clone(), state=state)
+
+
+@attrs.frozen(eq=False)
+class PartRequest:
+    """A request as a part sees it: the state that came with it is the part's alone."""
+
+    _request: RequestView
+    _prefix: str
+
+    @property
+    def draft_state(self) -> dict[str, Tensor]:
+        start, state = len(self._prefix), self._request.draft_state
+        return {name[start:]: t for name, t in state.items() if name.startswith(self._prefix)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
