@@ -127,6 +127,13 @@ class Ngram:
         return worker.propose(batch, draft_input)
 
     @hookimpl
+    def grow_draft(
+        self, runtime: Runtime, batch: Batch, draft_input: DraftInput, draft: Draft
+    ) -> Draft:
+        worker: NgramWorker = runtime.worker
+        return worker.grow(batch, draft_input, draft)
+
+    @hookimpl
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:
         worker: NgramWorker = runtime.worker
         worker.forget(report.request_id)

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug import Batch, Draft, DraftInput, RequestView
+from specplug import Batch, Draft, DraftInput, RequestView, keep_likeliest, merge_drafts
 from specplug_ngram.compiled_drafter import CompiledDrafter
 from specplug_ngram.draft_tree import Shape
 from specplug_ngram.drafter import Drafter, PlainDrafter
@@ -128,6 +128,16 @@ class NgramWorker:
             return Draft.chain(tokens, widths, scores=scores)
         parents = drafts.parents[:, :width].to(roots.device, non_blocking=True)
         return Draft.tree(tokens, parents, drafts.depth, widths, scores=scores)
+
+    def grow(self, batch: Batch, draft_input: DraftInput, draft: Draft) -> Draft:
+        """Add this drafter's own draft to another algorithm's."""
+        own = self.propose(batch, draft_input)
+        if own.width == 1:
+            return draft
+        widths = draft.widths or (draft.width,) * batch.size
+        added = own.widths or (own.width,) * batch.size
+        grown = merge_drafts(draft, own)
+        return keep_likeliest(grown, [a + b - 1 for a, b in zip(widths, added, strict=True)])
 
     def _widest(self, roots: Tensor, rooms: Sequence[int]) -> Draft:
         """Return the widest draft within ``rooms``, of arbitrary tokens with the least score. Each
