@@ -31,7 +31,7 @@ PROMPT = TEXT[:110]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.7, seed=1)
 Proposals = dict[tuple[int, ...], list[tuple[int, int]]]
 NAMES = [name for name in Registry().names() if name != "NONE"]
-STATEFUL = [name for name in NAMES if name not in ("NGRAM", "DFLASH", "DSPARK", "STANDALONE")]
+STATEFUL = [name for name in NAMES if name not in ("NGRAM", "DFLASH", "DSPARK")]
 
 
 @pytest.fixture(scope="module")
@@ -364,6 +364,8 @@ def test_empty_and_stateless_batches_have_the_same_form(name: str, topk: int | N
         ranks = ["", *(f"_{rank}" for rank in range(1, topk or 1))]
         named = {f"{name}{rank}" for name in ("drafts", "scores") for rank in ranks}
         assert {name for name, shape in shapes.items() if shape == (steps,)} == named
+    elif name == "STANDALONE":
+        assert shapes == {"own_tokens": (steps + 1,), "count": ()}
     else:
         assert shapes == {}
 

@@ -60,11 +60,6 @@ class Standalone:
         return worker.extend(batch, target_output)
 
     @hookimpl
-    def export_draft_state(self) -> dict[str, Tensor]:
-        """Return nothing: all of a prompt is in the draft's cache."""
-        return {}
-
-    @hookimpl
     def build_disagg_draft_input(
         self, runtime: Runtime, batch: Batch, last_tokens: Tensor
     ) -> DraftInput:
