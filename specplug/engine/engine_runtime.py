@@ -278,7 +278,9 @@ class EngineRuntime(RuntimeBase):
         return noise.view(bs, width, -1)
 
     def draft_pass(self, forward: Callable[..., Any]) -> PassRunner:
-        if not self._draft_verifies:
+        # Ranks that draft with sharded layers agree on each pass, which no graph does.
+        agrees = self._target.ranks is not None and self._target.draft_ranges
+        if not self._draft_verifies or agrees:
             return super().draft_pass(forward)
         kv = self._kv
         return self._graphs.draft_pass(forward, lambda: kv.key_length)

@@ -96,7 +96,7 @@ class DraftingLayers:
             )
         committed = self.kv.committed
         assert committed is not None, "drafts come after the start of the run"
-        return self.layers(hidden, plan._plan.guarded(committed))
+        return self.layers.draft(hidden, plan._plan.guarded(committed))
 
 
 @attrs.frozen(eq=False)

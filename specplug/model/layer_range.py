@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specplug.errors import SpecplugError, UsageError, first_line
+from specplug.errors import PluginError, SpecplugError, UsageError, first_line
 from specplug.kernels.attention_form import AttentionForm
 from specplug.kv.tensors import drop_tensors, fill_cache
 from specplug.model.attention import running
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _NORMS = "norm", "final_layernorm", "ln_f", "final_layer_norm", "norm_f", "final_norm"
 """What models call the norm after their last layer."""
+_DRAFTS = "draft "
+"""How a rank's wish begins that is to run layers for a draft."""
 _LENGTH = 12
 """Tokens of the proof."""
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -43,6 +45,9 @@ class LayerRange:
         target: whose layers they are. Its cache has no tensors yet.
         first, last: of the layers.
 
+    Attributes:
+        wish: as this rank announces that it drafts with them.
+
     Raises:
         UsageError: there are no such layers, or they do not run by themselves.
     """
@@ -50,20 +55,43 @@ class LayerRange:
     def __init__(self, target: Target, first: int, last: int) -> None:
         self._target = target
         self._name = f"layers {first} to {last - 1} of {type(target.model).__name__}"
-        if target.ranks is not None:
-            raise UsageError(
-                f"{self._name} for drafts: their MLPs are sharded over the ranks, which would all "
-                "have to draft at the same time; expected a target of one rank; leave out "
-                "enable_dp_attention, or choose another algorithm"
-            )
         if not 0 <= first < last <= target.num_layers:
             raise UsageError(
                 f"target_layers({first}, {last}): expected 0 <= first < last <= "
                 f"{target.num_layers}, the target's number of layers"
             )
         self._first, self._last = first, last
+        self.wish = f"{_DRAFTS}{first} {last}"
         self._decoder = self._part(target.capture.decoder)
         self._prove()
+        target.draft_ranges[self.wish] = self
+
+    def draft(self, hidden: Tensor, plan: Any) -> Tensor:
+        """Run the layers, [R, H] -> [R, H], and have the other ranks run theirs.
+
+        Ranks whose layers are sharded run one kind of pass at a time. Where others draft with other
+        layers first, this rank takes part in that before its own pass.
+        """
+        ranks = self._target.ranks
+        if ranks is None:
+            return self(hidden, plan)
+        if hidden.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise PluginError(
+                f"{self._name}: recorded, though the ranks have to agree on each pass; call "
+                "target_layers() before record_draft()"
+            )
+        rows = len(hidden)
+        while (wanted := wanted_draft(ranks.agree(rows, self.wish))) != self.wish:
+            assert wanted is not None, "this rank wants one"
+            self._target.draft_ranges[wanted].take_part(rows)
+        return self(hidden, plan)
+
+    def take_part(self, rows: int) -> None:
+        """Run the layers over padding, while other ranks draft: as many rows as this rank has
+        announced."""
+        target = self._target
+        hidden = torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=target.device)
+        self(hidden, _PaddingRows(rows, target.device))
 
     def __call__(self, hidden: Tensor, plan: Any) -> Tensor:
         """[R, H] -> [R, H]; ``plan`` is that of the R rows."""
@@ -102,10 +130,13 @@ class LayerRange:
         fill_cache(target.cache, target.kv_shape, requests.num_slots, target.dtype, target.device)
         tokens = random_tokens(target.vocab_size, (length,)).to(target.device)
         try:
-            before, after, out = self._whole_pass(tokens, requests.plan((0,), (length,)))
-            if self._first == 0:
-                before = target.embed_tokens(tokens)
-            found = self(before, requests.plan((0,), (length,)))
+            with target.stepping():
+                target.begin_proved_pass(length)
+                before, after, out = self._whole_pass(tokens, requests.plan((0,), (length,)))
+                if self._first == 0:
+                    before = target.embed_tokens(tokens)
+                target.begin_proved_pass(length)
+                found = self(before, requests.plan((0,), (length,)))
             normed = _normed(target, after) if self._last == target.num_layers else None
         except (SpecplugError, torch.OutOfMemoryError):
             raise
@@ -152,6 +183,11 @@ class LayerRange:
         )
 
 
+def wanted_draft(wishes: Sequence[str]) -> str | None:
+    """Return which layers the ranks are to run next for a draft, by their wishes; None: none."""
+    return next((wish for wish in wishes if wish.startswith(_DRAFTS)), None)
+
+
 def final_norm(decoder: nn.Module) -> tuple[str, nn.Module] | None:
     """Return the norm after the last layer, by its name; None: there is none of a known name."""
     children = dict(decoder.named_children())
@@ -190,6 +226,33 @@ def _is_near(found: Tensor, expected: Tensor) -> bool:
     gap = torch.linalg.vector_norm((found - expected).double())
     tolerance = _TOLERANCE.get(found.dtype, _HALF_TOLERANCE)
     return bool(gap <= tolerance * torch.linalg.vector_norm(expected.double()))
+
+
+class _PaddingRows:
+    """The plan of rows that only take part in what other ranks compute."""
+
+    lengths: Tensor | None = None
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.positions = self.slots = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def attend(
+        self,
+        cache: PagedKVCache,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        form: AttentionForm,
+    ) -> Tensor:
+        """Attend to nothing."""
+        return q.new_zeros(q.shape).flatten(1)
+
+    def attend_written(
+        self, cache: PagedKVCache, layer: int, q: Tensor, form: AttentionForm
+    ) -> Tensor:
+        """Attend to nothing."""
+        return q.new_zeros(q.shape).flatten(1)
 
 
 class _Attended(Exception):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specplug.distributed.rank_group import RankGroup
 from specplug.model.hidden_states import Point
+from specplug.model.layer_range import wanted_draft
 from specplug.model.padded_rows import GivenParts, cut_rows, size_of
 from specplug.model.pass_form import PassForm, PassSize
 from specplug.model.target import PassOutput, Target
@@ -227,7 +228,11 @@ class ModelRunner:
         forms, so all choose the same."""
         padded = self.padded_pass
         wish = "" if padded is None or padded.recorder.failure is not None else size.as_text()
-        wishes = ranks.agree(max(size.rows, 1), wish)
+        rows = max(size.rows, 1)
+        wishes = ranks.agree(rows, wish)
+        while (drafting := wanted_draft(wishes)) is not None:
+            self.target.draft_ranges[drafting].take_part(rows)
+            wishes = ranks.agree(rows, wish)
         if padded is None or not wish:
             return None
         if not all(wishes):

@@ -32,6 +32,7 @@ from specplug.model.direct_calls import shorten_calls
 from specplug.model.fused_norms import fuse_norms
 from specplug.model.hidden_states import HiddenStateCapture, Point
 from specplug.model.layer_fusion import FusedLayer
+from specplug.model.layer_range import LayerRange
 from specplug.model.model_check import ModelCheck
 from specplug.model.paired_rows import pair_rows
 from specplug.model.quantization import (
@@ -89,6 +90,7 @@ class Target:
         cpu_kernels: with which passes attend on the CPU; None: torch.
         cpu_kernels_state: "on", or "off: " and why.
         kernels: with which passes attend on this device in this dtype; None: torch.
+        draft_ranges: layers that algorithms draft with, by ``LayerRange.wish``.
 
     Raises:
         CheckpointError: there is no such model, it cannot be loaded, or the check fails.
@@ -136,6 +138,7 @@ class Target:
         self.kv_shape = check.kv_shape if check else _kv_shape_of(config)
         self.attentions = frozenset(check.attentions if check else ())
         self.num_layers = len(self.capture.layers)
+        self.draft_ranges: dict[str, LayerRange] = {}
         self._fused_layers: Sequence[FusedLayer] = []
         if self.kernels is None:
             self.row_invariance = row_invariance_without_kernels(self.dtype, device, row_invariant)
@@ -222,6 +225,7 @@ class Target:
     def close(self) -> None:
         """Free the weights and the cache, even if a plugin still holds the model."""
         drop_tensors(self.cache)
+        self.draft_ranges.clear()  # they refer to this object
         for layer in self._fused_layers:
             layer.close()
         drop_weights(self.model)
@@ -279,7 +283,7 @@ class Target:
 
     def _begin_check(self, path: str) -> ModelCheck:
         """Run the model before anything in it is changed."""
-        with self._startup.part(_CHECK), self._stepping():
+        with self._startup.part(_CHECK), self.stepping():
             return ModelCheck(
                 path,
                 self.model,
@@ -292,7 +296,7 @@ class Target:
 
     def _end_check(self, check: ModelCheck) -> None:
         """Compare our passes with the model's own."""
-        with self._startup.part(_CHECK), self._stepping():
+        with self._startup.part(_CHECK), self.stepping():
             check.compare(self._logits, self.cache)
 
     def _prove_rows(self, check: ModelCheck) -> None:
@@ -305,9 +309,9 @@ class Target:
             vocab_size=self.vocab_size,
             kernels=self.kernels,
         )
-        with self._startup.part("proving row invariance"), self._stepping():
+        with self._startup.part("proving row invariance"), self.stepping():
             found = proof.of_passes(
-                self._logits, self.capture.layers, self.cache, self._begin_proved_pass
+                self._logits, self.capture.layers, self.cache, self.begin_proved_pass
             )
             found = found or proof.of_attention(check.attentions)
         if self.row_invariance != "on":
@@ -324,15 +328,16 @@ class Target:
     def _logits(self, token_ids: Tensor, plan: PagedPlan, logits_rows: Tensor | int) -> Tensor:
         return self.forward(token_ids, plan, logits_rows)[0]
 
-    def _stepping(self) -> AbstractContextManager[None]:
+    def stepping(self) -> AbstractContextManager[None]:
+        """Enclose passes in which the other ranks take part."""
         return nullcontext() if self.ranks is None else self.ranks.stepping()
 
     def _begin_checked_pass(self, rows: int, lengths: Tensor) -> None:
         """Begin a pass of the check in all ranks, with the rotary frequencies of these lengths."""
-        self._begin_proved_pass(rows)
+        self.begin_proved_pass(rows)
         self.rotary.begin(lengths)
 
-    def _begin_proved_pass(self, rows: int) -> None:
+    def begin_proved_pass(self, rows: int) -> None:
         """Begin a pass of the proof in all ranks."""
         if self.ranks is not None:
             self.ranks.agree(rows)

@@ -241,8 +241,8 @@ class Runtime(Protocol):
         the verification writes over them; rows at committed positions write nothing.
 
         Raises:
-            UsageError: the target has no such layers, its layers do not run by themselves, its MLPs
-                are sharded over ranks, or the host runs the target for its own passes alone.
+            UsageError: the target has no such layers, its layers do not run by themselves, or the
+                host runs the target for its own passes alone.
         """
 
     def final_norm(self, hidden: Tensor) -> Tensor:

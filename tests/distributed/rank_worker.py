@@ -7,10 +7,12 @@ each answer is what it returned, or the error's type and text.
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,9 @@ from specplug import (
     TargetOutput,
     hookimpl,
 )
+from specplug_sparse_self import SparseSelf, View
+
+EXAMPLE = Path(__file__).parents[2] / "examples/early_exit/specplug_early_exit.py"
 
 Job = tuple[int, Any, SamplingParams]
 """A request: at which call of ``step`` it comes, its prompt and its settings."""
@@ -128,6 +133,10 @@ class RankWorker:
         """Make the LLM; its configuration."""
         if settings.get("speculative_algorithm") == "WIDE":
             settings["speculative_algorithm"] = self._wide = Wide()
+        if settings.get("speculative_algorithm") == "EARLY_EXIT":
+            settings["speculative_algorithm"] = runpy.run_path(str(EXAMPLE))["EarlyExit"](1)
+        if settings.get("speculative_algorithm") == "SPARSE_SELF":
+            settings["speculative_algorithm"] = SparseSelf(View(1, 4, 2, 2))
         self._llm = LLM(**{"device": "cpu", **settings})
         return self.llm.effective_config
 

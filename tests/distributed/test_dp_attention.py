@@ -223,16 +223,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "chunked_prefill_size": 16,
     },
     "PEAGLE chain": {"max_total_tokens": 160, "chunked_prefill_size": 16},
+    "EARLY_EXIT": {"chunked_prefill_size": 16, "enable_mixed_chunk": True},
+    "SPARSE_SELF, plain": {"disable_overlap_schedule": True, "max_total_tokens": 160},
     "DFLASH chain, plain": {"disable_overlap_schedule": True, "enable_mixed_chunk": True},
 }
-WITHOUT_WEIGHTS = "NONE", "NGRAM"
+WITHOUT_WEIGHTS = "NONE", "NGRAM", "EARLY_EXIT", "SPARSE_SELF"
 
 
 @pytest.mark.parametrize("setting", SETTINGS.items(), ids=SETTINGS)
 def test_tokens_are_those_of_one_process(
     ranks: Ranks, request: pytest.FixtureRequest, setting: tuple[str, dict[str, Any]]
 ) -> None:
-    algorithm, options = setting[0].split()[0], setting[1]
+    algorithm, options = setting[0].split(",")[0].split()[0], setting[1]
     name = "tiny" if algorithm in WITHOUT_WEIGHTS else "with_drafts"
     target: Target = request.getfixturevalue(name)
     ranks.open(**target.options(algorithm), dtype="float64", **options)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ from specplug import (
     hookimpl,
 )
 from specplug.kernels.attention_form import AttentionForm
-from specplug.model.layer_range import LayerRange, page_shares
+from specplug.model.layer_range import page_shares
 from specplug.speculative.runtime_base import RuntimeBase
 
 EXAMPLE = Path(__file__).parents[2] / "examples/early_exit/specplug_early_exit.py"
@@ -201,12 +200,6 @@ def test_layers_that_are_not_there_are_refused(
     monkeypatch.setattr(EarlyExit, "create_worker", create_worker)
     with pytest.raises(UsageError, match="expected 0 <= first < last <= 2"):
         LLM(tiny_model, dtype="float64", speculative_algorithm=EarlyExit())
-
-
-def test_sharded_targets_are_refused() -> None:
-    target: Any = SimpleNamespace(model=torch.nn.Identity(), ranks=object(), num_layers=2)
-    with pytest.raises(UsageError, match="leave out enable_dp_attention"):
-        LayerRange(target, 0, 2)
 
 
 # What misuses it
