@@ -13,8 +13,7 @@ from specplug import CheckpointError, SpecConfig, UsageError
 
 # The supported values of options that change how a block is computed.
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "shift_label": (None, False),
-    "projector_type": (None, "dflash"),
+    "projector_type": (None, "domino", "dflash"),
     "hidden_act": (None, "silu"),
 }
 
@@ -34,6 +33,7 @@ class DFlashConfig:
         sample_from_anchor: each row of a block predicts the token after its own, so that the bonus
             token's row, the anchor, drafts too. False: each row predicts its own token, and the
             anchor, whose token is known, drafts nothing.
+        shift_label: as ``sample_from_anchor``, but the last row drafts nothing (Domino).
         mask_token_id: the target's id of the mask token, whose embedding drafted rows read.
         feature_layers: the target layers whose *inputs* are fused; the number of layers stands for
             the last one's output.
@@ -51,6 +51,9 @@ class DFlashConfig:
         input_embedding_scale, output_multiplier: of the embeddings that are read, and of the
             logits.
         final_logit_softcapping: the bound of the logits; 0: none.
+        gru_hidden_dim, emb_dim: the widths of a Domino head's state, and of its bottleneck; 0:
+            there is no such head.
+        pure_draft_prefix_len: the first tokens of a block that are drafted without that head.
     """
 
     hidden_size: int
@@ -67,6 +70,7 @@ class DFlashConfig:
     rope: Mapping[str, Any] = attrs.field(factory=dict)
     block_size: int
     sample_from_anchor: bool = False
+    shift_label: bool = False
     mask_token_id: int
     feature_layers: tuple[int, ...]
     normed_last: bool = False
@@ -80,16 +84,24 @@ class DFlashConfig:
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
+    gru_hidden_dim: int = 0
+    emb_dim: int = 0
+    pure_draft_prefix_len: int = 0
 
     @property
     def most_steps(self) -> int:
         """The tokens that a block drafts."""
-        return self.block_size - self.first_row
+        return self.block_size - self.idle_rows
+
+    @property
+    def idle_rows(self) -> int:
+        """The rows of a block that draft nothing: its first, its last, or none."""
+        return 0 if self.sample_from_anchor else 1
 
     @property
     def first_row(self) -> int:
         """The first row of a block that drafts a token: 0 where the anchor's does, else 1."""
-        return 0 if self.sample_from_anchor else 1
+        return 0 if self.sample_from_anchor or self.shift_label else 1
 
     def fit(self, config: SpecConfig) -> SpecConfig:
         """Limit a run's drafts to one block, or to a tree of its candidates.
@@ -116,6 +128,8 @@ class DFlashConfig:
                 f"num_draft_tokens={nodes}: expected at least 2 with topk={topk}, "
                 "the root and one candidate"
             )
+        if self.gru_hidden_dim:
+            raise UsageError(f"topk={topk}: a Domino head drafts chains; use topk=1")
         if topk > self.draft_vocab_size:
             raise UsageError(
                 f"topk={topk}: the draft model knows {self.draft_vocab_size} tokens; "
@@ -215,6 +229,7 @@ def parse_config(keys: Mapping[str, Any], file: Path) -> DFlashConfig:
         windows=_windows(keys, file),
         num_target_layers=keys.get("num_target_layers"),
         **_second_version(keys, file),
+        **_domino(keys, file),
         input_embedding_scale=keys.get("input_embedding_scale") or 1.0,
         output_multiplier=keys.get("output_multiplier") or 1.0,
         final_logit_softcapping=keys.get("final_logit_softcapping") or 0.0,
@@ -246,6 +261,27 @@ def _second_version(keys: Mapping[str, Any], file: Path) -> dict[str, int]:
                 )
             found[name] = value
     return found
+
+
+def _domino(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return the sizes of a Domino head, if a checkpoint has one."""
+    if keys.get("projector_type") != "domino":
+        if keys.get("shift_label"):
+            raise CheckpointError(f"{file}: shift_label=True, expected a projector_type of domino")
+        return {}
+    for name, least in (("gru_hidden_dim", 1), ("emb_dim", 1), ("pure_draft_prefix_len", 0)):
+        if type(keys.get(name)) is not int or keys[name] < least:
+            raise CheckpointError(
+                f"{file}: {name}={keys.get(name)!r}, expected a number of at least {least}"
+            )
+    if keys.get("selector_rank"):
+        raise CheckpointError(f"{file}: a Domino head and a candidate selector, expected one")
+    return {
+        "gru_hidden_dim": keys["gru_hidden_dim"],
+        "emb_dim": keys["emb_dim"],
+        "pure_draft_prefix_len": keys["pure_draft_prefix_len"],
+        "shift_label": bool(keys.get("shift_label")),
+    }
 
 
 def _feature_layers(keys: Mapping[str, Any], file: Path) -> tuple[int, ...]:
@@ -322,7 +358,7 @@ def _check(config: DFlashConfig, file: Path) -> None:
         )
     if config.most_steps < 1:
         raise CheckpointError(
-            f"{file}: block_size={config.block_size}, expected at least {1 + config.first_row}: "
+            f"{file}: block_size={config.block_size}, expected at least {1 + config.idle_rows}: "
             "the bonus token and one to be drafted"
         )
     if not 0 <= config.mask_token_id < config.vocab_size:

@@ -112,7 +112,8 @@ class DFlashNetwork(nn.Module):
 
     Embedding and LM head are the target's, unless the checkpoint has its own. DFlash 2's
     checkpoints have convolutions in their layers, and a ``candidate_selector``, which is None
-    otherwise.
+    otherwise. Domino's have a ``prefix_gru``, whose state knows the tokens drawn before, and an
+    ``embed_proj``, which makes a bias of the logits of it.
 
     Args:
         config: the sizes.
@@ -151,6 +152,14 @@ class DFlashNetwork(nn.Module):
             if config.selector_rank
             else None
         )
+        self.prefix_gru = self.embed_proj = None
+        if width := config.gru_hidden_dim:
+            self.prefix_gru = nn.GRU(hidden, width, bias=False)
+            self.embed_proj = nn.Sequential(
+                nn.Linear(hidden + width, config.emb_dim, bias=False),
+                nn.SiLU(),
+                nn.Linear(config.emb_dim, config.draft_vocab_size, bias=False),
+            )
         self.rotary = layers.Rotary(config.rope, config.head_dim, num_positions)
         self._packed: tuple[Tensor, Tensor | None, Tensor] | None = None
 
@@ -218,6 +227,33 @@ class DFlashNetwork(nn.Module):
             else:
                 hidden = layer(hidden, rotation, index, attend)
         return hidden
+
+    def read_token(self, embeds: Tensor, state: Tensor | None) -> Tensor:
+        """Go one token on in Domino's state.
+
+        Args:
+            embeds: [R, hidden] of the tokens.
+            state: [R, gru_hidden_dim]; None before the root.
+
+        Returns:
+            [R, gru_hidden_dim].
+        """
+        gru = self.prefix_gru
+        assert gru is not None
+        if state is None:
+            state = embeds.new_zeros(len(embeds), self.config.gru_hidden_dim)
+        of_input, of_state = gru.all_weights[0]
+        return torch.gru_cell(embeds, state, of_input, of_state)
+
+    def corrected(self, logits: Tensor, hidden: Tensor, state: Tensor) -> Tensor:
+        """Add Domino's bias to logits [R, V_draft] of rows of states [R, hidden], after the tokens
+        that ``state`` [R, gru_hidden_dim] knows."""
+        assert self.embed_proj is not None
+        narrow, activation, wide = self.embed_proj
+        assert isinstance(narrow, nn.Linear)
+        assert isinstance(wide, nn.Linear)
+        inner = activation(layers.linear(torch.cat((hidden, state), dim=1), narrow.weight))
+        return layers.linear(inner, wide.weight, residual=logits)
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Scale and bound what the LM head gives, as the config says."""

@@ -114,7 +114,7 @@ class DFlashWorker:
         if nodes == 1:
             return Draft.chain(roots.unsqueeze(1))
         steps = min(self._steps, nodes - 1)
-        rows = steps + self._first_row
+        rows = steps + self.network.config.idle_rows
         plans = [
             self._runtime.plan_attention(
                 batch, batch.seq_lens, rows, mask=None if mask is None else mask[:, :rows, :rows]
@@ -208,8 +208,31 @@ class DFlashWorker:
         """
         if self.network.candidate_selector is not None:
             return longest_path(self._lattice(batch, roots, hidden))
+        if self.network.prefix_gru is not None:
+            return self._draw_corrected(batch, roots, hidden)
         tokens, scores = self._likeliest(self._logits(batch, hidden))
         return tokens.view(len(roots), -1), scores.view(len(roots), -1)
+
+    def _draw_corrected(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw the tokens of blocks one after the other, as a Domino head corrects them (arXiv
+        2605.29707). Arguments and results are those of ``_choose``."""
+        network = self.network
+        drafting = hidden[:, self._first_row :].transpose(0, 1).contiguous()
+        logits = self._unary(drafting.flatten(0, 1)).view(*drafting.shape[:2], -1)
+        state = network.read_token(self._embed(roots), None)
+        drawn: list[tuple[Tensor, Tensor]] = []
+        for index, row in enumerate(drafting):
+            row_logits = logits[index]
+            if index >= network.config.pure_draft_prefix_len:
+                row_logits = network.corrected(row_logits, row, state)
+            if not batch.greedy:
+                positions = (batch.seq_lens + 1 + index).unsqueeze(1)
+                row_logits = couple(self._runtime, batch, row_logits, positions, self._token_ids)
+            drawn.append(self._likeliest(row_logits))
+            if index + 1 < len(drafting):
+                state = network.read_token(self._embed(drawn[-1][0]), state)
+        tokens, scores = (torch.stack(each, dim=1) for each in zip(*drawn, strict=True))
+        return tokens, scores
 
     def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
         """Return the logits of the drafting rows of blocks, [bs * (rows - first row), V_draft],
@@ -239,7 +262,7 @@ class DFlashWorker:
         ``_block_masks``.
 
         Returns:
-            [bs, rows, hidden], the input of the LM head.
+            [bs, rows, hidden], the input of the LM head; without a last row that drafts nothing.
         """
         masks = self._masks[:, : rows - 1].expand(len(roots), -1)
         block = torch.cat((roots.unsqueeze(1), masks), dim=1)
@@ -254,4 +277,5 @@ class DFlashWorker:
         embeds = self._embed(block.flatten())
         hidden: Tensor = self.network(embeds, plans[0].positions, attend, rows)
         normed: Tensor = self.network.norm(hidden)
-        return normed.view(*block.shape, -1)
+        blocks = normed.view(*block.shape, -1)
+        return blocks[:, : rows - config.idle_rows + self._first_row]

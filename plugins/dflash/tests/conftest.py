@@ -177,6 +177,32 @@ def second() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 @pytest.fixture
+def domino() -> Callable[..., tuple[dict[str, Tensor], dict[str, Any]]]:
+    """``domino(**keys) -> (tensors, config)`` of a Domino head, in its published layout."""
+
+    def make(**keys: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        shapes = {
+            "prefix_gru.weight_ih_l0": (3 * 12, HIDDEN),
+            "prefix_gru.weight_hh_l0": (3 * 12, 12),
+            "embed_proj.0.weight": (20, HIDDEN + 12),
+            "embed_proj.2.weight": (VOCAB, 20),
+        }
+        tensors = z_lab_tensors()
+        drawn = {n: torch.randn(shape, dtype=torch.float64) * 0.5 for n, shape in shapes.items()}
+        head = {
+            "projector_type": "domino",
+            "shift_label": True,
+            "pure_draft_prefix_len": 1,
+            "gru_hidden_dim": 12,
+            "emb_dim": 20,
+        }
+        keys = {**Z_LAB["dflash_config"], **head, **keys}
+        return {**tensors, **drawn}, {**Z_LAB, "dflash_config": keys}
+
+    return make
+
+
+@pytest.fixture
 def speculators() -> Callable[[int], tuple[dict[str, Tensor], dict[str, Any]]]:
     """``speculators(hidden) -> (tensors, config)``; another width than the target's wants an
     embedding of its own."""

@@ -121,6 +121,39 @@ def test_second_layout_with_wrong_sizes_is_refused(
         load(target, write_draft(tensors, layout, dflash_config=keys))
 
 
+def test_domino_layout_loads(
+    target: Path, write_draft: Write, domino: Callable[..., Second]
+) -> None:
+    tensors, layout = domino()
+    llm = load(target, write_draft(tensors, layout), speculative_num_steps=9)
+    config = network_of(llm).config
+    assert (config.gru_hidden_dim, config.emb_dim, config.pure_draft_prefix_len) == (12, 20, 1)
+    assert (config.first_row, llm.effective_config["num_steps"]) == (0, 7)
+    assert_loaded(llm, tensors)
+    with pytest.raises(UsageError, match="topk=2: a Domino head drafts chains"):
+        load(target, write_draft(tensors, layout), speculative_eagle_topk=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gru_hidden_dim": None}, "gru_hidden_dim=None, expected a number of at least 1"),
+        ({"pure_draft_prefix_len": -1}, "pure_draft_prefix_len=-1, expected a number of at least"),
+        ({"selector_rank": 2, "selector_top_k": 2}, "a Domino head and a candidate selector"),
+        ({"projector_type": "dflash"}, "shift_label=True, expected a projector_type of domino"),
+    ],
+)
+def test_domino_layout_with_wrong_keys_is_refused(
+    target: Path,
+    write_draft: Write,
+    domino: Callable[..., Second],
+    changes: dict[str, Any],
+    reason: str,
+) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(reason)):
+        load(target, write_draft(*domino(**changes)))
+
+
 def test_topk_greater_than_the_candidates_is_adjusted(
     target: Path, write_draft: Write, second: Second
 ) -> None:
@@ -240,7 +273,6 @@ def test_a_vocabulary_map_that_points_outside_is_refused(
             {"layer_types": ["sliding_attention"] * 2},
             "swa_window_size is None, sliding_window None; expected a number of positions",
         ),
-        ({"shift_label": True}, "shift_label=True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, expected 'silu'"),
     ],
 )

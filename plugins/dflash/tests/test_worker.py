@@ -66,6 +66,7 @@ class Reference:
         causal, windows: of each layer.
         features: which of transformers' ``hidden_states`` are fused; the last is normed.
         anchor: whether the root's row drafts.
+        shift: as ``anchor``, with a last row that drafts nothing.
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class Reference:
         windows: tuple[int | None, int | None] = (None, None),
         features: tuple[int, ...] = (1, 3),
         anchor: bool = False,
+        shift: bool = False,
     ):
         from transformers import AutoModelForCausalLM
 
         self.w = load_file(draft / "model.safetensors")
         self.causal, self.windows, self.features = causal, windows, features
-        self.first = 0 if anchor else 1
+        self.first = 0 if anchor or shift else 1
+        self.rows = 0 if anchor else 1
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
         self.embedding = self.w.get(
             "embed_tokens.weight", self.model.get_input_embeddings().weight
@@ -169,7 +172,7 @@ class Reference:
     def hidden(self, committed: list[int], steps: int) -> Tensor:
         """[steps, hidden] of the rows that draft what follows ``committed``, the root included."""
         context = self.context(committed[:-1])
-        hidden = self.embedding[torch.tensor([committed[-1]] + [MASK] * (steps - 1 + self.first))]
+        hidden = self.embedding[torch.tensor([committed[-1]] + [MASK] * (steps - 1 + self.rows))]
         hidden = hidden * self.keys.get("input_embedding_scale", 1)
         for layer in range(2):
             name = f"layers.{layer}"
@@ -178,7 +181,7 @@ class Reference:
             hidden = hidden + self.around(f"{name}.attention_conv", x, attend)
             y = self.norm(hidden, f"{name}.post_attention_layernorm")
             hidden = hidden + self.around(f"{name}.mlp_conv", y, partial(self.mlp, layer))
-        return self.norm(hidden, "norm")[self.first :]
+        return self.norm(hidden, "norm")[self.first :][:steps]
 
     def logits(self, committed: list[int], steps: int) -> Tensor:
         """[steps, V_draft] of what follows ``committed``, each token by itself."""
@@ -512,6 +515,45 @@ def test_selector_drafts_trees_of_its_candidates(
             paths.append((*paths[parent], token))
             assert score == pytest.approx(found[paths[-1]] - found[paths[parent]], abs=1e-5)
         assert set(paths) == set(best)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize(("steps", "prefix"), [(1, 1), (7, 1), (4, 0)])
+def test_domino_corrects_each_token_by_those_before(
+    target: Path,
+    prompts: list[list[int]],
+    write_draft: Write,
+    domino: Callable[..., Second],
+    temperature: float,
+    shift: bool,
+    steps: int,
+    prefix: int,
+) -> None:
+    draft = write_draft(*domino(shift_label=shift, pure_draft_prefix_len=prefix))
+    params = SamplingParams(max_tokens=8, temperature=temperature, seed=3)
+    spy, texts = run(target, draft, prompts[:3], params, speculative_num_steps=steps)
+    reference = Reference(draft, target, shift=shift)
+    gru = torch.nn.GRU(32, 12, bias=False, dtype=torch.float64)
+    gru.load_state_dict({n: reference.w[f"prefix_gru.{n}"] for n in gru.state_dict()})
+    assert len(spy.drafts) >= 6
+    for prompt, root, drafted, noise, scores in spy.drafts:
+        committed = texts[prompt][: root + 1]
+        hidden, logits = (f(committed, steps) for f in (reference.hidden, reference.logits))
+        for row in range(steps):
+            own = logits[row]
+            if row >= prefix:
+                read = reference.embedding[torch.tensor(drafted[: row + 1])]
+                with torch.inference_mode():
+                    _, state = gru(read)
+                joint = torch.cat((hidden[row], state[-1]))
+                inner = torch.nn.functional.silu(reference.w["embed_proj.0.weight"] @ joint)
+                own = own + reference.w["embed_proj.2.weight"] @ inner
+            if temperature:
+                own = own / temperature + noise[row]
+            assert drafted[row + 1] == int(own.argmax())
+            likeliest = float(own.log_softmax(-1).max())
+            assert float(scores[row + 1]) == pytest.approx(likeliest, abs=1e-5)
 
 
 def test_biases_are_used(target: Path, prompts: list[list[int]], write_draft: Write) -> None:
