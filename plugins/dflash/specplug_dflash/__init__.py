@@ -1,4 +1,4 @@
-"""DFlash for specplug (arXiv 2602.06036).
+"""DFlash for specplug (arXiv 2602.06036), DFlash 2, and trees of their blocks (arXiv 2604.12989).
 
 Importing this module does not import torch; the worker does.
 """
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specplug_dflash.worker import DFlashWorker
 
 WEIGHTS = Path(__file__).parent / "weights"
+"""``tiny_code`` is the default model's DFlash, ``tiny_code_2`` its DFlash 2 (nine steps pay)."""
 
 
 class DFlash:

@@ -11,8 +11,8 @@ from default_completion import Completion
 from drafted_tokens import Tokens, check_shipped_weights, plain_tokens, tokens_of
 from torch import Tensor
 
-from specplug import LLM
-from specplug_dflash import algorithm
+from specplug import LLM, SamplingParams
+from specplug_dflash import WEIGHTS, algorithm
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +57,26 @@ def test_tokens_are_those_of_none(
     llm.check_pool()
     # A random draft is right now and then where it samples with the target's noise.
     assert llm.stats()["mean_accept_length"] > 1.02
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_second_shipped_weights_draft_further(topk: int) -> None:
+    prompts = ["def mean(values):\n    ", "class Stack:\n    ", "import os\n", "for i in range("]
+    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    with LLM(max_running_requests=4) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, params)]
+    lengths = []
+    for weights in ("tiny_code", "tiny_code_2"):
+        with LLM(
+            speculative_algorithm="DFLASH",
+            speculative_draft_model_path=WEIGHTS / weights,
+            speculative_num_steps=9,
+            speculative_eagle_topk=topk,
+            max_running_requests=4,
+        ) as llm:
+            assert [output.token_ids for output in llm.generate(prompts, params)] == expected
+            lengths.append(llm.stats()["mean_accept_length"])
+    assert lengths[1] > lengths[0]
 
 
 def test_shipped_weights_draft_for_the_default_model(default_completion: Completion) -> None:
