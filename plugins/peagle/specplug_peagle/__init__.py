@@ -8,11 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
+
 from specplug import (
     DEFAULT_MODEL,
     AlgorithmInfo,
     Capabilities,
     Defaults,
+    SpecConfig,
     hookimpl,
 )
 from specplug_eagle3 import Eagle3
@@ -31,13 +34,18 @@ class PEagle(Eagle3):
     def describe(self) -> AlgorithmInfo:
         return AlgorithmInfo(
             name="PEAGLE",
-            summary="P-EAGLE: EAGLE-3's network, several layers deep, drafts a chain in one pass",
+            summary="P-EAGLE: EAGLE-3's network, several layers deep, drafts in one pass",
             api_version=1,
-            capabilities=Capabilities(draft_model=True, captures={"layer_inputs"}),
+            capabilities=Capabilities(branching=True, draft_model=True, captures={"layer_inputs"}),
             defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
             paper="https://arxiv.org/abs/2602.01469",
             weights={DEFAULT_MODEL: WEIGHTS / "tiny_code"},
         )
+
+    @hookimpl
+    def validate_config(self, config: SpecConfig) -> SpecConfig:
+        # Masks take one slot a step, in trees too.
+        return attrs.evolve(config.fit_feature_draft(), num_draft_slots=0)
 
     @hookimpl
     def create_worker(self, runtime: Runtime) -> PEagleWorker:

@@ -31,7 +31,6 @@ from specplug import (
     DraftInput,
     Runtime,
     SamplingParams,
-    UsageError,
     hookimpl,
 )
 from specplug_peagle import PEagle, algorithm
@@ -220,18 +219,12 @@ def test_unfit_checkpoints_are_refused(target: Path, tmp_path: Path) -> None:
     assert "missing layers.2.mlp.up_proj.weight [48, 32]" in str(error.value)
 
 
-def test_trees_are_refused_by_name(target: Path, tmp_path: Path) -> None:
-    write(tmp_path)
-    with pytest.raises(UsageError, match="topk=2: PEAGLE drafts chains only"):
-        load(target, tmp_path, speculative_eagle_topk=2)
-
-
 class Spy(PEagle):
-    """Keeps what it proposed: the root's position, its chain, scores and noise; and the rows of the
-    passes that ``propose`` ran."""
+    """Keeps what it proposed: the root's position, the path to each node and the node's score, and
+    the noise; and the rows of the passes that ``propose`` ran."""
 
     def __init__(self) -> None:
-        self.drafts: list[tuple[int, list[int], Tensor, Tensor]] = []
+        self.drafts: list[tuple[int, dict[tuple[int, ...], float], Tensor]] = []
         self.passes: list[list[int]] = []
 
     @hookimpl
@@ -250,11 +243,16 @@ class Spy(PEagle):
         self.passes.append(rows)
         ids = torch.arange(DRAFT_VOCAB) + worker.network.d2t
         for i, start in enumerate(batch.seq_lens.tolist()):
-            places = start + torch.arange(1, draft.width).expand(batch.size, -1)
+            places = start + torch.arange(1, draft.depth + 1).expand(batch.size, -1)
             noise = runtime.gumbel_noise(batch, places, ids)[i]
             assert draft.scores is not None
-            kept = int(start), draft.tokens[i].tolist(), draft.scores[i].clone(), noise
-            self.drafts.append(kept)
+            chain = range(-1, draft.width - 1)
+            parents = chain if draft.parents is None else draft.parents[i].tolist()
+            paths: list[tuple[int, ...]] = []
+            for token, parent in zip(draft.tokens[i].tolist(), parents, strict=True):
+                paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            scores = dict(zip(paths, draft.scores[i].tolist(), strict=True))
+            self.drafts.append((int(start), scores, noise))
         return draft
 
 
@@ -333,6 +331,21 @@ OPTIONS = [
 ]
 
 
+def best_paths(logs: Tensor, ids: Tensor, topk: int, nodes: int) -> dict[tuple[int, ...], float]:
+    """The paths that survive most likely, and the last node's score, of log-probabilities
+    [steps, V_draft] that depend on nothing before them."""
+    level: list[tuple[float, tuple[int, ...], float]] = [(0.0, (), 0.0)]
+    every = []
+    for row in logs:
+        best = row.topk(topk)
+        pairs = list(zip(best.values.tolist(), ids[best.indices].tolist(), strict=True))
+        level = [(s + score, (*p, token), score) for s, p, _ in level for score, token in pairs]
+        every += level
+    every.sort(key=lambda each: -each[0])
+    return {path: score for _, path, score in every[: nodes - 1]}
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (2, 9), (3, 6)], ids=["chain", "tree", "narrow tree"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_drafts_are_those_of_the_plain_network(
@@ -341,10 +354,17 @@ def test_drafts_are_those_of_the_plain_network(
     tmp_path: Path,
     options: tuple[str, ...],
     temperature: float,
+    shape: tuple[int, int],
 ) -> None:
     write(tmp_path, NESTED, *options)
     spy, steps = Spy(), 4
-    settings = {"disable_overlap_schedule": True, "chunked_prefill_size": 8}
+    topk, nodes = shape
+    settings = {
+        "speculative_eagle_topk": topk,
+        "speculative_num_draft_tokens": nodes,
+        "disable_overlap_schedule": True,
+        "chunked_prefill_size": 8,
+    }
     with load(target, tmp_path, spy, speculative_num_steps=steps, **settings) as llm:
         spy.drafts.clear()
         spy.passes.clear()
@@ -353,22 +373,20 @@ def test_drafts_are_those_of_the_plain_network(
     tokens = [*prompts[2], *made.token_ids]
     reference = Reference(tmp_path, target)
     assert len(spy.drafts) >= 2
-    for start, chain, scores, noise in spy.drafts:
+    for start, scores, noise in spy.drafts:
         committed = tokens[: start + 1]
-        assert chain[0] == committed[-1]
         logits = reference.logits(committed, steps)
         if temperature:
             logits = logits / temperature + noise
-        best = logits.argmax(-1)
-        assert chain[1:] == reference.ids[best].tolist()
-        logs = logits.log_softmax(-1).gather(1, best.unsqueeze(1)).squeeze(1)
-        assert scores[0] == 0
-        assert scores[1:].tolist() == pytest.approx(logs.tolist(), rel=1e-5, abs=1e-5)
+        expected = best_paths(logits.log_softmax(-1), reference.ids, topk, nodes)
+        root = committed[-1:]
+        wanted = {(*root, *path): score for path, score in expected.items()}
+        assert scores == pytest.approx({tuple(root): 0.0, **wanted}, rel=1e-4, abs=1e-4)
     # One pass drafts all that the target has not seen.
     assert {tuple(rows) for rows in spy.passes} == {(steps - 1,)}
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 3), (1, 5, 6), (3, 1, 3), (3, 4, 8)], ids=str)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
     ("page_size", "chunk", "slots"), [(1, None, None), (16, 8, None), (3, 5, None), (1, None, 90)]
@@ -378,7 +396,7 @@ def test_tokens_are_those_of_none(
     prompts: list[list[int]],
     expected: Tokens,
     tmp_path: Path,
-    steps: int,
+    shape: tuple[int, int, int],
     overlap: bool,
     page_size: int,
     chunk: int | None,
@@ -386,10 +404,13 @@ def test_tokens_are_those_of_none(
 ) -> None:
     """Also where the pool is short, so that drafts are cut and requests retracted."""
     write(tmp_path)
+    topk, steps, nodes = shape
     with load(
         target,
         tmp_path,
+        speculative_eagle_topk=topk,
         speculative_num_steps=steps,
+        speculative_num_draft_tokens=nodes,
         disable_overlap_schedule=not overlap,
         page_size=page_size,
         chunked_prefill_size=chunk,
