@@ -132,8 +132,9 @@ class Eagle3Network(nn.Module):
         if self.input_norm is not None:
             aux = self.input_norm(aux)
         if self.fc_norm is not None:
-            parts = aux.chunk(len(self.fc_norm), dim=1)
-            aux = layers.joined_norms(*zip(self.fc_norm, parts, strict=True))
+            norms = [norm for norm in self.fc_norm if isinstance(norm, layers.RMSNorm)]
+            parts = torch.chunk(aux, len(norms), dim=1)
+            aux = layers.joined_norms(*zip(norms, parts, strict=True))
         return layers.linear(aux, self.fc.weight)
 
     def forward(

@@ -73,7 +73,7 @@ class PEagleWorker(Eagle3Worker):
         if steps > 1:
             found, found_scores = self._masks(batch, steps - 1)
             all_tokens += found.unbind(1)
-            all_scores += found_scores.split(1, dim=1)
+            all_scores += torch.split(found_scores, 1, dim=1)
         lattice = Lattice(all_tokens, all_scores)
         return likeliest_tree(lattice, roots, self.topk, nodes)
 
