@@ -408,7 +408,7 @@ def scored_nodes(width: int) -> None:
     scores, mask = empty(4, width, dtype=F32), empty(4, width, width, dtype=torch.bool)
     outcome = Outcome(ints(4, 6), ints(4), ints(4), None)
     score_nodes(scores, None, tables, ints(4), outcome)
-    score_nodes(scores, (ints(4, width), mask, ints(4, width)), tables, ints(4), outcome)
+    score_nodes(scores, (mask, ints(4, width)), tables, ints(4), outcome)
     score_nodes(scores, None, tables, ints(4))
 
 

@@ -413,18 +413,17 @@ void silu_and_mul(const float *both, int64_t rows, int64_t size, float *out)
     }
 }
 
-/* Sum the rates of scored nodes along their paths; given what was accepted, count it.
+/* Look up how likely scored nodes are to be accepted; given what was accepted, count it.
 
-   width: at most 64. parents, mask, depths: NULL for chains. counts: NULL if all nodes count.
-   first_cells: by request row. accept_index: NULL if it is not known; then nothing is counted.
-   Returns 0, or 2 if a request's row or a node's cell stands outside: nothing was counted. */
-int score_nodes(const float *scores, const int64_t *parents, const uint8_t *mask,
-                const int64_t *depths, int64_t bs, int64_t width, const int64_t *req_indices,
-                const int64_t *first_cells, int64_t num_rows, const float *bounds, int64_t bins,
-                int64_t num_depths, const float *rates, int64_t num_cells,
-                const int64_t *accept_index, int64_t columns, const int64_t *accept_lens,
-                const int64_t *offsets, const int64_t *counts, int64_t *seen, int64_t *taken,
-                float *out)
+   width: at most 64. mask, depths: NULL for chains. counts: NULL if all nodes count. first_cells: by
+   request row. accept_lens: NULL if they are not known; then nothing is counted.
+   Returns 0, or 2 if a request's row or its first cell stands outside: nothing was counted. */
+int score_nodes(const float *scores, const uint8_t *mask, const int64_t *depths, int64_t bs,
+                int64_t width, const int64_t *req_indices, const int64_t *first_cells,
+                int64_t num_rows, const float *bounds, int64_t bins, int64_t num_depths,
+                float least, const float *rates, int64_t num_cells, const int64_t *accept_index,
+                int64_t columns, const int64_t *accept_lens, const int64_t *offsets,
+                const int64_t *counts, int64_t *seen, int64_t *taken, float *out)
 {
     if (width > 64 || !are_within(req_indices, bs, num_rows)) return 2;
     for (int64_t b = 0; b < bs; b++) {
@@ -432,38 +431,37 @@ int score_nodes(const float *scores, const int64_t *parents, const uint8_t *mask
         if (first < 0 || first > num_cells - num_depths * bins) return 2;
     }
     for (int64_t b = 0; b < bs; b++, scores += width, out += width) {
-        int64_t first = first_cells[req_indices[b]], cells[64];
-        float logs[64];
-        out[0] = logs[0] = 0.0f;
+        int64_t cells[64], first = first_cells[req_indices[b]];
+        float own[64], rate[64], total = 0.0f;
+        own[0] = 0.0f;
+        out[0] = rate[0] = 1.0f;
         for (int64_t i = 1; i < width; i++) {
+            float score = scores[i];
+            own[i] = score > 0.0f ? 0.0f : score > least ? score : least; /* NaN's is the least */
+            const uint8_t *sees = mask ? mask + (b * width + i) * width : NULL;
+            total = sees ? 0.0f : total + own[i];
+            for (int64_t j = 1; sees && j <= i; j++) total += sees[j] ? own[j] : 0.0f;
             int64_t depth = (depths ? depths[b * width + i] : i) - 1;
             depth = depth < 0 ? 0 : depth < num_depths ? depth : num_depths - 1;
-            int32_t bin = 0; /* NaN's is the last one */
-            for (int64_t k = 0; k < bins - 1; k++) bin += !(bounds[k] > scores[i]);
+            int32_t bin = 0;
+            for (int64_t k = 0; k < bins - 1; k++) bin += bounds[k] <= total;
             cells[i] = first + depth * bins + bin;
-            logs[i] = rates[cells[i]];
-            if (mask) {
-                const uint8_t *sees = mask + (b * width + i) * width;
-                out[i] = 0.0f;
-                for (int64_t j = 1; j <= i; j++) out[i] += sees[j] ? logs[j] : 0.0f;
-            } else {
-                out[i] = out[i - 1] + logs[i];
-            }
+            rate[i] = rates[cells[i]];
+            out[i] = !sees && out[i - 1] < rate[i] ? out[i - 1] : rate[i];
+            for (int64_t j = 1; sees && j < i; j++)
+                if (sees[j] && rate[j] < out[i]) out[i] = rate[j];
         }
-        if (!accept_index) continue;
+        if (!accept_lens) continue;
         uint8_t accepted[64] = {0};
-        for (int64_t c = 0; c < columns; c++) {
+        for (int64_t i = 0; !mask && i < width; i++) accepted[i] = i < accept_lens[b];
+        for (int64_t c = 0; mask && c < columns; c++) {
             int64_t node = accept_index[b * columns + c];
             if (node >= 0 && (uint64_t)(node - offsets[b]) < (uint64_t)width)
                 accepted[node - offsets[b]] = 1;
         }
-        if (!parents)
-            for (int64_t i = 0; i < width; i++) accepted[i] = i < accept_lens[b];
-        for (int64_t i = 0; i < width; i++) {
-            int64_t parent = parents ? parents[b * width + i] : i - 1;
-            int is_node = !counts || i < counts[b];
-            out[i] = is_node ? expf(out[i]) : 0.0f;
-            if (i && is_node && req_indices[b] && accepted[(uint64_t)parent < 64 ? parent : 0]) {
+        for (int64_t i = 1; i < width; i++) {
+            if (counts && i >= counts[b]) out[i] = 0.0f;
+            else if (req_indices[b]) {
                 seen[cells[i]]++;
                 taken[cells[i]] += accepted[i];
             }

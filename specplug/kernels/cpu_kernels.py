@@ -20,7 +20,7 @@ from specplug.kernels import cpu_library
 from specplug.kernels.attention_form import AttentionForm
 from specplug.kernels.cpu_compiler import CompilerError, load_or_reason
 from specplug.kernels.cpu_library import open_library
-from specplug.kernels.score_tables import BINS, DEPTHS, Outcome, ScoreTables
+from specplug.kernels.score_tables import BINS, DEPTHS, LEAST_SCORE, Outcome, ScoreTables
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _HEAD_STEP = 16
@@ -28,7 +28,7 @@ _HEAD_STEP = 16
 _NO_MEMORY = 1
 """Returned by the attention; 2: an index stands outside."""
 _CPU = torch.device("cpu")
-_NO_TREE = None, None, None
+_NO_TREE = None, None
 _NO_OUTCOME: tuple[int | None, ...] = None, 0, None, None, None
 
 
@@ -269,7 +269,7 @@ class CPUKernels:
     def score_nodes(
         self,
         scores: Tensor,
-        tree: tuple[Tensor, Tensor, Tensor] | None,
+        tree: tuple[Tensor, Tensor] | None,
         tables: ScoreTables,
         req_indices: Tensor,
         outcome: Outcome | None = None,
@@ -295,8 +295,9 @@ class CPUKernels:
         failed = self._score(
             scores.data_ptr(), *([each.data_ptr() for each in shape] or _NO_TREE), bs, width,
             req_indices.data_ptr(), tables.first_cells.data_ptr(), len(tables.first_cells),
-            tables.bounds.data_ptr(), BINS, DEPTHS, tables.rates.data_ptr(), len(tables.rates),
-            *taken, tables.seen.data_ptr(), tables.taken.data_ptr(), out.data_ptr(),
+            tables.bounds.data_ptr(), BINS, DEPTHS, LEAST_SCORE, tables.rates.data_ptr(),
+            len(tables.rates), *taken, tables.seen.data_ptr(), tables.taken.data_ptr(),
+            out.data_ptr(),
         )  # fmt: skip
         if failed:
             raise IndexError(f"req_indices outside of {len(tables.first_cells)} rows of requests")

@@ -24,9 +24,9 @@ _SIGNATURES: dict[str, list[Any]] = {
     ],
     "silu_and_mul": [_POINTER, _INT, _INT, _POINTER],
     "score_nodes": [
-        _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER,
-        _INT, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER,
-        _POINTER, _POINTER,
+        _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT, _INT,
+        _FLOAT, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER,
+        _POINTER,
     ],
 }  # fmt: skip
 """The functions of the library, and the types of their arguments."""
@@ -71,7 +71,7 @@ def _try_all(library: ctypes.CDLL) -> None:
     library.silu_and_mul(floats(length * width), length, width // 2, out)
     cells = ints(*(0,) * 4)
     library.score_nodes(
-        *(floats(2), None, None, None, 1, 2, ints(1), ints(0, 0), 2, floats(1), 2, 2, floats(4), 4),
+        *(floats(2), None, None, 1, 2, ints(1), ints(0, 0), 2, floats(1), 2, 2, -1e4, floats(4), 4),
         *(ints(0, -1), 2, ints(1), ints(0), None, cells, cells, out),
     )
 

@@ -11,22 +11,26 @@ DEPTHS = 16
 """Depths that are counted apart; deeper nodes count as of the last one."""
 
 LOGITS = tuple(step / 4 for step in range(-24, 25))
-"""The bounds of the bins of scores, as log-odds: bins are fine where probabilities are near 0 or 1.
-"""
+"""The bounds of the bins of survival, as log-odds: bins are fine where probabilities are near 0 or
+1."""
+
+LEAST_SCORE = -1e4
+"""Less counts as this: a path of such nodes has a sum that float32 holds."""
 
 BINS = len(LOGITS) + 1
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class ScoreTables:
-    """Counts and rates by cell: of a kind of requests, a depth and a bin of scores, in that order.
+    """Counts and rates by cell: of a kind of requests, a depth and a bin of survival, in that
+    order.
 
     Attributes:
-        bounds: [BINS - 1] float32, ascending, of the bins of scores.
+        bounds: [BINS - 1] float32, ascending, the logarithms of the bounds of the bins.
         first_cells: [rows, 1] int64, by row of the request table the first cell of its kind.
-        rates: [cells] float32, the logarithm of the rate at which nodes of a cell are taken.
-        seen: [cells] int64, nodes whose parent was accepted.
-        taken: [cells] int64, how many of these were accepted too.
+        rates: [cells] float32, the share of a cell's nodes that is accepted.
+        seen: [cells] int64, nodes.
+        taken: [cells] int64, how many of these were accepted.
     """
 
     bounds: Tensor

@@ -1,10 +1,11 @@
 """How likely a draft's nodes are to be accepted, learnt from what the target took.
 
 A drafter's scores are what its softmax says, or a count, and no promise. ``Calibration`` counts on
-the device, for nodes of like score and depth, how often the target took one whose parent it took,
-and makes of a draft's scores the logarithms of these rates. Requests whose tokens are chosen by
-other rules are counted apart (``RequestKind``). No count changes a token: it says which nodes a cut
-keeps, and what a report predicts.
+the device, for nodes at a depth whose paths have like scores, how many were accepted, and makes
+rates of it. Scores along a path depend on each other, so the rate is that of the whole path, not a
+product of its nodes' rates. Requests whose tokens are chosen by other rules are counted apart
+(``RequestKind``). No count changes a token: it says which nodes a cut keeps, and what a report
+predicts.
 
 Counts are integers, so that they do not depend on the order in which a device adds them.
 """
@@ -30,7 +31,7 @@ counts at one depth."""
 _REFRESH = 16
 """Steps after which the rates are computed anew from the counts."""
 
-_HALF_LIFE = 4096
+_HALF_LIFE = 1024
 """Steps after which a count weighs half: texts change."""
 
 
@@ -62,14 +63,13 @@ class Calibration:
         bounds = torch.tensor(LOGITS, dtype=torch.float32, device=device)
         odds = [LOGITS[0] - 0.125, *(bound + 0.125 for bound in LOGITS)]
         self._own = torch.tensor(odds, dtype=torch.float32, device=device).sigmoid_()
-        # Roots have cells of their own, the last ones: their rate is 1, and their counts are
-        # nothing.
+        # Roots have cells of their own, the last ones: their rate is 1, and they are not counted.
         self._roots = len(RequestKind) * DEPTHS * BINS
         seen, taken = torch.zeros(2, self._roots + BINS, dtype=torch.int64, device=device)
         self._tables = ScoreTables(
             bounds=torch.nn.functional.logsigmoid(bounds),
             first_cells=torch.zeros(req_table_size, 1, dtype=torch.int64, device=device),
-            rates=torch.zeros(self._roots + BINS, dtype=torch.float32, device=device),
+            rates=torch.ones(self._roots + BINS, dtype=torch.float32, device=device),
             seen=seen,
             taken=taken,
         )
@@ -103,17 +103,17 @@ class Calibration:
     def _refresh(self) -> None:
         """Compute the rates: of a bin at a depth from its counts, those of the bin at all depths,
         and the bin's own probability, each the less the more there is of the one before."""
-        seen, taken, logs = (
+        seen, taken, rates = (
             each[: self._roots].view(len(RequestKind), DEPTHS, BINS)
             for each in (self._tables.seen, self._tables.taken, self._tables.rates)
         )
         all_taken, all_seen = taken.sum(1, keepdim=True), seen.sum(1, keepdim=True)
-        rates = (all_taken + _PRIOR * self._own) / (all_seen + _PRIOR)
-        torch.log((taken + _PRIOR * rates) / (seen + _PRIOR), out=logs)
+        of_bins = (all_taken + _PRIOR * self._own) / (all_seen + _PRIOR)
+        torch.div(taken + _PRIOR * of_bins, seen + _PRIOR, out=rates)
 
     def survival(self, draft: Draft, req_indices: Tensor) -> Tensor | None:
-        """Return how likely each node is to be accepted with all that it hangs from, [bs, N]
-        float32, as a logarithm; None if the draft has no scores.
+        """Return the probability that each node is accepted with all that it hangs from, [bs, N]
+        float32, at most its parent's; None if the draft has no scores.
 
         Args:
             req_indices: [bs] int64, each request's row in the request table.
@@ -123,7 +123,7 @@ class Calibration:
         kernel = self._kernel_for(draft.scores)
         if kernel is not None:
             return kernel(draft.scores, _tree(draft), self._tables, req_indices)
-        return draft.along_paths(self._tables.rates[self._cells(draft, req_indices)])
+        return draft.least_along_paths(self._tables.rates[self._cells(draft, req_indices)])
 
     def observe(self, draft: Draft, req_indices: Tensor, accepted: VerifyOutput) -> Tensor | None:
         """Count what the target took of a draft.
@@ -146,16 +146,17 @@ class Calibration:
             outcome = Outcome(accepted.accept_index, accepted.accept_lens, draft.offsets, counts)
             return kernel(draft.scores, _tree(draft), self._tables, req_indices, outcome)
         cells = self._cells(draft, req_indices)
-        chances = draft.along_paths(self._tables.rates[cells]).exp_()
-        is_accepted, follows = _outcomes(draft, accepted)
+        order = arange(draft.width, cells.device)
+        is_node = (order > 0).expand_as(cells)
         if draft.is_ragged:
-            order = arange(draft.width, cells.device)
-            is_node = order < draft.counts.unsqueeze(1)
-            follows, chances = follows & is_node, torch.where(is_node, chances, 0.0)
-        follows = follows & (req_indices > 0).unsqueeze(1)  # batches of recordings are padded
-        taken = (is_accepted & follows).long()
-        self._tables.seen.scatter_add_(0, cells.view(-1), follows.reshape(-1).long())
-        self._tables.taken.scatter_add_(0, cells.view(-1), taken.view(-1))
+            is_node = is_node & (order < draft.counts.unsqueeze(1))
+        chances = draft.least_along_paths(self._tables.rates[cells])
+        chances[:, 1:] *= is_node[:, 1:]
+        is_accepted = _accepted(draft, accepted)
+        is_counted = is_node & (req_indices > 0).unsqueeze(1)  # batches of recordings are padded
+        is_taken = is_counted & is_accepted
+        self._tables.seen.scatter_add_(0, cells.view(-1), is_counted.view(-1).long())
+        self._tables.taken.scatter_add_(0, cells.view(-1), is_taken.view(-1).long())
         return torch.where(is_accepted, chances, -chances)
 
     def _kernel_for(self, scores: Tensor) -> Callable[..., Tensor] | None:
@@ -173,24 +174,23 @@ class Calibration:
     def _cells(self, draft: Draft, req_indices: Tensor) -> Tensor:
         """Return the cell of each node, [bs, N] int64."""
         assert draft.scores is not None
-        bins = torch.bucketize(draft.scores.contiguous(), self._tables.bounds, right=True)
+        bins = torch.bucketize(draft.survival, self._tables.bounds, right=True)
         bins[:, 0] = self._roots
         bins += (draft.depths - 1).clamp_(0, DEPTHS - 1).mul_(BINS)  # 0 for the root
         bins[:, 1:] += self._tables.first_cells[req_indices]
         return bins
 
 
-def _tree(draft: Draft) -> tuple[Tensor, Tensor, Tensor] | None:
-    return None if draft.parents is None else (draft.parents, draft.mask, draft.depths)
+def _tree(draft: Draft) -> tuple[Tensor, Tensor] | None:
+    return None if draft.parents is None else (draft.mask, draft.depths)
 
 
-def _outcomes(draft: Draft, accepted: VerifyOutput) -> tuple[Tensor, Tensor]:
-    """Return which nodes were accepted, and which hang from an accepted one: [bs, N] bool each."""
+def _accepted(draft: Draft, accepted: VerifyOutput) -> Tensor:
+    """Return which nodes were accepted, [bs, N] bool."""
     if draft.parents is None:
-        order, lens = arange(draft.width, draft.tokens.device), accepted.accept_lens.unsqueeze(1)
-        return order < lens, order <= lens
+        order = arange(draft.width, draft.tokens.device)
+        return order < accepted.accept_lens.unsqueeze(1)
     index, (bs, width) = accepted.accept_index, draft.tokens.shape
     local = torch.where(index >= 0, index - draft.offsets.unsqueeze(1), width)
     taken = torch.zeros(bs, width + 1, dtype=torch.bool, device=index.device)
-    taken = taken.scatter_(1, local, True)[:, :width]
-    return taken, taken.gather(1, draft.parents.clamp(min=0))
+    return taken.scatter_(1, local, True)[:, :width]

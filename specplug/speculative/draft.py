@@ -16,11 +16,9 @@ from torch.nn import Parameter
 from specplug.debug import DEBUG
 from specplug.errors import shown
 from specplug.kernels.kernel_table import runs_tree_kernels
+from specplug.kernels.score_tables import LEAST_SCORE
 from specplug.speculative.host_copy import host_copy, upload
 from specplug.speculative.padding import Padding
-
-_LEAST_SCORE = -1e4
-"""A path of such nodes has a sum that float32 holds."""
 
 
 def arange(length: int, device: torch.device) -> Tensor:
@@ -333,7 +331,7 @@ class Draft:
         A score above 0 counts as 0, and NaN as the least.
         """
         assert self.scores is not None
-        scores = self.scores.nan_to_num(nan=_LEAST_SCORE).clamp(_LEAST_SCORE, 0.0)
+        scores = self.scores.nan_to_num(nan=LEAST_SCORE).clamp(LEAST_SCORE, 0.0)
         scores[:, 0] = 0.0
         return self.along_paths(scores)
 
@@ -350,6 +348,12 @@ class Draft:
             return values.cumsum(1)
         # Rows are summed in one order, and rounding is monotone: a term less than 0 raises no sum.
         return torch.where(self.mask, values.unsqueeze(1), 0.0).sum(-1)
+
+    def least_along_paths(self, values: Tensor) -> Tensor:
+        """Return the least value of the path to each node, [bs, N] to [bs, N] float32."""
+        if self.parents is None:
+            return values.cummin(1).values
+        return torch.where(self.mask, values.unsqueeze(1), torch.inf).amin(-1)
 
     def check(self, *, values: bool) -> None:
         """Refuse what is no draft: by type, dtype and shape, and by ``values`` too, which are read

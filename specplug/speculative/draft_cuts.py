@@ -12,11 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specplug.kernels.score_tables import LEAST_SCORE
 from specplug.speculative.draft import Draft, arange
 from specplug.speculative.tree import likeliest_nodes
-
-_LEAST_SCORE = -1e4
-"""A score that is no greater, as minus infinity, ends a path (``Drafter.keep``)."""
 
 
 def narrow(draft: Draft, max_draft_nodes: Sequence[int], survival: Tensor | None = None) -> Draft:
@@ -25,7 +23,7 @@ def narrow(draft: Draft, max_draft_nodes: Sequence[int], survival: Tensor | None
     drafter put these first. Of a chain these are the same.
 
     Args:
-        survival: [bs, N] float32, as ``Draft.along_paths`` makes it.
+        survival: [bs, N] float32, greater for what survives more likely, at most the parent's.
     """
     if not draft.is_wider(max_draft_nodes):
         return draft
@@ -54,8 +52,8 @@ def cut_to_budget(draft: Draft, budget: int, survival: Tensor | None = None) -> 
 
     Args:
         budget: at least bs.
-        survival: [bs, N] float32, as ``Draft.along_paths`` makes it; None: not known, and nodes are
-            cut by their order, of all requests alike.
+        survival: [bs, N] float32, greater for what survives more likely, at most the parent's;
+            None: not known, and nodes are cut by their order, of all requests alike.
     """
     if budget >= draft.total:
         return draft
@@ -78,9 +76,10 @@ def cut_to_budget(draft: Draft, budget: int, survival: Tensor | None = None) -> 
 
 def _of_nodes(draft: Draft, survival: Tensor) -> Tensor:
     """Return the survival of the nodes that count, in a tensor of its own; the rest comes last.
-    Before it come the paths that the drafter has ended, whatever was learnt of such scores."""
+    Before it come the paths that the drafter has ended by a score no greater than ``LEAST_SCORE``
+    (``Drafter.keep``), whatever was learnt of such scores."""
     if draft.scores is not None:
-        ended = torch.where(draft.scores > _LEAST_SCORE, 0.0, _LEAST_SCORE)
+        ended = torch.where(draft.scores > LEAST_SCORE, 0.0, LEAST_SCORE)
         ended[:, 0] = 0.0
         survival = survival + draft.along_paths(ended)
     else:

@@ -38,7 +38,7 @@ def _survival(calibration: Calibration, scores: list[float], row: int = 1) -> li
     draft = Draft.chain(tokens, scores=torch.tensor([scores]))
     found = calibration.survival(draft, torch.tensor([row]))
     assert found is not None
-    return found.exp()[0].tolist()
+    return found[0].tolist()
 
 
 def test_rates_before_an_observation_are_what_scores_say() -> None:
@@ -55,8 +55,8 @@ def test_rates_become_what_was_taken() -> None:
     assert _survival(calibration, [0.0, math.log(0.9)])[1] == pytest.approx(0.25, abs=0.02)
     assert _survival(calibration, [0.0, math.log(0.1)])[1] == pytest.approx(0.1, abs=0.02)
     # At a depth without observations the bin's rate over all depths counts.
-    deep = _survival(calibration, [0.0, math.log(0.1), math.log(0.9)])
-    assert deep[2] / deep[1] == pytest.approx(0.25, abs=0.02)
+    deep = _survival(calibration, [0.0, math.log(0.95), math.log(0.95)])
+    assert deep[2] == pytest.approx(0.25, abs=0.02)
 
 
 def test_kinds_of_requests_are_counted_apart() -> None:
@@ -89,8 +89,8 @@ def _counts(calibration: Calibration) -> Tensor:
     return both.view(len(RequestKind), DEPTHS, BINS, 2).sum((0, 2))
 
 
-def test_nodes_are_observed_where_their_parent_was_accepted() -> None:
-    """Of a tree: the root's children, and the children of the one that was taken."""
+def test_all_nodes_that_count_are_observed() -> None:
+    """Of a tree: those too that hang from one that was not taken."""
     calibration = _calibration()
     tokens = torch.tensor([[0, 1, 2, 3, 4, 5]])
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2]])
@@ -98,9 +98,29 @@ def test_nodes_are_observed_where_their_parent_was_accepted() -> None:
     draft = Draft.tree(tokens, parents, 2, scores=scores)
     predict = torch.tensor([1, 4, 9, 9, 9, 9])  # takes 1, then 4
     chances = calibration.observe(draft, torch.tensor([1]), verify_tree(draft, predict))
-    assert _counts(calibration)[:3].tolist() == [[2, 1], [2, 1], [0, 0]]
+    assert _counts(calibration)[:3].tolist() == [[2, 1], [3, 1], [0, 0]]
     assert chances is not None
     assert chances[:, 1:].sign().tolist() == [[1, -1, -1, 1, -1]]
+
+
+def test_rate_is_of_the_path_not_of_its_nodes() -> None:
+    """Where a first token is right, so is the second: half of the paths are accepted whole."""
+    calibration = _calibration()
+    half = math.log(0.5)
+    for step in range(400):
+        draft = Draft.chain(torch.tensor([[0, 7, 7]]), scores=torch.tensor([[0.0, half, half]]))
+        predict = torch.tensor([7 * (step % 2), 7, 0])
+        calibration.observe(draft, torch.tensor([1]), verify_tree(draft, predict))
+    calibration._refresh()
+    assert _survival(calibration, [0.0, half, half]) == pytest.approx([1, 0.5, 0.5], abs=0.03)
+
+
+def test_survival_is_at_most_that_of_the_parent() -> None:
+    calibration = _calibration()
+    _learn(calibration, math.log(0.1), rate=0.0)
+    _learn(calibration, math.log(0.05), rate=1.0)
+    _, parent, child = _survival(calibration, [0.0, math.log(0.1), math.log(0.5)])
+    assert child == parent < 0.1
 
 
 def test_nodes_that_do_not_count_are_not_observed() -> None:
@@ -133,7 +153,7 @@ def test_scores_that_are_no_numbers_give_rates() -> None:
     )
     found = _calibration().survival(draft, torch.tensor([1]))
     assert found is not None
-    root, sure, unknown = found.exp()[0].tolist()
+    root, sure, unknown = found[0].tolist()
     assert root == 1
     assert sure > 0.99
     assert 0 < unknown <= sure
