@@ -83,6 +83,7 @@ class JointAlgorithm:
                 draft_model=able.draft_model,
                 overlap=all(each.overlap for each in every),
                 prefix_cache=all(each.prefix_cache for each in every),
+                target_drafts=any(each.target_drafts for each in every),
                 parts=True,
                 captures=frozenset().union(*(each.captures for each in every)),
             ),

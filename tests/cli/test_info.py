@@ -78,6 +78,7 @@ def test_json(full):
             "overlap": True,
             "prefix_cache": True,
             "parts": False,
+            "target_drafts": False,
             "captures": ["layer_inputs"],
         },
         "defaults": {"num_steps": 3, "topk": 2, "num_draft_tokens": None},
@@ -119,7 +120,9 @@ def test_for_people(full):
     assert shown["ALGORITHM"] == "FULL"
     assert shown["paper"] == "arXiv 2503.01840"
     assert shown["distribution"] == "specplug-full 1.0"
-    able = "branching=yes, draft_model=yes, overlap=yes, prefix_cache=yes, parts=no"
+    able = (
+        "branching=yes, draft_model=yes, overlap=yes, prefix_cache=yes, parts=no, target_drafts=no"
+    )
     assert shown["capabilities"] == able
     assert shown["reads"] == "the hidden states before layers (capture_layer_inputs)"
     assert shown["defaults"] == "num_steps=3, topk=2, num_draft_tokens=from depth and width"

@@ -100,6 +100,8 @@ class Ngram:
         else:
             tokens = target_output.next_tokens.view(batch.size, -1)
             counts = target_output.accept_lens
+            if worker.grower is not None:
+                worker.grower.write(batch, tokens)
         future_map.relay(batch, tokens, counts)
         return DraftInput(bonus_tokens=target_output.bonus_tokens)
 
@@ -131,7 +133,11 @@ class Ngram:
         self, runtime: Runtime, batch: Batch, draft_input: DraftInput, draft: Draft
     ) -> Draft:
         worker: NgramWorker = runtime.worker
-        return worker.grow(batch, draft_input, draft)
+        if worker.grower is None:
+            from specplug_ngram.growth import DraftGrower
+
+            worker.grower = DraftGrower(runtime, worker)
+        return worker.grower.grow(batch, draft_input, draft)
 
     @hookimpl
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import PyDLL
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from specplug import Batch, Draft, DraftInput, RequestView, keep_likeliest, merge_drafts
+from specplug import Batch, Draft, DraftInput, RequestView
 from specplug_ngram.compiled_drafter import CompiledDrafter
 from specplug_ngram.draft_tree import Shape
 from specplug_ngram.drafter import Drafter, PlainDrafter
 from specplug_ngram.history import History
 from specplug_ngram.policy import CPU_COSTS, Costs, StepCost
+
+if TYPE_CHECKING:
+    from specplug_ngram.growth import DraftGrower
 
 CAPACITY = 1 << 20
 """The number of tokens of all requests that the history keeps."""
@@ -50,7 +53,10 @@ class NgramWorker:
     Attributes:
         history: the tokens of all requests.
         requests: the state of each running request, by its id.
+        grower: adds to the drafts of another algorithm; None before there is one.
     """
+
+    grower: DraftGrower | None = None
 
     def __init__(
         self,
@@ -129,16 +135,6 @@ class NgramWorker:
         parents = drafts.parents[:, :width].to(roots.device, non_blocking=True)
         return Draft.tree(tokens, parents, drafts.depth, widths, scores=scores)
 
-    def grow(self, batch: Batch, draft_input: DraftInput, draft: Draft) -> Draft:
-        """Add this drafter's own draft to another algorithm's."""
-        own = self.propose(batch, draft_input)
-        if own.width == 1:
-            return draft
-        widths = draft.widths or (draft.width,) * batch.size
-        added = own.widths or (own.width,) * batch.size
-        grown = merge_drafts(draft, own)
-        return keep_likeliest(grown, [a + b - 1 for a, b in zip(widths, added, strict=True)])
-
     def _widest(self, roots: Tensor, rooms: Sequence[int]) -> Draft:
         """Return the widest draft within ``rooms``, of arbitrary tokens with the least score. Each
         level of a tree is full before the next level begins."""
@@ -162,6 +158,8 @@ class NgramWorker:
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended; its tokens stay in the history."""
+        if self.grower is not None:
+            self.grower.forget(request_id)
         self.requests.pop(request_id, None)
 
     def _drafted(self, request_ids: Sequence[str]) -> list[Any]:
