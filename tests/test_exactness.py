@@ -19,7 +19,7 @@ LENGTHS = (20, 45, 70, 90, 110, 130, 160)
 REGISTRY = Registry()
 SETTINGS = [
     setting
-    for name in REGISTRY.names()
+    for name in [*REGISTRY.names(), "EAGLE3+NGRAM", "DFLASH+NGRAM"]
     for setting in exactness.covering(exactness.matrix(REGISTRY, [name]))
 ]
 

@@ -193,7 +193,7 @@ def _check(arrival: Arrival, output: Any) -> None:
         assert output.token_ids == tokens, arrival
 
 
-NAMES = Registry().names()
+NAMES = [*Registry().names(), "EAGLE3+NGRAM"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "SUCCESSORS"])

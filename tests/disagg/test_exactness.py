@@ -21,7 +21,7 @@ from conftest import TEXT, Plain
 from specplug import LLM, RequestOutput, SamplingParams
 from specplug.registry import Registry
 
-NAMES = [*Registry().names(), "SUCCESSORS"]
+NAMES = [*Registry().names(), "SUCCESSORS", "EAGLE3+NGRAM", "MULTI_LAYER_EAGLE+NGRAM"]
 HEAD = "def total(values):\n    result = 0\n    for value in values:\n"
 EOS = 0
 
@@ -62,7 +62,7 @@ def plain(shallow_plain: Plain) -> Plain:
 
 
 def branches(name: str) -> bool:
-    return name in Registry().names() and Registry().select(name).info.capabilities.branching
+    return name != "SUCCESSORS" and Registry().select(name).info.capabilities.branching
 
 
 SETTINGS = [

@@ -213,6 +213,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "speculative_num_draft_tokens": 4,
         "chunked_prefill_size": 16,
     },
+    "EAGLE3+NGRAM chains": {"chunked_prefill_size": 16},
     "MULTI_LAYER_EAGLE chain": {"max_total_tokens": 160},
     "MULTI_LAYER_EAGLE tree": {"speculative_eagle_topk": 3, "chunked_prefill_size": 16},
     "DSPARK chain": {"max_total_tokens": 160},

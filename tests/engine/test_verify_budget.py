@@ -67,6 +67,9 @@ def plain() -> list[list[int]]:
         ("MULTI_LAYER_EAGLE", {}),
         ("PEAGLE", {"page_size": 3}),
         ("MULTI_LAYER_EAGLE", {**TREE, "page_size": 3}),
+        ("EAGLE3+NGRAM", {"page_size": 3}),
+        ("EAGLE+NGRAM", {**TREE, "max_total_tokens": 224, "enable_mixed_chunk": True}),
+        ("DFLASH+NGRAM", {"page_size": 1}),
         ("NONE", {}),
     ],
 )
