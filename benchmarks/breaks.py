@@ -192,7 +192,7 @@ BREAKS = (
     Break(
         "cache-key",
         "specplug/kv/prefix_cache.py",
-        "return (rotary_set, *own) if rotary_set and not start else tuple(own)",
+        "return (kind, *own) if kind and not start else tuple(own)",
         "return tuple(own)",
         ("tests/kv/test_prefix_cache.py", "tests/model/test_rotary.py"),
     ),

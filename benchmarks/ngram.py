@@ -1,7 +1,9 @@
 """What NGRAM takes of the host: of a decode step, while the device waits, and as its history grows.
 
-    python benchmarks/ngram.py step [--topk 4] [--plain]
+    python benchmarks/ngram.py step [--topk 4] [--plain] [--scope engine]
     python benchmarks/ngram.py growth
+    python benchmarks/ngram.py scopes
+    python benchmarks/ngram.py memory [--bytes 16777216]
 
 step    microseconds a step by batch size. Each request has read a file of the standard library, in
         which one token of ten is another, and writes the file: its drafts are accepted as far as
@@ -10,6 +12,11 @@ step    microseconds a step by batch size. Each request has read a file of the s
 growth  one request reads a million tokens, in which half of the passages repeat earlier ones. At
         each length the next tokens are added one by one, and before each a tree is drafted (by the
         reference in Python); both are timed singly. A history that keeps all, and one that forgets.
+scopes  the accept length of the default model by the index's scope: held-out prompts, and edits of
+        a file of which a part stands in the prompt. Requests have no salt but in "tenant, one
+        salt", where all share one.
+memory  thousands of requests of many tenants, one after the other and 16 at a time, of which each
+        writes 100 to 8,000 tokens: the index's bytes, and the process's.
 """
 
 from __future__ import annotations
@@ -21,23 +28,27 @@ import statistics
 import sysconfig
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import attrs
+import psutil
 import torch
 from measurement import head, line
 from tokenizers import Tokenizer
 
-from specplug import Batch, Draft, DraftInput
+from specplug import LLM, Batch, Draft, DraftInput, SamplingParams
 from specplug.algorithm import ASSETS
+from specplug.bench.dataset import HELD_OUT, read_prompts
 from specplug.speculative.hook_order import ForwardMode
 from specplug_ngram.compiled_drafter import load_library
+from specplug_ngram.config import SCOPES, NgramSettings
 from specplug_ngram.draft_tree import Shape, draft_tree
 from specplug_ngram.future_map import HostFutureMap
-from specplug_ngram.history import History, Stream
+from specplug_ngram.history import TOKEN_BYTES, Stream
+from specplug_ngram.index import Index
 from specplug_ngram.policy import GPU_COSTS, Novelty, StepCost
-from specplug_ngram.worker import CAPACITY, NgramWorker
+from specplug_ngram.worker import NgramWorker
 
 # step
 
@@ -58,6 +69,7 @@ class Request:
     prompt_token_ids: list[int]
     text: list[int]
     written: int = 0
+    cache_salt: str | None = None
 
 
 def requests_of(count: int) -> list[Request]:
@@ -73,9 +85,12 @@ def requests_of(count: int) -> list[Request]:
     return found
 
 
-def measure_step(bs: int, shape: Shape, plain: bool) -> tuple[float, float, float]:
+def measure_step(
+    bs: int, shape: Shape, settings: NgramSettings, plain: bool
+) -> tuple[float, float, float]:
     """Return the median microseconds of ``observe`` and of ``propose``, and the mean length."""
-    worker = NgramWorker(shape, compiled=None if plain else load_library(), costs=GPU_COSTS)
+    compiled = None if plain else load_library()
+    worker = NgramWorker(shape, settings, compiled=compiled, costs=GPU_COSTS)
     future_map = HostFutureMap(bs + 1, torch.device("cpu"), worker.observe)
     requests, rows = requests_of(bs), torch.arange(1, bs + 1)
     batch = Batch(
@@ -129,6 +144,7 @@ def accept_len(draft: Draft, row: int, came: list[int]) -> int:
 
 # growth
 
+CAPACITY = 1 << 20
 LENGTHS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 SMALL = 1 << 16
 PASSAGE, WORDS = 50, 30_000
@@ -148,11 +164,15 @@ def text(seed: int) -> Iterator[int]:
 
 def measure_growth(capacity: int, samples: int, lengths: tuple[int, ...]) -> None:
     """Grow one history, and print a row for each length."""
-    history, stream, novelty = History(capacity), Stream(), Novelty()
+    index = Index(capacity * TOKEN_BYTES)
+    history, stream, novelty = index.open("owner"), Stream(), Novelty()
+    assert history is not None
     tokens, least, shape = text(seed=0), StepCost(1).least, Shape(4, 7, 8)
     for length in lengths:
         while history.end < length:
-            history.extend(stream, list(islice(tokens, min(1_000, length - history.end))))
+            more = list(islice(tokens, min(1_000, length - history.end)))
+            index.reserve(history, len(more))
+            history.extend(stream, more)
         adding, drafting, nodes = [], [], 0
         for token in islice(tokens, samples):
             start = time.perf_counter_ns()
@@ -160,6 +180,7 @@ def measure_growth(capacity: int, samples: int, lengths: tuple[int, ...]) -> Non
             drafting.append(time.perf_counter_ns() - start)
             tree.learn(novelty, [token])
             start = time.perf_counter_ns()
+            index.reserve(history, 1)
             history.extend(stream, [token])
             adding.append(time.perf_counter_ns() - start)
             nodes += len(tree.nodes)
@@ -172,18 +193,97 @@ def measure_growth(capacity: int, samples: int, lengths: tuple[int, ...]) -> Non
         )
 
 
+# scopes
+
+PROMPTS, NEW_TOKENS = 32, 128
+OWN = {
+    "request": ("request", None),
+    "tenant, no salt": ("tenant", None),
+    "tenant, one salt": ("tenant", "all"),
+    "engine": ("engine", None),
+}
+"""The scope and the salt of each column."""
+
+
+def edits() -> list[str]:
+    """Parts of the standard library's files, each with the beginning of an edited copy."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    texts = (file.read_text(errors="replace")[1_500:2_700] for file in files)
+    found = [f"# old\n{text}\n# new\n{text[:300]}" for text in texts if len(text) == 1_200]
+    return found[:PROMPTS]
+
+
+def measure_scopes() -> None:
+    """Print the accept length of each scope."""
+    sets = {"held-out": read_prompts(HELD_OUT)[:PROMPTS], "edits": edits()}
+    print(head("prompts", "batch", "temperature", *OWN))
+    for (name, prompts), size, heat in product(sets.items(), (1, 8), (0.0, 1.0)):
+        cells = []
+        for scope, salt in OWN.values():
+            params = SamplingParams(
+                max_tokens=NEW_TOKENS, temperature=heat, seed=3, ignore_eos=True, cache_salt=salt
+            )
+            own = {"ngram_index_scope": scope}
+            options = {"speculative_algorithm": "NGRAM", "speculative_settings": own}
+            with LLM(device="cpu", max_running_requests=size, **options) as llm:
+                outputs = llm.generate(prompts, params)
+            lengths = [length for output in outputs for length in output.accept_lens]
+            cells.append(f"{statistics.mean(lengths):.3f}")
+        print(line([name, size, heat, *cells]), flush=True)
+
+
+# memory
+
+REQUESTS, TENANTS, AT_A_TIME, EVERY = 4_000, 300, 16, 500
+
+
+def measure_memory(most_bytes: int) -> None:
+    """Print the index's bytes and the process's while requests come and go."""
+    print(head("scope", "requests", "owners", "tokens", "index MB", "of at most", "RSS MB"))
+    for scope in SCOPES:
+        settings = NgramSettings(ngram_index_scope=scope, ngram_index_bytes=most_bytes)
+        worker = NgramWorker(Shape(1, 7, 8), settings, compiled=load_library())
+        draw, running, highest = random.Random(0), list[Request](), 0
+        for number in range(1, REQUESTS + 1):
+            prompt = [int(4_096 ** draw.random()) for _ in range(draw.choice((100, 1_000, 8_000)))]
+            salt = f"tenant {int(TENANTS * draw.random() ** 3)}"
+            running.append(Request(str(number), prompt, [], cache_salt=salt))
+            worker.read_prompts(running[-1:], [len(prompt)])
+            ids = [request.request_id for request in running]
+            worker.observe(ids, torch.tensor(prompt[: len(ids) * 4]).view(-1, 4), FOUR[: len(ids)])
+            if len(running) == AT_A_TIME:
+                worker.forget(running.pop(draw.randrange(AT_A_TIME)).request_id)
+            highest = max(highest, worker.index.num_bytes)
+            assert highest <= most_bytes
+            if number % EVERY == 0:
+                index, rss = worker.index, psutil.Process().memory_info().rss
+                sizes = (index.num_bytes, most_bytes, rss)
+                megabytes = [f"{size / 1e6:.1f}" for size in sizes]
+                counts = [f"{each:,}" for each in (number, len(index), index.num_tokens)]
+                print(line([scope, *counts, *megabytes]), flush=True)
+
+
+FOUR = torch.full((AT_A_TIME,), 4)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("what", choices=["step", "growth"])
+    add("what", choices=["step", "growth", "scopes", "memory"])
     add("--topk", type=int, default=1)
     add("--batches", type=int, nargs="+", default=(1, 8, 32, 64))
     add("--plain", action="store_true", help="step: draft in Python")
     add("--samples", type=int, default=4_000, help="growth: tokens timed at each length")
     add("--longest", type=int, default=LENGTHS[-1], help="growth: the last length")
+    add("--scope", choices=SCOPES, default="tenant", help="step: of the index")
+    add("--bytes", type=int, default=16 << 20, help="memory: the index's budget")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     gc.disable()  # a collection is no token's
+    if arguments.what == "scopes":
+        return measure_scopes()
+    if arguments.what == "memory":
+        return measure_memory(arguments.bytes)
     if arguments.what == "growth":
         print(head("kept at most", "history", "add µs", "p99", "draft µs", "p99", "nodes", "MB"))
         for capacity in (SMALL, CAPACITY):
@@ -192,7 +292,11 @@ def main() -> None:
         return
     print(head("batch", "observe µs", "propose µs", "step µs", "accept length"))
     for bs in arguments.batches:
-        observe, propose, length = measure_step(bs, Shape(arguments.topk, 7, 8), arguments.plain)
+        settings, shape = (
+            NgramSettings(ngram_index_scope=arguments.scope),
+            Shape(arguments.topk, 7, 8),
+        )
+        observe, propose, length = measure_step(bs, shape, settings, arguments.plain)
         numbers = (observe, propose, observe + propose)
         print(line([bs, *(f"{each:.0f}" for each in numbers), f"{length:.2f}"]), flush=True)
 

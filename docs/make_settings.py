@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 import click
 
-from specplug import EngineConfig, SamplingParams
+from specplug import EngineConfig, Registry, SamplingParams
 from specplug.cli.bench import bench
 from specplug.cli.generate import generate
 from specplug.cli.options import VERBOSE, SettingOption
@@ -50,6 +50,21 @@ Each group of settings says which commands have its options. The unit of a numbe
 type.
 """
 
+ALGORITHMS = """\
+Some algorithms have settings of their own. In Python they stand in `speculative_settings`, by name:
+
+```python
+from specplug import LLM
+
+own = {"ngram_index_scope": "engine"}
+with LLM(speculative_algorithm="NGRAM", speculative_settings=own) as llm:
+    print(llm.spec_config.settings)
+```
+
+On the command line each is an option of `specplug generate`, `bench` and `serve`, where that
+algorithm is named: `specplug generate --speculative-algorithm NGRAM --help` shows NGRAM's.
+"""
+
 REQUESTS = """\
 The column *server* says which are fields of a request to `specplug serve`, too. "yes": with the
 same name and meaning; "OpenAI's": with OpenAI's meaning or default, see
@@ -76,9 +91,19 @@ REQUEST_FIELDS = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
 def page() -> str:
     """The text of the page."""
     lines = [INTRODUCTION, "## Settings of a run: `EngineConfig`\n", *_tables(EngineConfig)]
+    lines += ["## Settings of an algorithm\n", ALGORITHMS, *_algorithms()]
     lines += ["## Settings of a request: `SamplingParams`\n", REQUESTS, *_tables(SamplingParams)]
     lines += ["## Settings of a server\n", OPTIONS_OF_SERVE, *_options(SERVER, LIMITS)]
     return "\n".join(lines)
+
+
+def _algorithms() -> Iterator[str]:
+    """A table for each installed algorithm that has settings of its own."""
+    registry = Registry()
+    for entry in registry.entries():
+        kind = registry.select(entry.name).info.settings
+        if kind is not None:
+            yield from _tables(kind)
 
 
 def _tables(kind: type[attrs.AttrsInstance]) -> Iterator[str]:
@@ -89,7 +114,9 @@ def _tables(kind: type[attrs.AttrsInstance]) -> Iterator[str]:
         members = {name: about for name, about in settings.items() if about.group == group}
         yield f"### {group}\n"
         commands = _commands_of(*members.values())
-        yield f"{GROUPS.get(group) or _options_of(commands)}\n"
+        is_own = kind not in (EngineConfig, SamplingParams)
+        told = "Options where it is named." if is_own else _options_of(commands)
+        yield f"{GROUPS.get(group) or told}\n"
         yield from _head("setting", "option", *more, "type", "default", "what it is")
         for name, about in members.items():
             option = f"`{about.option}`" if about.option else ""
@@ -151,7 +178,7 @@ def _of_server(name: str, about: Setting) -> str:
 def _default(value: object, about: Setting) -> str:
     if isinstance(value, attrs.Factory):
         return "none"
-    if value is None:
+    if value is None or (value == () and about.unset):
         return about.unset or "`None`"
     return f"`{json.dumps(value)}`" if isinstance(value, str) else f"`{value}`"
 

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from specplug.speculative.token_map import TokenMap
     from specplug.speculative.tree import select_nodes
     from specplug.speculative.verify import CommittedOutput, TargetOutput, VerifyOutput, verify_tree
+    from specplug.startup import report_progress
 
 __version__ = "0.1.0"
 
@@ -118,6 +119,7 @@ _LAZY = {
     "argmax_rows": "specplug.kernels.argmax",
     "likeliest_tokens": "specplug.kernels.argmax",
     "load_compiled": "specplug.kernels.plugin_library",
+    "report_progress": "specplug.startup",
     "verify_tree": "specplug.speculative.verify",
 }
 
@@ -182,6 +184,7 @@ __all__ = [
     "load_compiled",
     "merge_drafts",
     "received_state",
+    "report_progress",
     "rotate_chunks",
     "select_nodes",
     "settings",

@@ -20,7 +20,8 @@ from specplug.bounds import (
     MAX_TOPK,
     check_integer,
 )
-from specplug.errors import UsageError
+from specplug.errors import UsageError, shown
+from specplug.settings import settings_of
 
 API_VERSION = 1
 """Version of the hook contract (``specplug.hookspecs``). It grows when a hook changes meaning."""
@@ -116,6 +117,9 @@ class AlgorithmInfo:
         draft_lookahead: the default of ``SpecConfig.draft_lookahead``. If it depends on the
             settings, ``validate_config`` sets it by ``attrs.evolve(config, draft_lookahead=…)``,
             without a warning.
+        settings: an attrs class of its own settings, each a ``specplug.settings.setting`` with a
+            default. Their names begin with the algorithm's in lower case: NGRAM's
+            ``ngram_index_scope`` is the option ``--ngram-index-scope``. None: it has none.
     """
 
     name: str = attrs.field(validator=validators.matches_re(_NAME + rf"(\+{_NAME})*"))
@@ -135,6 +139,19 @@ class AlgorithmInfo:
     draft_lookahead: int | None = attrs.field(
         default=None, validator=validators.optional(_within(0, MAX_NUM_STEPS))
     )
+    settings: type[Any] | None = attrs.field(default=None)
+
+    @settings.validator
+    def _declared(self, attribute: attrs.Attribute[Any], value: type[Any] | None) -> None:
+        if value is None:
+            return
+        prefix, declared = f"{self.name.lower()}_", settings_of(value)
+        for field in attrs.fields(value):
+            if field.name not in declared or not field.name.startswith(prefix):
+                raise ValueError(
+                    f"settings: {value.__name__}.{field.name}: expected a "
+                    f"specplug.settings.setting whose name begins with {prefix}"
+                )
 
 
 @attrs.frozen(kw_only=True)
@@ -154,6 +171,8 @@ class SpecConfig:
             KV cache, since ``build_draft_input`` gives the token after each position; else 0.
         draft_model_path: folder of the draft weights, or None.
         target_config: the target's ``config.json`` as a mapping (``hidden_size``, …).
+        settings: the algorithm's own settings, of the class that ``AlgorithmInfo.settings`` names;
+            None if it names none.
         adjustments: what ``validate_config`` changed, and why; shown to the user once.
     """
 
@@ -167,6 +186,7 @@ class SpecConfig:
     )
     draft_model_path: Path | None = None
     target_config: Mapping[str, Any] = attrs.field(factory=dict)
+    settings: Any = None
     adjustments: tuple[str, ...] = ()
 
     @property
@@ -235,16 +255,18 @@ class SpecConfig:
         draft_model_path: Path | None = None,
         model_name: str | None = None,
         target_config: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> SpecConfig:
         """Combine the user's settings with the algorithm's defaults.
 
         Args:
             model_name: the target's name or folder: plugins ship weights for models that ship with
                 specplug.
+            settings: the algorithm's own, by name.
 
         Raises:
-            UsageError: a number is out of range, the algorithm cannot branch, or it needs a draft
-                model and there is none.
+            UsageError: a number is out of range, the algorithm cannot branch, it needs a draft
+                model and there is none, or it has no such setting.
         """
         for option, value in (
             ("num_steps", num_steps),
@@ -268,6 +290,7 @@ class SpecConfig:
             draft_lookahead=info.draft_lookahead,
             draft_model_path=_draft_model_path(info, draft_model_path, model_name),
             target_config=dict(target_config or {}),
+            settings=_own_settings(info, settings or {}),
         )
 
 
@@ -306,6 +329,15 @@ def _num_draft_tokens(
             f"most {MAX_DRAFT_TOKENS}; lower one of them, or give num_draft_tokens"
         )
     return nodes
+
+
+def _own_settings(info: AlgorithmInfo, typed: Mapping[str, Any]) -> Any:
+    known = () if info.settings is None else tuple(settings_of(info.settings))
+    for name in typed:
+        if name not in known:
+            has = f"it has {', '.join(known)}" if known else "it has no settings of its own"
+            raise UsageError(f"{shown(name)} is no setting of {info.name}: {has}")
+    return None if info.settings is None else info.settings(**typed)
 
 
 def _draft_model_path(

@@ -57,6 +57,21 @@ def _names(value: Any) -> Any:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 
+def _mapping(value: Any) -> Any:
+    """Return a copy of a mapping; what is none stays, to be refused."""
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+@attrs.frozen
+class _OwnSettings:
+    """Settings by name, which the algorithm checks."""
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Refuse what is no mapping of names."""
+        if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
+            raise UsageError(f"{name}={shown(value)}: expected a mapping of names to values")
+
+
 def _stripped(value: Any) -> Any:
     return value.strip() if isinstance(value, str) else value
 
@@ -150,6 +165,17 @@ class EngineConfig:
         "Tokens N that the target verifies per step for each request, root included.",
         group="Speculation",
         unset="the algorithm's",
+    )
+    speculative_settings: Mapping[str, Any] | None = setting(
+        None,
+        _OwnSettings(),
+        "The algorithm's own settings, by name. On the command line each is an option: "
+        "--speculative-algorithm NAME --help shows them.",
+        group="Speculation",
+        unset="the algorithm's",
+        hash=False,  # a mapping has none
+        option="",
+        converter=_mapping,
     )
     page_size: int = setting(
         16,

@@ -43,6 +43,7 @@ class HostCapabilities:
         disaggregation: prefill and decode instances exchange draft states.
         target_drafts: the target's own layers run for drafts, over its cache or a part of it.
         parts: an algorithm may hold others (``Runtime.part``).
+        cache_salts: ``RequestView.cache_salt`` is what the request was given. Otherwise it is None.
     """
 
     name: str = attrs.field(validator=validators.instance_of(str))
@@ -60,6 +61,7 @@ class HostCapabilities:
     disaggregation: bool = False
     target_drafts: bool = False
     parts: bool = False
+    cache_salts: bool = False
 
     def obstacles(
         self, info: AlgorithmInfo, config: SpecConfig | None = None, *, own_verify: bool = False
@@ -112,6 +114,7 @@ class RunOptions:
         num_steps, topk, num_draft_tokens: as typed; None: the algorithm's defaults.
         draft_model_path: folder of the draft weights; None: those that are shipped.
         dtype: as typed; "auto": the engine's own choice.
+        settings: the algorithm's own, by name.
         more: the engine's own arguments, as they were typed after ``--``.
     """
 
@@ -122,6 +125,7 @@ class RunOptions:
     num_draft_tokens: int | None = None
     draft_model_path: Path | None = None
     dtype: str = "auto"
+    settings: Mapping[str, Any] = attrs.field(factory=dict)
     more: Sequence[str] = ()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,7 @@ class LLM:
         speculative_num_steps: int | None = None,
         speculative_eagle_topk: int | None = None,
         speculative_num_draft_tokens: int | None = None,
+        speculative_settings: Mapping[str, Any] | None = None,
         page_size: int = 16,
         chunked_prefill_size: int | None = 512,
         max_running_requests: int = 8,

@@ -44,6 +44,9 @@ before a request starts: 64 times 256 characters take some 20 ms. OpenAI takes f
 
 _MOST_TOKENS = 2**31 - 1
 
+_LONGEST_SALT = 256
+"""Characters. A page's key holds the salt."""
+
 MOST_CHOICES = 128
 """Each is a request of its own."""
 
@@ -313,6 +316,18 @@ class SamplingParams:
         Flag(),
         "Go on after the end-of-sequence token.",
         group="Stopping",
+        served=True,
+    )
+    cache_salt: str | None = setting(
+        None,
+        Text(expected="a text that is not empty, or None", most=_LONGEST_SALT, secret=True),
+        "A secret of those who may profit from one another's text: cached prefixes, and what an "
+        "algorithm keeps of earlier requests, are shared with requests of the same salt alone, so "
+        "that speed tells others nothing. It changes no token.",
+        group="Output",
+        unset="none",
+        converter=_plain_text,
+        option="",
         served=True,
     )
     logprobs: int | None = setting(

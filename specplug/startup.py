@@ -14,6 +14,9 @@ size is not known stays at 0 of 0."""
 _REPORT: ContextVar[Report | None] = ContextVar("startup_report", default=None)
 
 
+_CURRENT: ContextVar[Startup | None] = ContextVar("startup", default=None)
+
+
 @contextmanager
 def startup_reported(report: Report) -> Iterator[None]:
     """Have the runs that start inside report their progress to ``report``."""
@@ -47,12 +50,24 @@ class Startup:
         self._part = name
         self.advance(0, 0)
         began = time.perf_counter()
+        outer = _CURRENT.set(self)
         try:
             yield
         finally:
+            _CURRENT.reset(outer)
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
     def advance(self, done: int, total: int) -> None:
         """Tell how much of the part is done, and of how much."""
         if self._report is not None:
             self._report(self._part, done, total)
+
+
+def report_progress(done: int, total: int) -> None:
+    """Tell how much is done of a long part of the start, and of how much.
+
+    A plugin may call it in ``create_worker``. Where no caller asks for reports, nothing happens.
+    """
+    startup = _CURRENT.get()
+    if startup is not None:
+        startup.advance(done, total)

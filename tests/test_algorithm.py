@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
 import specplug
 from specplug import AlgorithmInfo, Capabilities, Defaults, SpecConfig, UsageError
+from specplug.settings import Integer, setting
 
 
 def info(**changes: object) -> AlgorithmInfo:
@@ -139,3 +141,41 @@ def test_the_core_names_no_algorithm() -> None:
             if isinstance(node, ast.Name | ast.Attribute):
                 name = node.id if isinstance(node, ast.Name) else node.attr
                 assert not name.lower().startswith(("is_eagle", "is_dflash", "is_ngram")), file
+
+
+@attrs.frozen(kw_only=True)
+class Own:
+    """The settings of an algorithm called ``MINE``."""
+
+    mine_depth: int = setting(3, Integer(), "Depth.", group="MINE", unit="tokens")
+
+
+def test_own_settings_are_those_that_were_typed() -> None:
+    mine = AlgorithmInfo(name="MINE", summary="mine", api_version=1, settings=Own)
+    assert SpecConfig.resolve(mine).settings == Own()
+    assert SpecConfig.resolve(mine, settings={"mine_depth": 5}).settings == Own(mine_depth=5)
+    assert SpecConfig.resolve(info()).settings is None
+
+
+@pytest.mark.parametrize(
+    ("own", "typed", "message"),
+    [
+        (Own, {"mine_depth": 0}, "mine_depth=0: expected an integer of at least 1"),
+        (Own, {"depth": 1}, "'depth' is no setting of MINE: it has mine_depth"),
+        (None, {"mine_depth": 1}, "'mine_depth' is no setting of MINE: it has no settings of"),
+    ],
+)
+def test_own_setting_that_cannot_be_used_is_refused(
+    own: type | None, typed: dict[str, int], message: str
+) -> None:
+    mine = AlgorithmInfo(name="MINE", summary="mine", api_version=1, settings=own)
+    with pytest.raises(UsageError, match=message):
+        SpecConfig.resolve(mine, settings=typed)
+
+
+def test_own_settings_under_another_name_are_no_declaration() -> None:
+    with pytest.raises(ValueError, match=r"Own.mine_depth: expected .* begins with other_"):
+        AlgorithmInfo(name="OTHER", summary="other", api_version=1, settings=Own)
+    bare = attrs.make_class("Bare", {"mine_depth": attrs.field(default=1)})
+    with pytest.raises(ValueError, match=r"Bare.mine_depth: expected a specplug.settings.setting"):
+        AlgorithmInfo(name="MINE", summary="mine", api_version=1, settings=bare)

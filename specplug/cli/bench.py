@@ -20,6 +20,7 @@ from specplug.cli.engines import MORE, check_options, check_run, run_options
 from specplug.cli.options import (
     COUNT,
     ENGINE,
+    OWN,
     SAMPLING,
     VERBOSE,
     Bounded,
@@ -33,6 +34,7 @@ from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError
 from specplug.host import EngineOptions, HostPlugin, MeasuredEngine
 from specplug.registry import Registry
+from specplug.settings import settings_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -167,7 +169,7 @@ def _variants(options: Mapping[str, Any]) -> tuple[list[Variant], list[dict[str,
     registry.check_extensions(options["disable_extensions"])
     host = None if options["engine"] is None else registry.host(options["engine"])
     enabled = dict.fromkeys(entry.name for entry in registry.entries() if not entry.disabled)
-    common = {k: v for k, v in chosen(SPECULATION, options).items() if v is not None}
+    common = {k: v for k, v in chosen((*SPECULATION, OWN), options).items() if v is not None}
     found, problems = [], []
     for variant in parse_variants(options["speculative_algorithms"], list(enabled)):
         try:
@@ -192,6 +194,10 @@ def _fitted(
     fitting = dict(common)
     if not selected.info.capabilities.draft_model:
         fitting.pop("speculative_draft_model_path", None)
+    kind = selected.info.settings
+    own = () if kind is None else settings_of(kind)
+    typed = {k: v for k, v in common["speculative_settings"].items() if k in own}
+    fitting["speculative_settings"] = typed
     fitted = variant.with_common(fitting)
     config = EngineConfig(**fitted.arguments)
     if host is None:
@@ -291,7 +297,10 @@ def _report(
         "rounds": options["rounds"],
         "batch_sizes": list(deals),
         "num_prompts": [deal.num_prompts_per_round for deal in deals.values()],
-        "engine": {**chosen([*SPECULATION, *SHARED], options), "page_size": config["page_size"]},
+        "engine": {
+            **chosen([*SPECULATION, OWN, *SHARED], options),
+            "page_size": config["page_size"],
+        },
         "sampling": chosen(SAMPLING, options),
     }
     again = [str(size) for size, deal in deals.items() if deal.comes_again]

@@ -8,10 +8,9 @@ from typing import Any
 
 import attrs
 import click
-from click.core import ParameterSource
 
 from specplug.algorithm import SpecConfig, find_model
-from specplug.cli.options import check_speculation
+from specplug.cli.options import check_speculation, is_typed
 from specplug.config import EngineConfig
 from specplug.contract import implemented_hooks
 from specplug.errors import UsageError
@@ -54,7 +53,7 @@ def check_options(ctx: click.Context, engine: str | None, told: Collection[str])
     refused = [
         option.opts[0]
         for option in ctx.command.params
-        if option.name not in TOLD and option.name not in told and _is_typed(ctx, option)
+        if option.name not in TOLD and option.name not in told and is_typed(ctx, option.name or "")
     ]
     if refused:
         raise UsageError(
@@ -88,6 +87,7 @@ def run_options(config: EngineConfig, algorithm: str, more: Collection[str]) -> 
         num_draft_tokens=config.speculative_num_draft_tokens,
         draft_model_path=None if draft is None else Path(draft).expanduser(),
         dtype=str(config.dtype),
+        settings=config.speculative_settings or {},
         more=tuple(more),
     )
     return attrs.asdict(options, recurse=False)
@@ -96,8 +96,3 @@ def run_options(config: EngineConfig, algorithm: str, more: Collection[str]) -> 
 def _topk(selected: SelectedAlgorithm, config: EngineConfig) -> int:
     typed = config.speculative_eagle_topk
     return selected.info.defaults.topk if typed is None else typed
-
-
-def _is_typed(ctx: click.Context, option: click.Parameter) -> bool:
-    source = ctx.get_parameter_source(option.name or "")
-    return source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)

@@ -15,6 +15,7 @@ import click
 from specplug.cli.options import (
     ENGINE,
     GRAMMAR,
+    OWN,
     SAMPLING,
     VERBOSE,
     GroupedCommand,
@@ -121,7 +122,7 @@ def generate(**options: Any) -> None:
 
 def _generate(options: Mapping[str, Any], params: SamplingParams, out: TextIO | None) -> Run:
     """Complete the prompts; one alone is printed on ``out`` as it comes, if that is given."""
-    config = EngineConfig(**chosen(ENGINE, options))
+    config = EngineConfig(**chosen((*ENGINE, OWN), options))
     registry = Registry()
     check_speculation(registry.select(config.speculative_algorithm).info, config)
     registry.check_extensions(config.disable_extensions)

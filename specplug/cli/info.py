@@ -12,6 +12,7 @@ from specplug.algorithm import CAPTURES, DEFAULT_MODEL
 from specplug.cli.standard_output import print_table, reserve_standard_output
 from specplug.contract import HOOKS, OBSERVERS, implemented_hooks
 from specplug.registry import Registry, SelectedAlgorithm
+from specplug.settings import settings_of
 
 
 @click.command()
@@ -47,6 +48,10 @@ def describe(selected: SelectedAlgorithm) -> dict[str, Any]:
         },
         "defaults": attrs.asdict(declared.defaults),
         "draft_lookahead": declared.draft_lookahead,
+        "settings": {
+            name: {"option": about.option, "help": about.help}
+            for name, about in (settings_of(declared.settings) if declared.settings else {}).items()
+        },
         "hooks": {
             "implemented": implemented,
             "core_defaults": [h for h in HOOKS if h not in implemented and h not in OBSERVERS],
@@ -77,6 +82,7 @@ def _rows(declared: dict[str, Any]) -> list[tuple[str, str]]:
         ("API version", str(declared["api_version"])),
         ("capabilities", ", ".join(f"{k}={'yes' if yes else 'no'}" for k, yes in able.items())),
         ("reads", "; ".join(CAPTURES[name] for name in captures) or "-"),
+        ("settings", ", ".join(s["option"] for s in declared["settings"].values()) or "-"),
         ("defaults", ", ".join(f"{k}={_default(v)}" for k, v in defaults.items())),
         ("own hooks", ", ".join(hooks["implemented"])),
         ("core defaults", ", ".join(hooks["core_defaults"]) or "-"),

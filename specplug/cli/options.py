@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import attrs
 import click
+from click.core import ParameterSource
 
 from specplug.algorithm import AlgorithmInfo, SpecConfig
 from specplug.bounds import MAX_SECONDS, bound_of
 from specplug.config import EngineConfig
-from specplug.errors import UsageError, shown
+from specplug.errors import SpecplugError, UsageError, shown
+from specplug.registry import Registry
 from specplug.sampling_params import SamplingParams
 from specplug.settings import (
     Choice,
@@ -85,6 +89,19 @@ class Duration(click.FloatRange):
         return number
 
 
+_OWN_OPTIONS = "specplug.own_options"
+_OWN_SETTINGS = "speculative_settings"
+OWN = click.Option([f"--{_OWN_SETTINGS}", _OWN_SETTINGS])
+"""Stands for the algorithms' own settings in ``chosen``. It is an option of no command: each of the
+settings has an option of its own."""
+
+
+def is_typed(ctx: click.Context, name: str) -> bool:
+    """Return whether a parameter was typed, or stands in the environment."""
+    source = ctx.get_parameter_source(name)
+    return source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+
+
 class SettingOption(click.Option):
     """The option of a setting, with its group."""
 
@@ -104,6 +121,19 @@ class GroupedCommand(click.Command):
     ) -> None:
         super().__init__(*args, **more)
         self._headings = {option: name for name, options in headings.items() for option in options}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, among them the options of the settings that the named algorithms
+        have of their own. Those that were typed become one parameter, a mapping."""
+        ctx.meta[_OWN_OPTIONS] = own = _own_options(args)
+        rest = super().parse_args(ctx, args)
+        found = {option.name or "": ctx.params.pop(option.name or "", None) for option in own}
+        ctx.params[_OWN_SETTINGS] = {k: v for k, v in found.items() if is_typed(ctx, k)}
+        return rest
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the options, those of the algorithms' own settings too."""
+        return [*ctx.meta.get(_OWN_OPTIONS, ()), *super().get_params(ctx)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the groups, and last the options that are in none."""
@@ -127,6 +157,31 @@ def options_of(kind: type[attrs.AttrsInstance], *groups: str) -> tuple[SettingOp
         for name, about in settings_of(kind).items()
         if about.group == group and about.option
     )
+
+
+def _own_options(args: Sequence[str]) -> tuple[SettingOption, ...]:
+    """Make the options of the settings that the algorithms named in ``args`` have of their own."""
+    registry, found = Registry(), list[SettingOption]()
+    for name in dict.fromkeys(_algorithms_in(args)):
+        with suppress(SpecplugError):  # the command tells
+            kind = registry.select(name).info.settings
+            groups = () if kind is None else {each.group for each in settings_of(kind).values()}
+            found += options_of(kind, *groups) if kind is not None else ()
+    return tuple(found)
+
+
+def _algorithms_in(args: Sequence[str]) -> Iterator[str]:
+    """Yield the algorithms' names in ``--speculative-algorithm`` or ``--speculative-algorithms``:
+    in ``A+B`` two, and in ``A:steps=5,C`` two."""
+    for place, argument in enumerate(args):
+        option, is_joined, value = argument.partition("=")
+        if option not in ("--speculative-algorithm", "--speculative-algorithms"):
+            continue
+        text = value if is_joined else "".join(args[place + 1 : place + 2])
+        for part in re.split("[,+]", text):
+            name = part.partition(":")[0].strip()
+            if name and "=" not in name:
+                yield name
 
 
 def _option(field: attrs.Attribute[Any], about: Setting) -> SettingOption:
@@ -210,4 +265,5 @@ def check_speculation(info: AlgorithmInfo, config: EngineConfig) -> None:
         topk=config.speculative_eagle_topk,
         num_draft_tokens=config.speculative_num_draft_tokens,
         draft_model_path=Path(typed) if typed else untold,
+        settings=config.speculative_settings,
     )

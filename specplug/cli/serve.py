@@ -19,6 +19,7 @@ from specplug.cli.options import (
     COUNT,
     DISAGGREGATION,
     ENGINE,
+    OWN,
     VERBOSE,
     Bounded,
     Duration,
@@ -176,7 +177,7 @@ def serve(ctx: click.Context, /, **options: Any) -> None:
             f"specplug serve needs {', '.join(missing)}, which is not installed: "
             "pip install 'specplug[serve]'"
         )
-    config = EngineConfig(**chosen((*ENGINE, *DISAGGREGATION, *MODEL_LIMITS), options))
+    config = EngineConfig(**chosen((*ENGINE, OWN, *DISAGGREGATION, *MODEL_LIMITS), options))
     with reserve_standard_output():
         registry = Registry()
         check_speculation(registry.select(config.speculative_algorithm).info, config)

@@ -237,7 +237,7 @@ class DecodeInstance:
         peer, self._jobs = self._peers[name], self._jobs + 1
         tokens = request.prompt_token_ids
         # Per-token outputs come for the whole prompt, wherever the KV begins.
-        found = self._cache.match(tokens, len(tokens), request.rotary_set)
+        found = self._cache.match(tokens, len(tokens), request.page_kind)
         start = found.depth * self._cache.pool.page_size
         away = IncomingPrefill(
             request=request,

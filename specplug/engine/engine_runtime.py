@@ -42,6 +42,7 @@ EMBEDDED = HostCapabilities(
     disaggregation=True,
     target_drafts=True,
     parts=True,
+    cache_salts=True,
 )
 """What the embedded engine gives: all that there is."""
 

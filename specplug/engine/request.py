@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -182,6 +182,12 @@ class Request:
     def sort_key(self) -> tuple[int, int]:
         """Priority, then arrival: the least is admitted first and retracted last."""
         return self.priority, self.number
+
+    @property
+    def page_kind(self) -> Hashable:
+        """What must be equal, besides the tokens, for requests to share pages."""
+        salt = self.params.cache_salt
+        return self.rotary_set if salt is None else (self.rotary_set, salt)
 
     @property
     def finished(self) -> bool:

@@ -211,7 +211,7 @@ class Scheduler:
             return None  # no page has come back since it was refused
         request.choose_rotary()
         most = self._most_reused(request)
-        shared = self.cache.match(request.token_ids, most, request.rotary_set)
+        shared = self.cache.match(request.token_ids, most, request.page_kind)
         self.cache.lock(shared)
         size = self.cache.pool.pages_for(len(request.token_ids))
         if size - shared.depth + self._headroom(request) > self.cache.num_available:
@@ -505,7 +505,7 @@ class Scheduler:
             request.shared,
             request.token_ids,
             request.num_computed_tokens,
-            request.rotary_set,
+            request.page_kind,
         )
         return replaced
 

@@ -190,6 +190,10 @@ class ReadOnlyRequest:
         return self._request.max_tokens
 
     @property
+    def cache_salt(self) -> str | None:
+        return self._request.params.cache_salt
+
+    @property
     def draft_state(self) -> Mapping[str, Tensor]:
         return MappingProxyType(dict(self._request.draft_state))
 

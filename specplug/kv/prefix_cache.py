@@ -6,7 +6,7 @@ model, which share their slots. A request with the same first tokens starts afte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
@@ -14,7 +14,7 @@ import attrs
 
 from specplug.kv.page_allocator import PageAllocator
 
-Key = tuple[int, ...]
+Key = tuple[Hashable, ...]
 
 
 @attrs.define(eq=False)
@@ -24,7 +24,7 @@ class CachedPage:
     Attributes:
         page: its number in the pool; 0 at the root.
         key: its tokens and the ``lookahead`` tokens after them. A first page's key begins with the
-            ``rotary_set``, unless that is 0.
+            ``kind``, unless that is 0.
         parent: the page before it; None at the root.
         depth: pages on the path to it, itself included.
         children: by key.
@@ -58,7 +58,8 @@ class PrefixCache:
     A draft model's KV at a position may depend on later tokens: EAGLE's layer reads the next token,
     the k-th of several MTP layers the k-th next. So a page matches only if the ``lookahead`` tokens
     after it are equal too, and a hit gives the draft model the context that it would have computed.
-    The ``rotary_set`` must be equal too, because other frequencies give other keys.
+    The ``kind`` must be equal too: other rotary frequencies give other keys, and requests of
+    another ``cache_salt`` share no pages.
 
     Args:
         pool: of all pages.
@@ -94,12 +95,12 @@ class PrefixCache:
         """The pages that ``take_pages`` can give: free ones and unused cached ones."""
         return self.pool.num_free + self.num_unused
 
-    def match(self, tokens: Sequence[int], most: int, rotary_set: int = 0) -> CachedPage:
+    def match(self, tokens: Sequence[int], most: int, kind: Hashable = 0) -> CachedPage:
         """Return the last page of the longest cached prefix, at most ``most`` tokens long."""
         node, size = self._root, self.pool.page_size
         if self.num_pages:
             for start in range(0, most - size + 1, size):
-                child = node.children.get(self._key(tokens, start, rotary_set))
+                child = node.children.get(self._key(tokens, start, kind))
                 if child is None:
                     break
                 node = child
@@ -127,7 +128,7 @@ class PrefixCache:
         shared: CachedPage,
         token_ids: Sequence[int],
         num_computed_tokens: int,
-        rotary_set: int = 0,
+        kind: Hashable = 0,
     ) -> tuple[CachedPage, list[int]]:
         """Insert the final pages of a sequence: computed ones whose ``lookahead`` tokens are known.
 
@@ -139,7 +140,7 @@ class PrefixCache:
             shared: the last page that the cache has and the sequence holds.
             token_ids: of the sequence.
             num_computed_tokens: of the sequence.
-            rotary_set: of its first rows.
+            kind: its ``Request.page_kind``.
 
         Returns:
             The last page that the cache has now, which the sequence holds with all before it, and
@@ -154,7 +155,7 @@ class PrefixCache:
             self._clock += 1
             self.changes += 1
             for index in range(node.depth, final // size):
-                key = self._key(token_ids, index * size, rotary_set)
+                key = self._key(token_ids, index * size, kind)
                 child = node.children.get(key)
                 if child is None:
                     child = self._add(node, key, pages[index])
@@ -223,9 +224,9 @@ class PrefixCache:
         queued = sum(node.queued for node in nodes)
         assert len(self._order) == queued, "the order of eviction grows with use"
 
-    def _key(self, tokens: Sequence[int], start: int, rotary_set: int) -> Key:
+    def _key(self, tokens: Sequence[int], start: int, kind: Hashable) -> Key:
         own = tokens[start : start + self.pool.page_size + self.lookahead]
-        return (rotary_set, *own) if rotary_set and not start else tuple(own)
+        return (kind, *own) if kind and not start else tuple(own)
 
     def _add(self, parent: CachedPage, key: Key, page: int) -> CachedPage:
         assert len(key) >= self.pool.page_size + self.lookahead, "a page that is not final"

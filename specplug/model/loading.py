@@ -79,6 +79,7 @@ def resolve_speculation(config: EngineConfig, algorithm: AlgorithmInfo) -> SpecC
         draft_model_path=None if folder is None else Path(folder).expanduser(),
         model_name=path,
         target_config=read_target_config(path),
+        settings=config.speculative_settings,
     )
 
 

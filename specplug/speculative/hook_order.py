@@ -93,6 +93,11 @@ class RequestView(Protocol):
         """Most tokens that it may generate."""
 
     @property
+    def cache_salt(self) -> str | None:
+        """Its tenant: text that is kept after a request is for requests of an equal salt. None: it
+        was given none, or the host does not say (``HostCapabilities.cache_salts``)."""
+
+    @property
     def draft_state(self) -> Mapping[str, Tensor]:
         """In ``build_disagg_draft_input``: what the instance that prefilled it has exported, CPU
         tensors without a leading size; empty if it gave nothing."""

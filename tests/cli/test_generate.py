@@ -518,3 +518,40 @@ def test_verbose_says_what_is_loaded():
     assert re.fullmatch(r"info: ready in \d+\.\d s", lines[-1])
     quiet = generate("--max-new-tokens", "2", "--json", PROMPT)
     assert quiet.stderr == ""
+
+
+def test_own_settings_of_an_algorithm_are_options(tmp_path: Path) -> None:
+    corpus = [tmp_path / f"{name}.txt" for name in "ab"]
+    for file in corpus:
+        file.write_text("import os")
+    typed = "--speculative-algorithm", "NGRAM", "--ngram-index-scope", "engine"
+    files = [part for file in corpus for part in ("--ngram-corpus", str(file))]
+    config = report(*typed, *files, "--max-new-tokens", "4", PROMPT)["config"]
+    paths = list(map(str, corpus))
+    assert config["speculative_settings"] == {"ngram_index_scope": "engine", "ngram_corpus": paths}
+    assert config["settings"]["ngram_index_bytes"] == 64 << 20
+    assert config["settings"]["ngram_corpus"] == paths
+
+
+@pytest.mark.parametrize(
+    "name", ["--speculative-algorithm=NGRAM", "--speculative-algorithm=EAGLE3+NGRAM", ""]
+)
+def test_help_has_the_options_of_the_algorithm_that_is_named(name: str) -> None:
+    done = generate(*filter(None, [name]), "--help")
+    assert done.exit_code == 0
+    assert ("NGRAM:\n  --ngram-index-scope" in done.stdout) is bool(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["EAGLE3", "--ngram-index-scope=engine"], "No such option '--ngram-index-scope'"),
+        (["NGRAM", "--ngram-index-scope=all"], "'all' is not one of 'request', 'tenant', 'engine'"),
+        (["NGRAM", "--ngram-index-bytes=0"], "0 is not in the range x>=1"),
+        (["NGRAM", "--ngram-corpus=/no/file"], "ngram_corpus '/no/file' cannot be read: No such"),
+    ],
+)
+def test_own_setting_that_cannot_be_used_is_refused(arguments: list[str], message: str) -> None:
+    done = generate("--speculative-algorithm", *arguments, PROMPT)
+    assert done.exit_code == 2
+    assert message in done.stderr

@@ -10,9 +10,17 @@ import pytest
 FULL = """
 from pathlib import Path
 
+import attrs
+
 from specplug import AlgorithmInfo, Capabilities, Defaults, hookimpl
+from specplug.settings import Integer, setting
 
 FOLDER = Path(__file__).parent
+
+
+@attrs.frozen
+class Settings:
+    full_depth: int = setting(1, Integer(), "Depth.", group="FULL")
 
 
 class Algorithm:
@@ -27,6 +35,7 @@ class Algorithm:
                 branching=True, draft_model=True, captures={"layer_inputs"}
             ),
             defaults=Defaults(num_steps=3, topk=2),
+            settings=Settings,
             weights={"tiny-code": FOLDER / "tiny", "other": FOLDER / "gone"},
         )
 
@@ -83,6 +92,7 @@ def test_json(full):
         },
         "defaults": {"num_steps": 3, "topk": 2, "num_draft_tokens": None},
         "draft_lookahead": None,
+        "settings": {"full_depth": {"option": "--full-depth", "help": "Depth."}},
         "hooks": {
             "implemented": [
                 "describe",
@@ -124,6 +134,7 @@ def test_for_people(full):
         "branching=yes, draft_model=yes, overlap=yes, prefix_cache=yes, parts=no, target_drafts=no"
     )
     assert shown["capabilities"] == able
+    assert shown["settings"] == "--full-depth"
     assert shown["reads"] == "the hidden states before layers (capture_layer_inputs)"
     assert shown["defaults"] == "num_steps=3, topk=2, num_draft_tokens=from depth and width"
     assert shown["own hooks"] == "describe, create_worker, build_draft_input, propose, verify"

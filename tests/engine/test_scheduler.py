@@ -911,9 +911,9 @@ def test_refused_request_is_retried_when_the_cache_changes(
     looked_at: list[int] = []
     match = scheduler.cache.match
 
-    def matched(tokens: Sequence[int], most: int, rotary_set: int) -> CachedPage:
+    def matched(tokens: Sequence[int], most: int, kind: int) -> CachedPage:
         looked_at.append(len(tokens))
-        return match(tokens, most, rotary_set)
+        return match(tokens, most, kind)
 
     monkeypatch.setattr(scheduler.cache, "match", matched)
     running, refused = _add(scheduler, 0, 9), _add(scheduler, 1, 8)

@@ -115,7 +115,7 @@ def test_every_served_setting_reaches_the_engine() -> None:
         "temperature": 0.5, "top_p": 0.9, "top_k": 5.0, "min_p": 0.1, "repetition_penalty": 1.5,
         "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"3": -1.5}, "seed": 4,
         "stop": ["a"], "stop_token_ids": [7], "ignore_eos": True, "skip_special_tokens": False,
-        "regex": "a+", "n": 2, "min_tokens": 3,
+        "regex": "a+", "n": 2, "min_tokens": 3, "cache_salt": "us",
     }  # fmt: skip
     params = sampling_params(CompletionRequest.model_validate({"prompt": "x", **given}))
     sent = SamplingParams.from_json(json.loads(json.dumps(params.as_json())))

@@ -66,6 +66,7 @@ def capabilities(*, overlap: bool = True, seeded: bool = False) -> HostCapabilit
         overlap=overlap,
         exact_sampling=seeded,
         foreseeable_noise=seeded,
+        cache_salts=True,
     )
 
 

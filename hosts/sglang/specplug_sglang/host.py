@@ -88,9 +88,15 @@ def _check(options: RunOptions) -> None:
     """Refuse a run for which SGLang itself gives no clear error.
 
     Raises:
-        UsageError: this SGLang was not tested, or its CPU engine is not turned on.
+        UsageError: this SGLang was not tested, its CPU engine is not turned on, or the algorithm
+            is given settings of its own, which SGLang's arguments have no place for.
     """
     check_version()
+    if options.settings:
+        raise UsageError(
+            f"{', '.join(options.settings)}: SGLang passes no algorithm settings of its own; leave "
+            "them out, or use the embedded engine or vLLM"
+        )
     if _on_cpu(options) and os.environ.get(_ON_CPU) != "1":
         raise UsageError(f"--device cpu: SGLang reads {_ON_CPU} from the environment; set it to 1")
 

@@ -34,6 +34,7 @@ class SglangRequest:
         self.request_id: str = request.rid
         self.prompt_token_ids: Sequence[int] = list(request.origin_input_ids)
         self.max_tokens: int = request.sampling_params.max_new_tokens
+        self.cache_salt: str | None = request.extra_key or None
         self._tokens = list(self.prompt_token_ids)
 
     @property

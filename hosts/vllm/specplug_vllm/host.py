@@ -142,6 +142,7 @@ def _configs(options: RunOptions) -> tuple[dict[str, Any] | None, dict[str, Any]
         "topk": options.topk,
         "num_draft_tokens": nodes,
         "draft_model_path": None if path is None else str(path),
+        "settings": dict(options.settings) or None,
     }
     typed = {name: value for name, value in settings.items() if value is not None}
     own = additional.get(KEY, {})

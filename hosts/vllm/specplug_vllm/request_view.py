@@ -83,5 +83,10 @@ class VllmRequest:
         return 0 if params is None else int(params.min_tokens)
 
     @property
+    def cache_salt(self) -> None:
+        """vLLM's scheduler alone knows it."""
+        return None
+
+    @property
     def draft_state(self) -> Mapping[str, Tensor]:
         return _NO_STATE

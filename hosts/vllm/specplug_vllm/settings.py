@@ -29,6 +29,16 @@ class _Names:
 
 
 @attrs.frozen
+class _Mapping:
+    """Values by name."""
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Refuse what is none."""
+        if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
+            raise UsageError(f"{name}={value!r}: expected a mapping of names to values")
+
+
+@attrs.frozen
 class _InSpecplug:
     """A check whose messages name a setting as it is typed."""
 
@@ -75,6 +85,13 @@ class Settings:
         '`"faster"`: only while drafts give more tokens a second; `"always"`',
         unset='`"faster"` on model runner V2; `"always"` on V1, without async scheduling, and with '
         "`data_parallel_size` over 1",
+    )
+    settings: Mapping[str, Any] | None = _setting(
+        None,
+        _Mapping(),
+        "the algorithm's own settings, by name",
+        unset="the algorithm's",
+        hash=False,
     )
     disable_extensions: Sequence[str] = _setting(
         (), _Names(), "extensions that are neither imported nor run, a list of names"
@@ -136,4 +153,5 @@ class Settings:
             draft_model_path=None if path is None else Path(path),
             model_name=target,
             target_config=target_config,
+            settings=self.settings,
         )

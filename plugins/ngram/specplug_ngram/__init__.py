@@ -1,7 +1,8 @@
 """N-gram drafting for specplug: it drafts the tokens that followed the same tokens before.
 
-There is no draft model. This is prompt lookup decoding (Saxena 2023), across requests, and with a
-tree by frequency after SuffixDecoding (arXiv 2411.04975). ``history`` finds earlier continuations.
+There is no draft model. This is prompt lookup decoding (Saxena 2023), across the requests of an
+owner, and with a tree by frequency after SuffixDecoding (arXiv 2411.04975). ``index`` says whose
+text a request drafts from, within a budget. ``history`` finds earlier continuations.
 ``policy`` estimates their probability, and the cost of proposing them. ``draft_tree`` takes the
 nodes that are worth their cost.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specplug import AlgorithmInfo, Capabilities, Defaults, SpecConfig, hookimpl
+from specplug_ngram.config import NgramSettings
+from specplug_ngram.corpus import check_corpus, read_corpus
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,11 +42,13 @@ class Ngram:
             capabilities=Capabilities(branching=True),
             defaults=Defaults(num_steps=7, topk=1, num_draft_tokens=8),
             paper="https://arxiv.org/abs/2411.04975",
+            settings=NgramSettings,
         )
 
     @hookimpl
     def validate_config(self, config: SpecConfig) -> SpecConfig:
         """Reduce ``num_draft_tokens`` and ``num_steps`` to those of the largest possible tree."""
+        check_corpus(config.settings.ngram_corpus)
         steps, topk, nodes = config.num_steps, config.topk, config.num_draft_tokens
         most = most_nodes(topk, steps, nodes)
         if nodes > most:
@@ -67,7 +72,11 @@ class Ngram:
         config = runtime.config
         shape = Shape(config.topk, config.num_steps, config.num_draft_tokens)
         costs = CPU_COSTS if runtime.device.type == "cpu" else GPU_COSTS
-        return NgramWorker(shape, compiled=load_library(), costs=costs)
+        settings: NgramSettings = config.settings
+        worker = NgramWorker(shape, settings, compiled=load_library(), costs=costs)
+        if settings.ngram_corpus:
+            worker.read_corpus(read_corpus(settings.ngram_corpus, runtime.tokenizer))
+        return worker
 
     @hookimpl
     def create_future_map(self, runtime: Runtime) -> FutureMap:

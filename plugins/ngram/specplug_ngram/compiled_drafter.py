@@ -17,7 +17,8 @@ from specplug_ngram import library
 from specplug_ngram.draft_tree import MAX_PLACES, Shape
 from specplug_ngram.drafter import Drafts
 from specplug_ngram.history import ORDERS, History
-from specplug_ngram.library import Candidate, Node, RequestStruct, Settings, Summary, Tables
+from specplug_ngram.index import Index
+from specplug_ngram.library import Candidate, Node, RequestStruct, Settings, Summary
 from specplug_ngram.policy import LEARNING_RATE, LEAST_NOVELTY, MOST_NOVELTY, Novelty
 
 _SOURCE = Path(__file__).with_name("drafter.c")
@@ -34,10 +35,12 @@ def load_library() -> ctypes.PyDLL | None:
 class CompiledRequest(RequestStruct):
     """The state of a running request, and its memory address."""
 
-    def __init__(self, num_draft_tokens: int) -> None:
+    def __init__(self, history: History, num_draft_tokens: int) -> None:
         super().__init__()
+        self.owned = history
+        self.history = history.address
         self._nodes = (Node * num_draft_tokens)()
-        self.tree = ctypes.cast(self._nodes, ctypes.POINTER(Node))
+        self.tree = ctypes.addressof(self._nodes)
         self.novelty.log = Novelty().log
         self.address = ctypes.addressof(self)
 
@@ -47,19 +50,18 @@ class CompiledDrafter:
 
     Args:
         compiled: the functions that ``load_library`` returns.
-        history: the tables. Only this drafter writes to them.
+        index: the histories. Only this drafter writes to them.
         shape: the limits of a tree.
     """
 
-    def __init__(self, compiled: ctypes.PyDLL, history: History, shape: Shape) -> None:
+    def __init__(self, compiled: ctypes.PyDLL, index: Index, shape: Shape) -> None:
         self._extend, self._observe, self._draft = (
             compiled.extend,
             compiled.observe,
             compiled.draft,
         )
-        self._history = history
+        self._index = index
         self._width = shape.num_draft_tokens
-        self._tables = Tables(capacity=history.capacity)
         self._settings = Settings(
             shape.topk,
             shape.num_steps,
@@ -70,18 +72,16 @@ class CompiledDrafter:
         )
         self._summary = Summary()
         self._heap = (Candidate * (MAX_PLACES * self._width))()
-        structures = (self._tables, self._settings, self._summary, self._heap)
+        structures = (self._settings, self._summary, self._heap)
         self._at = [ctypes.addressof(each) for each in structures]
-        self._find_tables()
 
-    def request(self) -> CompiledRequest:
-        return CompiledRequest(self._width)
+    def request(self, history: History) -> CompiledRequest:
+        return CompiledRequest(history, self._width)
 
     def read(self, request: CompiledRequest, tokens: Sequence[int]) -> None:
-        self._reserve(len(tokens))
+        self._index.reserve(request.owned, len(tokens))
         read = array("q", tokens)
-        self._extend(self._at[0], request.address, read.buffer_info()[0], len(read))
-        self._history.end = self._tables.end
+        self._extend(request.address, read.buffer_info()[0], len(read))
 
     def observe(
         self, requests: Sequence[CompiledRequest | None], tokens: Tensor, counts: Tensor
@@ -89,27 +89,28 @@ class CompiledDrafter:
         tokens, counts = _flat(tokens), _flat(counts)
         bs, width = tokens.shape
         assert len(requests) == bs == len(counts), (len(requests), tokens.shape, counts.shape)
-        self._reserve(bs * width)
-        tables, settings, _, _ = self._at
         rows = _addresses(requests)
-        self._observe(
-            *(tables, settings, rows.buffer_info()[0], tokens.data_ptr(), width),
-            *(counts.data_ptr(), bs),
-        )
-        self._history.end = self._tables.end
+        step = (self._at[0], rows.buffer_info()[0], tokens.data_ptr(), width, counts.data_ptr(), bs)
+        row = self._observe(*step, 0)
+        while row < bs:
+            request = requests[row]
+            assert request is not None
+            self._index.reserve(request.owned, min(int(counts[row]), width))
+            row = self._observe(*step, row)
 
     def draft(
         self, requests: Sequence[CompiledRequest | None], rooms: Sequence[int], least: float
     ) -> Drafts:
         bs = len(requests)
         assert bs == len(rooms), (bs, rooms)
-        tables, settings, summed, heap = self._at
+        settings, summed, heap = self._at
+        corpus = None if self._index.corpus is None else self._index.corpus.address
         rows, limits, widths = _addresses(requests), array("q", rooms), array("q", bytes(8 * bs))
         tokens, parents = torch.empty(2, bs, self._width, dtype=torch.int64).unbind()
         scores = torch.empty(bs, self._width, dtype=torch.float32)
         gains = array("d", bytes(8 * self._width))
         self._draft(
-            *(tables, settings, rows.buffer_info()[0], limits.buffer_info()[0], bs, least, heap),
+            *(corpus, settings, rows.buffer_info()[0], limits.buffer_info()[0], bs, least, heap),
             *(tokens.data_ptr(), parents.data_ptr(), scores.data_ptr()),
             *(widths.buffer_info()[0], gains.buffer_info()[0], summed),
         )
@@ -123,16 +124,6 @@ class CompiledDrafter:
             nodes=summary.nodes,
             gains=gains,
         )
-
-    def _reserve(self, count: int) -> None:
-        if self._history.reserve(count):
-            self._find_tables()
-
-    def _find_tables(self) -> None:
-        """Pass the addresses of the history's tables to C."""
-        tables, at = self._tables, self._history.addresses
-        tables.tokens, tables.before, tables.after = at[:3]
-        tables.same[:], tables.heads[:] = at[3:5], at[5:]
 
 
 def _addresses(requests: Sequence[CompiledRequest | None]) -> array[int]:

@@ -9,7 +9,7 @@ from itertools import islice
 
 import attrs
 
-from specplug_ngram.history import History, Stream
+from specplug_ngram.history import ORDERS, History, Stream
 from specplug_ngram.policy import Novelty
 
 MAX_PLACES = 16
@@ -87,10 +87,22 @@ class DraftTree:
 
 
 def draft_tree(
-    history: History, stream: Stream, novelty: Novelty, shape: Shape, least: float
+    history: History,
+    stream: Stream,
+    novelty: Novelty,
+    shape: Shape,
+    least: float,
+    corpus: History | None = None,
 ) -> DraftTree:
-    """Return the nodes whose probability is above ``least``, the most probable first."""
+    """Return the nodes whose probability is above ``least``, the most probable first.
+
+    They follow the corpus where that matches more tokens than the request's own history.
+    """
     matched, places = history.matches(stream, MAX_PLACES)
+    if corpus is not None and matched < ORDERS[0]:
+        longer, others = corpus.matches(stream, MAX_PLACES, is_own=False)
+        if longer > matched:
+            matched, places, history = longer, others, corpus
     nodes = [Node(0, 0, 1.0, places)]
     candidates: list[tuple[float, int, Node]] = []
     serial = 0

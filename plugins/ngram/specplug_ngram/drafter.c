@@ -31,11 +31,14 @@ typedef struct {
 
 typedef struct {
     int64_t capacity, end;
+    int64_t start;                     /* entries up to it are gone, whatever the capacity */
+    int64_t full;                      /* whether the tables must not grow now */
     int32_t *tokens;
     int64_t *before, *after, *same[ORDERS], *heads[ORDERS];
 } History;
 
 typedef struct {
+    History *history;                  /* its owner's */
     int64_t last;                      /* entry of its latest token; 0: none yet */
     double log;                        /* of its novelty */
     Node *tree;                        /* of its last step, until the step's tokens have come */
@@ -75,12 +78,41 @@ static uint64_t hash_of(const int32_t *tokens, int count)
 
 static int64_t oldest_of(const History *h)
 {
-    return h->end > h->capacity ? h->end - h->capacity : 0;
+    const int64_t oldest = h->end - h->capacity;
+    return oldest > h->start ? oldest : h->start;
 }
 
-/* Append tokens to a request. The tables have room for them. */
-void extend(History *h, Request *request, const int64_t *tokens, int64_t count)
+/* Enter the last of the n-gram's tokens into the chain of its order. */
+static void link_entry(History *h, int64_t now, const int32_t *end, int length)
 {
+    const int64_t mask = h->capacity - 1, slot = now & mask;
+    for (int n = 0; n < ORDERS; n++) {
+        const int order = order_of[n];
+        h->same[n][slot] = 0;
+        if (length < order) continue;
+        const uint64_t head = hash_of(end - order, order) & (uint64_t)mask;
+        h->same[n][slot] = h->heads[n][head];
+        h->heads[n][head] = now;
+    }
+}
+
+/* Make the chains anew, after the tables have moved; heads are 0. */
+void relink(History *h)
+{
+    const int64_t mask = h->capacity - 1, oldest = oldest_of(h);
+    int32_t gram[LONGEST];
+    for (int64_t now = oldest + 1; now <= h->end; now++) {
+        int length = 0;
+        for (int64_t place = now; place > oldest && length < LONGEST; place = h->before[place & mask])
+            gram[LONGEST - ++length] = h->tokens[place & mask];
+        link_entry(h, now, gram + LONGEST, length);
+    }
+}
+
+/* Append tokens to a request; beyond the capacity they take the places of the oldest. */
+void extend(Request *request, const int64_t *tokens, int64_t count)
+{
+    History *h = request->history;
     const int64_t mask = h->capacity - 1;
     int64_t before = request->last;
     for (int64_t i = 0; i < count; i++) {
@@ -88,18 +120,11 @@ void extend(History *h, Request *request, const int64_t *tokens, int64_t count)
         h->tokens[slot] = (int32_t)tokens[i];
         h->after[slot] = 0;
         h->before[slot] = before;
-        if (before && before > now - h->capacity) h->after[before & mask] = now;
+        if (before > oldest_of(h)) h->after[before & mask] = now;
         memmove(request->recent, request->recent + 1, sizeof request->recent - sizeof(int32_t));
         request->recent[LONGEST - 1] = (int32_t)tokens[i];
         if (request->length < LONGEST) request->length++;
-        for (int n = 0; n < ORDERS; n++) {
-            const int order = order_of[n];
-            h->same[n][slot] = 0;
-            if (request->length < order) continue;
-            const uint64_t head = hash_of(request->recent + LONGEST - order, order) & (uint64_t)mask;
-            h->same[n][slot] = h->heads[n][head];
-            h->heads[n][head] = now;
-        }
+        link_entry(h, now, request->recent + LONGEST, request->length);
         before = now;
     }
     request->last = before;
@@ -119,26 +144,30 @@ static int match_length(const History *h, const Request *request, int64_t place,
     return length;
 }
 
-/* Find the places of the longest match, latest first; return its length, or 0. */
+/* Find the places of the longest match, latest first; return its length, or 0. The request's own
+   last place begins the chains; in another history than its own, their heads do. */
 static int find_matches(const History *h, const Request *request, int64_t *places, int *count)
 {
     const int64_t mask = h->capacity - 1, oldest = oldest_of(h);
+    const int is_own = h == request->history;
     *count = 0;
-    if (request->last <= oldest) return 0;
+    if (is_own && request->last <= oldest) return 0;
     for (int n = 0; n < ORDERS; n++) {
+        const int order = order_of[n];
         int longest = 0;
-        int64_t place = request->last;
+        int64_t place;
+        if (request->length < order) continue;
+        if (is_own) place = h->same[n][request->last & mask];
+        else place = h->heads[n][hash_of(request->recent + LONGEST - order, order) & (uint64_t)mask];
         *count = 0;
-        for (int i = 0; i < PLACES; i++) {
-            place = h->same[n][place & mask];
-            if (place <= oldest) break;
+        for (int i = 0; i < PLACES && place > oldest; i++, place = h->same[n][place & mask]) {
             /* At the end of another running request no token has followed yet. */
             if (!h->after[place & mask]) continue;
             const int length = match_length(h, request, place, oldest);
             if (length > longest) longest = length, *count = 0;
             if (length == longest) places[(*count)++] = place;
         }
-        if (longest >= order_of[n]) return longest;
+        if (longest >= order) return longest;
     }
     *count = 0;
     return 0;
@@ -222,14 +251,23 @@ static void look_up(
     for (int i = 0; i < total; i++) node->entries[starts[of[i]]++] = found[i];
 }
 
-/* Build a request's tree of the nodes whose probability is above least, most probable first. */
+/* Build a request's tree of the nodes whose probability is above least, most probable first. It
+   follows the corpus where that matches more tokens than the request's own history. */
 static int draft_one(
-    const History *h, Request *request, const Settings *s, int64_t room, double least,
+    const History *corpus, Request *request, const Settings *s, int64_t room, double least,
     Candidate *heap)
 {
-    int64_t places[PLACES];
-    int count, size = 0, serial = 0, made = 1;
-    const int matched = find_matches(h, request, places, &count);
+    const History *h = request->history;
+    int64_t places[PLACES], others[PLACES];
+    int count, other, size = 0, serial = 0, made = 1;
+    int matched = find_matches(h, request, places, &count);
+    if (corpus && matched < LONGEST) {
+        const int longer = find_matches(corpus, request, others, &other);
+        if (longer > matched) {
+            matched = longer, count = other, h = corpus;
+            memcpy(places, others, sizeof places);
+        }
+    }
     Node *nodes = request->tree;
     nodes[0].probability = 1.0;
     nodes[0].token = nodes[0].depth = nodes[0].first = nodes[0].children = 0;
@@ -267,13 +305,13 @@ static int draft_one(
     return made;
 }
 
-/* Draft a tree for each request; a null pointer gets the root alone.
+/* Draft a tree for each request; a null pointer gets the root alone. corpus may be null.
    rooms, widths: [bs]; heap: room for PLACES candidates of each node; tokens, parents:
    [bs, num_draft_tokens], written whole: 0 at the root and after a request's width; scores alike,
    -inf after a request's width;
    gains: [num_draft_tokens], the expected number of accepted nodes at each depth. */
 void draft(
-    const History *h, const Settings *s, Request *const *requests, const int64_t *rooms, int64_t bs,
+    const History *corpus, const Settings *s, Request *const *requests, const int64_t *rooms, int64_t bs,
     double least, Candidate *heap, int64_t *tokens, int64_t *parents, float *scores, int64_t *widths,
     double *gains, Summary *sum)
 {
@@ -289,7 +327,7 @@ void draft(
         widths[row] = 1;
         if (!request) continue;
         const int64_t room = rooms[row] < width ? rooms[row] : width;
-        const int made = request->nodes = draft_one(h, request, s, room, least, heap);
+        const int made = request->nodes = draft_one(corpus, request, s, room, least, heap);
         const Node *nodes = request->tree;
         for (int i = 1; i < made; i++) {
             tokens[row * width + i] = nodes[i].token;
@@ -322,17 +360,22 @@ static void learn(Request *request, const Settings *s, const int64_t *tokens, in
     request->nodes = 0;
 }
 
-/* Learn from the new tokens of each request, and append them.
+/* Learn from the new tokens of each request, and append them. Return bs; or, before its history has
+   to grow, the row of a request: call again from that row on, when it has grown or is full.
    tokens: [bs, width]; counts: [bs], the new tokens of each row; a null pointer: the request has
    ended. */
-void observe(
-    History *h, const Settings *s, Request *const *requests, const int64_t *tokens, int64_t width,
-    const int64_t *counts, int64_t bs)
+int64_t observe(
+    const Settings *s, Request *const *requests, const int64_t *tokens, int64_t width,
+    const int64_t *counts, int64_t bs, int64_t row)
 {
-    for (int64_t row = 0; row < bs; row++) {
-        if (!requests[row]) continue;
+    for (; row < bs; row++) {
+        Request *request = requests[row];
+        if (!request) continue;
         const int64_t count = counts[row] < width ? counts[row] : width;
-        learn(requests[row], s, tokens + row * width, count);
-        extend(h, requests[row], tokens + row * width, count);
+        const History *h = request->history;
+        if (!h->full && h->end - oldest_of(h) + count > h->capacity) return row;
+        learn(request, s, tokens + row * width, count);
+        extend(request, tokens + row * width, count);
     }
+    return bs;
 }

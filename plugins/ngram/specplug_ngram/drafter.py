@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specplug_ngram.draft_tree import DraftTree, Node, Shape, draft_tree
 from specplug_ngram.history import History, Stream
+from specplug_ngram.index import Index
 from specplug_ngram.policy import Novelty
 
 
@@ -40,10 +41,12 @@ class Drafts:
 
 
 class Drafter(Protocol):
-    """Keeps the history, and drafts from it. ``request`` makes the states of requests."""
+    """Writes to the histories of an index, and drafts from them. ``request`` makes the states of
+    requests."""
 
-    def request(self) -> Any:
-        """Return the state of a new request. Its ``novelty`` is a ``Novelty``."""
+    def request(self, history: History) -> Any:
+        """Return the state of a new request that writes to a history of the index. Its ``novelty``
+        is a ``Novelty``."""
 
     def read(self, request: Any, tokens: Sequence[int]) -> None:
         """Append tokens to a request."""
@@ -72,9 +75,11 @@ class PlainRequest:
     """The state of a running request.
 
     Attributes:
+        history: its owner's.
         tree: the tree of the last step, until that step's tokens are observed.
     """
 
+    history: History
     stream: Stream = attrs.field(factory=Stream)
     novelty: Novelty = attrs.field(factory=Novelty)
     tree: DraftTree | None = None
@@ -83,15 +88,16 @@ class PlainRequest:
 class PlainDrafter:
     """``Drafter`` in Python: the reference of the drafter in C, and its fallback."""
 
-    def __init__(self, history: History, shape: Shape) -> None:
-        self._history = history
+    def __init__(self, index: Index, shape: Shape) -> None:
+        self._index = index
         self._shape = shape
 
-    def request(self) -> PlainRequest:
-        return PlainRequest()
+    def request(self, history: History) -> PlainRequest:
+        return PlainRequest(history)
 
     def read(self, request: PlainRequest, tokens: Sequence[int]) -> None:
-        self._history.extend(request.stream, tokens)
+        self._index.reserve(request.history, len(tokens))
+        request.history.extend(request.stream, tokens)
 
     def observe(
         self, requests: Sequence[PlainRequest | None], tokens: Tensor, counts: Tensor
@@ -102,7 +108,7 @@ class PlainDrafter:
             if request.tree is not None:
                 request.tree.learn(request.novelty, row[:count])
                 request.tree = None
-            self._history.extend(request.stream, row[:count])
+            self.read(request, row[:count])
 
     def draft(
         self, requests: Sequence[PlainRequest | None], rooms: Sequence[int], least: float
@@ -134,7 +140,9 @@ class PlainDrafter:
         shape = self._shape
         if room < shape.num_draft_tokens:
             shape = attrs.evolve(shape, num_draft_tokens=room)
-        request.tree = draft_tree(self._history, request.stream, request.novelty, shape, least)
+        history, stream, novelty = request.history, request.stream, request.novelty
+        corpus = self._index.corpus
+        request.tree = draft_tree(history, stream, novelty, shape, least, corpus)
         return request.tree
 
 

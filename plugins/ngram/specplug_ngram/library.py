@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from ctypes import (
-    POINTER,
     Structure,
     addressof,
     c_double,
@@ -56,11 +55,13 @@ class Candidate(Structure):
 
 
 class Tables(Structure):
-    """The addresses of the history's tables."""
+    """The numbers of a history and the addresses of its tables."""
 
     _fields_ = (
         ("capacity", c_int64),
         ("end", c_int64),
+        ("start", c_int64),
+        ("full", c_int64),
         ("tokens", c_void_p),
         ("before", c_void_p),
         ("after", c_void_p),
@@ -76,12 +77,14 @@ class NoveltyStruct(Structure):
 
 
 class RequestStruct(Structure):
-    """The state of a running request."""
+    """The state of a running request. A pointer that ``ctypes.cast`` makes would be part of a
+    circle, which only the garbage collector frees; an address is not."""
 
     _fields_ = (
+        ("history", c_void_p),
         ("last", c_int64),
         ("novelty", NoveltyStruct),
-        ("tree", POINTER(Node)),
+        ("tree", c_void_p),
         ("nodes", c_int32),
         ("length", c_int32),
         ("recent", c_int32 * LONGEST),
@@ -115,12 +118,13 @@ _STRUCTURES = (Node, Candidate, Tables, RequestStruct, Settings, Summary)
 _LAYOUT = (2, LONGEST, SHORTEST, PLACES, *map(sizeof, _STRUCTURES))
 _POINTER = c_void_p
 _SIGNATURES = {
-    "extend": [_POINTER, _POINTER, _POINTER, c_int64],
-    "observe": [_POINTER, _POINTER, _POINTER, _POINTER, c_int64, _POINTER, c_int64],
-    "draft": [
+    "relink": (None, [_POINTER]),
+    "extend": (None, [_POINTER, _POINTER, c_int64]),
+    "observe": (c_int64, [_POINTER, _POINTER, _POINTER, c_int64, _POINTER, c_int64, c_int64]),
+    "draft": (None, [
         _POINTER, _POINTER, _POINTER, _POINTER, c_int64, c_double,
         _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER,
-    ],
+    ]),
 }  # fmt: skip
 
 
@@ -135,9 +139,9 @@ def open_library(path: str) -> ctypes.PyDLL:
         AttributeError: it lacks a function, or its structures differ.
     """
     library = ctypes.PyDLL(path)
-    for name, types in _SIGNATURES.items():
+    for name, (result, types) in _SIGNATURES.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = types, None
+        function.argtypes, function.restype = types, result
     try:
         found = (c_int64 * len(_LAYOUT)).in_dll(library, "layout")
     except ValueError as error:
@@ -154,25 +158,29 @@ def _try_all(library: ctypes.PyDLL) -> None:
     tables = [(c_int64 * capacity)() for _ in range(7)]
     places = [addressof(table) for table in tables]
     pair = c_void_p * 2
-    history = Tables(capacity, 0, *places[:3], pair(*places[3:5]), pair(*places[5:]))
+    history = Tables(capacity, 0, 0, 0, *places[:3], pair(*places[3:5]), pair(*places[5:]))
     settings = Settings(1, nodes - 1, nodes, 0.3, -3.0, 3.0)
     tree = (Node * nodes)()
-    request = RequestStruct(tree=ctypes.cast(tree, POINTER(Node)))
+    request = RequestStruct(tree=addressof(tree), history=addressof(history))
     requests, rooms = (c_void_p * 2)(addressof(request), None), (c_int64 * 2)(nodes, nodes)
     came, counts = (c_int64 * 6)(5, 6, 7, 0, 0, 0), (c_int64 * 2)(3, 3)
     tokens, parents = ((c_int64 * (2 * nodes))() for _ in range(2))
     widths, heap, summary = (c_int64 * 2)(), (Candidate * (PLACES * nodes))(), Summary()
     gains, scores = (c_double * nodes)(), (c_float * (2 * nodes))()
-    step = (addressof(history), addressof(settings), requests)
-    library.extend(addressof(history), addressof(request), (c_int64 * 7)(*range(4, 11)), 7)
-    library.observe(*step, came, 3, counts, 2)
+    step = (addressof(settings), requests)
+    library.extend(addressof(request), (c_int64 * 7)(*range(4, 11)), 7)
+    library.relink(addressof(history))
+    history.capacity = 8  # too small for what comes
+    rows = [library.observe(*step, came, 3, counts, 2, 0)]
+    history.capacity = capacity
+    rows.append(library.observe(*step, came, 3, counts, 2, 0))
     out = (tokens, parents, scores, widths, gains, addressof(summary))
-    library.draft(*step, rooms, 2, 0.0, heap, *out)
-    library.observe(*step, came, 3, counts, 2)
+    library.draft(None, *step, rooms, 2, 0.0, heap, *out)
+    rows.append(library.observe(*step, came, 3, counts, 2, 0))
     likely = tuple(-10 < score <= 0 for score in scores)
-    drafted = (tuple(tokens), tuple(parents), likely, tuple(widths), summary.nodes)
+    drafted = (tuple(tokens), tuple(parents), likely, tuple(widths), summary.nodes, rows)
     nodes_of_both = (0, 8, 9, 10, 0, 0, 0, 0), (-1, 0, 1, 2, -1, 0, 0, 0)
-    expected = (*nodes_of_both, (True,) * 5 + (False,) * 3, (4, 1), 3)
+    expected = (*nodes_of_both, (True,) * 5 + (False,) * 3, (4, 1), 3, [0, 2, 2])
     if drafted != expected:
         raise SystemExit(f"error: it drafts {drafted}; expected {expected}")
 

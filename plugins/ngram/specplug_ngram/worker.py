@@ -1,8 +1,8 @@
-"""The n-gram drafter: it drafts the tokens that followed the same tokens in any request."""
+"""The n-gram drafter: it drafts the tokens that followed the same tokens before."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from ctypes import PyDLL
 from typing import TYPE_CHECKING, Any
 
@@ -10,48 +10,47 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug import Batch, Draft, DraftInput, RequestView
+from specplug import Batch, Draft, DraftInput, RequestView, UsageError
 from specplug_ngram.compiled_drafter import CompiledDrafter
+from specplug_ngram.config import DEFAULTS, ENGINE, REQUEST, TENANT, NgramSettings
 from specplug_ngram.draft_tree import Shape
 from specplug_ngram.drafter import Drafter, PlainDrafter
-from specplug_ngram.history import History
+from specplug_ngram.index import Index
 from specplug_ngram.policy import CPU_COSTS, Costs, StepCost
 
 if TYPE_CHECKING:
     from specplug_ngram.growth import DraftGrower
 
-CAPACITY = 1 << 20
-"""The number of tokens of all requests that the history keeps."""
-
 
 @attrs.define(eq=False)
 class RequestState:
-    """The state of a running request. Its tokens stay in the history after its end.
+    """The state of a running request.
 
     Attributes:
-        drafted: the drafter's state of the request.
+        owner: the key of its owner in the index; None: the index had no room for it.
+        drafted: the drafter's state of the request; None without an owner.
         prompt_read: the number of prompt tokens that are in the history.
     """
 
+    owner: Hashable
     drafted: Any
     prompt_read: int = 0
 
 
 class NgramWorker:
-    """Keeps the history, and drafts from it.
+    """Keeps the index, and drafts from it.
 
-    All requests share one history. A request's tokens can be proposed to every other request as
-    soon as they have reached the host, also after its end. Proposals change no output, but the
-    speed of a request may reveal that another request had the same text.
+    Whose text a request drafts from is the index's ``scope``. Proposals change no output, but the
+    speed of a request may reveal what its owner's text is.
 
     Args:
         shape: the limits of each request's tree.
-        capacity: the number of tokens that the history keeps, a power of two.
+        settings: of the index.
         compiled: the functions of the compiled drafter; None: the drafter runs in Python.
         costs: the costs of the device's steps.
 
     Attributes:
-        history: the tokens of all requests.
+        index: the tokens of all owners.
         requests: the state of each running request, by its id.
         grower: adds to the drafts of another algorithm; None before there is one.
     """
@@ -61,30 +60,54 @@ class NgramWorker:
     def __init__(
         self,
         shape: Shape,
-        capacity: int = CAPACITY,
+        settings: NgramSettings = DEFAULTS,
         compiled: PyDLL | None = None,
         costs: Costs = CPU_COSTS,
     ) -> None:
         self._shape = shape
         self._costs = costs
-        self.history = History(capacity)
+        self._scope = settings.ngram_index_scope
+        relink = None if compiled is None else compiled.relink
+        self.index = Index(settings.ngram_index_bytes, relink)
         self._drafter: Drafter = (
-            PlainDrafter(self.history, shape)
+            PlainDrafter(self.index, shape)
             if compiled is None
-            else CompiledDrafter(compiled, self.history, shape)
+            else CompiledDrafter(compiled, self.index, shape)
         )
         self.requests: dict[str, RequestState] = {}
 
+    def read_corpus(self, texts: Iterable[Sequence[int]]) -> None:
+        """Let all owners draft from these texts, given as tokens, too.
+
+        Raises:
+            UsageError: they do not fit in the index.
+        """
+        read = list(texts)
+        count = sum(map(len, read))
+        if not count:
+            return
+        corpus = self.index.open_corpus(count)
+        if corpus is None:
+            most = self.index.most_bytes
+            raise UsageError(
+                f"ngram_corpus has {count:,} tokens, whose index takes, with that of a request, "
+                f"{self.index.bytes_with(count):,} bytes; expected at most "
+                f"ngram_index_bytes={most:,}: raise that, or take a part of the corpus"
+            )
+        for text in read:
+            self._drafter.read(self._drafter.request(corpus), text)
+
     def read_prompts(self, views: Sequence[RequestView], ends: Sequence[int]) -> None:
-        """Add each request's prompt up to ``ends`` to the history.
+        """Add each request's prompt up to ``ends`` to its owner's history.
 
         A long prompt is added chunk by chunk, while the device computes the chunk.
         """
         for view, end in zip(views, ends, strict=True):
             request = self.requests.get(view.request_id)
             if request is None:
-                request = RequestState(self._drafter.request())
-                self.requests[view.request_id] = request
+                request = self.requests[view.request_id] = self._begin(view)
+            if request.drafted is None:
+                continue
             chunk = view.prompt_token_ids[request.prompt_read : end]
             self._drafter.read(request.drafted, chunk)
             request.prompt_read += len(chunk)
@@ -157,12 +180,37 @@ class NgramWorker:
         return Draft.tree(tokens, parents, depth, widths, scores=scores)
 
     def forget(self, request_id: str) -> None:
-        """Drop the state of a request that has ended; its tokens stay in the history."""
+        """Drop the state of a request that has ended. If it owned its text, that goes too."""
         if self.grower is not None:
             self.grower.forget(request_id)
-        self.requests.pop(request_id, None)
+        request = self.requests.pop(request_id, None)
+        if request is not None and request.drafted is not None:
+            self.index.close(request.owner, keep=request.owner != (REQUEST, request_id))
+
+    def forget_text(self, cache_salt: str | None = None) -> None:
+        """Drop the text of all requests of a salt; None: that of all requests. The corpus stays."""
+        if cache_salt is None or self._scope == ENGINE:
+            self.index.clear()
+        elif self._scope == TENANT:
+            self.index.remove((TENANT, cache_salt))
+
+    def _begin(self, view: RequestView) -> RequestState:
+        owner = owner_of(view, self._scope)
+        history = self.index.open(owner)
+        drafted = None if history is None else self._drafter.request(history)
+        return RequestState(owner, drafted)
 
     def _drafted(self, request_ids: Sequence[str]) -> list[Any]:
         """Return the drafter's state of each request; None for one that has ended."""
         found = map(self.requests.get, request_ids)
         return [None if request is None else request.drafted for request in found]
+
+
+def owner_of(view: RequestView, scope: str) -> Hashable:
+    """Return the owner of a request's text. In the scope of tenants a request without a salt is an
+    owner by itself."""
+    if scope == ENGINE:
+        return ENGINE
+    if scope == TENANT and view.cache_salt is not None:
+        return TENANT, view.cache_salt
+    return REQUEST, view.request_id

@@ -8,7 +8,7 @@ import random
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from specplug_ngram import library
 from specplug_ngram.compiled_drafter import CompiledDrafter, load_library
 from specplug_ngram.draft_tree import Shape
 from specplug_ngram.drafter import Drafter, PlainDrafter
-from specplug_ngram.history import GROWTH, History
+from specplug_ngram.history import TOKEN_BYTES, History
+from specplug_ngram.index import FIRST_CAPACITY, Index
 
 shapes = st.builds(Shape, st.integers(1, 4), st.integers(1, 7), st.integers(1, 12))
 LIVING = 4
@@ -37,18 +38,33 @@ def compiled() -> ctypes.PyDLL:
     return found
 
 
-def _pair(capacity: int, shape: Shape) -> tuple[list[History], list[Drafter]]:
+MOST = 1 << 14
+"""Tokens of an index that no test fills."""
+
+
+def _pair(
+    tokens: int, shape: Shape, first: int = FIRST_CAPACITY
+) -> tuple[list[Index], list[Drafter]]:
     compiled = load_library()
     assert compiled is not None
-    histories = [History(capacity) for _ in range(2)]
-    plain = PlainDrafter(histories[0], shape)
-    return histories, [plain, CompiledDrafter(compiled, histories[1], shape)]
+    most = tokens * TOKEN_BYTES
+    indices = [Index(most, None, first), Index(most, compiled.relink, first)]
+    plain = PlainDrafter(indices[0], shape)
+    return indices, [plain, CompiledDrafter(compiled, indices[1], shape)]
+
+
+def _request(index: Index, drafter: Drafter, owner: Hashable) -> Any:
+    history = index.open(owner)
+    return None if history is None else drafter.request(history)
 
 
 def _tables(history: History) -> list[list[int]]:
-    history.reserve(history.capacity)  # either may have grown before the other
     tables = (history._tokens, history._before, history._after, *history._same, *history._heads)
-    return [table.tolist() for table in tables]
+    return [[history.end, history.oldest], *(table.tolist() for table in tables)]
+
+
+def _all_tables(index: Index) -> list[Any]:
+    return [(key, _tables(owner.history)) for key, owner in index._owners.items()]
 
 
 def _drafted(drafter: Drafter, requests: Sequence[Any], rooms: list[int], least: float) -> Any:
@@ -67,16 +83,34 @@ def _drafted(drafter: Drafter, requests: Sequence[Any], rooms: list[int], least:
 @given(
     seed=st.integers(0, 1 << 32),
     shape=shapes,
-    capacity=st.sampled_from([1, 2, 8, 32, 128, 1 << 14]),
+    tokens=st.sampled_from([1, 2, 3, 5, MOST]),
+    owners=st.sampled_from([1, 2, 100]),
     words=st.integers(1, 4),
     least=st.sampled_from([0.0, 0.0, 0.1]),
+    has_corpus=st.booleans(),
 )
 def test_drafter_compiled_does_what_the_plain_one_does(
-    seed: int, shape: Shape, capacity: int, words: int, least: float
+    seed: int,
+    shape: Shape,
+    tokens: int,
+    owners: int,
+    words: int,
+    least: float,
+    has_corpus: bool,
 ) -> None:
     draw = random.Random(seed)
-    histories, drafters = _pair(capacity, shape)
-    requests = [[*(drafter.request() for _ in range(LIVING)), None] for drafter in drafters]
+    first = draw.choice([1, 4, 16])
+    indices, drafters = _pair(tokens * first * 4, shape, first)
+    text = [draw.randrange(words) for _ in range(draw.randint(1, first * 3))]
+    keys = [draw.randrange(owners) for _ in range(LIVING)]
+    for index, drafter in zip(indices, drafters, strict=True):
+        corpus = index.open_corpus(len(text)) if has_corpus else None
+        if corpus is not None:
+            drafter.read(drafter.request(corpus), text)
+    requests = [
+        [*(_request(index, drafter, key) for key in keys), None]
+        for index, drafter in zip(indices, drafters, strict=True)
+    ]
     for _ in range(30):
         which = draw.sample(range(LIVING + 1), draw.randint(1, LIVING + 1))
         rooms = [draw.randint(1, 12) for _ in which]
@@ -85,35 +119,42 @@ def test_drafter_compiled_does_what_the_plain_one_does(
         reader, ended = draw.randrange(LIVING), draw.randrange(LIVING)
         prompt = [draw.randrange(words) for _ in range(draw.choice([0, 0, 0, 20]))]
         ends, is_proposed = draw.random() < 0.1, draw.random() < 0.8
+        keep, removed = draw.random() < 0.5, draw.randrange(40)
+        old, keys[ended] = keys[ended], draw.randrange(owners) if ends else keys[ended]
         found = []
-        for drafter, own in zip(drafters, requests, strict=True):
-            own[ended] = drafter.request() if ends else own[ended]
-            drafter.read(own[reader], prompt)
+        for index, drafter, own in zip(indices, drafters, requests, strict=True):
+            if ends:
+                if own[ended] is not None:
+                    index.close(old, keep=keep)
+                own[ended] = _request(index, drafter, keys[ended])
+            index.remove(removed)
+            if own[reader] is not None:
+                drafter.read(own[reader], prompt)
             batch = [own[n] for n in which]
             found.append(_drafted(drafter, batch, rooms, least) if is_proposed else None)
             drafter.observe(batch, came, counts)
+            assert index.num_bytes <= index.most_bytes
         assert found[0] == found[1]
-    assert histories[0].end == histories[1].end
-    assert _tables(histories[0]) == _tables(histories[1])
-    novelties = [[request.novelty.log for request in own[:LIVING]] for own in requests]
-    assert novelties[0] == novelties[1]
+    assert _all_tables(indices[0]) == _all_tables(indices[1])
+    of_each = [[None if r is None else r.novelty.log for r in own] for own in requests]
+    assert of_each[0] == of_each[1]
 
 
 def test_drafter_compiled_lets_its_tables_grow() -> None:
-    histories, drafters = _pair(GROWTH * 4, Shape(1, 7, 8))
-    text = [n * n % 997 for n in range(GROWTH + 500)]
-    for drafter in drafters:
-        one, other = drafter.request(), drafter.request()
+    indices, drafters = _pair(MOST, Shape(1, 7, 8))
+    text = [n * n % 997 for n in range(FIRST_CAPACITY * 16 + 500)]
+    for index, drafter in zip(indices, drafters, strict=True):
+        one, other = (_request(index, drafter, "owner") for _ in range(2))
         for part in (text[:10], text[10:], text[:3000]):
             drafter.read(one, part)
             drafter.read(other, part[:5])
-    assert _tables(histories[0]) == _tables(histories[1])
+    assert _all_tables(indices[0]) == _all_tables(indices[1])
+    assert len(indices[1]._owners["owner"].history) == len(text) + 3000 + 15
 
 
 def test_novelty_compiled_stays_within_its_bounds() -> None:
-    _, drafters = _pair(256, Shape(1, 7, 8))
-    for drafter in drafters:
-        request = drafter.request()
+    for index, drafter in zip(*_pair(MOST, Shape(1, 7, 8)), strict=True):
+        request = _request(index, drafter, "owner")
         drafter.read(request, [1, 2, 3] * 5)
         for came in (*[1, 2, 3] * 40, *[7, 8] * 40):
             drafter.draft([request], [8], 0.0)
@@ -122,10 +163,10 @@ def test_novelty_compiled_stays_within_its_bounds() -> None:
 
 
 def test_counts_beyond_the_tokens_are_not_read() -> None:
-    histories, drafters = _pair(256, Shape(1, 7, 8))
-    for drafter in drafters:
-        drafter.observe([drafter.request()], torch.tensor([[1, 2]]), torch.tensor([9]))
-    assert [history.end for history in histories] == [2, 2]
+    for index, drafter in zip(*_pair(MOST, Shape(1, 7, 8)), strict=True):
+        request = _request(index, drafter, "owner")
+        drafter.observe([request], torch.tensor([[1, 2]]), torch.tensor([9]))
+        assert index.num_tokens == 2
 
 
 def test_library_of_other_structures_is_refused(tmp_path: Path, compiled: ctypes.PyDLL) -> None:

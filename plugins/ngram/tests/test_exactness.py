@@ -15,6 +15,7 @@ import torch
 
 from specplug import LLM, SamplingParams
 from specplug.outputs import RequestOutput
+from specplug_ngram.config import ENGINE
 from specplug_ngram.draft_tree import DraftTree
 from specplug_ngram.policy import GPU_COSTS, Novelty, StepCost
 
@@ -159,9 +160,10 @@ def test_the_history_is_the_prompt_and_then_the_output(
         speculative_algorithm="NGRAM",
         chunked_prefill_size=chunk,
         disable_overlap_schedule=not overlap,
+        speculative_settings={"ngram_index_scope": ENGINE},
     ) as llm:
         output = llm.generate([prompt], PARAMS[0])[0].token_ids
-        history = llm.engine.runtime.worker.history
+        history = llm.engine.runtime.worker.index.history(ENGINE)
     entries = history.continuations(range(1, history.end + 1))
     by_entry = {entry: token for token, of in entries.items() for entry in of}
     written = [by_entry[entry] for entry in range(1, history.end + 1)]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specplug_ngram.history import GROWTH, ORDERS, History, Stream
+from specplug_ngram.history import ORDERS, TOKEN_BYTES, History, Stream
 
 exactly = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 turns = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), max_size=6)), max_size=30)
@@ -143,17 +143,76 @@ def test_long_match_is_found_among_many_later_pairs() -> None:
 
 
 def test_memory_is_bounded_over_many_requests() -> None:
-    history = History(GROWTH * 2)
-    most = history.capacity * 52  # one int32 and six int64
+    history = History(1 << 13)
     for start in range(400):
         history.extend(Stream(), range(start, start + 100))
-        assert history.num_bytes <= most
-    assert history.num_bytes == most
+        assert history.num_bytes == TOKEN_BYTES << 13
+    tables = (history._tokens, history._before, history._after, *history._same, *history._heads)
+    assert sum(table.itemsize * len(table) for table in tables) == history.num_bytes
     assert len(history) == history.capacity
     for start, known in ((395, True), (10, False)):
         asking = Stream()
         history.extend(asking, [start + 4, start + 5])
         assert bool(history.matches(asking, 8)[1]) is known
+
+
+@exactly
+@given(turns=turns, sizes=st.lists(st.sampled_from([1, 4, 8, 16, 64]), min_size=1, max_size=4))
+def test_history_resized_finds_what_a_scan_finds(turns: Turns, sizes: list[int]) -> None:
+    """What is kept after each move is what the smallest capacity since has kept."""
+    history, streams = History(64), [Stream() for _ in range(3)]
+    said: list[tuple[int, ...]] = [()] * 3
+    log: list[Written] = []
+    oldest, step = 0, -(-len(turns) // len(sizes))
+    for number, capacity in enumerate(sizes):
+        history.resize(capacity)
+        oldest = max(oldest, len(log) - capacity)
+        for request, tokens in turns[number * step : (number + 1) * step]:
+            history.extend(streams[request], tokens)
+            for token in tokens:
+                said[request] += (token,)
+                log.append(Written(request, said[request]))
+        oldest = max(oldest, len(log) - capacity)
+        assert (history.end, history.oldest, history.capacity) == (len(log), oldest, capacity)
+    kept = range(oldest + 1, len(log) + 1)
+    for entry in kept:
+        later = [e for e in kept if e > entry and log[e - 1].request == log[entry - 1].request]
+        assert history.following([entry]) == later[:1]
+        assert [*history.continuations([entry])] == [log[entry - 1].said[-1]]
+    history.resize(1 << 14)  # no two n-grams of this test in one chain
+    for request, stream in enumerate(streams):
+        expected = _scan_kept(log, request, oldest, bucket=lambda gram: gram)
+        assert history.matches(stream, 12) == expected
+
+
+def _scan_kept(
+    log: Sequence[Written], request: int, oldest: int, bucket: Callable[..., Hashable]
+) -> tuple[int, list[int]]:
+    """As ``_scan``; n-grams that begin with a token that is gone are gone."""
+    shown = [
+        Written(w.request, w.said[-_own(log, e, oldest) :] if e > oldest else ())
+        for e, w in enumerate(log, 1)
+    ]
+    own = [e for e in range(oldest + 1, len(log) + 1) if log[e - 1].request == request]
+    if not own:
+        return 0, []
+    shown[own[-1] - 1] = log[own[-1] - 1]
+    return _scan(shown, request, len(log) - oldest, 12, bucket)
+
+
+def _own(log: Sequence[Written], entry: int, oldest: int) -> int:
+    """Count the tokens of an entry's request from ``oldest`` to it."""
+    return sum(log[e - 1].request == log[entry - 1].request for e in range(oldest + 1, entry + 1))
+
+
+def test_history_cleared_knows_nothing_and_goes_on() -> None:
+    history, stream = History(64), Stream()
+    history.extend(stream, [1, 2, 3, 1, 2])
+    history.clear(16)
+    assert (len(history), history.capacity, history.matches(stream, 8)) == (0, 16, (0, []))
+    assert not any(history._tokens)
+    history.extend(stream, [3, 1, 2, 3, 1, 2])
+    assert history.matches(stream, 8)[0] == 3
 
 
 def test_a_request_longer_than_the_history_keeps_its_end() -> None:

@@ -94,11 +94,14 @@ def test_drafts_of_what_repeats_itself_are_accepted() -> None:
         assert sum(lens) / len(lens) > 1.5
 
 
-def test_a_request_is_drafted_from_an_earlier_one() -> None:
+def test_a_request_is_drafted_from_an_earlier_one_of_its_salt() -> None:
+    salted = attrs.evolve(PARAMS["greedy"], cache_salt="ours")
     with _open("NGRAM") as llm:
-        first = llm.generate(PROMPTS[4], PARAMS["greedy"])[0]
-        again = llm.generate(PROMPTS[4], PARAMS["greedy"])[0]
-    assert first.token_ids == again.token_ids
+        first = llm.generate(PROMPTS[4], salted)[0]
+        others = llm.generate(PROMPTS[4], attrs.evolve(salted, cache_salt="theirs"))[0]
+        again = llm.generate(PROMPTS[4], salted)[0]
+    assert first.token_ids == again.token_ids == others.token_ids
+    assert first.accept_lens == others.accept_lens
     # But for the first steps, whose match is too short to be sure of, all drafts are right.
     assert len(again.accept_lens) <= -(-39 // 8) + 3 < len(first.accept_lens)
 
@@ -116,7 +119,7 @@ def test_aborted_and_short_requests_leave_no_history() -> None:
         llm.check_pool()
         worker = llm.engine.runtime.worker
         assert worker.requests == {}
-        assert len(worker.history) > 0
+        assert len(worker.index) == 0
 
 
 @pytest.mark.parametrize(
@@ -165,11 +168,12 @@ def test_the_defaults_are_a_chain_of_seven_steps() -> None:
 
 
 def test_a_warm_up_leaves_no_history(shallow: ShallowTarget) -> None:
-    with LLM(**shallow.options("NGRAM"), warm_up="on") as llm:
+    own = {"ngram_index_scope": "engine"}
+    with LLM(**shallow.options("NGRAM"), warm_up="on", speculative_settings=own) as llm:
         worker = llm.engine.runtime.worker
-        assert (len(worker.history), worker.requests) == (0, {})
+        assert (worker.index.num_tokens, worker.requests) == (0, {})
         llm.generate(PROMPTS[:1], PARAMS["greedy"])
-        assert len(worker.history)
+        assert worker.index.num_tokens
 
 
 @pytest.mark.parametrize("disabled", [False, True])

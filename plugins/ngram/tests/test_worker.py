@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,12 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specplug import Batch, DraftInput, SpecConfig
+from specplug import Batch, DraftInput, SpecConfig, UsageError
 from specplug.speculative.hook_order import ForwardMode
 from specplug_ngram import algorithm
 from specplug_ngram.compiled_drafter import load_library
+from specplug_ngram.config import ENGINE, REQUEST, TENANT, NgramSettings
 from specplug_ngram.draft_tree import Shape
 from specplug_ngram.future_map import HostFutureMap
+from specplug_ngram.history import TOKEN_BYTES
+from specplug_ngram.index import FIRST_CAPACITY
 from specplug_ngram.policy import CPU_COSTS, GPU_COSTS, Costs, Novelty
 from specplug_ngram.worker import NgramWorker
 
@@ -27,6 +31,7 @@ class Request:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
+    cache_salt: str | None = None
 
 
 REPEATS = Request("repeats", (5, 6, 7, 8, 9, 1, 5, 6, 7))
@@ -65,10 +70,12 @@ def make_worker(request: pytest.FixtureRequest) -> Make:
         *requests: Request,
         topk: int = 1,
         nodes: int = 4,
-        capacity: int = 256,
+        scope: str = ENGINE,
+        most_bytes: int = 1 << 20,
         costs: Costs = CPU_COSTS,
     ) -> NgramWorker:
-        worker = NgramWorker(Shape(topk, 7, nodes), capacity, compiled, costs)
+        settings = NgramSettings(ngram_index_scope=scope, ngram_index_bytes=most_bytes)
+        worker = NgramWorker(Shape(topk, 7, nodes), settings, compiled, costs)
         _read(worker, *requests)
         return worker
 
@@ -205,12 +212,186 @@ def test_requests_learn_from_one_another(make_worker: Make) -> None:
 
 
 def test_what_is_no_longer_remembered_is_not_proposed(make_worker: Make) -> None:
-    worker = make_worker(KNOWS_NOTHING, capacity=16)
+    worker = make_worker(KNOWS_NOTHING, most_bytes=FIRST_CAPACITY * TOKEN_BYTES)
     _observe(worker, "knows nothing", [27, 28])
-    _read(worker, Request("long", tuple(range(100, 116))))
+    _read(worker, Request("long", tuple(range(100, 100 + FIRST_CAPACITY))))
     late = Request("late", (22, 23, 24))
     _read(worker, late)
     assert worker.propose(_batch(late), _input(24)).total == 1
+
+
+def _said(worker: NgramWorker, request: Request, tokens: list[int]) -> None:
+    """Have a request read its prompt, write tokens, and end."""
+    _read(worker, request)
+    _observe(worker, request.request_id, tokens)
+    worker.forget(request.request_id)
+
+
+@pytest.mark.parametrize(
+    ("scope", "known"),
+    [
+        (REQUEST, {"same salt": False, "other salt": False, "no salt": False}),
+        (TENANT, {"same salt": True, "other salt": False, "no salt": False}),
+        (ENGINE, {"same salt": True, "other salt": True, "no salt": True}),
+    ],
+)
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_request_drafts_from_the_text_of_its_scope_alone(
+    scope: str, known: dict[str, bool], has_ended: bool, make_worker: Make
+) -> None:
+    worker = make_worker(scope=scope)
+    author = Request("author", (22, 23, 24), "same salt")
+    _read(worker, author)
+    _observe(worker, "author", [27, 28])
+    if has_ended:
+        worker.forget("author")
+    found = {}
+    for salt in known:
+        late = Request(salt, (22, 23, 24), None if salt == "no salt" else salt)
+        _read(worker, late)
+        found[salt] = worker.propose(_batch(late), _input(24)).tokens.tolist() == [[24, 27, 28]]
+        worker.forget(salt)
+    assert found == known
+
+
+@pytest.mark.parametrize("scope", [REQUEST, TENANT])
+def test_requests_without_a_salt_share_no_text(scope: str, make_worker: Make) -> None:
+    worker = make_worker(scope=scope)
+    _said(worker, Request("author", (22, 23, 24)), [27, 28])
+    assert (len(worker.index), worker.index.num_bytes) == (0, 0)
+    _read(worker, late := Request("late", (22, 23, 24)))
+    assert worker.propose(_batch(late), _input(24)).total == 1
+
+
+@pytest.mark.parametrize("scope", [REQUEST, TENANT])
+@pytest.mark.parametrize("most_tokens", [1 << 14, 3 * FIRST_CAPACITY])
+def test_drafts_do_not_depend_on_the_text_of_others(
+    scope: str, most_tokens: int, make_worker: Make
+) -> None:
+    """The others write as much in both runs, of other words, and in a full index too."""
+    ours = [Request(f"ours {n}", tuple((i * i) % (7 + n) for i in range(99)), "us") for n in (0, 1)]
+
+    def drafted(word: int) -> list[list[list[int]]]:
+        worker = make_worker(scope=scope, most_bytes=most_tokens * TOKEN_BYTES)
+        _read(worker, *ours)
+        found = []
+        for step in range(60):
+            prompt = tuple((word * i * step) % 9 for i in range(100))
+            _said(worker, Request(f"other {step}", prompt, f"them {step % 3}"), [word, step % 2])
+            draft = worker.propose(_batch(*ours), _input(1, 2))
+            found.append(draft.tokens.tolist())
+            for request in ours:
+                _observe(worker, request.request_id, [(step * step) % 7])
+        return found
+
+    assert drafted(1) == drafted(2)
+    assert max(len(tokens[0]) for tokens in drafted(1)) > 1
+
+
+def test_text_asked_to_be_forgotten_is_not_proposed(make_worker: Make) -> None:
+    worker = make_worker(scope=TENANT)
+    for salt in ("a", "b"):
+        _said(worker, Request(salt, (22, 23, 24), salt), [27, 28])
+    _read(worker, running := Request("running", (22, 23, 24), "a"))
+    assert worker.propose(_batch(running), _input(24)).total == 3
+    worker.forget_text("a")
+    assert worker.propose(_batch(running), _input(24)).total == 1
+    _observe(worker, "running", [22, 23, 24, 9])
+    _read(worker, other := Request("other", (22, 23, 24), "b"))
+    assert worker.propose(_batch(other), _input(24)).total == 3
+    worker.forget_text()
+    assert worker.propose(_batch(other), _input(24)).total == 1
+    assert worker.index.num_tokens == 0
+
+
+def test_index_stays_within_its_budget_over_many_requests(make_worker: Make) -> None:
+    most = 16 * FIRST_CAPACITY * TOKEN_BYTES
+    worker = make_worker(scope=TENANT, most_bytes=most)
+    highest = 0
+    for number in range(600):
+        request = Request(str(number), tuple(range(number % 700)), f"tenant {number % 90}")
+        _said(worker, request, [1, 2])
+        owners = worker.index._owners.values()
+        assert worker.index.num_bytes == sum(owner.history.num_bytes for owner in owners) <= most
+        highest = max(highest, worker.index.num_bytes)
+    assert highest > most // 2
+    assert worker.requests == {}
+
+
+def test_end_of_a_request_frees_its_text_at_once(make_worker: Make) -> None:
+    worker = make_worker(REPEATS, scope=REQUEST)
+    worker.propose(_batch(REPEATS), _input(7))
+    state = weakref.ref(worker.requests["repeats"].drafted)
+    history = weakref.ref(worker.index.history((REQUEST, "repeats")))
+    gc.disable()  # it must not be what frees them
+    try:
+        worker.forget("repeats")
+        assert (state(), history()) == (None, None)
+    finally:
+        gc.enable()
+
+
+def test_least_recently_used_owner_makes_room(make_worker: Make) -> None:
+    worker = make_worker(scope=TENANT, most_bytes=3 * FIRST_CAPACITY * TOKEN_BYTES)
+    for salt in ("a", "b", "c", "a", "d"):
+        _said(worker, Request(salt, (22, 23, 24), salt), [27, 28])
+    kept = [key[1] for key in worker.index._owners]
+    assert kept == ["c", "a", "d"]
+
+
+def test_largest_running_owner_makes_room_for_a_new_one(make_worker: Make) -> None:
+    worker = make_worker(scope=REQUEST, most_bytes=4 * FIRST_CAPACITY * TOKEN_BYTES)
+    text = tuple(range(4 * FIRST_CAPACITY - 1))
+    _read(worker, large := Request("large", (*text, 22, 23, 24, 25, 22, 23)))
+    _read(worker, small := Request("small", (1, 2, 3, 1, 2)))
+    sizes = [owner.history.capacity for owner in worker.index._owners.values()]
+    assert sizes == [2 * FIRST_CAPACITY, FIRST_CAPACITY]
+    draft = worker.propose(_batch(large, small), _input(23, 2))
+    assert draft.flatten(draft.tokens).tolist()[:3] == [23, 24, 25]
+    worker.forget("small")
+    _observe(worker, "large", [1] * (3 * FIRST_CAPACITY))
+    assert worker.index.history((REQUEST, "large")).capacity == 4 * FIRST_CAPACITY
+
+
+def test_request_without_room_in_the_index_drafts_nothing(make_worker: Make) -> None:
+    worker = make_worker(scope=REQUEST, most_bytes=FIRST_CAPACITY * TOKEN_BYTES)
+    _read(worker, REPEATS, BRANCHES)
+    draft = worker.propose(_batch(BRANCHES, REPEATS), _input(32, 7))
+    assert draft.widths == (1, 4)
+    _observe(worker, "branches", [33])
+    for request in (BRANCHES, REPEATS):
+        worker.forget(request.request_id)
+    assert worker.index.num_bytes == 0
+
+
+def test_corpus_is_drafted_from_in_every_scope(make_worker: Make) -> None:
+    corpus = [[*range(40, 50)], [22, 23, 24, 27, 28], [40, 41, 60]]
+    for scope in (REQUEST, TENANT, ENGINE):
+        worker = make_worker(scope=scope)
+        worker.read_corpus(corpus)
+        _read(worker, one := Request("one", (22, 23, 24)), two := Request("two", (9, 46, 47)))
+        draft = worker.propose(_batch(one, two), _input(24, 47))
+        assert draft.flatten(draft.tokens).tolist() == [24, 27, 28, 47, 48, 49]
+        worker.forget_text()
+        assert worker.propose(_batch(one), _input(24)).total == 3  # the corpus stays
+        _observe(worker, "one", [40, 41, 42])
+        assert worker.propose(_batch(one), _input(42)).tokens.tolist() == [[42, 43, 44, 45]]
+
+
+def test_own_text_is_followed_unless_the_corpus_matches_more(make_worker: Make) -> None:
+    worker = make_worker(REPEATS)
+    worker.read_corpus([[5, 6, 7, 99, 98], [9, 1, 5, 6, 7, 77, 76]])
+    assert worker.propose(_batch(REPEATS), _input(7)).tokens[0, 1] == 77  # 5 tokens match, not 3
+    _observe(worker, "repeats", [8, 9, 1, 5, 6, 7])
+    assert worker.propose(_batch(REPEATS), _input(7)).tokens[0, 1] == 8
+
+
+def test_corpus_beyond_the_budget_is_refused(make_worker: Make) -> None:
+    worker = make_worker(most_bytes=1 << 16)
+    with pytest.raises(
+        UsageError, match=r"ngram_corpus has 2,000 tokens.*ngram_index_bytes=65,536"
+    ):
+        worker.read_corpus([[1] * 2_000])
 
 
 def test_it_learns_from_what_it_did_not_propose(make_worker: Make) -> None:
@@ -236,7 +417,7 @@ def test_a_prompt_is_read_once_a_chunk_at_a_time(chunk: int, make_worker: Make) 
     for start in range(0, 9, chunk):
         end = min(start + chunk, 9)
         worker.read_prompts([REPEATS], [end])
-        assert len(worker.history) == end
+        assert worker.index.num_tokens == end
     assert worker.propose(_batch(REPEATS), _input(7)).tokens.tolist() == [[7, 8, 9, 1]]
 
 
@@ -245,7 +426,7 @@ def test_what_a_prefix_cache_skipped_is_read_too(make_worker: Make) -> None:
     worker.read_prompts([REPEATS], [6])
     _read(worker, REPEATS)
     _read(worker, REPEATS)
-    assert len(worker.history) == 9
+    assert worker.index.num_tokens == 9
 
 
 @attrs.frozen
@@ -266,7 +447,7 @@ def test_requests_that_were_prefilled_elsewhere_are_known(
     draft_input = algorithm.build_disagg_draft_input(Run(worker), batch, last_tokens, future_map)
     assert draft_input.bonus_tokens.tolist() == last_tokens.tolist()
     future_map.resolve(batch.req_indices)
-    assert len(worker.history) == sum(len(r.prompt_token_ids) + 1 for r in received)
+    assert worker.index.num_tokens == sum(len(r.prompt_token_ids) + 1 for r in received)
     if received:
         assert worker.propose(batch, draft_input).tokens[0].tolist() == [8, 9, 1, 5]
 
