@@ -215,7 +215,10 @@ def edits() -> list[str]:
 
 def measure_scopes() -> None:
     """Print the accept length of each scope."""
-    sets = {"held-out": read_prompts(HELD_OUT)[:PROMPTS], "edits": edits()}
+    sets = {
+        "held-out": [prompt.content for prompt in read_prompts(HELD_OUT)[:PROMPTS]],
+        "edits": edits(),
+    }
     print(head("prompts", "batch", "temperature", *OWN))
     for (name, prompts), size, heat in product(sets.items(), (1, 8), (0.0, 1.0)):
         cells = []

@@ -145,13 +145,19 @@ class AlgorithmInfo:
     def _declared(self, attribute: attrs.Attribute[Any], value: type[Any] | None) -> None:
         if value is None:
             return
-        prefix, declared = f"{self.name.lower()}_", settings_of(value)
+        prefixes = tuple(f"{name.lower()}_" for name in self.name.split("+"))
+        declared = settings_of(value)
         for field in attrs.fields(value):
-            if field.name not in declared or not field.name.startswith(prefix):
+            if field.name not in declared or not field.name.startswith(prefixes):
                 raise ValueError(
                     f"settings: {value.__name__}.{field.name}: expected a "
-                    f"specplug.settings.setting whose name begins with {prefix}"
+                    f"specplug.settings.setting whose name begins with {' or '.join(prefixes)}"
                 )
+
+    @property
+    def setting_names(self) -> tuple[str, ...]:
+        """The names of its own settings."""
+        return () if self.settings is None else tuple(settings_of(self.settings))
 
 
 @attrs.frozen(kw_only=True)
@@ -332,7 +338,7 @@ def _num_draft_tokens(
 
 
 def _own_settings(info: AlgorithmInfo, typed: Mapping[str, Any]) -> Any:
-    known = () if info.settings is None else tuple(settings_of(info.settings))
+    known = info.setting_names
     for name in typed:
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has no settings of its own"

@@ -34,7 +34,6 @@ from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError
 from specplug.host import EngineOptions, HostPlugin, MeasuredEngine
 from specplug.registry import Registry
-from specplug.settings import settings_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -194,8 +193,7 @@ def _fitted(
     fitting = dict(common)
     if not selected.info.capabilities.draft_model:
         fitting.pop("speculative_draft_model_path", None)
-    kind = selected.info.settings
-    own = () if kind is None else settings_of(kind)
+    own = selected.info.setting_names
     typed = {k: v for k, v in common["speculative_settings"].items() if k in own}
     fitting["speculative_settings"] = typed
     fitted = variant.with_common(fitting)

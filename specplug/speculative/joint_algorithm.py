@@ -8,7 +8,7 @@ does not import torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -43,8 +43,9 @@ class JointWorker:
 class JointAlgorithm:
     """The hooks of several algorithms.
 
-    What the user gives is the proposer's. The growers run with their defaults. What the target
-    verifies has room for both: the proposer's nodes and depth, and those of each grower.
+    What the user gives is the proposer's, but for the growers' own settings; else the growers run
+    with their defaults. What the target verifies has room for both: the proposer's nodes and depth,
+    and those of each grower.
 
     Args:
         parts: the proposer, and after it at least one grower; each another one.
@@ -90,13 +91,17 @@ class JointAlgorithm:
             defaults=info.defaults,
             paper=info.paper,
             weights=info.weights,
+            settings=joined_settings([info, *(part.info for part in self._growers)]),
             draft_lookahead=info.draft_lookahead,
         )
 
     @hookimpl
     def validate_config(self, config: SpecConfig) -> SpecConfig:
         """Make room for the proposer's drafts and for what is added to them."""
-        proposer = _validated(self._proposer, attrs.evolve(config, algorithm=self._proposer.name))
+        info, own = self._proposer.info, _settings_of_part(self._proposer, config)
+        settings = None if info.settings is None else info.settings(**own)
+        alone = attrs.evolve(config, algorithm=self._proposer.name, settings=settings)
+        proposer = _validated(self._proposer, alone)
         growers = self._grower_configs(config)
         nodes = proposer.num_draft_tokens + sum(each.num_draft_tokens - 1 for each in growers)
         if nodes > MAX_DRAFT_TOKENS:
@@ -111,12 +116,20 @@ class JointAlgorithm:
             num_steps=sum(each.num_steps for each in every),
             num_draft_tokens=nodes,
             num_draft_slots=max(each.num_draft_slots for each in every),
+            settings=config.settings,
             adjustments=tuple(dict.fromkeys(told for each in every for told in each.adjustments)),
         )
 
     def _grower_configs(self, config: SpecConfig) -> list[SpecConfig]:
         return [
-            _validated(part, SpecConfig.resolve(part.info, target_config=config.target_config))
+            _validated(
+                part,
+                SpecConfig.resolve(
+                    part.info,
+                    target_config=config.target_config,
+                    settings=_settings_of_part(part, config),
+                ),
+            )
             for part in self._growers
         ]
 
@@ -135,8 +148,12 @@ class JointAlgorithm:
             topk=config.topk,
             num_draft_tokens=config.num_draft_tokens - sum(g.num_draft_tokens - 1 for g in growers),
             draft_model_path=config.draft_model_path,
+            settings=_settings_of_part(self._proposer, config),
         )
-        return JointWorker([proposer, *(runtime.part(part) for part in self._growers)])
+        others = (
+            runtime.part(part, settings=_settings_of_part(part, config)) for part in self._growers
+        )
+        return JointWorker([proposer, *others])
 
     @hookimpl
     def build_draft_input(
@@ -164,6 +181,30 @@ class JointAlgorithm:
         for part in growers:
             draft = part.grow_draft(batch, draft_input, draft)
         return draft
+
+
+def joined_settings(infos: Iterable[AlgorithmInfo]) -> type[Any] | None:
+    """Return a class of the settings that several algorithms have of their own; None: of none."""
+    fields = {
+        field.name: attrs.field(
+            default=field.default,
+            validator=field.validator,
+            converter=field.converter,
+            repr=field.repr,
+            hash=field.hash,
+            metadata=field.metadata,
+            type=field.type,
+        )
+        for info in infos
+        if info.settings is not None
+        for field in attrs.fields(info.settings)
+    }
+    return attrs.make_class("JointSettings", fields, frozen=True, kw_only=True) if fields else None
+
+
+def _settings_of_part(part: SelectedAlgorithm, config: SpecConfig) -> dict[str, Any]:
+    """Return a part's own settings, by name."""
+    return {name: getattr(config.settings, name) for name in part.info.setting_names}
 
 
 def _validated(part: SelectedAlgorithm, config: SpecConfig) -> SpecConfig:
