@@ -246,9 +246,9 @@ def flatten(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {**decoder, **outer, **(keys.get("dflash_config") or {})}
 
 
-def _second_version(keys: Mapping[str, Any], file: Path) -> dict[str, int]:
+def _second_version(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Return the sizes of DFlash 2's parts, as far as a checkpoint has them."""
-    found = {}
+    found: dict[str, Any] = {}
     for names in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
         values = [keys.get(name) for name in names]
         if values == [None, None]:
