@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specplug.speculative.calibration import RequestKind
 from specplug.speculative.host_copy import upload
 
 if TYPE_CHECKING:
@@ -45,6 +46,15 @@ def plain_because_of(request: Req) -> str:
         "min_new_tokens": wants.min_new_tokens,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def kind_of(request: Req) -> RequestKind:
+    """Return the rules by which a request's tokens are chosen. SGLang makes temperature 0 a top-k
+    of 1."""
+    wants = request.sampling_params
+    if wants.logit_bias or plain_because_of(request):
+        return RequestKind.CONSTRAINED
+    return RequestKind.GREEDY if wants.top_k <= 1 else RequestKind.SAMPLED
 
 
 def sample_nodes(

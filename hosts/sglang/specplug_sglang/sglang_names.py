@@ -117,7 +117,8 @@ FIELDS: Mapping[str, str] = {
         "is_all_greedy"
     ),
     "sglang.srt.sampling.sampling_params:SamplingParams": (
-        "max_new_tokens, frequency_penalty, presence_penalty, repetition_penalty, min_new_tokens"
+        "max_new_tokens, frequency_penalty, presence_penalty, repetition_penalty, min_new_tokens, "
+        "top_k, logit_bias"
     ),
     "sglang.srt.layers.logits_processor:LogitsProcessorOutput": "next_token_logits, hidden_states",
     "sglang.srt.model_executor.forward_batch_info:ForwardBatch": (

@@ -21,7 +21,12 @@ from specplug_sglang.capabilities import MASKED
 from specplug_sglang.patches import apply_patches
 from specplug_sglang.request_views import KnownRequests
 from specplug_sglang.runtime import SglangRuntime
-from specplug_sglang.sampling import has_foreseen_noise, plain_because_of, sample_nodes
+from specplug_sglang.sampling import (
+    has_foreseen_noise,
+    kind_of,
+    plain_because_of,
+    sample_nodes,
+)
 from specplug_sglang.settings import SglangSettings, start_in_sglang
 from specplug_sglang.sglang_names import check_objects
 from specplug_sglang.step_result import Publish, SpecplugDraftInput, step_result
@@ -150,6 +155,7 @@ class SpecplugWorker(BaseSpecWorker):
         numbers = batch.req_pool_indices.tolist()
         each = zip(numbers, batch.reqs, starts, ends, last, strict=True)
         first = tuple([self._requests.begin_chunk(*chunk) for chunk in each])
+        self._admit(numbers, batch.reqs)
         rows = batch.req_pool_indices.to(torch.int64)
         seq_lens = upload(starts, self._table.device)
         self._set_floors(rows, seq_lens, first)
@@ -185,6 +191,11 @@ class SpecplugWorker(BaseSpecWorker):
         result.next_draft_input = SpecplugDraftInput(predict)
         result.new_seq_lens = batch.seq_lens
         return result
+
+    def _admit(self, numbers: Sequence[int], requests: Sequence[Req]) -> None:
+        """Have what the target takes of drafts counted by the kind of each request."""
+        for number, request in zip(numbers, requests, strict=True):
+            self._order.calibration.admit(number, kind_of(request))
 
     def _set_floors(self, rows: Tensor, seq_lens: Tensor, first: Sequence[bool]) -> None:
         """Set the first position that each request may write: the end of its cached prefix."""
@@ -321,6 +332,7 @@ class SpecplugWorker(BaseSpecWorker):
             numbers, batch.reqs, batch.prefix_lens, ends, strict=True
         ):
             self._requests.begin_chunk(number, request, start, end, True)
+        self._admit(numbers, batch.reqs)
         views = self._requests.views(batch.reqs)
         self._hooks.begin(views)
         self._runtime.table.floors[rows] = upload(batch.prefix_lens, roots.device)

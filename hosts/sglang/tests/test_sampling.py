@@ -3,8 +3,14 @@ what cannot be told of a node is decoded plainly."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from engines import running
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from specplug.speculative.calibration import RequestKind
+from specplug_sglang.sampling import kind_of
 
 PLAIN = [{"temperature": 0.8, "max_new_tokens": 32, "sampling_seed": seed} for seed in range(6)]
 FILTERED = [{**each, "top_p": 0.9, "top_k": 50} for each in PLAIN]
@@ -82,3 +88,20 @@ def test_log_probabilities_are_those_of_plain_decoding(replies):
             for each in (ours, theirs)
         ]
         assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind"),
+    [
+        ({"temperature": 0}, RequestKind.GREEDY),
+        ({"temperature": 0.8}, RequestKind.SAMPLED),
+        ({"temperature": 0.8, "top_k": 40}, RequestKind.SAMPLED),
+        ({"temperature": 0, "logit_bias": {"3": 2.0}}, RequestKind.CONSTRAINED),
+        ({"temperature": 0.8, "presence_penalty": 0.5}, RequestKind.CONSTRAINED),
+    ],
+)
+def test_kind_of_a_request_follows_from_its_settings(wanted, kind):
+    params = SamplingParams(**wanted)
+    params.normalize(None)
+    request = SimpleNamespace(sampling_params=params, grammar=None, custom_logit_processor=None)
+    assert kind_of(request) is kind
