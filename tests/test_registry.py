@@ -311,7 +311,7 @@ def test_unknown_algorithm_names_the_nearest_and_all(plugin_folder):
     with pytest.raises(UnknownAlgorithm) as caught:
         Registry().select("lokahead")
     assert str(caught.value).startswith("unknown algorithm 'lokahead': did you mean LOOKAHEAD? ")
-    assert {"LOOKAHEAD,", "NONE"} <= set(str(caught.value).split("installed are ")[1].split())
+    assert {"LOOKAHEAD", "NONE"} <= set(str(caught.value).split("installed are ")[1].split(", "))
     with pytest.raises(UnknownAlgorithm, match=r"^unknown algorithm 'x': installed are "):
         Registry().check("x")
     with pytest.raises(UnknownAlgorithm, match="none is installed"):

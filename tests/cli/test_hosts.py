@@ -65,10 +65,15 @@ def test_list_says_what_runs_in_an_engine_and_why_not(engine):
     assert listed["engine"] == "Engine X 4.2"
     found = {each["name"]: each for each in listed["algorithms"]}
     reads = "the hidden states after the final norm (capture_lm_head_input)"
+    alone = "runs them for its own passes alone"
     for name in INSTALLED:
-        captures = Registry().select(name).info.capabilities.captures
-        lacks = [f"{name} reads {reads}, and Engine X 4.2 does not give them"]
-        assert found[name]["obstacles"] == (lacks if "lm_head_input" in captures else [])
+        able = Registry().select(name).info.capabilities
+        lacks = []
+        if able.target_drafts:
+            lacks.append(f"{name} drafts with the target's own layers, and Engine X 4.2 {alone}")
+        if "lm_head_input" in able.captures:
+            lacks.append(f"{name} reads {reads}, and Engine X 4.2 does not give them")
+        assert found[name]["obstacles"] == lacks
     assert "obstacles" not in found["ODD"]
     table = {line.split()[0]: line for line in said(engine, "list", "--engine", "x").splitlines()}
     assert " runs " in table["EAGLE3"]
