@@ -95,6 +95,21 @@ def test_settings_are_the_proposers_and_room_is_for_both() -> None:
     assert (used["num_steps"], used["num_draft_tokens"]) == (3 + 7, 4 + 7)
 
 
+def test_own_settings_of_parts_come_to_the_parts() -> None:
+    info = Registry().select("EAGLE3+NGRAM").info
+    own = {"ngram_index_scope": "engine", "ngram_index_bytes": 1 << 20}
+    assert info.setting_names == Registry().select("NGRAM").info.setting_names
+    with LLM(speculative_algorithm="EAGLE3+NGRAM", **SMALL, speculative_settings=own) as llm:
+        eagle, ngram = llm.engine.runtime.worker.parts
+        assert eagle.config.settings is None
+        assert ngram.config.settings.ngram_index_bytes == 1 << 20
+        assert llm.spec_config.settings.ngram_index_scope == "engine"
+    with pytest.raises(
+        UsageError, match=r"'ngram_index' is no setting of EAGLE3\+NGRAM: it has ng"
+    ):
+        LLM(speculative_algorithm="EAGLE3+NGRAM", speculative_settings={"ngram_index": 1})
+
+
 def test_joint_algorithm_declares_what_its_parts_need() -> None:
     selected = Registry().select("EAGLE3+NGRAM")
     able = selected.info.capabilities

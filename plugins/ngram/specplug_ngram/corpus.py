@@ -34,7 +34,7 @@ def read_corpus(files: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
     for text in texts:
         tokens: list[int] = []
         for part in _parts(text):
-            tokens += tokenizer(part, add_special_tokens=False)["input_ids"]
+            tokens += tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
             done += len(part)
             report_progress(done, total)
         yield tokens
