@@ -131,9 +131,10 @@ class EngineConfig:
     speculative_algorithm: str | object = setting(
         "NONE",
         Anything(),
-        "An installed algorithm (specplug list). In Python a plugin object, too.",
+        "An installed algorithm (specplug list). Of several, as EAGLE3+NGRAM, the first proposes "
+        "and the others add to its drafts. In Python a plugin object, too.",
         group="Speculation",
-        option_help="An installed algorithm (specplug list).",
+        option_help="An installed algorithm (specplug list), or several: EAGLE3+NGRAM.",
         metavar="NAME",
     )
     speculative_draft_model_path: str | Path | None = setting(
