@@ -237,7 +237,7 @@ def build_draft_input(  # type: ignore[empty-body]
     Returns:
         The roots of the next step and its state, leading size bs. The state is stashed by request
         row and comes back in the next ``propose``; the roots that are verified are the engine's
-        own. None is refused.
+        own. What the host is to read goes into ``DraftInput(host=…)``. None is refused.
     """
 
 
@@ -283,7 +283,8 @@ def propose(runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:  
             a draft that costs something is best made no deeper and no wider than their maximum,
             with a tree's likeliest nodes first.
         draft_input: ``bonus_tokens`` [bs] are the roots: decided tokens whose KV is not written
-            yet. ``draft_input["name"]`` is the state that the last step left.
+            yet. ``draft_input["name"]`` is the state that the last step left, and
+            ``draft_input.host`` what it left for the host.
 
     Returns:
         ``Draft.chain(tokens)`` or ``Draft.tree(tokens, parents, depth)``, [bs, N] with the root

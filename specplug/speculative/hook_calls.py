@@ -31,6 +31,7 @@ from specplug.errors import PluginError, shown
 from specplug.speculative.draft import Draft, DraftInput, described, is_dense
 from specplug.speculative.draft_state import StateTensor, state_spec
 from specplug.speculative.future_map import FutureMap, is_plain
+from specplug.speculative.host_relay import HostRelay
 from specplug.speculative.lent_runtime import LentRuntime
 from specplug.speculative.parts_future_map import PartsFutureMap
 from specplug.speculative.plugin_guard import PluginGuard
@@ -66,6 +67,7 @@ class HookCalls:
         self._defaults = cast("CoreDefaults", manager.get_plugin(hookspecs.PROJECT))
         self._spec: Mapping[str, StateTensor] = {}
         self._lent: tuple[Runtime, LentRuntime] | None = None
+        self._relay: HostRelay | None = None  # until a plugin leaves something for the host
 
     @property
     def extensions(self) -> list[dict[str, str]]:
@@ -164,6 +166,8 @@ class HookCalls:
             roots: [bs] int64, the bonus tokens; not those that the plugin was lent.
         """
         hook, config, vocab_size = "propose", runtime.config, runtime.vocab_size
+        if self._relay is not None:
+            draft_input.host = self._relay.take(batch)
         found = self._plugins.call(
             hook, runtime=self._lend(runtime), batch=batch, draft_input=draft_input
         )
@@ -185,6 +189,8 @@ class HookCalls:
             roots: [bs] int64, as in ``propose``.
         """
         hook, config, vocab_size = "grow_draft", runtime.config, runtime.vocab_size
+        if self._relay is not None:
+            draft_input.host = self._relay.take(batch)
         most = Limits(
             draft.width + config.num_draft_tokens - 1, draft.depth + config.num_steps, added=True
         )
@@ -246,7 +252,9 @@ class HookCalls:
             target_output=target_output,
             future_map=own_map(future_map),
         )
-        return check_draft_input(self._plugins, hook, made, size, like, self._spec)
+        return self._relayed(
+            batch, check_draft_input(self._plugins, hook, made, size, like, self._spec)
+        )
 
     def fixup_idle(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> DraftInput:
         """Return the draft input of no request."""
@@ -268,7 +276,16 @@ class HookCalls:
             last_tokens=last_tokens,
             future_map=own_map(future_map),
         )
-        return check_draft_input(self._plugins, hook, made, size, last_tokens, self._spec)
+        return self._relayed(
+            batch, check_draft_input(self._plugins, hook, made, size, last_tokens, self._spec)
+        )
+
+    def _relayed(self, batch: Batch, draft_input: DraftInput) -> DraftInput:
+        """Start copying what a draft input leaves for the host, and return it."""
+        if draft_input.host:
+            self._relay = self._relay or HostRelay()
+            self._relay.send(batch, draft_input.host)
+        return draft_input
 
     def export_draft_state(
         self, runtime: Runtime, batch: Batch, future_map: FutureMap, *, req_indices: Tensor
@@ -340,6 +357,8 @@ class HookCalls:
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:
         """Tell all plugins of an ended request."""
         self._plugins.call("on_request_finished", runtime=self._lend(runtime), report=report)
+        if self._relay is not None:
+            self._relay.forget(report.request_id)
         for part in parts_of(runtime):
             part.hooks.on_request_finished(part.runtime, report)
 
@@ -498,6 +517,10 @@ def check_draft_input(
     draft_input.state = check_tensors(
         plugins, hook, "a state", draft_input.state, size, like, may_lack=True
     )
+    if draft_input.host:
+        draft_input.host = check_tensors(
+            plugins, hook, "host", draft_input.host, size, like, may_lack=True
+        )
     if spec:
         try:
             check_state(spec, draft_input)
