@@ -82,8 +82,9 @@ many count is known on the device alone. ``draft.counts``, ``offsets``, ``flatte
 
 **Scores.** ``Draft.scores`` [bs, N] float32 has for each node the logarithm of the probability that
 the target takes it where it took its parent; 0 at the root. What the draft's softmax says will do:
-a plugin need not calibrate. The core counts on the device how often the target took nodes of such a
-score at such a depth, and calibrates. Scores decide which nodes a cut keeps, and change no token.
+a plugin need not calibrate. The core counts on the device how often nodes at such a depth, on paths
+of such scores, were accepted, and calibrates. Scores decide which nodes a cut keeps, and change no
+token.
 
 **Parts.** An algorithm may hold others (``runtime.part``), and calls their hooks. Each has its own
 configuration, worker, state and future map. A name like ``EAGLE3+NGRAM`` is an algorithm of the
