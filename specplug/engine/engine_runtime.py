@@ -189,7 +189,7 @@ class EngineRuntime(RuntimeBase):
         pages: Tensor | None = None,
         page_size: int | None = None,
     ) -> LentTargetPlan:
-        self._check_plan(batch, starts, width, offset, None, None)
+        self._check_plan(batch, starts, width, offset, None, None, method="plan_target")
         room, view = self._num_lookahead_slots, None
         if not 0 <= offset <= room - width:
             raise PluginError(
@@ -243,12 +243,14 @@ class EngineRuntime(RuntimeBase):
         offset: int,
         positions: Tensor | None,
         mask: Tensor | None,
+        *,
+        method: str = "plan_attention",
     ) -> None:
         """Refuse a pass that would write outside the slots that are kept for drafts."""
         bs, most = batch.size, max(self._num_lookahead_slots, *batch.chunk_widths, 0)
         if not 1 <= width <= most - offset:
             raise PluginError(
-                f"plan_attention: width {width} at offset {offset}; expected at least 1 and, with "
+                f"{method}: width {width} at offset {offset}; expected at least 1 and, with "
                 f"the offset, at most {most} slots from starts on; plan less, or raise "
                 "num_draft_slots in validate_config()"
             )
@@ -264,7 +266,7 @@ class EngineRuntime(RuntimeBase):
                 or found.device != batch.seq_lens.device
             ):
                 raise PluginError(
-                    f"plan_attention: {name} {described(found)}; expected {list(shapes[0])} of "
+                    f"{method}: {name} {described(found)}; expected {list(shapes[0])} of "
                     f"{dtype} on {batch.seq_lens.device}, for {bs} requests of {width} rows at "
                     f"offset {offset}"
                 )

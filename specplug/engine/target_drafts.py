@@ -26,18 +26,18 @@ class TargetDrafts:
     """
 
     def __init__(self, target: Target, kv: KVPool) -> None:
-        self._target = target
         self._kv = kv
+        self._name = type(target.model).__name__
+        self._norm = final_norm(target.capture.decoder)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the target's final norm, [R, H] to [R, H]."""
-        found = final_norm(self._target.capture.decoder)
-        if found is None:
+        if self._norm is None:
             raise PluginError(
-                f"final_norm: {type(self._target.model).__name__} has none; call target_layers() "
-                "in create_worker(), which refuses such a target"
+                f"final_norm: {self._name} has none of a known name; call target_layers() in "
+                "create_worker(), which refuses such a target"
             )
-        rows: Tensor = found[1](hidden.unsqueeze(0)).squeeze(0)
+        rows: Tensor = self._norm[1](hidden.unsqueeze(0)).squeeze(0)
         return rows
 
     def plan(

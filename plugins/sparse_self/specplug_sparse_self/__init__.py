@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specplug import AlgorithmInfo, Capabilities, Defaults, SpecConfig, hookimpl
+from specplug_sparse_self.config import SparseSelfSettings
 from specplug_sparse_self.view import View
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class SparseSelf:
     """The hooks of ``SPARSE_SELF``, which call a ``SparseSelfWorker``.
 
     Args:
-        view: what drafts see; None: a quarter of the longest context, at most 4,096 tokens.
+        view: what drafts see; None: as ``sparse_self_tokens`` says.
         watched: the layers whose attention chooses the pages; None: two of the target's middle.
     """
 
@@ -41,6 +42,7 @@ class SparseSelf:
             capabilities=Capabilities(captures={"layer_inputs"}, target_drafts=True),
             defaults=Defaults(num_steps=4, topk=1, num_draft_tokens=5),
             paper="https://arxiv.org/abs/2602.07223",
+            settings=SparseSelfSettings,
         )
 
     @hookimpl
@@ -52,7 +54,8 @@ class SparseSelf:
     def create_worker(self, runtime: Runtime) -> SparseSelfWorker:
         from specplug_sparse_self.worker import SparseSelfWorker
 
-        view = self._view or View.of_context(runtime.context_len)
+        settings: SparseSelfSettings = runtime.config.settings
+        view = self._view or settings.view(runtime.context_len)
         return SparseSelfWorker(runtime, view, self._watched)
 
     @hookimpl

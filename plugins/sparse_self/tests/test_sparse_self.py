@@ -195,6 +195,20 @@ def test_views_of_so_many_tokens_see_no_more(tokens: int) -> None:
     assert min(view.sinks, view.pages) >= 0
 
 
+def test_tokens_that_drafts_see_are_a_setting(
+    target: Path, prompts: list[list[int]], expected: Tokens
+) -> None:
+    with LLM(
+        target,
+        dtype="float64",
+        speculative_algorithm="SPARSE_SELF",
+        speculative_settings={"sparse_self_tokens": 19},
+    ) as llm:
+        assert llm.engine.runtime.worker.view.tokens == 19
+        assert tokens_of(llm, prompts) == expected
+        assert llm.stats()["drafted"] > 0
+
+
 def test_usual_view_is_a_quarter_of_the_context() -> None:
     assert View.of_context(2048).tokens == 512
     assert View.of_context(1 << 20).tokens == 4096
