@@ -13,8 +13,8 @@ growth  one request reads a million tokens, in which half of the passages repeat
         each length the next tokens are added one by one, and before each a tree is drafted (by the
         reference in Python); both are timed singly. A history that keeps all, and one that forgets.
 scopes  the accept length of the default model by the index's scope: held-out prompts, and edits of
-        a file of which a part stands in the prompt. Requests have no salt but in "tenant, one
-        salt", where all share one.
+        a file of which a part stands in the prompt. In the scope of tenants requests without a salt
+        draft as in that of requests, and those of one salt as in that of the engine.
 memory  thousands of requests of many tenants, one after the other and 16 at a time, of which each
         writes 100 to 8,000 tokens: the index's bytes, and the process's.
 """
@@ -42,7 +42,7 @@ from specplug.algorithm import ASSETS
 from specplug.bench.dataset import HELD_OUT, read_prompts
 from specplug.speculative.hook_order import ForwardMode
 from specplug_ngram.compiled_drafter import load_library
-from specplug_ngram.config import SCOPES, NgramSettings
+from specplug_ngram.config import ENGINE, REQUEST, SCOPES, NgramSettings
 from specplug_ngram.draft_tree import Shape, draft_tree
 from specplug_ngram.future_map import HostFutureMap
 from specplug_ngram.history import TOKEN_BYTES, Stream
@@ -196,21 +196,14 @@ def measure_growth(capacity: int, samples: int, lengths: tuple[int, ...]) -> Non
 # scopes
 
 PROMPTS, NEW_TOKENS = 32, 128
-OWN = {
-    "request": ("request", None),
-    "tenant, no salt": ("tenant", None),
-    "tenant, one salt": ("tenant", "all"),
-    "engine": ("engine", None),
-}
-"""The scope and the salt of each column."""
 
 
 def edits() -> list[str]:
     """Parts of the standard library's files, each with the beginning of an edited copy."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    texts = (file.read_text(errors="replace")[1_500:2_700] for file in files)
-    found = [f"# old\n{text}\n# new\n{text[:300]}" for text in texts if len(text) == 1_200]
-    return found[:PROMPTS]
+    texts = [file.read_text(errors="replace") for file in files]
+    parts = [text[1_500:2_700] for text in texts if len(text) > 4_000]
+    return [f"# old\n{part}\n# new\n{part[:300]}" for part in parts[:PROMPTS]]
 
 
 def measure_scopes() -> None:
@@ -219,13 +212,11 @@ def measure_scopes() -> None:
         "held-out": [prompt.content for prompt in read_prompts(HELD_OUT)[:PROMPTS]],
         "edits": edits(),
     }
-    print(head("prompts", "batch", "temperature", *OWN))
+    print(head("prompts", "batch", "temperature", REQUEST, ENGINE))
     for (name, prompts), size, heat in product(sets.items(), (1, 8), (0.0, 1.0)):
+        params = SamplingParams(max_tokens=NEW_TOKENS, temperature=heat, seed=3, ignore_eos=True)
         cells = []
-        for scope, salt in OWN.values():
-            params = SamplingParams(
-                max_tokens=NEW_TOKENS, temperature=heat, seed=3, ignore_eos=True, cache_salt=salt
-            )
+        for scope in (REQUEST, ENGINE):
             own = {"ngram_index_scope": scope}
             options = {"speculative_algorithm": "NGRAM", "speculative_settings": own}
             with LLM(device="cpu", max_running_requests=size, **options) as llm:
