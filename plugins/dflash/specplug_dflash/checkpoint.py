@@ -9,6 +9,15 @@ from specplug import Checkpoint, CheckpointError, Runtime
 from specplug_dflash.config import DFlashConfig, read_config
 from specplug_dflash.network import DFlashNetwork
 
+_NUMBERED = {
+    "feature_mlp.0.": "feature_norm.",
+    "feature_mlp.1.": "feature_mlp.up_proj.",
+    "feature_mlp.3.": "feature_mlp.down_proj.",
+    ".mlp.0.": ".mlp.up_proj.",
+    ".mlp.2.": ".mlp.down_proj.",
+}
+"""Names of LiLiCorr's parts in older exports, and in newer ones."""
+
 Network = TypeVar("Network", bound=DFlashNetwork)
 
 
@@ -66,12 +75,17 @@ def load(
 def rename(name: str) -> str | None:
     """Return the network's name of a stored tensor; None for a tensor that is not loaded.
 
-    Some exports put ``model.`` before a name, or ``.weight`` after a codebook's. ``speculators``
-    may save copies of the target's norm and LM head, which only its training reads.
+    Some exports put ``model.`` before a name, or ``.weight`` after a codebook's, or number the
+    parts of LiLiCorr's MLPs. ``speculators`` may save copies of the target's norm and LM head,
+    which only its training reads.
     """
     if name.startswith("verifier_"):
         return None
-    return name.removeprefix("model.").replace("_codebook.weight", "_codebook")
+    name = name.removeprefix("model.").replace("_codebook.weight", "_codebook")
+    if name.startswith("lilicorr."):
+        for numbered, named in _NUMBERED.items():
+            name = name.replace(numbered, named)
+    return name
 
 
 def _check_fit(checkpoint: Checkpoint, config: DFlashConfig, runtime: Runtime) -> None:

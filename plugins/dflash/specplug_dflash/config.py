@@ -13,9 +13,32 @@ from specplug import CheckpointError, SpecConfig, UsageError
 
 # The supported values of options that change how a block is computed.
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "projector_type": (None, "domino", "dflash"),
+    "projector_type": (None, "domino", "lilicorr", "dflash"),
     "hidden_act": (None, "silu"),
 }
+
+
+@attrs.frozen(kw_only=True)
+class LiLiCorrConfig:
+    """The sizes of a LiLiCorr head.
+
+    Attributes:
+        candidate_topk: C, the candidates of each row.
+        hidden_size: the width of its layers; 0: the draft's.
+        num_layers, num_heads, mlp_ratio: of its transformer.
+        factor_dim: the width of what is compared.
+        vector_eps: the least length of that, as a divisor.
+        logit_scale: the logit of two vectors that are alike.
+    """
+
+    candidate_topk: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    mlp_ratio: float
+    factor_dim: int
+    vector_eps: float
+    logit_scale: float
 
 
 @attrs.frozen(kw_only=True)
@@ -54,6 +77,7 @@ class DFlashConfig:
         gru_hidden_dim, emb_dim: the widths of a Domino head's state, and of its bottleneck; 0:
             there is no such head.
         pure_draft_prefix_len: the first tokens of a block that are drafted without that head.
+        lilicorr: the sizes of a LiLiCorr head; None: there is none.
     """
 
     hidden_size: int
@@ -87,6 +111,14 @@ class DFlashConfig:
     gru_hidden_dim: int = 0
     emb_dim: int = 0
     pure_draft_prefix_len: int = 0
+    lilicorr: LiLiCorrConfig | None = None
+
+    @property
+    def candidates(self) -> int:
+        """The candidates of each row whose pairs are scored; 0: no pairs are."""
+        if self.lilicorr is not None:
+            return self.lilicorr.candidate_topk
+        return self.selector_top_k if self.selector_rank else 0
 
     @property
     def most_steps(self) -> int:
@@ -135,9 +167,9 @@ class DFlashConfig:
                 f"topk={topk}: the draft model knows {self.draft_vocab_size} tokens; "
                 "expected no more than these"
             )
-        if self.selector_rank and topk > self.selector_top_k:
-            reason = f"topk {topk} -> {self.selector_top_k}: the draft model's candidates of a row"
-            topk = self.selector_top_k
+        if 0 < self.candidates < topk:
+            reason = f"topk {topk} -> {self.candidates}: the draft model's candidates of a row"
+            topk = self.candidates
             config = config.adjust(reason, topk=topk)
         if steps > nodes - 1:
             reason = f"num_steps {steps} -> {nodes - 1}: {nodes} nodes reach no deeper"
@@ -230,6 +262,7 @@ def parse_config(keys: Mapping[str, Any], file: Path) -> DFlashConfig:
         num_target_layers=keys.get("num_target_layers"),
         **_second_version(keys, file),
         **_domino(keys, file),
+        lilicorr=_lilicorr(keys, file),
         input_embedding_scale=keys.get("input_embedding_scale") or 1.0,
         output_multiplier=keys.get("output_multiplier") or 1.0,
         final_logit_softcapping=keys.get("final_logit_softcapping") or 0.0,
@@ -282,6 +315,26 @@ def _domino(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
         "pure_draft_prefix_len": keys["pure_draft_prefix_len"],
         "shift_label": bool(keys.get("shift_label")),
     }
+
+
+def _lilicorr(keys: Mapping[str, Any], file: Path) -> LiLiCorrConfig | None:
+    """Return the sizes of a LiLiCorr head, if a checkpoint has one."""
+    enabled = keys.get("lilicorr_enabled", any(key.startswith("lilicorr_") for key in keys))
+    if not enabled:
+        return None
+    found: dict[str, Any] = {}
+    for field in attrs.fields(LiLiCorrConfig):
+        key, least = f"lilicorr_{field.name}", 0 if field.name == "hidden_size" else 1
+        value: Any = keys.get(key)
+        is_whole = field.name not in ("mlp_ratio", "vector_eps", "logit_scale")
+        kinds = (int,) if is_whole else (int, float)
+        if type(value) not in kinds or (value < least if is_whole else value <= 0):
+            wanted = f"a number of at least {least}" if is_whole else "a number greater than 0"
+            raise CheckpointError(f"{file}: {key}={value!r}, expected {wanted}")
+        found[field.name] = value
+    if keys.get("selector_rank") or keys.get("gru_hidden_dim"):
+        raise CheckpointError(f"{file}: a LiLiCorr head and another one, expected one")
+    return LiLiCorrConfig(**found)
 
 
 def _feature_layers(keys: Mapping[str, Any], file: Path) -> tuple[int, ...]:
@@ -351,10 +404,16 @@ def _check(config: DFlashConfig, file: Path) -> None:
             f"{file}: conv_group_size={config.conv_group_size}, expected a divisor of hidden_size "
             f"{config.hidden_size}"
         )
-    if config.selector_top_k > config.draft_vocab_size:
+    if config.candidates > config.draft_vocab_size:
+        name = "selector_top_k" if config.selector_rank else "lilicorr_candidate_topk"
         raise CheckpointError(
-            f"{file}: selector_top_k={config.selector_top_k}, expected at most the draft's "
+            f"{file}: {name}={config.candidates}, expected at most the draft's "
             f"{config.draft_vocab_size} tokens"
+        )
+    if (head := config.lilicorr) and (head.hidden_size or config.hidden_size) % head.num_heads:
+        raise CheckpointError(
+            f"{file}: lilicorr_num_heads={head.num_heads}, expected a divisor of "
+            f"{head.hidden_size or config.hidden_size}, the head's width"
         )
     if config.most_steps < 1:
         raise CheckpointError(

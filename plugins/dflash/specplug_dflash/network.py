@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from specplug import layers
 from specplug_dflash.config import DFlashConfig
+from specplug_dflash.lilicorr import LiLiCorrHead
 from specplug_dflash.selector import CandidateSelector
 
 
@@ -113,7 +114,7 @@ class DFlashNetwork(nn.Module):
     Embedding and LM head are the target's, unless the checkpoint has its own. DFlash 2's
     checkpoints have convolutions in their layers, and a ``candidate_selector``, which is None
     otherwise. Domino's have a ``prefix_gru``, whose state knows the tokens drawn before, and an
-    ``embed_proj``, which makes a bias of the logits of it.
+    ``embed_proj``, which makes a bias of the logits of it; LiLiCorr's have ``lilicorr``.
 
     Args:
         config: the sizes.
@@ -160,6 +161,11 @@ class DFlashNetwork(nn.Module):
                 nn.SiLU(),
                 nn.Linear(config.emb_dim, config.draft_vocab_size, bias=False),
             )
+        self.lilicorr = (
+            LiLiCorrHead(config.lilicorr, hidden, config.block_size, eps)
+            if config.lilicorr is not None
+            else None
+        )
         self.rotary = layers.Rotary(config.rope, config.head_dim, num_positions)
         self._packed: tuple[Tensor, Tensor | None, Tensor] | None = None
 

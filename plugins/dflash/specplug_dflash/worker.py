@@ -13,6 +13,7 @@ from specplug import (
     Draft,
     DraftInput,
     Runtime,
+    StateTensor,
     couple,
     likeliest_tokens,
 )
@@ -97,14 +98,28 @@ class DFlashWorker:
                 plan = self._runtime.plan_attention(batch, batch.seq_lens, width)
             assert plan is not None
             write = self._write if batch.is_prefill else self._write_paths
-            write(self._features(output), plan)
+            state = write(self._features(output), plan, output.last_rows)
+            return DraftInput(bonus_tokens=output.bonus_tokens, state=state)
         return DraftInput(bonus_tokens=output.bonus_tokens)
 
-    def _write(self, features: Tensor, plan: AttentionPlan) -> None:
-        """Write the keys and values of features [R, len(feature_layers) * target_hidden]."""
+    def state_spec(self) -> dict[str, StateTensor]:
+        """Declare what a draft input carries: the anchor that a LiLiCorr head reads, the fused
+        features of the last committed position."""
+        if self.network.lilicorr is None:
+            return {}
+        width = self.network.config.hidden_size
+        return {"anchor": StateTensor((width,), self._runtime.dtype)}
+
+    def _write(self, features: Tensor, plan: AttentionPlan, last_rows: Tensor) -> dict[str, Tensor]:
+        """Write the keys and values of features [R, len(feature_layers) * target_hidden].
+
+        Returns:
+            The state that ``extend`` leaves.
+        """
         context = self.network.fuse(features)
         for layer, (k, v) in enumerate(self.network.context_kv(context, plan.positions)):
             plan.write(self._cache, layer, k, v)
+        return {} if self.network.lilicorr is None else {"anchor": context[last_rows]}
 
     def propose(self, batch: Batch, draft_input: DraftInput) -> Draft:
         """Draft one block for each request in one pass, within ``max_draft_nodes``: its chain if
@@ -121,14 +136,20 @@ class DFlashWorker:
             )
             for mask in self._block_masks.values()
         ]
+        anchors = None if self.network.lilicorr is None else draft_input["anchor"]
         if self._topk == 1:
-            tokens, scores = self._draft_chain(batch, roots, rows, *plans)
+            tokens, scores = self._draft_chain(batch, roots, anchors, rows, *plans)
             return Draft.chain(tokens, scores=scores)
-        tokens, parents, scores = self._draft_tree(batch, roots, nodes, rows, *plans)
+        tokens, parents, scores = self._draft_tree(batch, roots, anchors, nodes, rows, *plans)
         return Draft.tree(tokens, parents, steps, scores=scores)
 
     def _chain(
-        self, batch: Batch, roots: Tensor, rows: int, *plans: AttentionPlan
+        self,
+        batch: Batch,
+        roots: Tensor,
+        anchors: Tensor | None,
+        rows: int,
+        *plans: AttentionPlan,
     ) -> tuple[Tensor, Tensor]:
         """Draft blocks of some rows each.
 
@@ -136,66 +157,123 @@ class DFlashWorker:
             Tokens [bs, N] int64, the roots first, and their scores, float32.
         """
         hidden = self._hidden(roots, rows, *plans)
-        tokens, scores = self._choose(batch, roots, hidden)
+        if self.network.config.candidates:
+            tokens, scores = longest_path(self._lattice(batch, roots, hidden, anchors))
+        else:
+            tokens, scores = self._choose(batch, roots, hidden)
         # The root's score is 0.
         scores = F.pad(scores.to(torch.float32), (1, 0))
         return torch.cat((roots.unsqueeze(1), tokens), dim=1), scores
 
     def _tree(
-        self, batch: Batch, roots: Tensor, nodes: int, rows: int, *plans: AttentionPlan
+        self,
+        batch: Batch,
+        roots: Tensor,
+        anchors: Tensor | None,
+        nodes: int,
+        rows: int,
+        *plans: AttentionPlan,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draft trees of some nodes each, of the candidates of blocks of some rows.
 
         Returns:
             Tokens and parents, [bs, nodes] int64 each, and scores, [bs, nodes] float32.
         """
-        lattice = self._lattice(batch, roots, self._hidden(roots, rows, *plans))
+        hidden = self._hidden(roots, rows, *plans)
+        lattice = self._lattice(batch, roots, hidden, anchors)
         return likeliest_tree(lattice, roots, self._topk, nodes)
 
-    def _lattice(self, batch: Batch, roots: Tensor, hidden: Tensor) -> Lattice:
-        """Return the best candidates of each position of blocks: ``selector_top_k`` where there is
-        a selector, which scores their pairs, else ``topk``.
+    def _lattice(
+        self, batch: Batch, roots: Tensor, hidden: Tensor, anchors: Tensor | None
+    ) -> Lattice:
+        """Return the best candidates of each position of blocks: as many as the head that scores
+        their pairs was trained for, or else ``topk``.
 
         Args:
             roots, hidden: as in ``_choose``.
+            anchors: [bs, hidden], what a LiLiCorr head reads of the committed text; None: there is
+                no such head.
         """
-        selector = self.network.candidate_selector
-        count = self.network.config.selector_top_k if selector is not None else self._topk
-        logits = self._logits(batch, hidden)
+        drafting = hidden[:, self._first_row :]
+        logits = self._unary(drafting.flatten(0, 1))
+        coupled = self._coupled(batch, logits, drafting.shape[1])
         # Scores add up over the depth and are compared: half precision would round them away.
+        precise = torch.promote_types(coupled.dtype, torch.float32)
+        logs = coupled.log_softmax(-1, dtype=precise)
+        # LiLiCorr was trained on the candidates without noise, and reads their order.
+        ranked = logs if anchors is None else logits
+        best = ranked.topk(self.network.config.candidates or self._topk, dim=-1).indices
+        tokens = self._token_ids[best].view(len(roots), -1, best.shape[1])
+        scores = logs.gather(1, best).view(tokens.shape)
+        selector = self.network.candidate_selector
+        if selector is not None:
+            pairs = self._pairs(selector, batch, roots, drafting, tokens)
+            pairs = scores.unsqueeze(2) + pairs
+        elif anchors is not None:
+            pairs = self._matches(batch, logits, coupled, best, drafting, anchors)
+        else:
+            return Lattice(tokens.unbind(1), scores.unsqueeze(2).unbind(1))
+        # A head says which candidate, not whether it is any of them.
+        of_any = scores.logsumexp(-1).view(*scores.shape[:2], 1, 1)
+        pairs = pairs.log_softmax(-1) + of_any
+        return Lattice(tokens.unbind(1), [pairs[:, 0, :1], *pairs[:, 1:].unbind(1)])
+
+    def _matches(
+        self,
+        batch: Batch,
+        logits: Tensor,
+        coupled: Tensor,
+        best: Tensor,
+        drafting: Tensor,
+        anchors: Tensor,
+    ) -> Tensor:
+        """Score candidates after each of the position before, as a LiLiCorr head does.
+
+        Args:
+            logits, coupled: [bs * S, V_draft], without and with the target's noise.
+            best: [bs * S, C] int64, the candidates as columns of these.
+            drafting: [bs, S, hidden].
+            anchors: [bs, hidden].
+
+        Returns:
+            [bs, S, C, C].
+        """
+        head = self.network.lilicorr
+        assert head is not None
+        bs, steps = drafting.shape[:2]
+        tokens = self._token_ids[best].view(bs, steps, -1)
         precise = torch.promote_types(logits.dtype, torch.float32)
-        scores, best = logits.log_softmax(-1, dtype=precise).topk(count, dim=-1)
-        tokens = self._token_ids[best].view(len(roots), -1, count)
-        scores = scores.view(*tokens.shape[:2], 1, count)
-        if selector is None:
-            return Lattice(tokens.unbind(1), scores.unbind(1))
-        pairs = self._pairs(selector, batch, roots, hidden, tokens)
-        # The selector says which candidate, not whether it is any of them.
-        of_any = scores.logsumexp(-1, keepdim=True)
-        scores = (scores + pairs).log_softmax(-1) + of_any
-        return Lattice(tokens.unbind(1), [scores[:, 0, :1], *scores[:, 1:].unbind(1)])
+        logs = logits.log_softmax(-1, dtype=precise).gather(1, best).view(tokens.shape)
+        embeds = self._embed(tokens.flatten()).view(*tokens.shape, -1)
+        pairs: Tensor = head(embeds, logs, drafting, anchors)
+        if batch.greedy:
+            return pairs
+        heat = self._runtime.temperatures(batch).view(-1, 1, 1)
+        own = logits.gather(1, best).view(tokens.shape) / heat
+        noise = coupled.gather(1, best).view(tokens.shape) - own
+        return pairs / heat.unsqueeze(3) + noise.unsqueeze(2)
 
     def _pairs(
         self,
         selector: CandidateSelector,
         batch: Batch,
         roots: Tensor,
-        hidden: Tensor,
+        drafting: Tensor,
         tokens: Tensor,
     ) -> Tensor:
-        """Score the candidates [bs, S, C] of blocks after each of the position before: [bs, S, C,
-        C]. At the first position all rows are the same, after the root."""
+        """Score the candidates [bs, S, C] of rows [bs, S, hidden] after each of the position
+        before: [bs, S, C, C]. At the first position all rows are the same, after the root."""
         root = roots.view(-1, 1, 1).expand(-1, 1, tokens.shape[2])
         before = torch.cat((root, tokens[:, :-1]), dim=1)
-        drafting = hidden[:, self._first_row :].flatten(0, 1)
-        pairs: Tensor = selector(drafting, before.flatten(0, 1), tokens.flatten(0, 1))
+        rows = drafting.flatten(0, 1)
+        pairs: Tensor = selector(rows, before.flatten(0, 1), tokens.flatten(0, 1))
         pairs = pairs.view(*tokens.shape, -1)
         if batch.greedy:
             return pairs
         return pairs / self._runtime.temperatures(batch).view(-1, 1, 1, 1)
 
     def _choose(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the tokens of blocks.
+        """Choose the tokens of blocks where no head scores pairs.
 
         Args:
             roots: [bs] int64.
@@ -204,13 +282,13 @@ class DFlashWorker:
 
         Returns:
             Tokens [bs, N - 1] int64, and their scores [bs, N - 1]: of each token by itself,
-            whatever stands before it, where there is no selector.
+            whatever stands before it, where no head knows that.
         """
-        if self.network.candidate_selector is not None:
-            return longest_path(self._lattice(batch, roots, hidden))
         if self.network.prefix_gru is not None:
             return self._draw_corrected(batch, roots, hidden)
-        tokens, scores = self._likeliest(self._logits(batch, hidden))
+        drafting = hidden[:, self._first_row :]
+        logits = self._coupled(batch, self._unary(drafting.flatten(0, 1)), drafting.shape[1])
+        tokens, scores = self._likeliest(logits)
         return tokens.view(len(roots), -1), scores.view(len(roots), -1)
 
     def _draw_corrected(self, batch: Batch, roots: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,18 +312,12 @@ class DFlashWorker:
         tokens, scores = (torch.stack(each, dim=1) for each in zip(*drawn, strict=True))
         return tokens, scores
 
-    def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """Return the logits of the drafting rows of blocks, [bs * (rows - first row), V_draft],
-        coupled with the target's noise.
-
-        Args:
-            hidden: as in ``_choose``.
-        """
-        drafting = hidden[:, self._first_row :]
-        logits = self._unary(drafting.flatten(0, 1))
+    def _coupled(self, batch: Batch, logits: Tensor, steps: int) -> Tensor:
+        """Add the target's noise to logits [bs * steps, V_draft] of the drafting rows of blocks; a
+        greedy batch has none."""
         if batch.greedy:
             return logits
-        positions = batch.seq_lens.unsqueeze(1) + self._ahead[: drafting.shape[1]]
+        positions = batch.seq_lens.unsqueeze(1) + self._ahead[:steps]
         return couple(self._runtime, batch, logits, positions, self._token_ids)
 
     def _unary(self, drafting: Tensor) -> Tensor:

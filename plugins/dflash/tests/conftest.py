@@ -203,6 +203,66 @@ def domino() -> Callable[..., tuple[dict[str, Tensor], dict[str, Any]]]:
 
 
 @pytest.fixture
+def lilicorr() -> Callable[..., tuple[dict[str, Tensor], dict[str, Any]]]:
+    """``lilicorr(width, **keys) -> (tensors, config)`` of a LiLiCorr head in its published layout,
+    of this width or, if it is 0, of the draft's."""
+
+    def make(width: int, **keys: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        own = width or HIDDEN
+        linears = {
+            "pass_hidden_proj": (own, HIDDEN),
+            "feature_mlp.up_proj": (own, 5),
+            "feature_mlp.down_proj": (own, own),
+            "context_proj": (own, HIDDEN),
+            "factor_input_proj": (own, 3 * own),
+            "out_head": (6, own),
+            "in_head": (6, own),
+            "anchor_out_head": (6, own),
+            **({"token_proj": (own, HIDDEN)} if width else {}),
+        }
+        shapes: dict[str, tuple[int, ...]] = {
+            "feature_norm.weight": (5,),
+            "feature_norm.bias": (5,),
+            "slot_embedding": (1, 1, BLOCK - 1, 1, own),
+            "rank_embedding": (1, 1, 1, TOP_K, own),
+            "relative_slot_bias": (2, 2 * BLOCK - 1),
+            "same_slot_bias": (2,),
+            "output_norm.weight": (own,),
+            "anchor_norm.weight": (own,),
+        }
+        for i in range(2):
+            linears[f"layers.{i}.attn.out_proj"] = (own, own)
+            linears[f"layers.{i}.mlp.up_proj"] = (2 * own, own)
+            linears[f"layers.{i}.mlp.down_proj"] = (own, 2 * own)
+            shapes[f"layers.{i}.attn.in_proj_weight"] = (3 * own, own)
+            shapes[f"layers.{i}.attn.in_proj_bias"] = (3 * own,)
+            shapes[f"layers.{i}.attn_norm.weight"] = (own,)
+            shapes[f"layers.{i}.mlp_norm.weight"] = (own,)
+        for name, shape in linears.items():
+            shapes[f"{name}.weight"], shapes[f"{name}.bias"] = shape, shape[:1]
+        tensors = z_lab_tensors()
+        drawn = {
+            f"lilicorr.{n}": torch.randn(shape, dtype=torch.float64) * 0.5
+            for n, shape in shapes.items()
+        }
+        head = {
+            "lilicorr_candidate_topk": TOP_K,
+            "lilicorr_hidden_size": width,
+            "lilicorr_num_layers": 2,
+            "lilicorr_num_heads": 2,
+            "lilicorr_mlp_ratio": 2.0,
+            "lilicorr_factor_dim": 6,
+            "lilicorr_vector_eps": 1e-6,
+            "lilicorr_logit_scale": 8.0,
+        }
+        layout = {**Z_LAB, "architectures": ["LiLiCorrDraftModel"]}
+        layout["dflash_config"] = {**Z_LAB["dflash_config"], **head, **keys}
+        return {**tensors, **drawn}, layout
+
+    return make
+
+
+@pytest.fixture
 def speculators() -> Callable[[int], tuple[dict[str, Tensor], dict[str, Any]]]:
     """``speculators(hidden) -> (tensors, config)``; another width than the target's wants an
     embedding of its own."""

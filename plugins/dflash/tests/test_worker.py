@@ -5,216 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dflash_reference import MASK, Reference, Spy, run
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specplug import LLM, Batch, Draft, DraftInput, Runtime, SamplingParams, hookimpl
-from specplug_dflash import DFlash
+from specplug import SamplingParams
 
-HEADS, KV_HEADS, HEAD_DIM, EPS, THETA, MASK = 4, 2, 8, 1e-5, 1e4, 96
 CONTEXT = 160
 
 Write = Callable[..., Path]
 Second = tuple[dict[str, Tensor], dict[str, Any]]
 Fixture = Callable[[], dict[str, Tensor]]
-
-
-class Spy(DFlash):
-    """DFLASH that keeps what it proposed: (prompt, position of the root, tokens, noise, scores);
-    of trees also the parents."""
-
-    def __init__(self) -> None:
-        self.drafts: list[tuple[tuple[int, ...], int, list[int], Tensor, Tensor]] = []
-        self.parents: list[list[int]] = []
-
-    @hookimpl
-    def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
-        draft = super().propose(runtime, batch, draft_input)
-        noise, scores = torch.zeros(batch.size), torch.zeros(batch.size, draft.width)
-        if draft.width > 1:
-            assert draft.scores is not None
-            scores = draft.scores.cpu().clone()
-        if not batch.greedy and draft.width > 1:
-            ahead = torch.arange(1, draft.depth + 1, device=runtime.device)
-            ids = torch.arange(runtime.vocab_size, device=runtime.device)
-            noise = runtime.gumbel_noise(batch, batch.seq_lens.unsqueeze(1) + ahead, ids).cpu()
-        for i, request in enumerate(batch.requests):
-            if draft.parents is not None:
-                self.parents.append(draft.parents[i].tolist())
-            self.drafts.append(
-                (
-                    tuple(request.prompt_token_ids),
-                    int(batch.seq_lens[i]),
-                    draft.tokens[i].tolist(),
-                    noise[i].double(),
-                    scores[i],
-                )
-            )
-        return draft
-
-
-class Reference:
-    """The draft network written out again, over whole sequences, each block by itself.
-
-    Args:
-        causal, windows: of each layer.
-        features: which of transformers' ``hidden_states`` are fused; the last is normed.
-        anchor: whether the root's row drafts.
-        shift: as ``anchor``, with a last row that drafts nothing.
-    """
-
-    def __init__(
-        self,
-        draft: Path,
-        target: Path,
-        causal: tuple[bool, bool] = (False, False),
-        windows: tuple[int | None, int | None] = (None, None),
-        features: tuple[int, ...] = (1, 3),
-        anchor: bool = False,
-        shift: bool = False,
-    ):
-        from transformers import AutoModelForCausalLM
-
-        self.w = load_file(draft / "model.safetensors")
-        self.causal, self.windows, self.features = causal, windows, features
-        self.first = 0 if anchor or shift else 1
-        self.rows = 0 if anchor else 1
-        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
-        self.embedding = self.w.get(
-            "embed_tokens.weight", self.model.get_input_embeddings().weight
-        ).detach()
-        self.head = self.w.get("lm_head.weight", self.model.lm_head.weight).detach()
-        self.keys = json.loads((draft / "config.json").read_text()).get("dflash_config", {})
-        d2t = self.w.get("d2t", torch.zeros(len(self.head), dtype=torch.int64))
-        self.ids = torch.arange(len(self.head)) + d2t
-
-    @torch.inference_mode()
-    def context(self, tokens: list[int]) -> Tensor:
-        """[n, hidden] fused features of ``tokens``."""
-        out = self.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
-        features = torch.cat([out.hidden_states[i][0] for i in self.features], dim=-1)
-        return self.norm(features @ self.w["fc.weight"].T, "hidden_norm")
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.w[f"{name}.weight"]
-
-    def rotate(self, x: Tensor, first: int) -> Tensor:
-        """[n, H, D] at positions ``first`` on."""
-        inverse = THETA ** -(torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
-        places = torch.arange(first, first + len(x), dtype=torch.float64)
-        angle = places[:, None, None] * inverse
-        left, right = x[..., : HEAD_DIM // 2], x[..., HEAD_DIM // 2 :]
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
-    def project(self, x: Tensor, name: str) -> Tensor:
-        y = x @ self.w[f"{name}.weight"].T
-        return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
-
-    def attention(self, layer: int, x: Tensor, context: Tensor) -> Tensor:
-        name = f"layers.{layer}.self_attn"
-        n, before = len(x), len(context)
-        q = self.project(x, f"{name}.q_proj").view(n, HEADS, HEAD_DIM)
-        q = self.rotate(self.norm(q, f"{name}.q_norm"), before)
-        seen = torch.cat((context, x))
-        k = self.project(seen, f"{name}.k_proj").view(-1, KV_HEADS, HEAD_DIM)
-        k = self.rotate(self.norm(k, f"{name}.k_norm"), 0).repeat_interleave(2, 1)
-        v = self.project(seen, f"{name}.v_proj").view(-1, KV_HEADS, HEAD_DIM)
-        v = v.repeat_interleave(2, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
-        if self.causal[layer]:
-            late = torch.ones(n, before + n, dtype=torch.bool).triu(before + 1)
-            scores = scores.masked_fill(late, float("-inf"))
-        window = self.windows[layer]
-        if window is not None:
-            early = torch.ones(n, before + n, dtype=torch.bool).tril(before - window)
-            scores = scores.masked_fill(early, float("-inf"))
-        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(n, -1)
-        return self.project(mixed, f"{name}.o_proj")
-
-    def convolve(self, x: Tensor, kernel: Tensor, base: Tensor) -> Tensor:
-        """Convolve the rows of one block.
-
-        Args:
-            x: [n, hidden].
-            kernel: [n, taps, groups].
-            base: [taps, hidden].
-        """
-        size = x.shape[1] // kernel.shape[2]
-        rows = []
-        for i in range(len(x)):
-            taps = kernel[i].repeat_interleave(size, dim=1) + base
-            rows.append(taps[0] * x[i] + (taps[1] * x[i - 1] if i else 0))
-        return torch.stack(rows)
-
-    def around(self, name: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply a sublayer to [n, hidden], with its convolutions if there are some."""
-        if f"{name}.base_kernel" not in self.w:
-            return sublayer(x)
-        base = self.w[f"{name}.base_kernel"]
-        before, after = (
-            self.project(x, f"{name}.kernel_projection").view(len(x), 2, 2, -1).unbind(1)
-        )
-        return self.convolve(sublayer(self.convolve(x, before, base[0])), after, base[1])
-
-    def mlp(self, layer: int, x: Tensor) -> Tensor:
-        name = f"layers.{layer}.mlp"
-        gate, up = (self.project(x, f"{name}.{p}_proj") for p in ("gate", "up"))
-        return self.project(torch.nn.functional.silu(gate) * up, f"{name}.down_proj")
-
-    @torch.inference_mode()
-    def hidden(self, committed: list[int], steps: int) -> Tensor:
-        """[steps, hidden] of the rows that draft what follows ``committed``, the root included."""
-        context = self.context(committed[:-1])
-        hidden = self.embedding[torch.tensor([committed[-1]] + [MASK] * (steps - 1 + self.rows))]
-        hidden = hidden * self.keys.get("input_embedding_scale", 1)
-        for layer in range(2):
-            name = f"layers.{layer}"
-            x = self.norm(hidden, f"{name}.input_layernorm")
-            attend = partial(self.attention, layer, context=context)
-            hidden = hidden + self.around(f"{name}.attention_conv", x, attend)
-            y = self.norm(hidden, f"{name}.post_attention_layernorm")
-            hidden = hidden + self.around(f"{name}.mlp_conv", y, partial(self.mlp, layer))
-        return self.norm(hidden, "norm")[self.first :][:steps]
-
-    def logits(self, committed: list[int], steps: int) -> Tensor:
-        """[steps, V_draft] of what follows ``committed``, each token by itself."""
-        logits = self.hidden(committed, steps) @ self.head.T
-        logits = logits * self.keys.get("output_multiplier", 1)
-        cap = self.keys.get("final_logit_softcapping")
-        return logits if cap is None else (logits / cap).tanh() * cap
-
-    def pair(self, hidden: Tensor, before: int, token: int) -> float:
-        """What the selector adds to the logit of a token after another one, at a row's state."""
-        name = "candidate_selector"
-        gate = self.w[f"{name}.hidden_projection.weight"] @ hidden
-        a, b = (self.w[f"{name}.{n}_codebook"] for n in ("predecessor", "successor"))
-        return float((a[before] * gate * b[token]).sum())
-
-
-def run(
-    target: Path, draft: Path, prompts: list[list[int]], params: SamplingParams, **settings: Any
-) -> tuple[Spy, dict[tuple[int, ...], list[int]]]:
-    """The spy, and for each prompt the whole text."""
-    spy = Spy()
-    llm = LLM(
-        target,
-        dtype="float64",
-        speculative_algorithm=spy,
-        speculative_draft_model_path=draft,
-        disable_overlap_schedule=True,
-        **settings,
-    )
-    outputs = llm.generate(prompts, params)
-    texts = {tuple(p): [*p, *output.token_ids] for p, output in zip(prompts, outputs, strict=True)}
-    llm.check_pool()
-    return spy, texts
 
 
 def assert_drafts(
