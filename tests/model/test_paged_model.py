@@ -129,11 +129,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("target"), layers=2)
 
 
-def _gpt2() -> Any:
+def _gpt2(context: int = CONTEXT) -> Any:
     from transformers import GPT2Config
 
     return GPT2Config(
-        vocab_size=VOCAB, n_embd=HIDDEN, n_layer=2, n_head=4, n_positions=CONTEXT,
+        vocab_size=VOCAB, n_embd=HIDDEN, n_layer=2, n_head=4, n_positions=context,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
 
@@ -196,10 +196,11 @@ def test_softcap_over_foreign_plans_is_refused(target: Path, tmp_path: Path) -> 
 
 
 def test_positions_after_its_context_are_its_last_one(target: Path, tmp_path: Path) -> None:
+    """It has a row of weights for each position, and no more."""
     reader = Reader()
-    tokens = read(target, save_random(_llama(max_position_embeddings=9)(), tmp_path), reader)
+    tokens = read(target, save_random(_gpt2(9), tmp_path), reader)
     assert len(tokens) > 12
-    assert all(logits.isfinite().all() for logits in reader.logits.values())
+    assert len(reader.logits) >= len(tokens) - 1
 
 
 def test_model_that_cannot_be_loaded_is_named(target: Path, tmp_path: Path) -> None:

@@ -191,6 +191,28 @@ def test_after_a_pause_it_knows_what_was_decoded(
     assert [each for _, each, _ in algorithm.drafts] == chains_of(draft, tokens, algorithm.drafts)
 
 
+def test_after_steps_without_room_it_knows_what_was_decoded(
+    target: Path, draft: Path, expected: list[int]
+) -> None:
+    """Where the KV pool has room for the root alone, ``propose`` only reads."""
+
+    class Short(Algorithm):
+        steps = 0
+
+        @hookimpl
+        def propose(self, runtime: Runtime, batch: Batch, draft_input: DraftInput) -> Draft:
+            self.steps += 1
+            if self.steps % 3:
+                batch.max_draft_nodes = (1,)
+            return super().propose(runtime, batch, draft_input)
+
+    algorithm = Short()
+    tokens, _ = run(target, draft, algorithm)
+    assert tokens == expected
+    assert len(algorithm.drafts) >= 4
+    assert [each for _, each, _ in algorithm.drafts] == chains_of(draft, tokens, algorithm.drafts)
+
+
 def test_path_deeper_than_its_own_drafts_is_read(
     target: Path, draft: Path, expected: list[int]
 ) -> None:
