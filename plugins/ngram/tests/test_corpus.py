@@ -50,7 +50,7 @@ def test_line_without_a_text_is_named(line: str, tmp_path: Path) -> None:
         list(_texts(file))
 
 
-def test_file_that_cannot_be_read_is_named_before_anything_loads(tmp_path: Path) -> None:
+def test_file_that_cannot_be_read_is_named_at_once(tmp_path: Path) -> None:
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9")
     for path, why in (
