@@ -74,6 +74,9 @@ VARIANTS: Mapping[str, Variant] = {
     "peagle-chain-7": Variant(
         algorithm="PEAGLE", draft="peagle", settings=_shape(7, 1, 8), passes=2
     ),
+    "standalone-4": Variant(
+        algorithm="STANDALONE", draft="standalone", settings=_shape(4, 1, 5), passes=4
+    ),
     "eagle-chain-5": Variant(
         algorithm="EAGLE", draft="eagle", settings=_shape(5, 1, 6), passes=5, heads=5
     ),
@@ -84,7 +87,11 @@ VARIANTS: Mapping[str, Variant] = {
         passes=1,
         heads=MTP_LAYERS,
     ),
-    "ngram": Variant(algorithm=RefusedNgram()),
+    # Each generation drafts from the text of those before it.
+    "ngram": Variant(
+        algorithm=RefusedNgram(),
+        settings={"speculative_settings": {"ngram_index_scope": "engine"}},
+    ),
     # It drafts where contexts are longer than 4,096 tokens.
     "sparse-self": Variant(algorithm="SPARSE_SELF", settings=_shape(4, 1, 5)),
 }

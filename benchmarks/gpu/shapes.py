@@ -84,8 +84,8 @@ def write_shape(
     """Write a target and drafts for it, those that are not there.
 
     Args:
-        drafts: of ``eagle``, ``eagle3``, ``peagle``, ``multi_layer_eagle``, ``dflash``
-            and ``dspark``.
+        drafts: of ``eagle``, ``eagle3``, ``peagle``, ``multi_layer_eagle``, ``dflash``, ``dspark``
+            and ``standalone``.
         context: how much a layer adds to the residual stream, whose embedding is 1. At 0.02 the
             last token decides. At 1 the whole context does, and every rounding with it.
 
@@ -252,6 +252,21 @@ def _dspark(target: Mapping[str, Any]) -> Draft:
     return {**config, **heads}, tensors
 
 
+def _standalone(target: Mapping[str, Any]) -> Draft:
+    """A language model of four layers as the target's, with an embedding and a head of its own."""
+    hidden, vocab_size, count = target["hidden_size"], target["vocab_size"], 4
+    tensors: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocab_size, hidden),
+    }
+    for index in range(count):
+        prefix = f"model.layers.{index}."
+        tensors |= _layer(target, hidden, prefix)
+        tensors[f"{prefix}input_layernorm.weight"] = (hidden,)
+    return _decoder(target, count, tie_word_embeddings=False), tensors
+
+
 DRAFTS = {
     "eagle": _eagle,
     "eagle3": _eagle3,
@@ -259,6 +274,7 @@ DRAFTS = {
     "multi_layer_eagle": _multi_layer_eagle,
     "dflash": _dflash,
     "dspark": _dspark,
+    "standalone": _standalone,
 }
 
 
