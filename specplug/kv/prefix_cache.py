@@ -6,8 +6,8 @@ model, which share their slots. A request with the same first tokens starts afte
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from heapq import heappop, heappush
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 import attrs
@@ -180,10 +180,19 @@ class PrefixCache:
         self.pool.free(pages[shared.depth :])
         self.unlock(shared)
 
-    def clear(self) -> None:
-        """Evict all pages. No request may be running."""
-        assert self.num_unused == self.num_pages, "a request still uses the cache"
-        self._evict(self.num_pages)
+    def clear(self, is_wanted: Callable[[Hashable], bool] = lambda kind: True) -> None:
+        """Free the pages of the kinds that are wanted, all but those that a request uses."""
+        firsts = [node for node in self._root.children.values() if is_wanted(self._kind(node.key))]
+        freed = [node for node in _with_children(firsts) if not node.users]
+        for node in freed:
+            assert node.parent is not None
+            del node.parent.children[node.key]
+        self.pool.free([node.page for node in freed])
+        self.num_pages -= len(freed)
+        self.num_unused -= len(freed)
+        gone = set(freed)
+        self._order = [entry for entry in self._order if entry[-1] not in gone]
+        heapify(self._order)
 
     def reset(self) -> None:
         """Free every page, of the cache and of requests, and empty the tree."""
@@ -211,7 +220,7 @@ class PrefixCache:
             owned += pages[len(path) :]
             for node in path:
                 users[node] = users.get(node, 0) + 1
-        nodes = list(self._nodes())
+        nodes = list(_with_children(self._root.children.values()))
         self.pool.check([*owned, *(node.page for node in nodes)])
         assert self.num_pages == len(nodes)
         assert self.num_unused == sum(not node.users for node in nodes)
@@ -227,6 +236,10 @@ class PrefixCache:
     def _key(self, tokens: Sequence[int], start: int, kind: Hashable) -> Key:
         own = tokens[start : start + self.pool.page_size + self.lookahead]
         return (kind, *own) if kind and not start else tuple(own)
+
+    def _kind(self, key: Key) -> Hashable:
+        """Return the kind of a first page's key."""
+        return key[0] if len(key) > self.pool.page_size + self.lookahead else 0
 
     def _add(self, parent: CachedPage, key: Key, page: int) -> CachedPage:
         assert len(key) >= self.pool.page_size + self.lookahead, "a page that is not final"
@@ -263,9 +276,11 @@ class PrefixCache:
             num_pages -= 1
             self._queue(node.parent)
 
-    def _nodes(self) -> Iterable[CachedPage]:
-        stack = list(self._root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack += node.children.values()
+
+def _with_children(nodes: Iterable[CachedPage]) -> Iterator[CachedPage]:
+    """Yield the nodes and all below them, each before its children."""
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += node.children.values()
