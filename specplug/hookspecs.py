@@ -427,6 +427,21 @@ def on_request_finished(runtime: Runtime, report: RequestReport) -> None:
 
 
 @hookspec
+def on_text_forgotten(runtime: Runtime, cache_salt: str | None) -> None:
+    """Drop what is kept of the text of earlier requests.
+
+    Called between two steps, all implementations, where the user asks for it
+    (``LLM.flush_cache``). An algorithm that drafts from what earlier requests read or wrote drops
+    that text. What belongs to a running request alone may stay: the request goes on.
+
+    Args:
+        runtime: the engine's.
+        cache_salt: of the requests (``RequestView.cache_salt``) whose text is dropped; it may be
+            of none. None: the text of all requests.
+    """
+
+
+@hookspec
 def register_commands(cli: click.Group) -> None:
     """Add commands to the ``specplug`` command line.
 

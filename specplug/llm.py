@@ -379,18 +379,25 @@ class LLM:
         no running request."""
         return self.engine.occupancy
 
-    def flush_cache(self) -> None:
-        """Forget all cached prefixes.
+    def flush_cache(self, cache_salt: str | None = None) -> None:
+        """Forget the text of earlier requests: cached prefixes, and what an algorithm keeps of it.
+
+        May be called at any time. Requests that run go on, and their tokens stay the same. What
+        they use of the prefix cache stays too, also when they have ended: flush it again then.
+
+        Args:
+            cache_salt: that of the requests whose text is forgotten; one that no request has had
+                changes nothing. None: the text of all requests.
 
         Raises:
-            UsageError: requests are running.
+            UsageError: the salt is none that requests can have.
+            PluginError: a hook has failed. All requests have ended then, with that error.
         """
+        salt = SamplingParams(cache_salt=cache_salt).cache_salt
         with self._turn("flush_cache"):
-            if self.engine.has_work:
-                raise UsageError("flush_cache: requests are running; wait for them or abort them")
-            self.engine.scheduler.cache.clear()
+            self.engine.forget_text(salt)
             if self._partner is not None:
-                self._partner.flush_cache()
+                self._partner.flush_cache(salt)
 
     def reset_stats(self) -> None:
         """Start counting anew."""

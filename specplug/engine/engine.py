@@ -168,6 +168,21 @@ class Engine:
         """Process aborts and all launched steps, and launch none; otherwise as ``step``."""
         self._run(self._process_all)
 
+    def forget_text(self, cache_salt: str | None) -> None:
+        """Drop what is kept of requests of this salt, or of all requests if it is None, in the
+        prefix cache and by plugins. What running requests need stays.
+
+        Raises:
+            BaseException: as ``step``.
+        """
+
+        def forget() -> None:
+            self._process_aborts()  # until then they use their pages
+            self.scheduler.forget_text(cache_salt)
+            self.hooks.on_text_forgotten(self.runtime, cache_salt)
+
+        self._run(forget)
+
     def _run(self, move: Callable[[], None]) -> None:
         """Have requests moved, and put each into its inbox, those that a failure ends too."""
         self._stepped_by = get_ident()

@@ -286,3 +286,8 @@ def take_all(inbox: list[Request]) -> list[Request]:
     moved = list(dict.fromkeys(inbox))
     inbox.clear()
     return moved
+
+
+def salt_of(page_kind: Hashable) -> str | None:
+    """Return the ``cache_salt`` of the requests that have a ``Request.page_kind``."""
+    return page_kind[1] if isinstance(page_kind, tuple) else None

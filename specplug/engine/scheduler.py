@@ -10,7 +10,7 @@ import attrs
 
 from specplug.algorithm import SpecConfig
 from specplug.config import EngineConfig
-from specplug.engine.request import Request, RequestStatus
+from specplug.engine.request import Request, RequestStatus, salt_of
 from specplug.engine.step_values import (
     Decode,
     PlacedPrefill,
@@ -508,6 +508,14 @@ class Scheduler:
             request.page_kind,
         )
         return replaced
+
+    def forget_text(self, cache_salt: str | None) -> None:
+        """Free the cached pages of all requests of a salt, or of all requests if it is None, but
+        for pages that a running request uses."""
+        if cache_salt is None:
+            self.cache.clear()
+        else:
+            self.cache.clear(lambda kind: salt_of(kind) == cache_salt)
 
     def reset(self) -> list[Request]:
         """Forget all requests and cached pages, in whatever state they are; return the requests."""

@@ -362,6 +362,12 @@ class HookCalls:
         for part in parts_of(runtime):
             part.hooks.on_request_finished(part.runtime, report)
 
+    def on_text_forgotten(self, runtime: Runtime, cache_salt: str | None) -> None:
+        """Tell all plugins to drop the text that they keep of earlier requests."""
+        self._plugins.call("on_text_forgotten", runtime=self._lend(runtime), cache_salt=cache_salt)
+        for part in parts_of(runtime):
+            part.hooks.on_text_forgotten(part.runtime, cache_salt)
+
 
 def parts_of(runtime: Runtime) -> Sequence[Part]:
     """Return the parts that a runtime's algorithm holds."""

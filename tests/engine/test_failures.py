@@ -42,6 +42,10 @@ def failing(tiny_model: Path, reference: Any, scripted: Any, overlap: bool) -> I
             super().on_request_finished(report)
             self._maybe("on_request_finished")
 
+        @hookimpl
+        def on_text_forgotten(self) -> None:
+            self._maybe("on_text_forgotten")
+
     algorithm = Fails(reference.tokens(["greedy"] * 7), right=0.6)
     with LLM(
         tiny_model,
@@ -99,6 +103,18 @@ def test_a_hook_that_raises_loses_no_request(failing: Any, reference: Any, hook:
     reasons = [ended[name].finish_reason for name in names]
     assert set(reasons) <= {"length", "error"}
     assert sum(llm.stats()["requests"].values()) == len(names), "each is counted once"
+
+
+def test_a_flush_whose_hook_raises_ends_all(failing: Any, reference: Any) -> None:
+    llm, raising = failing
+    names = add(llm, reference, (9, 20))
+    llm.step()
+    raising.add("on_text_forgotten")
+    with pytest.raises(PluginError, match=r"on_text_forgotten\(\) raised LookupError"):
+        llm.flush_cache()
+    ended, raised = drive(llm)
+    assert [ended[name].finish_reason for name in names] == ["error", "error"]
+    assert raised == []
 
 
 def test_an_interrupt_while_a_step_is_waited_for_ends_all(

@@ -344,11 +344,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.release(request)
         assert request not in list(self.scheduler)
 
-    @precondition(lambda self: not self.scheduler.has_work and not self.launched)
     @rule()
-    def flush_cache(self) -> None:
-        self.cache.clear()
-        assert self.pool.num_free == self.pool.num_pages - 1
+    def forget_text(self) -> None:
+        self.scheduler.forget_text(None)
+        assert self.cache.num_unused == 0
 
     # What is scheduled
 

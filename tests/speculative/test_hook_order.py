@@ -198,6 +198,10 @@ class Everything:
         self._note("on_request_finished", runtime, report)
 
     @hookimpl
+    def on_text_forgotten(self, runtime: Any, cache_salt: str | None) -> None:
+        self._note("on_text_forgotten", runtime, cache_salt)
+
+    @hookimpl
     def register_commands(self, cli: click.Group) -> None:
         self._note("register_commands", cli)
 
@@ -475,6 +479,7 @@ def calls() -> Mapping[str, list[tuple[Any, ...]]]:
         accept_lens=(3,),
     )
     host.hooks.on_request_finished(host.runtime, report)
+    host.hooks.on_text_forgotten(host.runtime, "a")
     entry = ExtensionEntry(name="e", value="own:it", distribution="of-e", version="1.0")
     register_commands(click.Group("specplug"), extension=Extension("e", plugin, entry))
     return plugin.calls

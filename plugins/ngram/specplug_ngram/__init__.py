@@ -158,6 +158,11 @@ class Ngram:
         worker: NgramWorker = runtime.worker
         worker.forget(report.request_id)
 
+    @hookimpl
+    def on_text_forgotten(self, runtime: Runtime, cache_salt: str | None) -> None:
+        worker: NgramWorker = runtime.worker
+        worker.forget_text(cache_salt)
+
 
 def most_nodes(topk: int, num_steps: int, limit: int) -> int:
     """Return the number of nodes of the full tree, its root included, at most ``limit``."""
