@@ -16,8 +16,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specplug import __version__
-from specplug.errors import shown
-from specplug.serve.api_errors import APIError, invalid, timed_out, unavailable
+from specplug.errors import UsageError, shown
+from specplug.sampling_params import SamplingParams
+from specplug.serve.api_errors import APIError, bad_request, invalid, timed_out, unavailable
 from specplug.serve.engine_client import RequestStream
 from specplug.serve.limits import Limits, LimitsMiddleware, error_response
 from specplug.serve.metrics import Counted, Metrics, Stopwatch
@@ -27,6 +28,7 @@ from specplug.serve.protocol import (
     Completion,
     CompletionRequest,
     ErrorResponse,
+    FlushRequest,
     Health,
     Model,
     ModelList,
@@ -152,6 +154,14 @@ class OpenAIServing:
             template_options=body.chat_template_kwargs or {},
         )
 
+    async def flush(self, cache_salt: str | None) -> None:
+        """Answer ``/flush_cache``."""
+        try:
+            SamplingParams(cache_salt=cache_salt)
+        except UsageError as error:
+            raise bad_request(str(error)) from error
+        await self.ranks.flush(cache_salt)
+
     async def stats(self) -> None:
         """Ask the engines for the statistics of the metrics."""
         engines = self.metrics.engines
@@ -269,6 +279,16 @@ def create_application(serving: OpenAIServing, limits: Limits) -> ASGIApp:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Complete a chat."""
         return await serving.chat(body, request)
+
+    @app.post(
+        "/flush_cache",
+        response_class=Response,
+        responses={200: {"description": "The text is forgotten"}},
+    )
+    async def flush_cache(body: FlushRequest | None = None) -> Response:
+        """Forget the text of earlier requests: cached prefixes, and what an algorithm keeps."""
+        await serving.flush(None if body is None else body.cache_salt)
+        return Response()
 
     @app.get("/v1/models")
     async def models() -> ModelList:

@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from asyncio.subprocess import Process
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, suppress
 from itertools import count
@@ -27,6 +28,8 @@ from specplug.serve.messages import (
     Command,
     End,
     Failed,
+    Flush,
+    Flushed,
     Loading,
     Ready,
     Refused,
@@ -165,6 +168,8 @@ class EngineClient:
         self._numbers = count()
         self._streams: dict[str, RequestStream] = {}
         self._asked: list[asyncio.Future[Stats]] = []
+        self._flushes: deque[asyncio.Future[Flushed]] = deque()
+        """Those that the engine has not answered, the first first."""
         self._part = ""
         """The part of the start that the engine is in."""
         self._failed: Failed | None = None
@@ -252,6 +257,21 @@ class EngineClient:
         self._send(AskStats())
         return await future
 
+    async def flush(self, cache_salt: str | None) -> None:
+        """Have the engine forget the text of earlier requests; see ``LLM.flush_cache``.
+
+        Raises:
+            APIError: the engine has ended, or could not do so.
+        """
+        if self.ended is not None:
+            raise engine_error(self.ended)
+        future: asyncio.Future[Flushed] = asyncio.get_running_loop().create_future()
+        self._flushes.append(future)
+        self._send(Flush(cache_salt=cache_salt))
+        flushed = await future
+        if flushed.error is not None:
+            raise engine_error(flushed.error)
+
     def fail_all(self, error: APIError) -> None:
         """End all streams with an error."""
         for stream in list(self._streams.values()):
@@ -316,6 +336,10 @@ class EngineClient:
                 for future in asked:
                     if not future.done():
                         future.set_result(report)
+            case Flushed():
+                flush = self._flushes.popleft()
+                if not flush.done():
+                    flush.set_result(report)
             case Loading():
                 self._part = report.part
                 self._on_loading(report.part, report.done, report.total)
@@ -357,7 +381,8 @@ class EngineClient:
             why = failed.message if failed else self.ended
             self._ready.set_exception((UsageError if usage else SpecplugError)(why))
         self.fail_all(engine_error(self.ended))
-        for future in self._asked:
+        waiting: list[asyncio.Future[Any]] = [*self._asked, *self._flushes]
+        for future in waiting:
             if not future.done():
                 future.set_exception(engine_error(self.ended))
         was_loaded = self._ready.exception() is None  # asyncio warns of one that is not read

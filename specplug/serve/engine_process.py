@@ -47,6 +47,8 @@ from specplug.serve.messages import (
     AskStats,
     End,
     Failed,
+    Flush,
+    Flushed,
     Loading,
     Ready,
     Refused,
@@ -296,6 +298,8 @@ class EngineLoop:
                 self._abort(item.id)
             case AskStats():
                 self._send(Stats(totals=self._llm.stats(), occupancy=self._llm.occupancy))
+            case Flush():
+                self._flush(item.cache_salt)
             case End():
                 self._ended = True
             case Exception():
@@ -314,6 +318,17 @@ class EngineLoop:
             self._preparing[stream_id] = False
         for index in self._unfinished.get(stream_id, ()):
             self._llm.abort(f"{stream_id}.{index}")
+
+    def _flush(self, cache_salt: str | None) -> None:
+        why = None
+        try:
+            self._llm.flush_cache(cache_salt)
+        except InstanceError:
+            raise
+        except Exception as error:  # every request has ended; the next step says so
+            traceback.print_exc()
+            why = str(error)
+        self._send(Flushed(error=why))
 
     def _step(self) -> None:
         try:

@@ -44,6 +44,13 @@ class AskStats:
 
 
 @attrs.frozen(kw_only=True)
+class Flush:
+    """To the engine: ``LLM.flush_cache``."""
+
+    cache_salt: str | None = None
+
+
+@attrs.frozen(kw_only=True)
 class End:
     """To the engine: abort all requests and end."""
 
@@ -189,8 +196,19 @@ class Stats:
     occupancy: dict[str, int]
 
 
-Command = Add | Abort | AskStats | End
-Report = Loading | Ready | Failed | Warned | Accepted | Refused | Stepped | Stats
+@attrs.frozen(kw_only=True)
+class Flushed:
+    """From the engine: the answer to a ``Flush``; they come in its order.
+
+    Attributes:
+        error: why it failed; None: it did not.
+    """
+
+    error: str | None = None
+
+
+Command = Add | Abort | AskStats | Flush | End
+Report = Loading | Ready | Failed | Warned | Accepted | Refused | Stepped | Stats | Flushed
 
 _KINDS = {kind.__name__: kind for kind in (*Command.__args__, *Report.__args__)}
 

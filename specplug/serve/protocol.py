@@ -482,6 +482,14 @@ class ChatRequest(GenerationRequest):
         return self.max_tokens if wanted is None else wanted
 
 
+class FlushRequest(_Strict):
+    """A body of ``/flush_cache``."""
+
+    cache_salt: _NonEmpty | None = Field(
+        None, description="Of the requests whose text is forgotten; those of all, if it is missing."
+    )
+
+
 class CachedTokens(BaseModel):
     """Tokens that were in the prefix cache."""
 

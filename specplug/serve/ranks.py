@@ -115,6 +115,14 @@ class Ranks:
         """
         return list(await asyncio.gather(*(engine.stats() for engine in self._engines)))
 
+    async def flush(self, cache_salt: str | None) -> None:
+        """Have all engines forget the text of earlier requests; see ``LLM.flush_cache``.
+
+        Raises:
+            APIError: an engine has ended, or could not do so.
+        """
+        await asyncio.gather(*(engine.flush(cache_salt) for engine in self._engines))
+
 
 def settings_of_ranks(
     config: EngineConfig, size: int, *, enable_dp_attention: bool, num_gpus: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import signal
 import tempfile
 import threading
 import time
@@ -22,11 +23,23 @@ from server_process import DEADLINE, is_alive, wait_until
 from specplug import LLM, SamplingParams
 from specplug.config import EngineConfig
 from specplug.serve import engine_client
+from specplug.serve.api_errors import APIError
 from specplug.serve.application import OpenAIServing
 from specplug.serve.engine_client import EngineClient
 from specplug.serve.engine_process import EngineLoop, PreparationPool
 from specplug.serve.limits import Limits
-from specplug.serve.messages import Abort, Accepted, Add, End, Stats, Stepped, Update, decode
+from specplug.serve.messages import (
+    Abort,
+    Accepted,
+    Add,
+    End,
+    Flush,
+    Flushed,
+    Stats,
+    Stepped,
+    Update,
+    decode,
+)
 from specplug.serve.metrics import Metrics
 from specplug.serve.ranks import Ranks
 
@@ -125,6 +138,20 @@ def test_an_output_that_cannot_be_told_ends_its_request_alone(
         assert told[-1].finish_reason == expected.finish_reason
 
 
+def test_a_flush_that_fails_is_answered_and_the_loop_goes_on(
+    running: RunningLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(cache_salt: str | None) -> None:
+        raise LookupError(f"not {cache_salt}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(running.llm, "flush_cache", fail)
+        running.loop.take(Flush(cache_salt="us"))
+        assert running.report() == Flushed(error="not us")
+    running.loop.take(Flush())
+    assert running.report() == Flushed()
+
+
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """A test that is a coroutine."""
 
@@ -201,6 +228,22 @@ async def test_sockets_where_temporary_files_have_long_paths(
     assert not name.is_relative_to(tmp_path)
     await client.stop()
     assert not name.parent.exists()
+
+
+@in_a_loop
+async def test_a_flush_that_an_ended_engine_does_not_answer_fails() -> None:
+    client = new_client()
+    await client.start()
+    assert client.process is not None
+    client.process.send_signal(signal.SIGSTOP)  # it hears the flush no more
+    flush = asyncio.create_task(client.flush("us"))
+    await asyncio.sleep(0)
+    client.kill()
+    with pytest.raises(APIError, match="the engine has ended"):
+        await asyncio.wait_for(flush, DEADLINE)
+    with pytest.raises(APIError, match="the engine has ended"):
+        await client.flush("us")
+    await client.stop()
 
 
 @in_a_loop

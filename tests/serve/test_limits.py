@@ -41,6 +41,7 @@ def test_the_key(strict: ServerProcess) -> None:
             assert refused.status_code == 401
             assert refused.headers["www-authenticate"] == "Bearer"
             assert refused.json()["error"]["code"] == "invalid_api_key"
+        assert strict.post("/flush_cache", headers=headers).status_code == 401
     assert strict.get("/health").status_code == 200
     assert strict.get("/v1/models", headers=KEY).json()["data"][0]["id"] == "mine"
     with openai.OpenAI(base_url=f"{strict.url}/v1", api_key="hush") as client:
