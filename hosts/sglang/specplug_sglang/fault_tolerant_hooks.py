@@ -172,6 +172,12 @@ class FaultTolerantHooks(HookCalls):
 
     # Afterwards
 
+    def on_text_forgotten(self, runtime: Runtime, cache_salt: str | None) -> None:
+        try:
+            super().on_text_forgotten(runtime, cache_salt)
+        except PluginError as error:
+            self._log.tell(error, "")
+
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:
         self.undrafted.forget(report.request_id)
         try:

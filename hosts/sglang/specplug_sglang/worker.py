@@ -351,6 +351,10 @@ class SpecplugWorker(BaseSpecWorker):
 
     # Ends
 
+    def clear_cache_pool(self) -> None:
+        """SGLang's method: its cache is flushed. The pools it clears itself."""
+        self._hooks.on_text_forgotten(self._runtime, None)
+
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         """SGLang's method: tell the plugins that a request has ended in a decode step."""
         self._report_ended(self._requests.end(rid))
