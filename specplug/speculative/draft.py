@@ -364,8 +364,6 @@ class Draft:
         """
         tokens, parents, widths, depth = self.tokens, self.parents, self.widths, self.depth
         width = _width_of(tokens)
-        if values and tokens.is_cuda:
-            values = not torch.cuda.is_current_stream_capturing()  # nothing is read then
         if tokens.dtype != torch.int64:
             raise ValueError(f"tokens of {tokens.dtype}; expected torch.int64")
         if type(depth) is not int or depth < 0:

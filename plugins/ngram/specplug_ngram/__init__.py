@@ -66,7 +66,6 @@ class Ngram:
     def create_worker(self, runtime: Runtime) -> NgramWorker:
         from specplug_ngram.compiled_drafter import load_library
         from specplug_ngram.draft_tree import Shape
-        from specplug_ngram.growth import DraftGrower
         from specplug_ngram.policy import CPU_COSTS, GPU_COSTS
         from specplug_ngram.worker import NgramWorker
 
@@ -77,8 +76,6 @@ class Ngram:
         worker = NgramWorker(shape, settings, compiled=load_library(), costs=costs)
         if settings.ngram_corpus:
             worker.read_corpus(read_corpus(settings.ngram_corpus, runtime.tokenizer))
-        if runtime.host.parts:
-            worker.grower = DraftGrower(runtime, worker)
         return worker
 
     @hookimpl
@@ -145,13 +142,11 @@ class Ngram:
         self, runtime: Runtime, batch: Batch, draft_input: DraftInput, draft: Draft
     ) -> Draft:
         worker: NgramWorker = runtime.worker
-        assert worker.grower is not None
-        return worker.grower.grow(batch, draft)
+        if worker.grower is None:
+            from specplug_ngram.growth import DraftGrower
 
-    @hookimpl
-    def supports_target_verify_for_draft(self) -> bool:
-        """Return True: what grows drafts has the same rows for every request."""
-        return True
+            worker.grower = DraftGrower(runtime, worker)
+        return worker.grower.grow(batch, draft_input, draft)
 
     @hookimpl
     def on_request_finished(self, runtime: Runtime, report: RequestReport) -> None:

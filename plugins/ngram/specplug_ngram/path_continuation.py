@@ -7,6 +7,8 @@ waits for the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -42,12 +44,6 @@ class DeviceTexts:
         self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
         self._rows: dict[str, int] = {}
         self._free = list(range(most_requests, 0, -1))
-        self._copied: tuple[tuple[int, ...], Tensor] | None = None
-
-    @property
-    def has_any(self) -> bool:
-        """Whether there is a text."""
-        return bool(self._rows)
 
     def forget(self, request_id: str) -> None:
         """Give back the row of a request that has ended."""
@@ -55,67 +51,52 @@ class DeviceTexts:
         if row is not None:
             self._free.append(row)
 
-    def admit(self, batch: Batch) -> int:
-        """Take in the texts of new requests, if rows are free, and return how many tokens of each
-        text are to be read: the longest text has so many, or a step fewer."""
-        longest = 0
-        for view in batch.requests:
-            token_ids = view.token_ids
-            is_new = view.request_id not in self._rows and not batch.is_warm_up
-            if is_new and self._free:
-                row = self._rows[view.request_id] = self._free.pop()
-                known = torch.tensor(token_ids[: self._most], dtype=torch.int32)
-                self._tokens[row, : len(known)] = known.to(self._tokens.device, non_blocking=True)
-            longest = max(longest, len(token_ids))
-        # The host may be a step behind.
-        length = -(-(longest + _BLOCK // 2) // _BLOCK) * _BLOCK
-        return min(length, self._most)
-
-    def rounded(self, length: int) -> int:
-        """Return one of few lengths, at least ``length``: a power of two, or that of all texts."""
-        return min(1 << (length - 1).bit_length(), self._most)
-
-    def row_list(self, batch: Batch) -> list[int]:
-        """Return the rows of a batch's texts; 0: it has none."""
-        return [self._rows.get(view.request_id, 0) for view in batch.requests]
-
-    def rows_of(self, batch: Batch) -> Tensor:
-        """Return the rows of a batch's texts, [bs] int64; copied when they change."""
-        rows = tuple(self.row_list(batch))
-        if self._copied is None or self._copied[0] != rows:
-            self._copied = rows, torch.tensor(rows).to(self._tokens.device, non_blocking=True)
-        return self._copied[1]
-
-    # On the device, as recorded passes call it
-
-    def write(self, rows: Tensor, ends: Tensor, tokens: Tensor) -> None:
-        """Write tokens after those that are committed.
+    def write(self, batch: Batch, tokens: Tensor) -> None:
+        """Write the tokens after those that are committed.
 
         Args:
-            rows: [bs] int64, of texts.
-            ends: [bs] int64, the positions of the roots.
+            batch: whose ``seq_lens`` are the lengths before.
             tokens: [bs, C] int64; what follows a request's last new token is written over later.
         """
-        after = torch.arange(1, tokens.shape[1] + 1, device=rows.device)
-        places = (ends.unsqueeze(1) + after).clamp_(max=self._most)
-        self._tokens[rows.unsqueeze(1), places] = tokens.int()
+        if not self._rows:
+            return
+        rows = self._rows_of(batch)
+        places = batch.seq_lens.unsqueeze(1) + torch.arange(
+            1, tokens.shape[1] + 1, device=rows.device
+        )
+        self._tokens[rows.unsqueeze(1), places.clamp_(max=self._most)] = tokens.int()
 
-    def write_roots(self, rows: Tensor, ends: Tensor, roots: Tensor) -> None:
-        """Write the roots [bs] int64 at the positions ``ends``."""
-        self._tokens[rows, ends.clamp(max=self._most)] = roots.int()
+    def read(self, batch: Batch, roots: Tensor) -> Tensor:
+        """Return the text of each request up to its root, [bs, L] int64, with anything after it.
 
-    def read(self, rows: Tensor, length: int) -> Tensor:
-        """Return the texts [bs, length] int64, with anything after them."""
-        return self._tokens[rows, :length].long()
+        Args:
+            roots: [bs] int64, which stand at ``batch.seq_lens``.
+        """
+        longest = 0
+        for view in batch.requests:
+            if view.request_id not in self._rows:
+                self._admit(view.request_id, view.token_ids)
+            longest = max(longest, len(view.token_ids))
+        rows = self._rows_of(batch)
+        self._tokens[rows, batch.seq_lens.clamp(max=self._most)] = roots.int()
+        # The host may be a step behind.
+        length = -(-(longest + _BLOCK // 2) // _BLOCK) * _BLOCK
+        return self._tokens[rows, : min(length, self._most)].long()
+
+    def _admit(self, request_id: str, token_ids: Sequence[int]) -> None:
+        if not self._free:
+            return
+        row = self._rows[request_id] = self._free.pop()
+        known = torch.tensor(token_ids[: self._most], dtype=torch.int32)
+        self._tokens[row, : len(known)] = known.to(self._tokens.device, non_blocking=True)
+
+    def _rows_of(self, batch: Batch) -> Tensor:
+        rows = [self._rows.get(view.request_id, 0) for view in batch.requests]
+        return torch.tensor(rows).to(self._tokens.device, non_blocking=True)
 
 
 def continue_paths(
-    draft: Draft,
-    texts: Tensor,
-    ends: Tensor,
-    novelty: Tensor,
-    most_steps: int,
-    most_depth: int | None = None,
+    draft: Draft, texts: Tensor, ends: Tensor, novelty: Tensor, most_steps: int
 ) -> Draft:
     """Append what followed the ends of a draft's likeliest paths in the request's text.
 
@@ -127,7 +108,6 @@ def continue_paths(
         ends: [bs] int64, the position of the root in it.
         novelty: [bs] float32, of each request.
         most_steps: tokens that a path is continued by.
-        most_depth: of what is appended; None: any.
     """
     assert draft.parents is not None
     assert draft.scores is not None
@@ -143,10 +123,6 @@ def continue_paths(
     steps = torch.arange(1, most_steps + 1, device=texts.device)
     at = best.unsqueeze(2) + steps
     follows = at <= ends.view(bs, 1, 1)
-    depth = draft.depth + most_steps
-    if most_depth is not None and most_depth < depth:
-        depth = most_depth
-        follows &= draft.depths.unsqueeze(2) + steps <= depth
     rows = torch.arange(bs, device=texts.device).view(bs, 1, 1)
     tokens = texts[rows, at.clamp(max=length - 1)]  # [bs, N, steps]
     lengths = (matched.unsqueeze(2) + steps - 1).clamp(min=1).to(torch.float32)
@@ -163,7 +139,7 @@ def continue_paths(
         draft,
         tokens.gather(1, taken).flatten(1),
         torch.where(is_node, parents, -1).flatten(1),
-        depth,
+        draft.depth + most_steps,
         scores=scores.gather(1, taken).flatten(1),
     )
 
@@ -172,19 +148,23 @@ def _match_lengths(draft: Draft, texts: Tensor, ends: Tensor) -> Tensor:
     """Return how many tokens up to each place of a text are those up to each node, at most
     ``LONGEST`` of them committed: [bs, N, L] int64."""
     assert draft.parents is not None
-    back = torch.arange(LONGEST, device=texts.device)
-    tail = texts.gather(1, (ends.unsqueeze(1) - back).clamp(0, texts.shape[1] - 1))
-    before = torch.nn.functional.pad(texts, (LONGEST - 1, 0), value=-1).unfold(1, LONGEST, 1)
-    same = before.flip(2) == tail.unsqueeze(1)  # [bs, L, LONGEST], backwards from each place
-    roots = same.to(torch.int16).cumprod(2, dtype=torch.int16).sum(2, dtype=torch.int16)
-    same = (texts.unsqueeze(1) == draft.tokens.unsqueeze(2)).to(torch.int16)  # [bs, N, L]
+    length = torch.zeros(texts.shape, dtype=torch.int16, device=texts.device)
+    for before in range(LONGEST - 1, -1, -1):
+        token = texts.gather(1, (ends - before).clamp(0, texts.shape[1] - 1).unsqueeze(1))
+        length = _longer(texts == token, length)
+    roots = length.unsqueeze(1)
+    same = texts.unsqueeze(1) == draft.tokens.unsqueeze(2)  # [bs, N, L]
     above = draft.parents.clamp(min=0).unsqueeze(2).expand(same.shape)
-    lengths = same.clone()
-    lengths[:, 0] = roots
+    lengths = roots.expand(same.shape)
     for _ in range(draft.depth):
-        longer = lengths.gather(1, above).add_(1)
-        torch.mul(same[:, 1:, 1:], longer[:, 1:, :-1], out=lengths[:, 1:, 1:])
+        lengths = torch.cat((roots, _longer(same, lengths.gather(1, above))[:, 1:]), dim=1)
     return lengths.long()
+
+
+def _longer(same: Tensor, length: Tensor) -> Tensor:
+    """Return the lengths of matches that go on by a token, from those that end before it."""
+    before = torch.nn.functional.pad(length[..., :-1], (1, 0))
+    return torch.where(same, before + 1, 0).to(torch.int16)
 
 
 def _goes_on(draft: Draft, tokens: Tensor) -> Tensor:

@@ -5,17 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import attrs
 import pytest
 import torch
-from runs_again import RunsAgain
 
 from specplug import LLM, Batch, Draft, SamplingParams, append_nodes
-from specplug.engine.engine_runtime import EngineRuntime
-from specplug.speculative.graph_runner import GraphRunner
 from specplug.speculative.hook_order import ForwardMode
-from specplug.speculative.pass_arguments import BatchPadding
-from specplug_ngram.growth import DraftGrower
 from specplug_ngram.path_continuation import DeviceTexts, continue_paths
 
 CPU = torch.device("cpu")
@@ -106,41 +100,25 @@ def test_absent_nodes_do_not_go_on() -> None:
     assert set(paths(made, 1)) == {(3,), (3, 4)}
 
 
-def read(texts: DeviceTexts, batch: Batch, roots: list[int]) -> torch.Tensor:
-    """The texts of a batch, as a growth pass reads them."""
-    length, rows = texts.admit(batch), texts.rows_of(batch)
-    texts.write_roots(rows, batch.seq_lens, torch.tensor(roots))
-    return texts.read(rows, length)
-
-
 def test_texts_grow_by_what_is_accepted_whatever_came_after_it() -> None:
     texts = DeviceTexts(2, 50, CPU)
     batch = batch_of([[1, 2, 3], [4, 5]], "ab")
-    found = read(texts, batch, [9, 8])
+    found = texts.read(batch, torch.tensor([9, 8]))
     assert found[0, :4].tolist() == [1, 2, 3, 9]
     assert found[1, :3].tolist() == [4, 5, 8]
-    rows = texts.rows_of(batch)
-    texts.write(rows, batch.seq_lens, torch.tensor([[10, 11, 66], [12, 66, 66]]))
+    texts.write(batch, torch.tensor([[10, 11, 66], [12, 66, 66]]))
     batch.seq_lens = torch.tensor([5, 3])  # two tokens of the first were accepted, one of the other
-    found = read(texts, batch, [11, 12])
+    found = texts.read(batch, torch.tensor([11, 12]))
     assert found[0, :6].tolist() == [1, 2, 3, 9, 10, 11]
     assert found[1, :4].tolist() == [4, 5, 8, 12]
 
 
-def test_requests_of_a_warm_up_take_no_row() -> None:
-    texts = DeviceTexts(1, 600, CPU)
-    batch = attrs.evolve(batch_of([[1] * 200], "a"), is_warm_up=True)
-    assert texts.rounded(texts.admit(batch)) == 512
-    assert texts.row_list(batch) == [0]
-    assert not texts.has_any
-
-
 def test_row_of_an_ended_request_is_used_again() -> None:
     texts = DeviceTexts(1, 50, CPU)
-    read(texts, batch_of([[1, 2, 3]], "a"), [4])
-    read(texts, batch_of([[5, 6]], "b"), [7])  # no row is free: it has no text
+    texts.read(batch_of([[1, 2, 3]], "a"), torch.tensor([4]))
+    texts.read(batch_of([[5, 6]], "b"), torch.tensor([7]))  # no row is free: it has no text
     texts.forget("a")
-    found = read(texts, batch_of([[5, 6]], "b"), [7])
+    found = texts.read(batch_of([[5, 6]], "b"), torch.tensor([7]))
     assert found[0, :3].tolist() == [5, 6, 7]
     texts.forget("never seen")
 
@@ -148,56 +126,9 @@ def test_row_of_an_ended_request_is_used_again() -> None:
 def test_what_lies_beyond_a_text_harms_nothing() -> None:
     texts = DeviceTexts(1, 4, CPU)
     batch = batch_of([[1, 2, 3, 4, 5, 6]], "a")
-    found = read(texts, batch, [9])
+    found = texts.read(batch, torch.tensor([9]))
     assert found[0, :4].tolist() == [1, 2, 3, 4]
-    texts.write(texts.rows_of(batch), batch.seq_lens, torch.tensor([[7, 8]]))
-
-
-def test_depth_of_continuations_is_bounded() -> None:
-    draft = Draft.chain(torch.tensor([[2, 3, 4]]))
-    nothing = draft.tokens[:, :0]
-    tree = append_nodes(draft, nothing, nothing, 2)
-    texts, ends = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 1, 2]]), torch.tensor([9])
-    made = continue_paths(tree, texts, ends, torch.ones(1), 3, 4)
-    assert max(map(len, paths(made))) == made.depth == 4
-
-
-PROMPTS = ["def f(x):\n    return x\n" * 4, "import os\nimport sys\nimport ", "x = [1, 2, 3, 4"]
-
-
-@pytest.mark.parametrize("proposer", ["EAGLE3", "NONE"])
-def test_recorded_growth_has_few_forms_and_the_same_tokens(
-    proposer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU: the growth is padded and recorded, in forms that no step's drafts vary."""
-    recorder, runners = RunsAgain(), []
-    made = EngineRuntime.draft_pass
-
-    def draft_pass(self: EngineRuntime, forward: Any) -> Any:
-        if not isinstance(getattr(forward, "__self__", None), DraftGrower):
-            return made(self, forward)
-        forward.__self__._has_fixed_forms = True
-        runners.append(GraphRunner(forward, BatchPadding(), recorder))
-        return runners[-1]
-
-    def run(algorithm: str) -> tuple[list[Any], float]:
-        params = SamplingParams(max_tokens=60, ignore_eos=True)
-        settings: Any = {"device": "cpu", "dtype": "float32", "max_total_tokens": 1024}
-        with LLM(speculative_algorithm=algorithm, **settings) as llm:
-            tokens = [output.token_ids for output in llm.generate(PROMPTS, params)]
-            stats = llm.stats()
-            if runners:
-                growing, _ = runners
-                assert growing.num_recordings <= 4, "batches of 1 to 3, texts of one length"
-        return tokens, stats["accepted"] / max(stats["verifications"], 1)
-
-    plain, _ = run("NONE")
-    eager, accept_length = run(f"{proposer}+NGRAM")
-    monkeypatch.setattr(EngineRuntime, "draft_pass", draft_pass)
-    recorded, found = run(f"{proposer}+NGRAM")
-    assert plain == eager == recorded
-    assert recorder.replayed > 20
-    assert found > 0.95 * accept_length, "wider drafts"
+    texts.write(batch, torch.tensor([[7, 8]]))
 
 
 def test_ended_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +136,6 @@ def test_ended_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(speculative_algorithm="EAGLE3+NGRAM", device="cpu", max_total_tokens=512) as llm:
         llm.generate(["def f(x):\n" * 4] * 3, SamplingParams(max_tokens=20))
         worker = llm.engine.runtime.parts["NGRAM"].worker
-        assert worker.grower._is_used
+        assert worker.grower is not None
         assert not worker.requests
         assert not worker.grower._texts._rows

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from specplug import Batch, DraftInput, SpecConfig, UsageError
-from specplug.host import HostCapabilities
 from specplug.speculative.hook_order import ForwardMode
 from specplug_ngram import algorithm
 from specplug_ngram.compiled_drafter import load_library
@@ -459,12 +458,9 @@ def test_worker_has_the_costs_of_its_device(device: str, costs: Costs) -> None:
     class Target:
         config: SpecConfig
         device: torch.device
-        host: HostCapabilities
 
     config = SpecConfig.resolve(algorithm.describe())
-    host = HostCapabilities(name="a host")
-    worker = algorithm.create_worker(Target(config, torch.device(device), host))
-    assert worker.grower is None, "that host has no parts"
+    worker = algorithm.create_worker(Target(config, torch.device(device)))
     assert worker._costs == costs
 
 
