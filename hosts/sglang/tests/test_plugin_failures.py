@@ -4,6 +4,7 @@ server; requests that draft nothing are counted, by reason."""
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from engines import environment, running
@@ -79,6 +80,17 @@ def test_failure_at_a_requests_end_is_told_alone(prompts, plain, log_file):
         assert engine.generate(prompts[:2]).tokens == plain[:2]
         assert engine.generate(prompts[:2]).tokens == plain[:2]
     assert "on_request_finished() raised ValueError: no more ideas" in log_file.read_text()
+
+
+def test_flush_is_told_and_a_failure_of_its_hook_alone(prompts, plain, log_file):
+    with environment(FRAGILE="on_text_forgotten 1"), running("FRAGILE") as engine:
+        assert engine.generate(prompts[:2]).tokens == plain[:2]
+        deadline = time.monotonic() + 30
+        while not engine.sglang.flush_cache().success:  # it is not idle at once
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert engine.generate(prompts[:2]).tokens == plain[:2]
+    assert "on_text_forgotten() raised ValueError: no more ideas" in log_file.read_text()
 
 
 def test_requests_without_drafts_are_counted_by_reason(prompts, tmp_path):

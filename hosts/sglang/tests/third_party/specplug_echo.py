@@ -138,6 +138,10 @@ class Fragile(Echo):
         self.called("on_request_finished")
         self.known.discard(report.request_id)
 
+    @hookimpl
+    def on_text_forgotten(self) -> None:
+        self.called("on_text_forgotten")
+
 
 class FragileTree(Fragile):
     """The same, of trees: each node of a chain has a sibling that is never taken."""
