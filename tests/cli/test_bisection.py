@@ -33,7 +33,7 @@ def run(text_model: Any):
     """Bisect ``PROMPT`` with a small model."""
 
     def run(*options: Any, prompt: str = PROMPT, stdin: str | None = None) -> Result:
-        length = ("--max-new-tokens", 8, "--ignore-eos", "--skip-model-check")
+        length = ("--max-new-tokens", 24, "--ignore-eos", "--skip-model-check")
         return doctor("--bisect", text_model, prompt, *length, *options, stdin=stdin)
 
     return run
@@ -54,10 +54,10 @@ def broken_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_equal_runs_say_so_and_exit_with_0(run: Any) -> None:
     done = run("--speculative-algorithm", "NGRAM")
     assert (done.exit_code, done.stderr) == (0, "")
-    assert "equal: 8 tokens after a prompt of 20" in done.stdout
+    assert "equal: 24 tokens after a prompt of 20" in done.stdout
     assert "NGRAM with num_steps" in done.stdout
     report = json.loads(run("--speculative-algorithm", "NGRAM", "--json").stdout)
-    assert (report["equal"], report["tokens_compared"], report["culprits"]) == (True, 8, [])
+    assert (report["equal"], report["tokens_compared"], report["culprits"]) == (True, 24, [])
     assert report["token_ids"]["reference"] == report["token_ids"]["run"]
     assert report["config"]["algorithm"] == "NGRAM"
     assert report["reference_config"]["algorithm"] == "NONE"
