@@ -12,7 +12,14 @@ RUNS = {
     "EAGLE3 tree": ("EAGLE3", TREE, 177, 0),
     "EAGLE": ("EAGLE", {}, 213, 0),
     "MULTI_LAYER_EAGLE": ("MULTI_LAYER_EAGLE", {}, 204, 0),
+    "MULTI_LAYER_EAGLE tree": ("MULTI_LAYER_EAGLE", TREE, 177, 0),
     "DFLASH": ("DFLASH", {}, 221, 0),
+    "DFLASH tree": ("DFLASH", TREE, 190, 0),
+    "DSPARK": ("DSPARK", {}, 189, 0),
+    "PEAGLE": ("PEAGLE", {}, 225, 0),
+    "PEAGLE tree": ("PEAGLE", TREE, 205, 0),
+    "STANDALONE": ("STANDALONE", {}, 205, 0),
+    "STANDALONE tree": ("STANDALONE", TREE, 154, 0),
     "NGRAM": ("NGRAM", {}, 309, 0.03),
 }
 

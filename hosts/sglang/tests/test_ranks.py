@@ -10,7 +10,16 @@ import psutil
 import pytest
 from engines import TREE, environment, running
 
-ALGORITHMS = {"EAGLE3": TREE, "EAGLE": {}, "MULTI_LAYER_EAGLE": {}, "DFLASH": {}, "NGRAM": {}}
+ALGORITHMS: dict[str, dict[str, int]] = {
+    "EAGLE3": TREE,
+    "EAGLE": {},
+    "MULTI_LAYER_EAGLE": {},
+    "DFLASH": {},
+    "DSPARK": {},
+    "PEAGLE": {},
+    "STANDALONE": TREE,
+    "NGRAM": {},
+}
 GREEDY = {"temperature": 0, "max_new_tokens": 24}
 ENGINE_OF_A_PROCESS = """
 import sys

@@ -97,7 +97,8 @@ def test_mixed_chunks_are_turned_off():
             {"disable_overlap_schedule": True},
             "SYNC cannot begin in the middle of a prompt; start SGLang with --disable-radix-cache",
         ),
-        ("DFLASH", {"speculative_eagle_topk": 4}, "DFLASH drafts chains only"),
+        ("DSPARK", {"speculative_eagle_topk": 4}, "DSPARK drafts chains only"),
+        ("SPARSE_SELF", {}, "SPARSE_SELF drafts with the target's own layers, and SGLang"),
         ("EAGLE3", {"speculative_num_steps": 0}, "num_steps"),
     ],
 )
@@ -115,7 +116,10 @@ def test_draft_weights_that_are_not_shipped_are_asked_for(tmp_path):
         settings_of("EAGLE3", model_path=str(tmp_path))
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MULTI_LAYER_EAGLE", "DFLASH"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["EAGLE3", "EAGLE", "MULTI_LAYER_EAGLE", "DFLASH", "DSPARK", "PEAGLE", "STANDALONE"],
+)
 def test_typed_folder_of_draft_weights_is_taken(algorithm):
     package = importlib.import_module(f"specplug_{algorithm.lower()}")
     folder = str(Path(package.__file__).parent / "weights" / "tiny_code")

@@ -29,7 +29,16 @@ import specplug
 from specplug_vllm import vllm_names
 
 MODEL = Path(specplug.__file__).parent / "assets" / "tiny_code"
-FORMS = {"EAGLE3": 5, "EAGLE": 5, "MULTI_LAYER_EAGLE": 7, "DFLASH": 7, "NGRAM": 7}
+FORMS = {
+    "EAGLE3": 5,
+    "EAGLE": 5,
+    "MULTI_LAYER_EAGLE": 7,
+    "DFLASH": 7,
+    "DSPARK": 7,
+    "PEAGLE": 7,
+    "STANDALONE": 5,
+    "NGRAM": 7,
+}
 """The built-in algorithms, with the tokens that each drafts in a step."""
 
 
