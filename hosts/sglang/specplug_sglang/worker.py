@@ -84,6 +84,9 @@ class SpecplugWorker(BaseSpecWorker):
         settings.check_settled(started.config)
         self._hooks, config = started.hooks, started.config
         self.num_draft_tokens = config.num_draft_tokens
+        # SGLang allocates max(K * S, N) slots for a step, get_alloc_len_per_decode().
+        allocated = max(config.topk * config.num_steps, config.num_draft_tokens)
+        self._most_slots = max(config.num_draft_tokens, min(config.num_draft_slots, allocated))
         # SGLang's Triton attention reads a mask, not a plan, and its CUDA graphs have one width.
         self._pads = settings.attention_backend == MASKED
         self._runtime = SglangRuntime(self._runner, settings, config)
@@ -268,10 +271,11 @@ class SpecplugWorker(BaseSpecWorker):
         return self._order.verify(drafted, predict, logits, per_node)
 
     def _most_nodes(self, request: Req) -> int:
-        """Return the most nodes of a request. A request that cannot draft has 1, and is counted."""
+        """Return the most nodes of a request, those that its draft model expands included. One
+        that cannot draft has 1, and is counted."""
         reason = plain_because_of(request)
         if not reason:
-            return self.num_draft_tokens
+            return self._most_slots
         if not request.finished():  # else its last step was planned before its end was known
             self._hooks.undrafted.add(request.rid, reason)
         return 1
