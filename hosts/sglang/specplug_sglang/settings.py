@@ -58,7 +58,7 @@ class SglangSettings:
     speculative_draft_model_path: str | None = setting(
         None,
         Anything(),
-        "folder of the draft weights",
+        "folder of the draft weights, with a `model_type` of transformers in its `config.json`",
         group=_DRAFTS,
         unset="the weights that the plugin ships for the default model",
     )

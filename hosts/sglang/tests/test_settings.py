@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 from pathlib import Path
 
@@ -116,15 +117,35 @@ def test_draft_weights_that_are_not_shipped_are_asked_for(tmp_path):
         settings_of("EAGLE3", model_path=str(tmp_path))
 
 
+def shipped_weights(algorithm):
+    package = importlib.import_module(f"specplug_{algorithm.lower()}")
+    return Path(package.__file__).parent / "weights" / "tiny_code"
+
+
 @pytest.mark.parametrize(
-    "algorithm",
-    ["EAGLE3", "EAGLE", "MULTI_LAYER_EAGLE", "DFLASH", "DSPARK", "PEAGLE", "STANDALONE"],
+    "algorithm", ["EAGLE3", "EAGLE", "MULTI_LAYER_EAGLE", "DFLASH", "STANDALONE"]
 )
 def test_typed_folder_of_draft_weights_is_taken(algorithm):
-    package = importlib.import_module(f"specplug_{algorithm.lower()}")
-    folder = str(Path(package.__file__).parent / "weights" / "tiny_code")
+    folder = str(shipped_weights(algorithm))
     found = settings_of(algorithm, speculative_draft_model_path=folder)
     assert found.speculative_draft_model_path == folder
+
+
+@pytest.mark.parametrize("algorithm", ["DSPARK", "PEAGLE"])
+def test_typed_folder_needs_a_model_type_of_transformers(algorithm, tmp_path, prompts, plain):
+    """SGLang has transformers read the draft's configuration, whatever the algorithm."""
+    shipped = shipped_weights(algorithm)
+    with pytest.raises(ValueError, match="model_type"):
+        settings_of(algorithm, speculative_draft_model_path=str(shipped))
+    for file in shipped.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((shipped / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    with running(algorithm, speculative_draft_model_path=str(tmp_path)) as engine:
+        made = engine.generate(prompts)
+    assert made.tokens == plain
+    assert made.steps < 240
 
 
 def test_algorithm_without_overlap_runs_without_overlap(prompts, plain):
