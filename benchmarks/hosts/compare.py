@@ -52,7 +52,10 @@ from measurement import (  # noqa: E402
 
 Settings = dict[str, Any]
 NUM_STEPS, NGRAM_STEPS = 5, 7
-ALGORITHMS = ("EAGLE3", "NGRAM", "EAGLE", "MULTI_LAYER_EAGLE", "DFLASH")
+ALGORITHMS = (
+    *("EAGLE3", "NGRAM", "EAGLE", "MULTI_LAYER_EAGLE"),
+    *("DFLASH", "DSPARK", "PEAGLE", "STANDALONE"),
+)
 POINTS, TINY_POINTS = ((1, 128), (8, 1024), (32, 1024)), ((1, 16), (2, 32))
 """Batches, and tokens of each prompt."""
 SHORT, LONG = 16, 96
