@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from specplug.algorithm import AlgorithmInfo, SpecConfig
 from specplug.bounds import MAX_SECONDS, bound_of
+from specplug.cli.standard_output import reserve_standard_output
 from specplug.config import EngineConfig
 from specplug.errors import SpecplugError, UsageError, shown
 from specplug.registry import Registry
@@ -160,10 +161,11 @@ def options_of(kind: type[attrs.AttrsInstance], *groups: str) -> tuple[SettingOp
 
 
 def _own_options(args: Sequence[str]) -> tuple[SettingOption, ...]:
-    """Make the options of the settings that the algorithms named in ``args`` have of their own."""
+    """Make the options of the settings that the algorithms named in ``args`` have of their own.
+    What a plugin prints when it is imported goes to standard error."""
     registry, found = Registry(), list[SettingOption]()
     for name in dict.fromkeys(_algorithms_in(args)):
-        with suppress(SpecplugError):  # the command tells
+        with suppress(SpecplugError), reserve_standard_output():  # the command tells
             kind = registry.select(name).info.settings
             groups = () if kind is None else {each.group for each in settings_of(kind).values()}
             found += options_of(kind, *groups) if kind is not None else ()
