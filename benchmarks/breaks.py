@@ -380,7 +380,7 @@ BREAKS = (
     # The plugins
     Break(
         "eagle-tree-places",
-        "specplug/speculative/feature_drafter.py",
+        "specplug/speculative/drafter.py",
         "places=best + topk + (step - 1) * beam * topk,",
         "places=best + topk + (step - 1) * topk * topk,",
         ("plugins/eagle/tests", "plugins/eagle3/tests", "tests/test_draft_context.py"),
@@ -395,8 +395,8 @@ BREAKS = (
     Break(
         "multi-layer-shift",
         "plugins/multi_layer_eagle/specplug_multi_layer_eagle/worker.py",
-        "tails = chunk_tails(batch, index + 1, chain[-1])",
-        "tails = chunk_tails(batch, 1, chain[-1])",
+        "tails = chunk_tails(batch, index + 1, chain[-1][:, 0])",
+        "tails = chunk_tails(batch, 1, chain[-1][:, 0])",
         ("plugins/multi_layer_eagle/tests", "tests/test_draft_context.py"),
     ),
     Break(

@@ -343,7 +343,7 @@ def test_a_false_declaration_is_refused(fields: dict[str, Any], told: str) -> No
         PerTokenOutput(**{"name": "x", **fields})
 
 
-NO_OUTPUTS = {"n", "skip_special_tokens", "token_outputs"}
+NO_OUTPUTS = {"cache_salt", "n", "skip_special_tokens", "token_outputs"}
 """Settings of the group Output that ask for no output of the core."""
 
 
