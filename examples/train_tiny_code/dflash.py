@@ -6,7 +6,10 @@ on `generations.py`'s rows and on the corpus.
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specplug_dflash.config import DFlashConfig
 from specplug_dflash.network import DFlashNetwork
+
+N = TypeVar("N", bound=DFlashNetwork)
 
 
 def configuration(
@@ -247,16 +252,57 @@ def save(network: DFlashNetwork, out: Path) -> None:
     write_checkpoint(out, values, network.state_dict())
 
 
-def main() -> None:
-    """Trains for some epochs over generations and corpus, and saves with every line printed."""
-    parser = arguments_of(__doc__, epochs=24, batch=128, rate=6e-3)
+def add_block_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what every training on blocks can be told."""
     parser.add_argument("--blocks", type=int, default=32, help="blocks a row")
-    parser.add_argument(
-        "--block", type=int, default=10, help="tokens of a block, the known one too"
-    )
     parser.add_argument("--shorter", type=float, default=0.3, help="share of shorter blocks")
     parser.add_argument("--gamma", type=float, default=5.0, help="of the weights, in positions")
     parser.add_argument("--reach", type=float, default=0.8, help="see draft_loss")
+
+
+def compiled_loss(arguments: argparse.Namespace, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss, compiled unless `--no-compile` is given."""
+    return loss if arguments.no_compile else torch.compile(loss, dynamic=False)
+
+
+def train_on_blocks(
+    arguments: argparse.Namespace,
+    network: N,
+    target: LlamaForCausalLM,
+    data: Tensor,
+    loss: Callable[..., tuple[Tensor, Tensor]],
+    save: Callable[[N, Path], None],
+) -> None:
+    """Trains for some epochs, and saves with every line printed.
+
+    Args:
+        loss: of (head, tokens, hidden, final, anchors, lengths), as `draft_loss` has them; hidden
+            [B, A, size, hidden] is what `draft` made of the blocks, their anchors' rows too.
+    """
+    config = network.config
+    embedding, head = target.model.embed_tokens.weight, target.lm_head.weight
+    if not arguments.no_compile:
+        for layer in network.layers:
+            layer.compile()  # all of them share one compiled layer
+
+    def loss_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            *aux, final = forward(target, tokens, config.feature_layers)
+        blocks = choose_blocks(tokens, arguments.blocks, config.block_size, arguments.shorter)
+        features = torch.cat(aux, -1)
+        hidden = draft(network, embedding, tokens, features, *blocks, config.block_size)
+        return loss(head, tokens, hidden, final, *blocks)
+
+    train(arguments, network, data, loss_of, lambda: save(network, arguments.out))
+
+
+def main() -> None:
+    """Trains for some epochs over generations and corpus, and saves with every line printed."""
+    parser = arguments_of(__doc__, epochs=24, batch=128, rate=6e-3)
+    add_block_arguments(parser)
+    parser.add_argument(
+        "--block", type=int, default=10, help="tokens of a block, the known one too"
+    )
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--intermediate", type=int, default=416)
     parser.add_argument("--features", type=int, default=5, help="target layers that are fused")
@@ -272,24 +318,13 @@ def main() -> None:
         mask=unused_token(arguments.data, target.config.vocab_size),
     )
     network = build(config, target, data[:64].long()).to(arguments.device)
-    embedding, head = target.model.embed_tokens.weight, target.lm_head.weight
-    loss_of_blocks = draft_loss
-    if not arguments.no_compile:
-        for layer in network.layers:
-            layer.compile()  # all of them share one compiled layer
-        loss_of_blocks = torch.compile(draft_loss, dynamic=False)
+    compiled = compiled_loss(arguments, draft_loss)
 
-    def loss_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            *aux, final = forward(target, tokens, config.feature_layers)
-        blocks = choose_blocks(tokens, arguments.blocks, config.block_size, arguments.shorter)
-        features = torch.cat(aux, -1)
-        hidden = draft(network, embedding, tokens, features, *blocks, config.block_size)
-        return loss_of_blocks(
-            head, tokens, hidden[:, :, 1:], final, *blocks, arguments.gamma, arguments.reach
-        )
+    def loss(head: Tensor, tokens: Tensor, hidden: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        drafting = hidden[:, :, 1:]
+        return compiled(head, tokens, drafting, *rest, arguments.gamma, arguments.reach)
 
-    train(arguments, network, data, loss_of, lambda: save(network, arguments.out))
+    train_on_blocks(arguments, network, target, data, loss, save)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ from pathlib import Path
 import attrs
 import torch
 import torch.nn.functional as F
-from dflash import choose_blocks, draft
+from dflash import add_block_arguments, compiled_loss, train_on_blocks
 from dflash import save as save_dflash
-from draft_training import arguments_of, load_target, parse, train, training_rows
+from draft_training import arguments_of, load_target, parse, training_rows
 from safetensors.torch import load_file
-from target import forward
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -136,10 +135,7 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=16, help="of a row")
     parser.add_argument("--taps", type=int, default=2, help="of the convolutions; 0: none")
     parser.add_argument("--group", type=int, default=16, help="channels that share a kernel")
-    parser.add_argument("--blocks", type=int, default=32, help="blocks a row")
-    parser.add_argument("--shorter", type=float, default=0.3, help="share of shorter blocks")
-    parser.add_argument("--gamma", type=float, default=5.0, help="of the weights, in positions")
-    parser.add_argument("--reach", type=float, default=0.8, help="see LossWeights")
+    add_block_arguments(parser)
     parser.add_argument("--unary", type=float, default=0.5, help="see LossWeights")
     parser.add_argument("--cross-entropy", type=float, default=0.5, help="see LossWeights")
     parser.add_argument("--distance", type=float, default=0.9, help="see LossWeights")
@@ -154,7 +150,6 @@ def main() -> None:
         selector_top_k=arguments.candidates,
     )
     network = build(config, target, arguments.start).to(arguments.device)
-    embedding, head = target.model.embed_tokens.weight, target.lm_head.weight
     weights = LossWeights(
         arguments.gamma,
         arguments.reach,
@@ -162,21 +157,12 @@ def main() -> None:
         arguments.cross_entropy,
         arguments.distance,
     )
-    loss_of_blocks = draft_loss
-    if not arguments.no_compile:
-        for layer in network.layers:
-            layer.compile()  # all of them share one compiled layer
-        loss_of_blocks = torch.compile(draft_loss, dynamic=False)
+    compiled = compiled_loss(arguments, draft_loss)
 
-    def loss_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            *aux, final = forward(target, tokens, config.feature_layers)
-        blocks = choose_blocks(tokens, arguments.blocks, config.block_size, arguments.shorter)
-        features = torch.cat(aux, -1)
-        hidden = draft(network, embedding, tokens, features, *blocks, config.block_size)
-        return loss_of_blocks(network, head, tokens, hidden, final, *blocks, weights)
+    def loss(*of_blocks: Tensor) -> tuple[Tensor, Tensor]:
+        return compiled(network, *of_blocks, weights)
 
-    train(arguments, network, data, loss_of, lambda: save_dflash(network, arguments.out))
+    train_on_blocks(arguments, network, target, data, loss, save_dflash)
 
 
 if __name__ == "__main__":
