@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from specplug.speculative.feature_drafter import FeatureDrafter
     from specplug.speculative.future_map import FutureMap
     from specplug.speculative.hook_order import Batch, RequestView
+    from specplug.speculative.lattice import Lattice, likeliest_tree, longest_path
     from specplug.speculative.noise import couple
     from specplug.speculative.output_kind import PerTokenOutput
     from specplug.speculative.report import RequestReport, StepReport
@@ -102,6 +103,9 @@ _LAZY = {
     "StepReport": "specplug.speculative.report",
     "AttentionPlan": "specplug.speculative.runtime",
     "KVCache": "specplug.speculative.runtime",
+    "Lattice": "specplug.speculative.lattice",
+    "likeliest_tree": "specplug.speculative.lattice",
+    "longest_path": "specplug.speculative.lattice",
     "Runtime": "specplug.speculative.runtime",
     "StateTensor": "specplug.speculative.draft_state",
     "TokenDrafter": "specplug.speculative.token_drafter",
@@ -146,6 +150,7 @@ __all__ = [
     "HostCapabilities",
     "HostPlugin",
     "KVCache",
+    "Lattice",
     "Logprob",
     "MeasuredEngine",
     "PagedModel",
@@ -181,7 +186,9 @@ __all__ = [
     "keep_likeliest",
     "layers",
     "likeliest_tokens",
+    "likeliest_tree",
     "load_compiled",
+    "longest_path",
     "merge_drafts",
     "received_state",
     "report_progress",

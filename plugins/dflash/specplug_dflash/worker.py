@@ -12,13 +12,15 @@ from specplug import (
     CommittedOutput,
     Draft,
     DraftInput,
+    Lattice,
     Runtime,
     StateTensor,
     couple,
     likeliest_tokens,
+    likeliest_tree,
+    longest_path,
 )
 from specplug_dflash.checkpoint import load_network
-from specplug_dflash.lattice import Lattice, likeliest_tree, longest_path
 from specplug_dflash.network import DFlashNetwork
 from specplug_dflash.selector import CandidateSelector
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specplug import Batch, Runtime
-from specplug_dflash.lattice import Lattice, likeliest_tree
+from specplug import Batch, Lattice, Runtime, likeliest_tree
 from specplug_eagle3.worker import Eagle3Worker
 from specplug_peagle.checkpoint import load_network
 from specplug_peagle.network import PEagleNetwork

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specplug import Draft
-from specplug_dflash.lattice import Lattice, likeliest_tree, longest_path
+from specplug import Draft, Lattice, likeliest_tree, longest_path
 
 
 def random_lattice(bs: int, steps: int, width: int, *, pairs: bool) -> Lattice:

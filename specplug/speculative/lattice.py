@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from specplug import select_nodes
+from specplug.speculative.tree import select_nodes
 
 
 @attrs.frozen(eq=False)
@@ -31,11 +31,10 @@ class Lattice:
 
 
 def longest_path(lattice: Lattice) -> tuple[Tensor, Tensor]:
-    """Find the path that is expected to be accepted furthest: the sum of its nodes' survivals is
-    greatest.
+    """Find the path that is expected to be accepted furthest.
 
-    From a candidate on, the best that can follow it does not depend on what stands before it, so it
-    is found from the last position to the first.
+    The sum of its nodes' survivals is the greatest. From a candidate on, the best that can follow
+    it does not depend on what stands before it, so it is found from the last position to the first.
 
     Returns:
         Tokens [bs, S] int64 and scores [bs, S].
