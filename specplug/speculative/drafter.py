@@ -7,7 +7,7 @@ arXiv 2406.16858.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
 
@@ -17,10 +17,12 @@ from torch import Tensor
 
 from specplug.errors import UsageError
 from specplug.kernels.argmax import likeliest_tokens
+from specplug.speculative.draft import Draft
 from specplug.speculative.hook_order import Batch
 from specplug.speculative.noise import couple
 from specplug.speculative.runtime import AttentionPlan, Runtime
 from specplug.speculative.tree import select_nodes
+from specplug.speculative.verify import CommittedOutput
 
 
 @attrs.define(eq=False)
@@ -82,6 +84,11 @@ class Drafter(ABC):
         self._itself = torch.eye(self.topk, dtype=torch.bool, device=runtime.device)
         self._order = torch.arange(self.topk, device=runtime.device)
 
+    _draft_chain: Callable[..., tuple[Tensor, Tensor]]
+    """Takes the batch, what a subclass begins with, and S; returns what ``chain`` does."""
+    _draft_tree: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """Takes the batch, what a subclass begins with, F, N and S; returns what ``tree`` does."""
+
     @abstractmethod
     def advance(
         self, tokens: Tensor, hidden: Tensor | None, plan: AttentionPlan
@@ -119,6 +126,25 @@ class Drafter(ABC):
         deep, by what the batch has room for."""
         nodes = min(self.num_draft_tokens, max(batch.max_draft_nodes))
         return nodes, min(self.num_steps, nodes - 1)
+
+    def _drafted(self, batch: Batch, begin: Sequence[Tensor], nodes: int, steps: int) -> Draft:
+        """Return a chain if K is 1, else a tree, as the recorded passes draft it.
+
+        Args:
+            begin: what both passes take after the batch.
+            nodes, steps: as ``fit`` returns them; at least 2 nodes.
+        """
+        if self.topk == 1:
+            drafted, scores = self._draft_chain(batch, *begin, steps)
+            return Draft.chain(drafted, scores=scores)
+        beam = self.beam(batch.max_draft_nodes, steps)
+        drafted, parents, scores = self._draft_tree(batch, *begin, beam, nodes, steps)
+        return Draft.tree(drafted, parents, steps, scores=scores)
+
+    def _path_plan(self, batch: Batch, output: CommittedOutput) -> AttentionPlan:
+        """Return the plan of an accepted path's rows."""
+        width = output.next_tokens.shape[0] // batch.size
+        return self.runtime.plan_attention(batch, batch.seq_lens, width)
 
     def chain(
         self,

@@ -117,11 +117,6 @@ class FeatureDrafter(Drafter):
             self.forward(output.next_tokens, self.features(output), plan.positions, attend)
         return ()
 
-    def _path_plan(self, batch: Batch, output: CommittedOutput) -> AttentionPlan:
-        """Return the plan of an accepted path's rows."""
-        width = output.next_tokens.shape[0] // batch.size
-        return self.runtime.plan_attention(batch, batch.seq_lens, width)
-
     def _extend(self, batch: Batch, output: CommittedOutput) -> dict[str, Tensor]:
         """Return the state that ``extend`` leaves."""
         if batch.is_prefill:
@@ -187,12 +182,7 @@ class FeatureDrafter(Drafter):
             draft_input["scores"],
             draft_input["hidden_states"],
         )
-        if self.topk == 1:
-            drafted, scores = self._draft_chain(batch, *begin, steps)
-            return Draft.chain(drafted, scores=scores)
-        beam = self.beam(batch.max_draft_nodes, steps)
-        drafted, parents, scores = self._draft_tree(batch, *begin, beam, nodes, steps)
-        return Draft.tree(drafted, parents, steps, scores=scores)
+        return self._drafted(batch, begin, nodes, steps)
 
     def advance(
         self, tokens: Tensor, hidden: Tensor | None, plan: AttentionPlan

@@ -107,12 +107,7 @@ class TokenDrafter(Drafter):
         if nodes == 1:
             self._read_paths(batch, *begin)
             return Draft.chain(draft_input.bonus_tokens.unsqueeze(1))
-        if self.topk == 1:
-            drafted, scores = self._draft_chain(batch, *begin, steps)
-            return Draft.chain(drafted, scores=scores)
-        beam = self.beam(batch.max_draft_nodes, steps)
-        drafted, parents, scores = self._draft_tree(batch, *begin, beam, nodes, steps)
-        return Draft.tree(drafted, parents, steps, scores=scores)
+        return self._drafted(batch, begin, nodes, steps)
 
     def advance(
         self, tokens: Tensor, hidden: Tensor | None, plan: AttentionPlan
@@ -176,7 +171,5 @@ class TokenDrafter(Drafter):
 
     def _write_path(self, batch: Batch, output: CommittedOutput) -> tuple[()]:
         """Write the keys of an accepted path."""
-        width = output.own_tokens.shape[0] // batch.size
-        plan = self.runtime.plan_attention(batch, batch.seq_lens, width)
-        self.write(output.own_tokens, plan)
+        self.write(output.own_tokens, self._path_plan(batch, output))
         return ()
