@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 from engines import TREE, environment, running
 
+TRACED = {"TRACED_DRAFTS": "1", "SPECPLUG_KERNELS": "torch"}
+"""A trace has torch's operations alone: what a kernel in C has computed would be a constant of it.
+"""
+
 
 @pytest.fixture
 def traced():
-    with environment(TRACED_DRAFTS="1"):
+    with environment(**TRACED):
         yield
 
 
@@ -33,7 +37,7 @@ def test_recorded_passes_foresee_the_noise_of_later_requests(prompts):
         with environment(**names), running("EAGLE3", enable_deterministic_inference=True) as engine:
             return [engine.generate(prompts[:6], wanted) for wanted in SEEDED]
 
-    made, eager = generate(TRACED_DRAFTS="1"), generate()
+    made, eager = generate(**TRACED), generate()
     assert [each.tokens for each in made] == [each.tokens for each in eager]
     assert [each.steps for each in made] == [each.steps for each in eager]
 
