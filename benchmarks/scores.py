@@ -1,7 +1,7 @@
 """How well scores foresee what the target takes, as they are and calibrated, and what a cut by
 them keeps.
 
-    python benchmarks/scores.py raw [--algorithms EAGLE3 NGRAM …] [--prompts 32]
+    python benchmarks/scores.py raw [--algorithms EAGLE3 DFLASH:steps=9,tokens=10,draft=FOLDER …]
     python benchmarks/scores.py calibrated [--steps 2000]
     python benchmarks/scores.py budget
 
@@ -16,7 +16,8 @@ reports have the predicted probability of being accepted with its path, and whet
 
 ``budget``: 8 requests together. Accepted tokens a verification where a step verifies half of what
 is drafted, the nodes that survive most likely or the first ones, as shares of those without a
-budget.
+budget; beside them the share that half would keep if it were known what the target takes: a step
+accepts no more tokens than it verifies nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -33,11 +36,13 @@ from measurement import head, line
 
 from specplug import LLM, Draft, SamplingParams
 from specplug.bench.dataset import HELD_OUT
+from specplug.bench.variant import Variant, parse_variants
 from specplug.registry import Registry
 from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.hook_order import HookOrder, Verified
+from specplug.speculative.hook_order import Drafted, HookOrder, Verified
 
 BINS = 10
+BATCH = 8
 TREE = {
     "speculative_num_steps": 4,
     "speculative_eagle_topk": 4,
@@ -45,7 +50,7 @@ TREE = {
 }
 
 
-def observe(algorithm: str, prompts: list[str], max_tokens: int, temperature: float) -> list[str]:
+def observe(variant: Variant, prompts: list[str], max_tokens: int, temperature: float) -> list[str]:
     """Run an algorithm, and return the cells of its row; none if it gives no scores."""
     foreseen: list[torch.Tensor] = []
     taken: list[torch.Tensor] = []
@@ -64,7 +69,7 @@ def observe(algorithm: str, prompts: list[str], max_tokens: int, temperature: fl
 
     HookOrder.verify = verify  # type: ignore[method-assign]
     try:
-        with LLM(speculative_algorithm=algorithm, warm_up="off") as llm:
+        with _engine(variant, warm_up="off") as llm:
             params = [
                 SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=i)
                 for i in range(len(prompts))
@@ -82,22 +87,24 @@ def observe(algorithm: str, prompts: list[str], max_tokens: int, temperature: fl
     return [f"{len(found):,}", *means, f"{error:.3f}"]
 
 
-def show_raw(names: list[str], prompts: list[str], arguments: argparse.Namespace) -> None:
+def show_raw(variants: list[Variant], prompts: list[str], arguments: argparse.Namespace) -> None:
     """Print the table of ``raw``."""
     print(head("algorithm", "temperature", "nodes", "foreseen", "found", "calibration error"))
-    for name in names:
+    for variant in variants:
         for temperature in (0.0, 1.0):
             chosen = prompts[: arguments.prompts]
-            if cells := observe(name, chosen, arguments.max_tokens, temperature):
-                print(line([name, f"{temperature:.0f}", *cells]), flush=True)
+            if cells := observe(variant, chosen, arguments.max_tokens, temperature):
+                print(line([_named(variant), f"{temperature:.0f}", *cells]), flush=True)
 
 
-def show_calibrated(names: list[str], prompts: list[str], arguments: argparse.Namespace) -> None:
+def show_calibrated(
+    variants: list[Variant], prompts: list[str], arguments: argparse.Namespace
+) -> None:
     """Print the table of ``calibrated``."""
     print(head("draft", "steps", "nodes", "predicted", "found", "calibration error"))
     known, others = prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :]
-    for name, shape in _drafts(names):
-        with LLM(speculative_algorithm=name, **shape) as llm:
+    for variant in _with_trees(variants):
+        with _engine(variant) as llm:
             for first in itertools.count(0, 8):
                 batch = [known[i % len(known)] for i in range(first, first + 8)]
                 llm.generate(batch, _half_sampled(batch, first, arguments.max_tokens))
@@ -112,43 +119,70 @@ def show_calibrated(names: list[str], prompts: list[str], arguments: argparse.Na
             both = (sum(stats[key].values()) for key in ("predicted", "accepted_of_scored"))
             means = (f"{each / nodes:.3f}" for each in both)
             error = f"{stats['calibration_error']:.3f}"
-            print(
-                line([_named(name, shape), f"{steps:,}", f"{nodes:,}", *means, error]), flush=True
-            )
+            print(line([_named(variant), f"{steps:,}", f"{nodes:,}", *means, error]), flush=True)
 
 
-def show_budgets(names: list[str], prompts: list[str], arguments: argparse.Namespace) -> None:
+def show_budgets(
+    variants: list[Variant], prompts: list[str], arguments: argparse.Namespace
+) -> None:
     """Print the table of ``budget``."""
-    print(head("draft", "nodes", "accepted", "half by survival", "half by order"))
-    for name, shape in _drafts(names):
-        found = []
-        for divisor, by_order in ((None, False), (2, False), (2, True)):
-            found.append(_accepted(name, shape, prompts[: arguments.prompts], divisor, by_order))
-        (whole, width), (survival, _), (order, _) = found
-        shares = (f"{100 * each / whole:.1f} %" for each in (survival, order))
-        print(line([_named(name, shape), str(width), f"{whole:.3f}", *shares]), flush=True)
+    print(head("draft", "nodes", "accepted", "half by survival", "half by order", "half can hold"))
+    chosen = prompts[: arguments.prompts]
+    for variant in _with_trees(variants):
+        with _engine(variant, warm_up="off") as llm:
+            width = llm.spec_config.num_draft_tokens
+        half = BATCH * width // 2
+        steps = accepted(variant, chosen, arguments.max_tokens)
+        whole = mean(steps)
+        held = [lens if sum(lens) <= half else [half / len(lens)] * len(lens) for lens in steps]
+        survival = accepted(variant, chosen, arguments.max_tokens, verify_budget=half)
+        with without_scores():
+            order = accepted(variant, chosen, arguments.max_tokens, verify_budget=half)
+        cells = (f"{100 * mean(each) / whole:.1f} %" for each in (survival, order, held))
+        print(line([_named(variant), str(width), f"{whole:.3f}", *cells]), flush=True)
 
 
-def _accepted(
-    name: str, shape: dict[str, Any], prompts: list[str], divisor: int | None, by_order: bool
-) -> tuple[float, int]:
-    """Return the accepted tokens of a verification, and the nodes of a request's draft."""
+def accepted(
+    variant: Variant, prompts: list[str], max_tokens: int, **settings: Any
+) -> list[list[int]]:
+    """Return the accepted tokens of each request of each verification, ``BATCH`` requests
+    together."""
+    found: list[list[int]] = []
+    inner = HookOrder.verify
+
+    def verify(self: HookOrder, drafted: Drafted, *rest: Any) -> Verified:
+        verified = inner(self, drafted, *rest)
+        if not drafted.batch.is_warm_up:
+            found.append(verified.accepted.accept_lens.tolist())
+        return verified
+
+    with _engine(variant, **settings) as llm:
+        HookOrder.verify = verify  # type: ignore[method-assign]
+        try:
+            for first in range(0, len(prompts), BATCH):
+                params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+                llm.generate(prompts[first : first + BATCH], params)
+        finally:
+            HookOrder.verify = inner  # type: ignore[method-assign]
+    return found
+
+
+def mean(steps: Sequence[Sequence[float]]) -> float:
+    """Return the mean over all requests of all steps."""
+    return sum(map(sum, steps)) / sum(map(len, steps))
+
+
+@contextmanager
+def without_scores() -> Iterator[None]:
+    """Let no draft have scores: it is cut by order."""
     propose = HookCalls.propose
 
-    def without_scores(self: HookCalls, *arguments: Any, **named: Any) -> Draft:
+    def proposed(self: HookCalls, *arguments: Any, **named: Any) -> Draft:
         return attrs.evolve(propose(self, *arguments, **named), scores=None)
 
-    if by_order:
-        HookCalls.propose = without_scores  # type: ignore[method-assign]
+    HookCalls.propose = proposed  # type: ignore[method-assign]
     try:
-        with LLM(speculative_algorithm=name, warm_up="off", **shape) as llm:
-            width = llm.spec_config.num_draft_tokens
-        budget = None if divisor is None else 8 * width // divisor
-        with LLM(speculative_algorithm=name, verify_budget=budget, **shape) as llm:
-            for first in range(0, len(prompts), 8):
-                batch = prompts[first : first + 8]
-                llm.generate(batch, SamplingParams(max_tokens=96, ignore_eos=True))
-            return llm.stats()["mean_accept_length"], width
+        yield
     finally:
         HookCalls.propose = propose  # type: ignore[method-assign]
 
@@ -160,17 +194,23 @@ def _half_sampled(prompts: list[str], first: int, max_tokens: int) -> list[Sampl
     ]
 
 
-def _drafts(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each algorithm's chain or its own default, and of those that branch a tree of 16."""
+def _engine(variant: Variant, **settings: Any) -> LLM:
+    return LLM(speculative_algorithm=variant.algorithm, **variant.arguments, **settings)
+
+
+def _with_trees(variants: list[Variant]) -> Iterator[Variant]:
+    """Yield each variant, and of those without settings that branch a tree of 16 too."""
     registry = Registry()
-    for name in names:
-        yield name, {}
-        if registry.select(name).info.capabilities.branching:
-            yield name, TREE
+    for variant in variants:
+        yield variant
+        branches = registry.select(variant.algorithm).info.capabilities.branching
+        if branches and not variant.own:
+            yield attrs.evolve(variant, own=TREE, arguments=TREE)
 
 
-def _named(name: str, shape: dict[str, Any]) -> str:
-    return f"{name}, tree of 16" if shape else name
+def _named(variant: Variant) -> str:
+    draft = variant.own.get("speculative_draft_model_path")
+    return variant.label if draft is None else variant.label.replace(draft, Path(draft).name)
 
 
 SHOWN = {"raw": show_raw, "calibrated": show_calibrated, "budget": show_budgets}
@@ -186,8 +226,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     prompts = [json.loads(each)["prompt"] for each in HELD_OUT.read_text().splitlines()]
-    names = arguments.algorithms or [name for name in Registry().names() if name != "NONE"]
-    SHOWN[arguments.part](names, prompts, arguments)
+    names = arguments.algorithms or Registry().names()
+    variants = [
+        each.with_common({}) for each in parse_variants(names, names) if not each.is_baseline
+    ]
+    SHOWN[arguments.part](variants, prompts, arguments)
 
 
 if __name__ == "__main__":
