@@ -205,7 +205,7 @@ def _with_trees(variants: list[Variant]) -> Iterator[Variant]:
         yield variant
         branches = registry.select(variant.algorithm).info.capabilities.branching
         if branches and not variant.own:
-            yield attrs.evolve(variant, own=TREE, arguments=TREE)
+            yield attrs.evolve(variant, own=TREE, arguments={**variant.arguments, **TREE})
 
 
 def _named(variant: Variant) -> str:
@@ -223,12 +223,23 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--algorithms", nargs="*", help="default: all that draft")
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        nargs="*",
+        default=[],
+        metavar="NAME=JSON",
+        help='settings of LLM for every run, such as dtype="float16"',
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     prompts = [json.loads(each)["prompt"] for each in HELD_OUT.read_text().splitlines()]
     names = arguments.algorithms or Registry().names()
+    settings = {
+        name: json.loads(value) for name, value in (s.split("=") for s in arguments.settings)
+    }
     variants = [
-        each.with_common({}) for each in parse_variants(names, names) if not each.is_baseline
+        each.with_common(settings) for each in parse_variants(names, names) if not each.is_baseline
     ]
     SHOWN[arguments.part](variants, prompts, arguments)
 

@@ -68,7 +68,7 @@ def test_retracted_requests_keep_tokens(prompts, plain):
 
 def test_tiny_pool_without_overlap_keeps_tokens(prompts, plain):
     settings = {
-        "max_total_tokens": 400,
+        "max_total_tokens": 320,
         "schedule_conservativeness": 0.1,
         "disable_overlap_schedule": True,
     }
