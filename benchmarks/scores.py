@@ -34,12 +34,12 @@ import attrs
 import torch
 from measurement import head, line
 
-from specplug import LLM, Draft, SamplingParams
+from specplug import LLM, Draft, SamplingParams, StepReport
 from specplug.bench.dataset import HELD_OUT
 from specplug.bench.variant import Variant, parse_variants
 from specplug.registry import Registry
 from specplug.speculative.hook_calls import HookCalls
-from specplug.speculative.hook_order import Drafted, HookOrder, Verified
+from specplug.speculative.hook_order import HookOrder, Verified
 
 BINS = 10
 BATCH = 8
@@ -144,26 +144,25 @@ def show_budgets(
 
 def accepted(
     variant: Variant, prompts: list[str], max_tokens: int, **settings: Any
-) -> list[list[int]]:
+) -> list[Sequence[int]]:
     """Return the accepted tokens of each request of each verification, ``BATCH`` requests
     together."""
-    found: list[list[int]] = []
-    inner = HookOrder.verify
+    found: list[Sequence[int]] = []
+    inner = HookCalls.on_step
 
-    def verify(self: HookOrder, drafted: Drafted, *rest: Any) -> Verified:
-        verified = inner(self, drafted, *rest)
-        if not drafted.batch.is_warm_up:
-            found.append(verified.accepted.accept_lens.tolist())
-        return verified
+    def on_step(self: HookCalls, runtime: Any, report: StepReport) -> None:
+        if report.accept_lens:
+            found.append(report.accept_lens)
+        inner(self, runtime, report)
 
-    with _engine(variant, **settings) as llm:
-        HookOrder.verify = verify  # type: ignore[method-assign]
-        try:
+    HookCalls.on_step = on_step  # type: ignore[method-assign]
+    try:
+        with _engine(variant, **settings) as llm:
             for first in range(0, len(prompts), BATCH):
                 params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
                 llm.generate(prompts[first : first + BATCH], params)
-        finally:
-            HookOrder.verify = inner  # type: ignore[method-assign]
+    finally:
+        HookCalls.on_step = inner  # type: ignore[method-assign]
     return found
 
 
